@@ -1,4 +1,4 @@
-"""The `Accelerator` of a run: what recipe and Accelerate config ask for, and its end."""
+"""Builds the `Accelerator` of a run from the recipe and the Accelerate config, and releases it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from toolkit.terminal import Terminal
 
 
 def build_plugins(recipe: Recipe) -> dict[str, Any]:
-    """The sharding that the recipe and the Accelerate config ask for, as arguments of `Accelerator`."""
+    """Returns the sharding that the recipe and the Accelerate config ask for, as arguments of `Accelerator`."""
     section = recipe.sharding
     strategy = resolve_strategy(section.strategy)
     sharded = strategy.sharded
@@ -52,8 +52,12 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
 
 
 def compilation_of(recipe: Recipe) -> Compilation | None:
-    """How blocks are compiled. Raises BadInputError if the Accelerate config asks for it, too."""
-    # `accelerate launch` hands on its config in such variables.
+    """Returns how blocks are compiled, or None if they are not.
+
+    Raises:
+        BadInputError: if the Accelerate config asks for compilation, too.
+    """
+    # `accelerate launch` passes on its config in such variables.
     configured = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if recipe.training.compile and configured.lower() != "no":
         raise BadInputError(
@@ -64,7 +68,7 @@ def compilation_of(recipe: Recipe) -> Compilation | None:
 
 
 def offload_of(recipe: Recipe) -> OffloadSettings:
-    """How optimizer state is offloaded, if it is."""
+    """Returns how optimizer state is offloaded, if it is."""
     section = recipe.sharding
     return OffloadSettings(
         executor=section.offload_executor or "auto",
@@ -75,7 +79,7 @@ def offload_of(recipe: Recipe) -> OffloadSettings:
 
 
 def checkpointing_of(recipe: Recipe) -> Checkpointing | None:
-    """What the recipe asks for; None for none, and for `auto` before there is a plan."""
+    """Returns the checkpointing that the recipe asks for, or None for none, and for `auto` before there is a plan."""
     section = recipe.sharding
     if section.activation_checkpointing in (None, "auto"):
         return None
@@ -83,21 +87,21 @@ def checkpointing_of(recipe: Recipe) -> Checkpointing | None:
 
 
 def quiet_libraries() -> None:
-    """The run's own progress is shown, not that of the libraries below."""
+    """Hides the progress bars and some warnings of libraries, because the run shows its own progress."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     # A resumed run steps its schedule to its place before the optimizer's first step.
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
-    # No loss changes a model's output in place, which is what FSDP2 warns of where the output is a view.
+    # FSDP2 warns of outputs that are views, in case they are changed in place; no loss does that.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # By torch.distributed.checkpoint on one rank, where a single process is what is meant.
+    # By torch.distributed.checkpoint on one rank, which is intended.
     warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
 
 
 def grow_segments() -> None:
-    """Lets CUDA's allocator grow its segments, which keeps memory from going to pieces, unless told otherwise."""
+    """Lets CUDA's allocator grow its segments, which avoids fragmentation, unless the environment says otherwise."""
     # The allocator reads its settings once, when CUDA starts; PYTORCH_CUDA_ALLOC_CONF is their older name.
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if torch.cuda.is_available() and not started and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -110,7 +114,7 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
             raise BadInputError(
                 f"logging.trackers: {tracker} is not installed; pip install {tracker}, or remove it from the recipe"
             )
-    # An `Accelerator` that was built earlier in this process, in a cell of a notebook, would hand its settings on.
+    # An `Accelerator` from earlier in this process, in a cell of a notebook, would pass on its settings.
     reset_accelerate()
     accelerator = Accelerator(
         mixed_precision=_mixed_precision(recipe),
@@ -141,14 +145,14 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
 
 
 def _mixed_precision(recipe: Recipe) -> str | None:
-    """The recipe's precision; None leaves it to the Accelerate config. Raises where they contradict."""
+    """Returns the recipe's precision, or None to leave it to the Accelerate config; raises if they contradict."""
     asked = recipe.training.mixed_precision
     configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if configured not in PRECISIONS:
         raise BadInputError(
             f"mixed_precision: the Accelerate config says {configured!r}; allowed: {', '.join(PRECISIONS)}"
         )
-    # The launcher exports "no" where its config says nothing, so "no" contradicts nobody.
+    # The launcher exports "no" if its config says nothing, so "no" is no contradiction.
     if asked is not None and configured not in ("no", asked):
         raise BadInputError(
             f"training.mixed_precision is {asked}, but the Accelerate config's mixed_precision is {configured}; "
@@ -158,7 +162,7 @@ def _mixed_precision(recipe: Recipe) -> str | None:
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside Accelerate's."""
+    """Returns the torch optimizer inside Accelerate's."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
@@ -174,10 +178,10 @@ def release(accelerator: Accelerator, plugin: ShardingPlugin) -> None:
 
 @contextmanager
 def released_at_last(accelerator: Accelerator, plugin: ShardingPlugin) -> Iterator[None]:
-    """Releases what the run holds, but for where this rank alone fails.
+    """Releases what the run holds, unless this rank alone fails.
 
-    The other ranks may be inside a collective then, and NCCL's group waits for them while it is taken down, for ten
-    minutes (torchtitan#1342): the error would be seen after that, or never. The launcher ends them instead.
+    Then the other ranks may be inside a collective, and destroying NCCL's group waits for them, for ten minutes
+    (torchtitan#1342): the error would be seen after that, or never. The launcher ends them instead.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a run's folder tells of it, finished or not, whole or not; here or in a store."""
+"""Reads runs to compare from their folders, finished or not, whole or not, on this machine or in a store."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from toolkit.supervise.rank_status import GONE_SECONDS, REPORT, read_statuses
 
 RECIPE = "recipe.yaml"
 LARGEST_STEP = 2**53
-"""Beyond it a float has no exact whole numbers, and no run has so many steps."""
+"""Above this, floats cannot represent every whole number; no run has so many steps."""
 
 
 def read_runs(names: Sequence[str]) -> list[ComparedRun]:
-    """Reads runs that stand beside each other.
+    """Reads runs that are to be compared.
 
     Args:
         names: folders, or addresses in a store.
 
     Raises:
-        BadInputError: there are fewer than two, one is named twice, or one is no run; before anything else is read.
-        StoreError: a store cannot be reached.
+        BadInputError: if there are fewer than two, one is named twice, or one is not a run; before anything is read.
+        StoreError: if a store cannot be reached.
     """
     if len(names) < 2:
         raise BadInputError("one run has nothing to be compared with; name two or more")
@@ -48,7 +48,7 @@ def read_runs(names: Sequence[str]) -> list[ComparedRun]:
 
 
 def _require_run(place: Place) -> Checkpoint | None:
-    """The last whole checkpoint. Raises BadInputError for what is no run."""
+    """Returns the last whole checkpoint; raises BadInputError if the folder is not a run."""
     if not place.is_dir():
         raise BadInputError(f"{str(place)!r}: no such folder; name the training.output_dir or the store of a run")
     checkpoint = latest(place)
@@ -62,23 +62,23 @@ def _require_run(place: Place) -> Checkpoint | None:
 
 def _read_run(name: str, place: Place, checkpoint: Checkpoint | None) -> ComparedRun:
     problems: list[str] = []
-    state, num_steps, why = _state(place)
+    state, num_steps, why = _read_state(place)
     if why:
         problems.append(f"{state}: {why}")
-    recipe = _recipe(place, checkpoint, problems)
+    recipe = _read_recipe(place, checkpoint, problems)
     if num_steps is None and isinstance(recipe.get("training.max_steps"), int):
         num_steps = recipe["training.max_steps"]
-    metrics = _metrics(place, checkpoint, state, problems)
-    made_with = _made_with(place, checkpoint)
+    metrics = _read_metrics(place, checkpoint, state, problems)
+    made_with = _read_environment(place, checkpoint)
     return ComparedRun(name, str(place), state, metrics, recipe, made_with, num_steps, problems)
 
 
-def _state(place: Place) -> tuple[str, int | None, str]:
-    """How it stands with a run, the steps of the whole, and why it ended, as far as they are told."""
+def _read_state(place: Place) -> tuple[str, int | None, str]:
+    """Returns a run's state, its number of steps, and why it ended, as far as they are known."""
     if is_finished(place):
         return "finished", None, ""
     try:
-        text = _bytes(place / REPORT).decode("utf-8", errors="replace")
+        text = _read_bytes(place / REPORT).decode("utf-8", errors="replace")
     except OSError:
         text = ""
     told, (num_steps, why) = state_in(text) or "unfinished", told_in(text)
@@ -89,11 +89,11 @@ def _state(place: Place) -> tuple[str, int | None, str]:
     return told, num_steps, "" if told == "running" else why
 
 
-def _recipe(place: Place, checkpoint: Checkpoint | None, problems: list[str]) -> dict[str, Any]:
-    """What the recipe sets, from its file or else from the checkpoint; what is null is not set."""
+def _read_recipe(place: Place, checkpoint: Checkpoint | None, problems: list[str]) -> dict[str, Any]:
+    """Returns the recipe's settings, from its file or else from the checkpoint; null is not set."""
     values: Any = None
     try:
-        values = yaml_value(_bytes(place / RECIPE).decode("utf-8"))
+        values = yaml_value(_read_bytes(place / RECIPE).decode("utf-8"))
         if not isinstance(values, dict):
             problems.append(f"{RECIPE} is no mapping of sections")
     except FileNotFoundError:
@@ -109,11 +109,11 @@ def _recipe(place: Place, checkpoint: Checkpoint | None, problems: list[str]) ->
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _metrics(place: Place, checkpoint: Checkpoint | None, state: str, problems: list[str]) -> Metrics:
-    """The lines of the run's metrics, or else those of its last checkpoint."""
+def _read_metrics(place: Place, checkpoint: Checkpoint | None, state: str, problems: list[str]) -> Metrics:
+    """Returns the lines of the run's metrics, or else those of its last checkpoint."""
     own = place / METRICS
     try:
-        return _lines(_bytes(own), state, problems)
+        return _parse_metrics(_read_bytes(own), state, problems)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -125,22 +125,22 @@ def _metrics(place: Place, checkpoint: Checkpoint | None, state: str, problems: 
         f"its own {METRICS} is not there; what is shown ends with the checkpoint of step {checkpoint.step:,}"
     )
     try:
-        return _lines(_bytes(checkpoint.folder / METRICS), state, problems)
+        return _parse_metrics(_read_bytes(checkpoint.folder / METRICS), state, problems)
     except OSError as error:
         problems.append(f"{METRICS} of that checkpoint cannot be read: {first_line(error)}")
         return []
 
 
-def _lines(content: bytes, state: str, problems: list[str]) -> Metrics:
+def _parse_metrics(content: bytes, state: str, problems: list[str]) -> Metrics:
     lines = content.split(b"\n")
-    # What has no end yet is being written; of a run that is over, it was cut off.
+    # A last line without an end is being written; in a run that has ended, it was cut off.
     if lines[-1] and state == "running":
         lines[-1] = b""
     found, damaged = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        record = _record(line)
+        record = _parse_record(line)
         if record is None:
             damaged.append(number)
         else:
@@ -157,8 +157,8 @@ def _lines(content: bytes, state: str, problems: list[str]) -> Metrics:
     return found
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics; None for what is none."""
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """Returns a line of metrics, or None if it is not one."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -167,15 +167,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     step = record.get("step")
     whole = [value for value in record.values() if isinstance(value, int)]
-    # A whole number of any length is JSON, and no float.
+    # JSON allows whole numbers of any length, which floats cannot hold.
     is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= LARGEST_STEP
     return record if is_step and all(abs(value) < 2**1000 for value in whole) else None
 
 
-def _made_with(place: Place, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """Ranks, strategy, precision and versions: what the export says of its run, or else the last checkpoint."""
+def _read_environment(place: Place, checkpoint: Checkpoint | None) -> dict[str, str]:
+    """Returns ranks, strategy, precision and versions from the export, or else from the last checkpoint."""
     try:
-        told: Any = json.loads(_bytes(place / "export" / ORIGIN))
+        told: Any = json.loads(_read_bytes(place / "export" / ORIGIN))
         named = {key: str(told[key]) for key in ("ranks", "device", "strategy", "precision")}
         return named | {str(name): str(version) for name, version in told["versions"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -187,5 +187,5 @@ def _made_with(place: Place, checkpoint: Checkpoint | None) -> dict[str, str]:
     return named | manifest.versions
 
 
-def _bytes(path: Place) -> bytes:
+def _read_bytes(path: Place) -> bytes:
     return path.read_bytes()

@@ -1,4 +1,4 @@
-"""Before the first step: do micro-batches that run by block see each other, in this model as it is trained?"""
+"""Checks before the first step that micro-batches that run by block do not change each other in this model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.plugin import ShardingPlugin
 
 TOKENS = 16
-"""Of each micro-batch of the check."""
+"""Tokens of each micro-batch of the check."""
 
 NOISE = 4.0
-"""Times by which logits may differ more than those of one forward done twice, which on a CPU are the same."""
+"""Factor on the difference of logits between two equal forwards, which is 0 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Accumulation:
     """How the micro-batches of a step run.
 
     Attributes:
-        by_block: what runs them by block; None: they run one after another.
-        why: of `sharding.accumulate: auto`; empty if the recipe chose.
+        by_block: runs them by block, or None if they run one after another.
+        why: the reason for the choice of `sharding.accumulate: auto`; empty if the recipe chose.
     """
 
     by_block: ByBlock | None
     why: str = ""
 
     def describe(self) -> str | None:
-        """For people; None if there is nothing to tell."""
+        """Describes the choice for the run summary, or returns None for the default."""
         told = "by block: a step gathers each unit twice and reduces it once" if self.by_block else "by micro-batch"
         if self.why:
             return f"auto: {told} ({self.why})"
@@ -53,13 +53,13 @@ def accumulation_of(
     device: torch.device,
     alone: str | None = None,
 ) -> Accumulation:
-    """As the recipe says, or for `auto` as is planned and the model can. Every rank calls this.
+    """Returns how micro-batches run: as the recipe says, or for `auto` as planned if the model can. Collective.
 
     Args:
         alone: why the rows of a micro-batch run one after another, if they do.
 
     Raises:
-        BadInputError: the recipe asks for by_block, and the model cannot run so.
+        BadInputError: if the recipe asks for by_block, and the model cannot run so.
     """
     if not planned.by_block:
         return Accumulation(None, planned.why)
@@ -71,7 +71,7 @@ def accumulation_of(
                 "needs its own; set training.micro_batch_size=1, or sharding.accumulate=by_micro_batch"
             )
         by_block = ByBlock(model, plugin.unit_plan)
-        # Noise is each rank's own, and so may be what it finds.
+        # Noise differs between ranks, and so may their results.
         ranks.on_every_rank(lambda: check_forwards(model, by_block, device), "look at the model by block")
     except BadInputError as error:
         if recipe.sharding.accumulate != "auto":
@@ -81,14 +81,14 @@ def accumulation_of(
 
 
 def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) -> None:
-    """Holds the logits of two micro-batches that go through the blocks together against those of each alone.
+    """Compares the logits of two micro-batches that go through the blocks together with those of each alone.
 
-    What a model hands from block to block in an attribute or a global would be the other micro-batch's.
+    A value that a model passes from block to block in an attribute or a global would be the other micro-batch's.
 
     Raises:
-        BadInputError: they differ, or the model cannot run so.
+        BadInputError: if they differ, or the model cannot run so.
     """
-    # Also where a configuration has no vocabulary of its own.
+    # The embeddings have rows even if the configuration has no vocabulary size.
     rows = int(base_of(model).get_input_embeddings().weight.shape[0])
     ids = torch.arange(2 * TOKENS, device=device).view(2, 1, TOKENS) * 7 % rows
     forwards = [functools.partial(_logits, model, of_batch) for of_batch in ids]

@@ -1,4 +1,4 @@
-"""Whether a run is done: a statement of its own, written last, when everything else is on the disk."""
+"""Records that a run is done in a file of its own, written last, when everything else is on the disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS = "*.safetensors"
 
 
 def write_finished(output_dir: Path, export_dir: Path | None) -> None:
-    """States that the run is done, and what its export is. A power cut leaves the whole statement or none."""
+    """Records that the run is done, and the identity of its export, durably: whole or not at all."""
     for path in (output_dir / REPORT, output_dir / "metrics.jsonl"):
         if path.exists():
             sync(path)
@@ -30,20 +30,20 @@ def write_finished(output_dir: Path, export_dir: Path | None) -> None:
 
 
 def is_finished(output_dir: Place) -> bool:
-    """Whether the run of this folder is done, also of one that was copied into a store.
+    """Returns whether the run of this folder is done, even if it was copied into a store.
 
-    A run of a version that wrote no statement is done if its report is whole and tells no other state, and its
-    export, if any, has the card that is written before that report.
+    A run of a version without this file is done if its report is whole and has no other state, and its export, if
+    any, has the card that is written before that report.
     """
-    if _statement(output_dir) is not None:
+    if _read_statement(output_dir) is not None:
         return True
     export_dir = output_dir / "export"
     return _is_last_report(output_dir / REPORT) and (not export_dir.exists() or (export_dir / CARD).exists())
 
 
 def changed_export(output_dir: Path) -> str | None:
-    """What is wrong with the export of a run that is done, in words; None: it is what the run wrote."""
-    statement = _statement(output_dir)
+    """Describes what is wrong with the export of a run that is done, or returns None if it is unchanged."""
+    statement = _read_statement(output_dir)
     if statement is None or statement["export"] is None:
         return None
     if not (output_dir / "export").is_dir():
@@ -52,12 +52,12 @@ def changed_export(output_dir: Path) -> str | None:
 
 
 def export_identity(export_dir: Path) -> str:
-    """Tells the weights of one export from another's: names and sizes of its files of weights, and samples of them."""
+    """Returns a digest of an export's weights: names and sizes of their files, and samples of their content."""
     sizes = {path.name: path.stat().st_size for path in sorted(export_dir.glob(WEIGHTS))}
     return digest(sizes, fingerprint_of(export_dir, WEIGHTS))
 
 
-def _statement(output_dir: Place) -> dict[str, Any] | None:
+def _read_statement(output_dir: Place) -> dict[str, Any] | None:
     try:
         found = json.loads((output_dir / FINISHED).read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The stage that trains: a prepared run and a checkpoint, if any, become records and a trained model."""
+"""The stage that trains a prepared run, from a checkpoint if there is one."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from toolkit.training.usage import ModelFlops, model_flops
 
 @dataclass(frozen=True)
 class Fitted:
-    """What training leaves beside the model.
+    """The results of training beside the model.
 
     Attributes:
-        records: of metrics.jsonl.
-        step_seconds: seconds by kind of a profiled step; None: no step was profiled.
-        missing: why the last checkpoint is not in the store; None: it is, or there is no store.
+        records: the records of metrics.jsonl.
+        step_seconds: seconds by kind of a profiled step, or None if no step was profiled.
+        missing: why the last checkpoint is not in the store, or None if it is or there is no store.
     """
 
     records: list[dict[str, Any]]
@@ -70,8 +70,8 @@ def fit(
     """Trains to the run's end, from the beginning or from the checkpoint `found`. Collective.
 
     Raises:
-        StoppedError: a rank was asked to end; the state is saved.
-        TrainingError: too many steps in a row had no finite loss and gradient.
+        StoppedError: if a rank was asked to end; the state is saved.
+        TrainingError: if too many steps in a row had no finite loss and gradient.
     """
     recipe, accelerator, output_dir, console = opened.recipe, opened.accelerator, opened.output_dir, opened.console
     ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.tokenizer))
@@ -105,7 +105,7 @@ def fit(
         if opened.plugin.engine is not None:
             opened.plugin.engine.flush()  # the last step may still fail
         last_samples(accelerator, run, prompts, output_dir)
-    # On all ranks: inside a collective the others would give up waiting for a full disk.
+    # On all ranks: inside a collective the others would time out while rank 0 waits for a full disk.
     require_output_dir(output_dir)
     ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn, heartbeat.wait))
     if profile is not None:
@@ -150,7 +150,7 @@ def _extensions_of(
     profile: StepProfile | None,
     heartbeat: Heartbeat,
 ) -> list[Extension]:
-    """Builds what hangs on this run's loop. Records come first, since checkpoints hold them and errors follow them."""
+    """Builds the extensions of this run's loop. Records come first: checkpoints hold them, and errors follow them."""
     settings = opened.recipe.training
     found: list[Extension] = [heartbeat, Records(metrics, _flops(opened.accelerator, run.inner))]
     found.append(NonFiniteSteps(metrics, settings.max_non_finite_steps))
@@ -167,7 +167,7 @@ def _extensions_of(
 
 
 def _report_stream(opened: OpenedRun, run: PreparedRun) -> None:
-    """Writes the data report anew, with all the rows that have been read: at the beginning it knew the first alone."""
+    """Writes the data report again with all rows that were read; at the beginning it had only the first window."""
     stream, samples = run.data.stream, run.data.train
     assert stream is not None
     assert isinstance(samples, TextSamples)

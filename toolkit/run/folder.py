@@ -1,4 +1,4 @@
-"""The output folder: who may write there, and what a run puts there before it trains."""
+"""The output folder: which run may write there, and what a run writes before it trains."""
 
 from __future__ import annotations
 
@@ -55,30 +55,31 @@ RUN_FILES = (
     "export",
     CHECKPOINTS,
 )
-"""What a run leaves in its output folder."""
+"""Names of what a run leaves in its output folder."""
 
 
 LISTING_SECONDS = 10.0
-"""Longest time for a file of another host to appear, as network file systems cache listings."""
+"""Longest time for a file of another host to appear, because network file systems cache listings."""
 
 
 @contextmanager
 def claimed(output_dir: Path, recipe: Recipe, found: Resumption, store: StorePath | None = None) -> Iterator[list[str]]:
-    """Writes the resolved recipe into the output folder; takes it back if what follows fails.
+    """Writes the resolved recipe into the output folder, and removes it if the block fails.
 
-    Checkpoints that the run passes over are set aside; what the block is given says which and why.
+    Checkpoints that the run passes over are set aside; the yielded lines say which and why. The recipe stays beside
+    files that an earlier run of it left, so that the next start recognises that run.
 
-    Beside what this recipe's run has left before, the recipe stays: by it the next start knows that run again.
-    Raises BadInputError if the folder already holds a run that this one does not go on.
+    Raises:
+        BadInputError: if the folder already holds a run that this one does not resume.
     """
-    goes_on = found.is_own and ranks.on_first_rank(lambda: _is_of(output_dir, recipe, found))
+    goes_on = found.is_own and ranks.on_first_rank(lambda: _may_write_to(output_dir, recipe, found))
     is_ours = False
     try:
-        # With a store each rank keeps its files in a folder of its own until they are there, on whatever disk.
+        # With a store each rank keeps its files in a folder of its own, on any disk, until they are uploaded.
         if store is None:
             _require_one_folder(output_dir)
         ranks.on_first_rank(lambda: _claim(output_dir, recipe, goes_on))
-        # From here on the recipe in the folder is this run's, and is taken back if it fails.
+        # From here on the recipe in the folder is this run's, and is removed if it fails.
         is_ours = True
         yield ranks.on_first_rank(lambda: set_aside(found.passed_over, output_dir, store))
     except BaseException:
@@ -90,34 +91,34 @@ def claimed(output_dir: Path, recipe: Recipe, found: Resumption, store: StorePat
         raise
 
 
-def _is_of(output_dir: Path, recipe: Recipe, found: Resumption) -> bool:
-    """Whether the folder may be written to by a run that goes on: with a store, it may be that of another run."""
+def _may_write_to(output_dir: Path, recipe: Recipe, found: Resumption) -> bool:
+    """Returns whether a resumed run may write to the folder; with a store it may be that of another run."""
     saved = output_dir / "recipe.yaml"
     return not is_store(found.origin) or not saved.exists() or same_run(saved, recipe.model_dump(mode="json"))
 
 
 def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
     if require_unfinished(output_dir, recipe, goes_on):
-        # A run that was killed before its first checkpoint left these; the new one starts from nothing.
+        # A run that was killed before its first checkpoint left these; the new one starts from the beginning.
         for name in ("metrics.jsonl", "data_report.json", DATA_PAGE, "samples.json", REPORT, finished.FINISHED):
             (output_dir / name).unlink(missing_ok=True)
         shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
     clear_interrupted_writes(output_dir)
     try:
-        # Whole or not at all: a run that was killed just then is known again by its recipe.
+        # Whole or not at all, so that a run that is killed at this moment is recognised by its recipe.
         atomic_write(output_dir / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
         raise unwritable(output_dir, error) from error
 
 
 def _require_one_folder(output_dir: Path) -> None:
-    """Raises BadInputError if ranks see different folders under this name, as hosts with disks of their own do.
+    """Raises BadInputError if ranks see different folders under this name, as on hosts with disks of their own.
 
     Every rank writes its shards of a checkpoint there: on two disks no checkpoint would ever be whole.
     """
     if ranks.world_size() == 1:
         return
-    # A token, and not the file alone: a folder on another disk can hold a file of the same name.
+    # With a token in the file, because a folder on another disk can hold a file of the same name.
     token = uuid.uuid4().hex
     name, token = ranks.gather_objects((f".token.{os.getpid()}.tmp", token))[0]
     path = output_dir / name
@@ -144,7 +145,7 @@ def _require_one_folder(output_dir: Path) -> None:
 
 
 def _appears(path: Path, text: str) -> bool:
-    """Whether the file holds `text` within the time that network file systems cache a folder's listing."""
+    """Returns whether the file holds `text` within the time that network file systems cache a folder's listing."""
     deadline = time.monotonic() + LISTING_SECONDS
     while True:
         with contextlib.suppress(OSError):
@@ -156,14 +157,15 @@ def _appears(path: Path, text: str) -> bool:
 
 
 def _run_files(output_dir: Path) -> list[str]:
-    """What a run has left in the folder."""
+    """Returns the names of what a run left in the folder."""
     return [name for name in RUN_FILES if (output_dir / name).exists()]
 
 
 def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
-    """Whether the folder holds what a run of the same recipe has left that was ended before its first checkpoint.
+    """Returns whether the folder holds files of a run of the same recipe that ended before its first checkpoint.
 
-    Raises BadInputError if it holds another run, or one that is done and is not the one to go on from.
+    Raises:
+        BadInputError: if it holds another run, or a finished run that is not to be resumed.
     """
     links = [name for name in RUN_FILES if name != CHECKPOINTS and (output_dir / name).is_symlink()]
     if links:
@@ -173,7 +175,7 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
         )
     found = _run_files(output_dir)
     is_done = finished.is_finished(output_dir)
-    # A run that is done is trained further only where the recipe names its checkpoint, not by `auto`.
+    # A finished run is trained further only if the recipe names its checkpoint, not by `auto`.
     if goes_on and (not is_done or recipe.checkpoint.resume != "auto"):
         return False
     again = recipe.checkpoint.resume == "auto" and same_run(output_dir / "recipe.yaml", recipe.model_dump(mode="json"))
@@ -189,17 +191,21 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
 
 
 def require_writable(output_dir: Path) -> None:
-    """Raises BadInputError if the folder could not be made or written; leaves nothing behind."""
+    """Checks that the folder can be made and written; leaves nothing behind.
+
+    Raises:
+        BadInputError: if it cannot.
+    """
     nearest = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
     try:
-        # Tried, as access rights alone do not tell it: of a read-only file system, or of root.
+        # Tried, because access rights are not enough: a file system may be read-only, and root may do anything.
         Path(tempfile.mkdtemp(prefix=".writable-", dir=nearest)).rmdir()
     except OSError as error:
         raise unwritable(output_dir, error) from error
 
 
 def is_same_and_finished(output_dir: Path, recipe: Recipe) -> bool:
-    """Whether the folder holds this very run, done: the same command was started once more."""
+    """Returns whether the folder holds this run, finished, because the same command was started again."""
     if not finished.is_finished(output_dir):
         return False
     try:
@@ -211,7 +217,7 @@ def is_same_and_finished(output_dir: Path, recipe: Recipe) -> bool:
 
 
 def with_day(opened: OpenedRun, run: PreparedRun) -> OpenedRun:
-    """Writes the day that the chat template writes, if it writes one, into the run's recipe, in its folder too."""
+    """Adds the day that the chat template writes, if any, to the run's recipe, in its folder too."""
     recipe = opened.recipe.on_day(date_of(run.tokenizer))
     if recipe != opened.recipe:
         ranks.on_first_rank(lambda: atomic_write(opened.output_dir / "recipe.yaml", recipe.to_yaml()))
@@ -225,7 +231,11 @@ def clear_killed(output_dir: Path) -> None:
 
 
 def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
-    """Writes `data_report.json` and the page beside it."""
+    """Writes `data_report.json` and the page beside it.
+
+    Raises:
+        BadInputError: if the folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "data_report.json").write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
@@ -241,8 +251,8 @@ def write_beginning(
     inner: PreTrainedModel,
     tokens: PreTrainedTokenizerBase,
 ) -> None:
-    """Writes what is known before the first step: the data report, and what a checkpoint needs to become a model."""
-    (output_dir / finished.FINISHED).unlink(missing_ok=True)  # of a run that is trained further
+    """Writes what is known before the first step: the data report, and what turns a checkpoint into a model."""
+    (output_dir / finished.FINISHED).unlink(missing_ok=True)  # the run is trained further
     write_data_report(output_dir, recipe, report)
     (output_dir / MODEL_FILES).mkdir(exist_ok=True)
     fit = fit_of(inner)

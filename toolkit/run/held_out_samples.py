@@ -1,4 +1,4 @@
-"""Held-out prompts that the model continues before the first step and after the last."""
+"""Lets the model continue held-out prompts before the first step and after the last."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from toolkit.run.stages import PreparedRun
 from toolkit.terminal import Pass, Terminal
 
 SAMPLES_FILE = "samples.json"
-"""Of a run's folder: a run that is resumed knows from there what its model wrote at first."""
+"""File of a run's folder from which a resumed run reads what its model wrote at first."""
 
 NEW_TOKENS = 40
-"""Of a continuation at most; each takes a forward of all prompts, as the model is trained, without a cache."""
+"""The most tokens of a continuation; each takes a forward of all prompts, without a cache, as in training."""
 
 PLAIN_PROMPT = 16
-"""Tokens of a row that are its prompt where all of it is learned, as of plain text."""
+"""Tokens of a row that are its prompt if all of it is learned, as in plain text."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens of a held-out row: what is asked, with its images, and what stands behind it, or its target."""
+    """Tokens of a held-out row: the prompt, with its images, and the answer behind it, or the target."""
 
     asked: list[int]
     answer: list[int]
@@ -43,7 +43,7 @@ class Prompt:
 
 
 def held_out_prompts(run: PreparedRun, count: int) -> list[Prompt]:
-    """The first held-out rows that leave room for an answer; of pairs, with the chosen one."""
+    """Returns the first held-out rows that leave room for an answer; for pairs, with the chosen completion."""
     samples = run.data.validation
     if isinstance(samples, SourceTargetSamples):
         pairs = (samples.parts(number) for number in range(min(count, len(samples))))
@@ -69,12 +69,15 @@ def held_out_prompts(run: PreparedRun, count: int) -> list[Prompt]:
 
 
 def _placeholders(samples: object) -> frozenset[int]:
-    """The tokens that stand for images; none if rows have none."""
+    """Returns the tokens that stand for images; none if rows have no images."""
     return samples.pictures.token_ids if isinstance(samples, PictureSamples) else frozenset()
 
 
 def _prompt(ids: np.ndarray, targets: np.ndarray) -> Prompt | None:
-    """What comes before the first target, and the targets from there on; None if nothing is asked or answered."""
+    """Returns what comes before the first target, and the targets from there on; None if either is empty.
+
+    `ids` and `targets` are (length,).
+    """
     learned = np.asarray(targets, dtype=bool)
     first = PLAIN_PROMPT if learned[1:].all() else int(learned.argmax())
     if first == 0 or first >= len(ids):
@@ -86,26 +89,26 @@ def _prompt(ids: np.ndarray, targets: np.ndarray) -> Prompt | None:
 
 @torch.no_grad()
 def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prompt]) -> list[str]:
-    """The most likely tokens behind each prompt, as text. Every rank calls this.
+    """Returns the most likely tokens behind each prompt, as text. Every rank calls this.
 
-    By the model as it is trained, sharded and without a cache, so that nothing of it is copied; every rank runs the
-    same forwards. Without dropout no random number is drawn, and training goes on as if nothing had been.
+    The model runs as it is trained, sharded and without a cache, so that nothing is copied; every rank runs the same
+    forwards. Without dropout no random number is drawn, so training is not affected.
     """
-    # An encoder-decoder's rows are targets, which begin as that of the held-out row does.
+    # An encoder-decoder's rows are targets, which begin with the token that begins a target.
     begun = isinstance(run.data.validation, SourceTargetSamples)
-    rows = [_first(run.objective, prompt) if begun else list(prompt.asked) for prompt in prompts]
+    rows = [_decoder_start(run.objective, prompt) if begun else list(prompt.asked) for prompt in prompts]
     starts, length = [len(row) for row in rows], NEW_TOKENS
     if isinstance(run.data.validation, SourceTargetSamples):
         length = min(length, run.data.validation.max_target_length - 1)
     width, padding = max(starts) + length, pad_id(run.tokenizer)
     samples = run.data.validation
     shown = samples.shown_tensors([[p.images] for p in prompts]) if isinstance(samples, PictureSamples) else {}
-    never = sorted(_placeholders(samples))  # nothing is there for another image to be seen
+    never = sorted(_placeholders(samples))  # no further image can be generated
     run.model.eval()
     tell = Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts")
     for number in range(length):
         tell(number, length)
-        batch = _batch(rows, width, padding)
+        batch = _padded_batch(rows, width, padding)
         if isinstance(samples, PictureSamples):
             batch = samples.with_kinds(batch) | shown
         batch = run.objective.on_host(_with_sources(batch, prompts, padding) if begun else batch)
@@ -117,32 +120,32 @@ def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prom
         for row, token in zip(rows, chosen, strict=True):
             row.append(token)
     run.model.train()
-    return [_text(run, row[start:]) for row, start in zip(rows, starts, strict=True)]
+    return [_text_up_to_end(run, row[start:]) for row, start in zip(rows, starts, strict=True)]
 
 
-def _first(objective: Objective, prompt: Prompt) -> list[int]:
-    """The token that the decoder is given before a target."""
+def _decoder_start(objective: Objective, prompt: Prompt) -> list[int]:
+    """Returns the token that the decoder gets before a target."""
     return objective.decoder_inputs(torch.tensor([prompt.answer]))[0, :1].tolist()
 
 
 def _with_sources(batch: Batch, prompts: list[Prompt], padding: int) -> Batch:
-    """A batch of targets as the decoder is given them, with their sources."""
+    """Returns a batch of targets as the decoder gets them, (B, U), with their sources, (B, T)."""
     sources, lengths = filled_up([prompt.asked for prompt in prompts], padding, max(len(p.asked) for p in prompts))
     mask = (torch.arange(sources.shape[1]) < lengths[:, None]).long()
     targets = {"decoder_input_ids": batch["input_ids"], "labels": batch["labels"], "target_lengths": batch["lengths"]}
     return {"input_ids": sources, "attention_mask": mask, "lengths": lengths, **targets}
 
 
-def _batch(rows: list[list[int]], width: int, padding: int) -> Batch:
-    """(B, `width`), padded on the right, where a causal model never looks."""
+def _padded_batch(rows: list[list[int]], width: int, padding: int) -> Batch:
+    """Returns a batch (B, `width`), padded on the right, where a causal model never looks."""
     ids = torch.tensor([row + [padding] * (width - len(row)) for row in rows])
     positions = torch.arange(width).expand(len(rows), -1).contiguous()
     lengths = torch.tensor([len(row) for row in rows])
     return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "position_ids": positions, "lengths": lengths}
 
 
-def _text(run: PreparedRun, ids: list[int]) -> str:
-    """The tokens up to the first special one, which ends a text or a turn."""
+def _text_up_to_end(run: PreparedRun, ids: list[int]) -> str:
+    """Decodes the tokens up to the first special one, which ends a text or a turn."""
     special = set(run.tokenizer.all_special_ids)
     end = next((place for place, token in enumerate(ids) if token in special), len(ids))
     text: str = run.tokenizer.decode(ids[:end])
@@ -152,10 +155,10 @@ def _text(run: PreparedRun, ids: list[int]) -> str:
 def first_samples(
     accelerator: Accelerator, run: PreparedRun, count: int, output_dir: Path, resumed: bool
 ) -> list[Prompt]:
-    """What the model writes before its first step goes into `run.shown`; of a resumed run it is read. Collective.
+    """Puts what the model writes before its first step into `run.shown`; a resumed run reads it. Collective.
 
     Returns:
-        The prompts, for the end of the run; none where nothing is asked for, or a resumed run has not begun with any.
+        The prompts, for the end of the run; none if the recipe wants none, or a resumed run did not begin with any.
     """
     path = output_dir / SAMPLES_FILE
     if count == 0 or (resumed and not ranks.on_first_rank(path.exists)):
@@ -171,15 +174,20 @@ def first_samples(
         return prompts
     before = continuations(accelerator, run, prompts)
     run.shown.side_by_side = [
-        SideBySide(_asked(run, prompt), _text(run, prompt.answer), text, images=tuple(map(preview, prompt.images)))
+        SideBySide(
+            _prompt_text(run, prompt),
+            _text_up_to_end(run, prompt.answer),
+            text,
+            images=tuple(map(preview, prompt.images)),
+        )
         for prompt, text in zip(prompts, before, strict=True)
     ]
-    _keep(run, output_dir)
+    _save_samples(run, output_dir)
     return prompts
 
 
-def _asked(run: PreparedRun, prompt: Prompt) -> str:
-    """What is asked, as text, in which one token stands for each stretch of an image."""
+def _prompt_text(run: PreparedRun, prompt: Prompt) -> str:
+    """Decodes the prompt; one token stands for all those of an image."""
     hidden = _placeholders(run.data.validation)
     before = [None, *prompt.asked]
     kept = [token for token, last in zip(prompt.asked, before, strict=False) if token != last or token not in hidden]
@@ -187,7 +195,7 @@ def _asked(run: PreparedRun, prompt: Prompt) -> str:
     return text
 
 
-def _keep(run: PreparedRun, output_dir: Path) -> None:
+def _save_samples(run: PreparedRun, output_dir: Path) -> None:
     text = json.dumps([asdict(sample) for sample in run.shown.side_by_side], indent=1)
     ranks.on_first_rank(lambda: atomic_write(output_dir / SAMPLES_FILE, text))
 
@@ -199,4 +207,4 @@ def last_samples(accelerator: Accelerator, run: PreparedRun, prompts: list[Promp
         run.shown.side_by_side = [
             replace(sample, after=text) for sample, text in zip(run.shown.side_by_side, after, strict=True)
         ]
-        _keep(run, output_dir)
+        _save_samples(run, output_dir)

@@ -1,4 +1,4 @@
-"""The report of a run that goes on: written again and again, and last when the run ends before its time."""
+"""Writes the report of a running run repeatedly, and last when the run ends early."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from toolkit.pages.status import Status, mark_ended, state_of
 from toolkit.run.notebook import NotebookOutput
 
 FIRST_SECONDS = 3.0
-"""Before the first writing: a run that is over by then writes its report once."""
+"""Time before the first writing: a run that is over by then writes its report once."""
 
 EVERY_SECONDS = 30.0
-"""Least time between two writings."""
+"""Shortest time between two writings."""
 
 COST_SHARE = 0.01
-"""Of a run's time that writings take at most: a report of many curves takes half a second."""
+"""The largest share of a run's time for writing: a report of many curves takes half a second."""
 
 
 class LiveReport:
-    """Writes `report.html` of a run that goes on; does nothing on ranks other than 0.
+    """Writes `report.html` while a run goes on; does nothing on ranks other than 0.
 
     Args:
-        summary_of: the summary of the records so far.
-        num_steps: of the whole run.
-        output: of the notebook's cell that the run was started in, which is shown the same records.
+        summary_of: returns the summary of the records so far.
+        num_steps: steps of the whole run.
+        output: the output of the notebook's cell in which the run was started, which shows the same records.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class LiveReport:
         self._slowest = 0.0
 
     def record(self, records: list[dict[str, Any]], seconds_left: float | None) -> None:
-        """Takes the records so far, and writes the report where it is due."""
+        """Takes the records so far, and writes the report if it is due."""
         self._records = records
         if self.output is not None:
             self.output.record(records, seconds_left)
         started = time.monotonic()
-        # Steps may take minutes each: the page is not late before the next of them is.
+        # Steps may take minutes each: the page is not late before the next step is.
         self._slowest = max(self._slowest, started - self._recorded)
         self._recorded = started
         if ranks.rank() != 0 or started < self._due:
@@ -69,17 +69,17 @@ class LiveReport:
         self._due = started + self._every
 
     def end(self, state: str, problem: str) -> None:
-        """Writes what there is, and why the run has ended before its time."""
+        """Writes the report with the reason why the run ended early."""
         if ranks.rank() == 0:
             self._write(state, problem=problem)
 
     def failed(self, error: BaseException) -> None:
-        """The same after an error; on other ranks only if rank 0 may know nothing of it."""
+        """Writes the report after an error; on other ranks only if rank 0 may not know of it."""
         told = f"{type(error).__name__}: {first_line(error)}"
         is_lost = isinstance(error, Exception) and is_lost_peer(error)
         if is_lost:
             told = f"Another rank is gone ({told})."
-        # The rank that another one has lost may have said why it fails, which is worth more.
+        # The rank that failed first may have reported why, which says more than that its peers lost it.
         if ranks.rank() == 0 and not (is_lost and state_of(self._path) == "failed"):
             self._write("failed", problem=told)
         elif ranks.fails_alone(error):
@@ -97,14 +97,14 @@ class LiveReport:
             problem,
             self._slowest,
         )
-        # A full disk costs this page, not the run: what must be written, as checkpoints, tells of it.
+        # A full disk costs this page, not the run: checkpoints, which must be written, report it.
         with suppress(OSError):
             write_report(self._path, replace(self._summary_of(self._records), status=status))
 
 
 @contextmanager
 def ended_in(report: LiveReport) -> Iterator[None]:
-    """Says in the report why the run ended, where it ends by an error."""
+    """Writes into the report why the run ended, if an error ends it."""
     try:
         yield
     except (StoppedError, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""What the losses of a run that is done say against it, in words, with what to look at."""
+"""Warnings about the losses of a finished run, with what to look at."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 from toolkit.objectives.objective import Objective
 
 FEWEST_STEPS = 10
-"""A run of fewer steps is a trial: random weights are near the uniform guess for a while."""
+"""Runs of fewer steps get no warning, because random weights stay near the uniform guess for a while."""
 
 NEAR = 0.98
-"""Of the uniform guess: a loss that ends above this share of it has learned nothing to speak of."""
+"""Share of the uniform guess's loss above which a run has learned almost nothing."""
 
 WORSE = 1.001
-"""Times the held-out loss before the first step: less is the noise of rounding."""
+"""Factor on the held-out loss before the first step; a smaller increase is rounding noise."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A guess that takes all answers for equally likely; its loss is the logarithm of their number (nats)."""
+    """A guess with all answers equally likely; its loss is the logarithm of their number (nats)."""
 
     num_answers: int
     what: str
@@ -34,33 +34,37 @@ class Guess:
 
 
 def uniform_guess(objective: Objective, model: nn.Module, class_weights: object) -> Guess | None:
-    """The uniform guess of an objective; None if it has none: pairs are compared with a reference."""
+    """Returns the uniform guess of an objective, or None without one: pairs are compared with a reference."""
     found = objective.uniform_guess(model, class_weights)
     return None if found is None else Guess(*found)
 
 
 def doubts_of(metrics: list[dict[str, Any]], guess: Guess | None) -> list[str]:
-    """A sentence for each thing that speaks against the run; none for one that went well."""
+    """Returns a sentence for each reason to doubt the run; none if it went well."""
     train = [_loss(record) for record in metrics if record["split"] == "train"]
     held_out = [_loss(record) for record in metrics if record["split"] == "eval"]
-    return [doubt for doubt in (_at_the_guess(train, guess), _worse(held_out, train)) if doubt is not None]
+    return [
+        doubt
+        for doubt in (_at_the_uniform_guess(train, guess), _worse_than_before(held_out, train))
+        if doubt is not None
+    ]
 
 
 def _loss(record: dict[str, Any]) -> float:
-    """The loss; infinite where it is not finite, which is written as null."""
+    """Returns the loss; it is infinite for null, which stands for a loss that is not finite."""
     return math.inf if record["loss"] is None else float(record["loss"])
 
 
-def _ends(losses: list[float]) -> tuple[float, float]:
-    """Medians of the first and of the last tenth, since single steps are noise."""
+def _first_and_last_medians(losses: list[float]) -> tuple[float, float]:
+    """Returns the medians of the first and of the last tenth, because single steps are noisy."""
     width = max(1, len(losses) // 10)
     return statistics.median(losses[:width]), statistics.median(losses[-width:])
 
 
-def _at_the_guess(train: list[float], guess: Guess | None) -> str | None:
+def _at_the_uniform_guess(train: list[float], guess: Guess | None) -> str | None:
     if guess is None or len(train) < FEWEST_STEPS:
         return None
-    first, last = _ends(train)
+    first, last = _first_and_last_medians(train)
     if min(last, statistics.median(train[-len(train) // 4 :])) < NEAR * guess.loss:
         return None
     return (
@@ -70,11 +74,11 @@ def _at_the_guess(train: list[float], guess: Guess | None) -> str | None:
     )
 
 
-def _worse(held_out: list[float], train: list[float]) -> str | None:
+def _worse_than_before(held_out: list[float], train: list[float]) -> str | None:
     if len(held_out) < 2 or not held_out[-1] > WORSE * held_out[0]:
         return None
     told = f"the held-out loss is {held_out[-1]:.4g} after the last step, worse than {held_out[0]:.4g} before the first"
-    first, last = _ends(train) if train else (math.nan, math.nan)
+    first, last = _first_and_last_medians(train) if train else (math.nan, math.nan)
     if last < first:
         return (
             f"{told}, while the training loss fell from {first:.4g} to {last:.4g}: train fewer steps or on more rows, "

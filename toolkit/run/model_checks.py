@@ -1,4 +1,4 @@
-"""The stage behind `prepare`: the model is checked on the rows as it is trained, with its kernels and precision."""
+"""The stage after `prepare`: checks the model on the rows as it is trained, with its kernels and precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
     """Checks quantised layers, packed rows, parts of rows and the head's loss. Collective.
 
     Raises:
-        BadInputError: on every rank; the model does not compute what the recipe assumes.
+        BadInputError: on every rank, if the model does not compute what the recipe assumes.
     """
     recipe, accelerator, model = opened.recipe, opened.accelerator, sharded.model
     objective, data, padded = on_meta.objective, on_meta.data, on_meta.padded
@@ -51,10 +51,10 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
 
 
 def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData) -> str | None:
-    """Says why rows must run one after another without padding; None: padding changes nothing. Collective.
+    """Returns why rows must run one after another without padding, or None if padding changes nothing. Collective.
 
     Raises:
-        BadInputError: padding changes rows, and the recipe asks for what needs padded rows.
+        BadInputError: if padding changes rows, and the recipe needs padded rows.
     """
     recipe, samples = opened.recipe, data.train
     spec = recipe.objective.spec
@@ -76,10 +76,10 @@ def check_packing(
     """Checks that no token attends to later ones, and that packed rows do not attend to each other. Collective.
 
     Returns:
-        What was measured, if rows share samples; and why they must not, if the recipe leaves packing open.
+        The measurements if rows share samples, and why they must not if the recipe leaves packing open.
 
     Raises:
-        BadInputError: they see each other, and the recipe asks for packing.
+        BadInputError: if they see each other, and the recipe asks for packing.
     """
     recipe, model, inner = opened.recipe, sharded.model, sharded.inner
     if recipe.objective.spec.predicts_next_tokens and recipe.sharding.sequence == 1:
@@ -126,5 +126,5 @@ def _check_parts(
 
 
 def _checked_head_loss(opened: OpenedRun, objective: Objective, model: nn.Module) -> str | None:
-    """Tries the head's loss on a few tokens, and says what computes it; None for objectives that have no choice."""
+    """Tries the head's loss on a few tokens, and describes how it is computed; None for objectives without a choice."""
     return objective.check_head_loss(model, opened.device, opened.in_16_bits)

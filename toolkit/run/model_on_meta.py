@@ -1,4 +1,4 @@
-"""Stages before any weight is read: the rows, and the model on the meta device with its attention and objective."""
+"""The stages before any weight is read: the rows, and the model on the meta device with its attention and objective."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def read_rows(opened: OpenedRun, resumed: Manifest | None = None) -> TokenisedRo
     """Loads the tokenizer and tokenises the rows. Collective.
 
     Args:
-        resumed: of the checkpoint that the run goes on from, whose day a chat template goes on to write.
+        resumed: manifest of the checkpoint to resume from, whose date a chat template keeps.
 
     Raises:
-        BadInputError: a source, a row or the tokenizer cannot be read.
+        BadInputError: if a source, a row or the tokenizer cannot be read.
     """
     recipe = opened.recipe
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
@@ -52,13 +52,13 @@ def _day_of(resumed: Manifest | None) -> date | None:
 
 
 def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
-    """Builds the model without weights, and settles all that its architecture decides.
+    """Builds the model without weights, and decides all that depends on its architecture.
 
     Raises:
-        BadInputError: the model cannot be trained or exported as asked; said before any weight is read.
+        BadInputError: if the model cannot be trained or exported as asked; before any weight is read.
     """
     recipe, tokens = opened.recipe, rows.tokenizer
-    model = _loaded(opened, rows)
+    model = _load_on_meta(opened, rows)
     data, padded = fitting(recipe, tokens, rows.data, model)
     require_room(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
@@ -71,8 +71,8 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     return MetaModel(model, tokens, data, padded, attention, teacher, objective, balance)
 
 
-def _loaded(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
-    """Builds the model. Raises BadInputError if there is none, or if it cannot be trained or exported as asked."""
+def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
+    """Builds the model; raises BadInputError if there is none, or it cannot be trained or exported as asked."""
     recipe, names = opened.recipe, rows.data.label_names
     has_pictures = isinstance(rows.data.train, PictureSamples)
     parts = asked_parts(recipe.model, recipe.adapter, has_pictures)

@@ -1,7 +1,7 @@
-"""Runs from a notebook: one output of the cell that changes, and ranks that give their result back.
+"""Runs from a notebook: updates one output of the cell, and returns the result of forked ranks.
 
-Ranks are forked by Accelerate's `notebook_launcher`. What a forked process sends to the browser is lost, so rank 0
-hands its outputs and its result through a pipe to the process that the notebook runs in.
+Accelerate's `notebook_launcher` forks the ranks. What a forked process sends to the browser is lost, so rank 0
+sends its outputs and its result through a pipe to the notebook's process.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from toolkit.supervise.launcher_logs import silence_launcher
 from toolkit.terminal import Terminal, in_notebook
 
 BAR_SECONDS = 0.5
-"""Least time between two changes of the output: each is a message to the browser."""
+"""Shortest time between two changes of the output: each is a message to the browser."""
 
 CURVE_SHARE = 0.02
-"""Of a run's time that drawing curves takes at most: one takes a tenth of a second."""
+"""The largest share of a run's time for drawing curves: one takes a tenth of a second."""
 
 LAST_SECONDS = 10.0
-"""For the last message of ranks that have ended."""
+"""Time limit for the last message of ranks that have ended."""
 
 _to_notebook: Connection | None = None
-"""In a rank that `finetune_on` has forked: leads to the notebook's process. Set before the fork."""
+"""In a rank that `finetune_on` forked, the connection to the notebook's process. It is set before the fork."""
 
 
 class NotebookOutput:
     """The output of a run's cell.
 
     Args:
-        update: puts something else in the output's place.
-        num_steps: of the whole run.
+        update: replaces the output.
+        num_steps: steps of the whole run.
     """
 
     def __init__(self, update: Callable[[Output], None], num_steps: int) -> None:
@@ -55,14 +55,14 @@ class NotebookOutput:
 
     @contextlib.contextmanager
     def holding(self, console: Terminal) -> Iterator[None]:
-        """While entered, what is printed becomes a part of the output."""
+        """Captures what is printed inside, and adds it to the output."""
         with console.capture() as captured:
             yield
         self._summary = captured.get()
         self._update(progress_output([], self._num_steps, None, None, self._summary))
 
     def record(self, records: list[dict[str, Any]], seconds_left: float | None) -> None:
-        """Shows the records so far, if it is time to."""
+        """Shows the records so far, if an update is due."""
         now = time.monotonic()
         if now < self._bar_due:
             return
@@ -74,7 +74,7 @@ class NotebookOutput:
         self._update(progress_output(records, self._num_steps, seconds_left, self._curve, self._summary))
 
     def finish(self, result: FinetuneResult) -> None:
-        """Shows what came of the run."""
+        """Shows the result of the run."""
         shown = result_output(result.metrics, result.output_dir, result.export_dir, result.doubts, self._summary)
         self._update(shown)
 
@@ -100,7 +100,7 @@ def _display(output: Output) -> Any:
 
 
 def _send(message: Any) -> None:
-    """Hands an output or a result to the notebook's process; a run goes on if that is gone."""
+    """Sends an output or a result to the notebook's process; a run goes on if that process is gone."""
     assert _to_notebook is not None
     with contextlib.suppress(OSError):
         _to_notebook.send(message)
@@ -110,8 +110,8 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
     """Runs a recipe on ranks that are forked from this process, and returns what rank 0 returned.
 
     Raises:
-        BadInputError: a rank found bad input, or ranks cannot be forked from here.
-        ToolkitError: a rank failed.
+        BadInputError: if a rank found bad input, or ranks cannot be forked from here.
+        ToolkitError: if a rank failed.
     """
     from accelerate import notebook_launcher
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -133,9 +133,9 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
         if os.environ["RANK"] == "0":
             _send(result)
 
-    with _received() as results:
+    with _receiving() as results:
         try:
-            # It says that it launches on CUDA devices, where there are none, too.
+            # The launcher prints that it uses CUDA devices even if there are none.
             with contextlib.redirect_stdout(io.StringIO()):
                 notebook_launcher(as_rank, (), num_processes, use_port=str(ranks.free_port()))
         except ChildFailedError as error:
@@ -146,8 +146,8 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
 
 
 @contextlib.contextmanager
-def _received() -> Iterator[list[FinetuneResult]]:
-    """While entered, forked ranks can send; their outputs are shown, and at the end the list has their results."""
+def _receiving() -> Iterator[list[FinetuneResult]]:
+    """Receives from forked ranks inside the block: shows their outputs, and fills the yielded list with results."""
     global _to_notebook
     receiver, _to_notebook = multiprocessing.Pipe(duplex=False)
     results: list[FinetuneResult] = []
@@ -176,7 +176,7 @@ def _receive(receiver: Connection, results: list[FinetuneResult]) -> None:
 
 
 def _error_of_rank(rank: int, failure: Any) -> ToolkitError:
-    """What the first rank that failed said, as the kind of error that it was."""
+    """Returns the message of the first rank that failed, as an error of its type."""
     said = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
     kind, _, text = said.partition(": ")
     bad_input: set[type[ToolkitError]] = {BadInputError, *BadInputError.__subclasses__()}

@@ -1,4 +1,4 @@
-"""The first stage of a run: its ranks meet, and its accelerator and sharding plugin are built."""
+"""The first stage of a run: its ranks meet, and it builds accelerator and sharding plugin."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
     """Opens a run for the length of the block, and releases its process group, trackers and offload at the end.
 
     Raises:
-        BadInputError: the recipe contradicts the Accelerate config, the machine or an installed package.
-        ToolkitError: the ranks did not meet in time.
+        BadInputError: if the recipe contradicts the Accelerate config, the machine or an installed package.
+        ToolkitError: if the ranks did not meet in time.
     """
     quiet_libraries()
     # Both before the accelerator: CUDA is not started yet, and a setting that cannot be used ends here.

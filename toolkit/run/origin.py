@@ -1,4 +1,4 @@
-"""Where an export came from, as a file in it: enough to train it again, and to say what is different now."""
+"""The origin of an export, as a file in it: enough to train it again, and to find what differs now."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from toolkit.run.stages import OpenedRun, PreparedRun
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run was made of. Of folders and files it tells the names alone, as the model card does.
+    """The inputs and the environment of a run. Folders and files are named without their paths, as in the model card.
 
     Attributes:
-        recipe: resolved, as YAML for readers.
+        recipe: the resolved recipe, as YAML for readers.
         ranks: number of processes.
         device: cpu or cuda.
-        strategy: of sharding, as `toolkit train --strategy` takes it.
-        precision: of Accelerate: no, bf16 or fp16.
+        strategy: the sharding strategy, as `toolkit train --strategy` takes it.
+        precision: Accelerate's mixed precision: no, bf16 or fp16.
         data: fingerprint of the rows, the tokenizer and how samples are made of them.
-        content: of a stream's files; None if there is none.
-        base: fingerprint of the weights that training began with; None if they were drawn.
-        teacher: fingerprint of the model that was learned from; None if there was none.
-        versions: of packages, and the machine.
-        adapter: fingerprint of the adapter that training went on from; None if there was none.
-        scorer: fingerprint of the source of the user's function that scored answers; None if there was none.
+        content: digest of a stream's files, or None without a stream.
+        base: fingerprint of the weights that training began with, or None for random weights.
+        teacher: fingerprint of the model that was learned from, or None.
+        versions: versions of packages, and the machine.
+        adapter: fingerprint of the adapter that training went on from, or None.
+        scorer: fingerprint of the source of the user's function that scored answers, or None.
     """
 
     recipe: str
@@ -47,16 +47,20 @@ class Origin:
     scorer: str | None = None
 
     def write(self, export: Path) -> None:
-        """Writes it into an export."""
+        """Writes the origin into an export."""
         (export / ORIGIN).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, export: Path) -> Origin:
-        """That of an export. Raises BadInputError if it has none, or a damaged one."""
+        """Reads the origin of an export.
+
+        Raises:
+            BadInputError: if it has none, or a damaged one.
+        """
         path = export / ORIGIN
         try:
             found: Any = json.loads(path.read_text(encoding="utf-8"))
-            # Versions of before could not go on from an adapter, and had no functions of the user's.
+            # Earlier versions could not go on from an adapter, and had no functions of the user's.
             found = {"adapter": None, "scorer": None, **found}
             return cls(**{field.name: found[field.name] for field in fields(cls)})
         except FileNotFoundError:
@@ -69,7 +73,7 @@ class Origin:
 
 
 def origin_of(opened: OpenedRun, run: PreparedRun, versions: dict[str, str]) -> Origin:
-    """That of the run's export."""
+    """Returns the origin of the run's export."""
     return Origin(
         recipe_for_readers(opened.recipe),
         opened.accelerator.num_processes,

@@ -1,4 +1,4 @@
-"""What came of a run: the export and its check, report, card and last lines."""
+"""The outcome of a run: the export and its check, report, card and last lines."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ from toolkit.training.phase import Phase
 
 @dataclass(frozen=True, repr=False)
 class FinetuneResult:
-    """What came of a run, on every rank.
+    """The result of a run, on every rank.
 
     Attributes:
         output_dir: the run's folder.
-        export_dir: loadable by `from_pretrained`; None if the recipe switched it off.
+        export_dir: folder for `from_pretrained`, or None if the recipe turned the export off.
         metrics: the records of metrics.jsonl.
-        initial_eval_loss: held-out loss before the first step; None without held-out data.
+        initial_eval_loss: held-out loss before the first step, or None without held-out data.
         final_eval_loss: held-out loss after the last step.
-        sample: continuation of the recipe's prompt; on rank 0 alone.
-        logits_difference: between model and export, as a share of the largest logit.
-        doubts: what the losses say against the run, a sentence each.
-        seconds: duration of the run, or of its part since it was resumed; 0 if the folder held it, done, before.
+        sample: continuation of the recipe's prompt, on rank 0 only.
+        logits_difference: difference between model and export, as a share of the largest logit.
+        doubts: warnings about the losses, a sentence each.
+        seconds: duration of the run, or of its part since it was resumed; 0 if it was finished before.
     """
 
     output_dir: Path
@@ -83,14 +83,14 @@ class FinetuneResult:
         return f"FinetuneResult({str(self.output_dir)!r}, {counted(steps, 'step')}{held_out})"
 
     def _repr_html_(self) -> str:
-        """The run as a notebook shows it: losses, curve, and where report and export lie."""
+        """Returns the run as a notebook shows it: losses, curve, and the paths of report and export."""
         return result_output(self.metrics, self.output_dir, self.export_dir, self.doubts)["text/html"]
 
     def plot(self) -> Any:
         """Draws the losses over the steps with matplotlib.pyplot, as a notebook shows them; returns the axes.
 
         Raises:
-            ToolkitError: matplotlib is not installed.
+            ToolkitError: if matplotlib is not installed.
         """
         try:
             from matplotlib import pyplot
@@ -102,7 +102,7 @@ class FinetuneResult:
 
 
 def finished_before(output_dir: Path) -> FinetuneResult:
-    """What came of a run that is done, from its folder."""
+    """Reads the result of a finished run from its folder."""
     lines = (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     export_dir = output_dir / "export"
     return result_of(output_dir, [json.loads(line) for line in lines], export_dir if export_dir.is_dir() else None)
@@ -117,7 +117,7 @@ def result_of(
     seconds: float = 0.0,
     guess: Guess | None = None,
 ) -> FinetuneResult:
-    """The result that these records and this export make; `guess` is what the loss has to beat."""
+    """Returns the result of these records and this export; `guess` is what the loss has to beat."""
     losses = [record["loss"] for record in metrics if record["split"] == "eval"]
     first, last = (losses[0], losses[-1]) if losses else (None, None)
     doubts = tuple(doubts_of(metrics, guess))
@@ -160,14 +160,14 @@ def _check_export(
     recipe, accelerator, settings = opened.recipe, opened.accelerator, opened.recipe.export
     reloaded = None
     if settings.verify or recipe.logging.sample_prompt is not None:
-        # In the type that training computes in: only what the export changed may differ.
+        # In training's compute dtype, so that only what the export changed may differ.
         compute, config = PRECISIONS[accelerator.mixed_precision] or dtype, run.inner.config
-        # The others wait over the host: inside a collective NCCL gives up after ten minutes.
+        # The others wait on the host: inside a collective NCCL would time out after ten minutes.
         trust = recipe.model.trust_remote_code
         reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config, trust))
     difference = sample = None
     if settings.verify:
-        # The same sample on every rank: where the model is sharded, all of them take part in its forward.
+        # The same sample on every rank: if the model is sharded, all ranks take part in its forward.
         batch = next(iter(evaluation_batches(run.data.train, 1, 0, 1, 1)))
         difference = verify(accelerator, run.model, reloaded, run.objective.logits, batch)
     prompt, length, seed = recipe.logging.sample_prompt, recipe.logging.sample_max_new_tokens, recipe.training.seed
@@ -184,8 +184,8 @@ def write_pages(
     result: FinetuneResult,
     step_seconds: dict[str, float] | None,
 ) -> None:
-    """Writes the model card, the report, and last the statement that the run is done. On rank 0."""
-    clear_unfinished(result.output_dir)  # of saves that a disk broke off, and did not let delete
+    """Writes the model card, the report, and last that the run is finished. On rank 0."""
+    clear_unfinished(result.output_dir)  # leftovers of saves that a full disk interrupted
     summary = replace(summary_of(opened, run, facts, result), step_seconds=step_seconds)
     if result.export_dir is not None:
         report, versions = summary.data_report, summary.versions
@@ -196,7 +196,7 @@ def write_pages(
 
 
 def print_result(console: Terminal, recipe: Recipe, result: FinetuneResult) -> None:
-    """Prints the last lines: the held-out loss, a sample, and where everything lies."""
+    """Prints the last lines: the held-out loss, a sample, and the paths of report and export."""
     if result.initial_eval_loss is not None and result.final_eval_loss is not None:
         change = result.final_eval_loss / result.initial_eval_loss - 1
         console.print(
@@ -210,7 +210,7 @@ def print_result(console: Terminal, recipe: Recipe, result: FinetuneResult) -> N
         console.print(_prompt_shown(recipe) + result.sample, markup=False)
     if console.quiet:
         return
-    # On stdout, for programs: all else is for people, and on stderr.
+    # On stdout, for programs; everything else is for people and goes to stderr.
     print(f"run: {result.output_dir}")
     print(f"report: {result.output_dir / 'report.html'}")
     if result.export_dir is not None:
@@ -225,7 +225,7 @@ def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
 
 
 def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:
-    """Collects what the report shows of a run, as far as it has come."""
+    """Collects what the report shows of a run so far."""
     recipe = opened.recipe
     facts = {**facts, "duration": f"{result.seconds:.0f} s"}
     facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
@@ -260,12 +260,12 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
 
 
 def _prompt_shown(recipe: Recipe) -> str:
-    """The prompt as it stands before the sample; that of an encoder-decoder is a text of its own."""
+    """Returns the prompt to print before the sample; an encoder-decoder's gets a line of its own."""
     return (recipe.logging.sample_prompt or "") + ("\n" if recipe.objective.spec.encoder_decoder else "")
 
 
 def _measured_memory(metrics: list[dict[str, Any]]) -> str:
-    """The peak of the rank that took most, of its device or, on CPU ranks, of its process."""
+    """Describes the peak memory of the rank that used most, on its device or, for CPU ranks, in its process."""
     train = [record for record in metrics if record["split"] == "train"]
     # Null on CPU ranks, which have no device memory.
     device = max((record["peak_device_bytes"] or 0 for record in train), default=0)

@@ -1,7 +1,7 @@
-"""Before the first step: do rows that share a sample see each other, in this model as it is trained?
+"""Checks before the first step that rows that share a sample do not see each other in this model.
 
 In transformers restarting positions keep attention inside documents only without an attention mask and
-without a cache, and not in every model and kernel; where they do not, logits are wrong without a word.
+without a cache, and not in every model and kernel; if they do not, logits are silently wrong.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from toolkit.objectives.objective import Objective
 from toolkit.sharding.fsdp import class_name
 
 SAMPLES = 256
-"""Samples among which the one with the longest last document is looked for."""
+"""Number of samples among which the one with the longest last document is chosen."""
 
 LONGEST = 8192
-"""Tokens of a sample that is looked at; the documents of a longer one are shortened."""
+"""The most tokens of the compared sample; the documents of a longer one are shortened."""
 
 TOLERANCE = {False: (1e-5, 1e-4), True: (1e-2, 5e-2)}
-"""By whether compute is in 16 bits: the largest change of a document's logits when the others are
-replaced (kernels and shapes stay, so it is zero but for experts that share a matrix product), and the
-largest difference from its logits alone (rounding differs); both as a share of the largest logit."""
+"""Two tolerances by whether compute is in 16 bits, both as a share of the largest logit. The first is for the change of
+a document's logits when the others are replaced (kernels and shapes stay, so it is zero unless experts share a matrix
+product), the second for the difference from its logits alone (rounding differs)."""
 
 
 class LeakError(BadInputError):
@@ -55,7 +55,7 @@ def check_leaks(
     """Compares logits on a real micro-batch. Every rank calls this, on the same samples.
 
     Args:
-        inner: the model without what wraps it, for its name.
+        inner: the model without its wrappers, for its name.
 
     Returns:
         The last document's change when the others are replaced, and its difference from its logits alone;
@@ -64,7 +64,7 @@ def check_leaks(
     Raises:
         LeakError: if they are more than `TOLERANCE`.
     """
-    numbers = _numbers(samples, micro_batch_size)
+    numbers = _numbers_to_compare(samples, micro_batch_size)
     if numbers is None:
         return None
     was_training = model.training
@@ -75,11 +75,13 @@ def check_leaks(
         pieces = [(ids[: LONGEST // len(pieces)], known[: LONGEST // len(pieces)]) for ids, known in pieces]
     span = slice(sum(len(ids) for ids, _ in pieces[:-1]), sum(len(ids) for ids, _ in pieces))
     batch = samples.batch(numbers)
-    if samples.max_length > LONGEST:  # whole logits of a long row would take more than the row's training does
+    if samples.max_length > LONGEST:  # whole logits of a long row would take more memory than training on it
         batch = stack([sample_of(pieces, LONGEST, samples.pad_id)])
-    together, replaced = (_logits(model, objective, b, device)[0, span] for b in (batch, _replaced(batch, span.start)))
+    together, replaced = (
+        _logits(model, objective, b, device)[0, span] for b in (batch, _others_replaced(batch, span.start))
+    )
     length = min(samples.max_length, LONGEST) if samples.packed else len(pieces[-1][0])
-    # Without positions: the model's own, which RoBERTa's family counts from another number.
+    # Without position_ids the model uses its own, which RoBERTa's family counts from another number.
     by_itself = stack([sample_of(pieces[-1:], length, samples.pad_id)])["input_ids"].to(device)
     alone = objective.logits(model, {"input_ids": by_itself})[0].float()
     alone = alone[: span.stop - span.start]
@@ -96,17 +98,17 @@ def check_leaks(
 
 @torch.no_grad()
 def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, device: torch.device) -> None:
-    """Tries whether a token's logits depend on later ones, where the configuration leaves that open. All ranks call it.
+    """Tests whether a token's logits depend on later ones, if the configuration leaves that open. All ranks call it.
 
-    Those of encoders do unless `is_decoder` is set, and those of some models that read pictures (PaliGemma): the loss
-    would be taken of tokens that the model sees.
+    They do in encoders unless `is_decoder` is set, and in some models that read pictures (PaliGemma): the loss would
+    be taken over tokens that the model sees.
 
     Raises:
-        BadInputError: if they do, or if the model wants a picture, sound or another input beside the text.
+        BadInputError: if they do, or if the model needs a picture, sound or another input beside the text.
     """
     config = base_of(inner).config.get_text_config()
     if getattr(config, "is_decoder", True) and not sees(base_of(inner)):
-        return  # no encoder can be told from it, or it is set
+        return  # the configuration has no `is_decoder`, or it is true
     was_training = model.training
     model.eval()
     ids = torch.arange(1, 17, device=device)[None] % config.vocab_size
@@ -128,20 +130,20 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
         )
 
 
-def _numbers(samples: TextSamples, micro_batch_size: int) -> list[int] | None:
-    """A micro-batch whose first sample holds several documents, the last of them as long as there is."""
+def _numbers_to_compare(samples: TextSamples, micro_batch_size: int) -> list[int] | None:
+    """Returns the numbers of a micro-batch whose first sample holds several documents, the last as long as possible."""
     looked_at = range(min(SAMPLES, len(samples)))
     lengths = {number: [len(ids) for ids in samples.documents(number)] for number in looked_at}
     shared = {number: found[-1] for number, found in lengths.items() if len(found) > 1}
     if not shared:
         return None
-    # Of equally long ones the first, so that every rank looks at the same samples.
+    # The first of equally long ones, so that every rank uses the same samples.
     best = max(shared, key=lambda number: (shared[number], -number))
     return [best, *[number for number in looked_at if number != best][: micro_batch_size - 1]]
 
 
-def _replaced(batch: Batch, end: int) -> Batch:
-    """The batch with other tokens in the first sample's documents but the last: the same ones, reversed."""
+def _others_replaced(batch: Batch, end: int) -> Batch:
+    """Returns the batch with the tokens of all but the last document of the first sample reversed."""
     ids = batch["input_ids"].clone()
     ids[0, :end] = ids[0, :end].flip(0).roll(1)
     return {**batch, "input_ids": ids}

@@ -1,7 +1,7 @@
-"""Before the first step: is a padded row, beside another one, what it is alone, in this model as it is trained?
+"""Checks before the first step that a padded row beside another one has the logits that it has alone.
 
 Padding is behind a row. A model may mix it into the text, as convolutions, Fourier transforms and landmarks do, or
-look for the end of the row at the end of the padding.
+take the end of the padding for the end of the row.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from toolkit.objectives.rows_alone import rows_without_padding
 from toolkit.sharding.fsdp import class_name
 
 SAMPLES = 64
-"""Samples among which the shortest and the longest row are looked for."""
+"""Number of samples among which the shortest and the longest row are chosen."""
 
 TOLERANCE = {False: 1e-4, True: 5e-2}
-"""By whether compute is in 16 bits: the largest difference of logits, as a share of the largest: rounding differs."""
+"""The largest difference of logits by rounding, as a share of the largest, by whether compute is in 16 bits."""
 
 
 @torch.no_grad()
@@ -36,10 +36,10 @@ def changed_by_padding(
     """Compares logits of a short and a long row in one batch with those of each alone. Every rank calls this.
 
     Args:
-        inner: the model without what wraps it, for its name.
+        inner: the model without its wrappers, for its name.
 
     Returns:
-        What differs, in words; None if nothing does.
+        A description of what differs, or None if nothing does.
 
     Raises:
         BadInputError: if the model cannot run on a row of the data alone.
@@ -73,7 +73,7 @@ def changed_by_padding(
 
 
 def _short_and_long(samples: Samples) -> Batch:
-    """The shortest and the longest of the first samples; of completions that are compared, all of theirs."""
+    """Returns the shortest and the longest of the first samples, with all their completions if these are compared."""
     numbers: Any = range(min(SAMPLES, len(samples)))
     lengths = [int(samples.batch([number])["lengths"][0]) for number in numbers]
     return samples.batch([lengths.index(min(lengths)), lengths.index(max(lengths))])
@@ -84,6 +84,9 @@ def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.
 
 
 def _difference(padded: torch.Tensor, alone: torch.Tensor) -> float:
-    """Of a row's logits, (C,) or (T, C), without those of padding; 0 if they are not finite, which step 1 says."""
+    """Returns the relative difference of a row's logits, (C,) or (T, C), without those of padding.
+
+    It is 0 if they are not finite, which the first step reports.
+    """
     found = relative_difference(padded[: len(alone)], alone)
     return found if math.isfinite(found) else 0.0

@@ -1,4 +1,4 @@
-"""Before the first step, on the rows of the run: is what is seen where it belongs, and nowhere else?"""
+"""Checks before the first step, on the run's rows, that images reach their own row in the model and no other."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from toolkit.run.packing_check import TOLERANCE, LeakError
 from toolkit.sharding.fsdp import class_name, sharded_modules
 
 LOOKED_AT = 256
-"""Samples among which rows are looked for."""
+"""Number of samples among which rows are chosen."""
 
 TRIED = 8
-"""Rows with images that are each tried alone."""
+"""Number of rows with images that are each tried alone."""
 
 
 class SightError(BadInputError):
@@ -34,12 +34,12 @@ class SightError(BadInputError):
 
 @dataclass(frozen=True)
 class SightCheck:
-    """What was measured, as shares of the largest logit.
+    """Measured differences, as shares of the largest logit.
 
     Attributes:
-        seen: by how much a row's logits change with its image.
-        leaks: by how much those of the rows beside it change with that; 0 if none shares the sample.
-        alone: by how much a row beside others differs from the row alone, of those of the sample the most.
+        seen: change of a row's logits with its image.
+        leaks: change of the logits of rows beside it; 0 if none shares the sample.
+        alone: the largest difference of a row beside others from the row alone.
         shared: whether several rows share the sample.
     """
 
@@ -61,13 +61,13 @@ def check_pictures(
     """Compares logits on a real sample with an image. Every rank calls this, on the same samples.
 
     Returns:
-        What was measured; None if no sample has an image, or the logits are not finite.
+        The measured differences, or None if no sample has an image, or the logits are not finite.
 
     Raises:
-        SightError: an image is not seen, or is learned as text; or the model cannot take it, or not on every rank.
-        LeakError: rows that share a sample see each other.
+        SightError: if an image has no effect or is learned as text, or the model cannot take it on every rank.
+        LeakError: if rows that share a sample see each other.
     """
-    found = next((n for n in _by_interest(samples) if samples.has_picture(n)), None)
+    found = next((n for n in _shared_samples_first(samples) if samples.has_picture(n)), None)
     if found is None:
         return None
     require_no_targets(samples)
@@ -76,17 +76,21 @@ def check_pictures(
     try:
         _require_features(model, inner, objective, samples, device)
         _require_units(model, inner, objective, samples, found, device)
-        check = _measured(model, objective, samples, found, device)
+        check = _measure(model, objective, samples, found, device)
     finally:
         model.train(was_training)
     if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
         return None  # the first step will say so
-    _require(check, TOLERANCE[in_16_bits], _name(samples, found, _first_seen(samples, found)), _class(inner))
+    _require_small(check, TOLERANCE[in_16_bits], _name(samples, found, _first_seen(samples, found)), _class(inner))
     return check
 
 
 def require_no_targets(samples: PictureSamples) -> None:
-    """Raises SightError if a token that stands for an image is learned."""
+    """Checks that no token that stands for an image is learned.
+
+    Raises:
+        SightError: if one is.
+    """
     placeholders = np.array(sorted(samples.pictures.token_ids))
     for number in _looked_at(samples):
         for place, (ids, targets) in enumerate(samples.tokens(number)):
@@ -100,11 +104,11 @@ def require_no_targets(samples: PictureSamples) -> None:
 def _require_features(
     model: nn.Module, inner: nn.Module, objective: Objective, samples: PictureSamples, device: torch.device
 ) -> None:
-    """Tries rows alone, of images as different as there are: transformers refuses one if features and places differ.
+    """Tries rows with different images alone: transformers refuses one if features and places differ in number.
 
-    Beside others a row with too many might make up for one with too few.
+    Beside others, a row with too many could balance one with too few.
     """
-    for number, place in _unlike(samples):
+    for number, place in _rows_of_unlike_sizes(samples):
         try:
             _logits(model, objective, samples.alone(number, place).batch([0]), device)
         except Exception as error:  # of the model's own code
@@ -137,7 +141,7 @@ def _require_units(
 
 
 def _units_run(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> list[str]:
-    """Names of the units that a forward gathers, in their order."""
+    """Returns the names of the units that a forward gathers, in their order."""
     found: list[str] = []
     names = {id(module): name or "the root" for name, module in model.named_modules()}
     units: list[Any] = list(sharded_modules(model))
@@ -150,12 +154,12 @@ def _units_run(model: nn.Module, objective: Objective, batch: Batch, device: tor
     return found
 
 
-def _measured(
+def _measure(
     model: nn.Module, objective: Objective, samples: PictureSamples, number: int, device: torch.device
 ) -> SightCheck:
-    """Of a sample, of which the first row that has an image gets another one."""
+    """Measures a sample in which the first row with an image gets another image."""
     seen, first = samples.seen(number), _first_seen(samples, number)
-    others_seen = [*seen[:first], [_another(seen[first][0]), *seen[first][1:]], *seen[first + 1 :]]
+    others_seen = [*seen[:first], [_changed_picture(seen[first][0]), *seen[first][1:]], *seen[first + 1 :]]
     batch, other = samples.shown([number], [seen]), samples.shown([number], [others_seen])
     together, changed = (_logits(model, objective, one, device) for one in (batch, other))
     spans, alone = _documents(batch), 0.0
@@ -176,7 +180,7 @@ def _looked_at(samples: PictureSamples) -> range:
 
 
 def _first_seen(samples: PictureSamples, number: int) -> int:
-    """The place of the first row of a sample that has an image."""
+    """Returns the place of the first row of a sample that has an image."""
     return next(place for place, row in enumerate(samples.rows_of(number)) if _pictures(samples, row))
 
 
@@ -185,8 +189,8 @@ def _pictures(samples: PictureSamples, row: int) -> list[tuple[dict[str, Any], s
     return found
 
 
-def _unlike(samples: PictureSamples) -> list[tuple[int, int]]:
-    """Sample and place of rows with images of unlike sizes: the longest ones, and the shortest."""
+def _rows_of_unlike_sizes(samples: PictureSamples) -> list[tuple[int, int]]:
+    """Returns sample and place of rows with images of different sizes: the longest ones, and the shortest."""
     by_sizes: dict[str, tuple[int, int, int]] = {}
     for number in _looked_at(samples):
         for place, (row, (ids, _)) in enumerate(zip(samples.rows_of(number), samples.tokens(number), strict=True)):
@@ -207,7 +211,7 @@ def _class(inner: nn.Module) -> str:
     return class_name(base_of(inner))
 
 
-def _require(check: SightCheck, tolerance: tuple[float, float], name: str, model: str) -> None:
+def _require_small(check: SightCheck, tolerance: tuple[float, float], name: str, model: str) -> None:
     if check.seen == 0.0:
         raise SightError(f"{name}: its image changes no logit of {model}, so it would not be seen; train another model")
     why = None
@@ -226,24 +230,24 @@ def _require(check: SightCheck, tolerance: tuple[float, float], name: str, model
 MEND = "Set data.packing=false, or another model.attention"
 
 
-def _by_interest(samples: PictureSamples) -> list[int]:
-    """Samples of several rows first."""
+def _shared_samples_first(samples: PictureSamples) -> list[int]:
+    """Returns the numbers of samples, those of several rows first."""
     return sorted(_looked_at(samples), key=lambda number: (len(samples.rows_of(number)) < 2, number))
 
 
 def _documents(batch: Batch) -> list[tuple[int, int]]:
-    """Where the documents of the only row are, without padding."""
+    """Returns the start and the end of each document of the only row, without padding."""
     starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
     return list(zip(starts, [*starts[1:], int(batch["lengths"][0])], strict=True))
 
 
-def _another(picture: Image.Image) -> Image.Image:
-    """Another picture of the same size: half of the bits are turned, so that no picture stays as it is."""
+def _changed_picture(picture: Image.Image) -> Image.Image:
+    """Returns another picture of the same size with half of the bits flipped, so that no picture stays the same."""
     pixels = np.asarray(picture)
     return Image.fromarray(pixels ^ np.random.default_rng(0).integers(0, 256, pixels.shape, dtype=np.uint8))
 
 
 def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
-    """Of the only row, (T, V), as training computes them."""
+    """Returns the logits of the only row, (T, V), as training computes them."""
     moved = send_to_device(objective.on_host(batch), device)
     return objective.logits(model, moved)[0].float()

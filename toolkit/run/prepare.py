@@ -1,4 +1,4 @@
-"""From an opened run to one that can be trained: the stages in their order, the reference's numbers, the batches."""
+"""Prepares an opened run for training: the stages in their order, the reference's log-probabilities, the batches."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     """Builds all that training needs. Collective.
 
     Args:
-        resumed: of the checkpoint that the run goes on from.
+        resumed: manifest of the checkpoint to resume from.
 
     Raises:
-        BadInputError: on every rank; see the stages.
+        BadInputError: on every rank, see the stages.
     """
     recipe, accelerator = opened.recipe, opened.accelerator
     training = recipe.training
-    asked = read_asked(recipe)  # before the model: a bad row is told in a moment
+    asked = read_asked(recipe)  # before the model is built, so that a bad row is reported at once
     on_meta = build_on_meta(opened, read_rows(opened, resumed))
     require_sighted(asked, on_meta.data.train)
     _require_same_adapter(on_meta.model, recipe, resumed)
@@ -69,7 +69,7 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
 
 
 def _require_same_adapter(model: nn.Module, recipe: Recipe, resumed: Manifest | None) -> None:
-    """Raises BadInputError if the run to resume went on from another adapter than is in its folder now."""
+    """Raises BadInputError if the run to resume started from another adapter than is in its folder now."""
     if resumed is not None and resumed.adapter != fit_of(model).adapter:
         raise BadInputError(
             f"checkpoint.resume: the run up to step {resumed.step} went on from another adapter than "
@@ -81,7 +81,7 @@ def _require_same_adapter(model: nn.Module, recipe: Recipe, resumed: Manifest | 
 def _with_references(
     opened: OpenedRun, sharded: ShardedModel, checked: CheckedModel, last: int, resumed: Manifest | None
 ) -> CheckedModel:
-    """Adds the log-probabilities of the reference, if the objective needs them: the model before its first step.
+    """Adds the log-probabilities of the reference, the model before its first step, if the objective needs them.
 
     Args:
         last: the run's last position in the data.
@@ -94,10 +94,10 @@ def _with_references(
 
 
 def _require_same_reference(inner: Any, recipe: Recipe, resumed: Manifest | None) -> None:
-    """Notes which files the reference is from, for the checkpoints of the run.
+    """Records which files the reference is from, for the checkpoints of the run.
 
     Raises:
-        BadInputError: the checkpoint to resume from was trained against the weights of other files.
+        BadInputError: if the checkpoint to resume from was trained against the weights of other files.
     """
     inner.fit.fingerprint = inner.fit.origin
     if resumed is not None and resumed.base not in (None, inner.fit.fingerprint):

@@ -1,4 +1,4 @@
-"""Before the first step: does a quantised model compute what it would with its weights as numbers?"""
+"""Checks before the first step that a quantised model computes the same as with dequantised weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.sharding.fsdp import class_name
 
 CHECKED_TOKENS = 1024
-"""Of the first row."""
+"""Tokens of the first row that are compared."""
 
 TOLERANCE = 1e-5
 """Largest difference of logits, as a share of the largest. Kernels and shapes are the same, so it is 0 if no code
@@ -27,9 +27,9 @@ reads the bytes of a layer."""
 def check_quantised(
     accelerator: Accelerator, dtype: str, model: nn.Module, objective: Objective, samples: Samples | None
 ) -> None:
-    """Compares logits of a row with those of a model whose layers show their weights as numbers. All ranks call it.
+    """Compares logits of a row with those of a model whose layers have dequantised weights. All ranks call it.
 
-    The code of a model may read a layer's weight instead of calling the layer: its type, or its numbers. In a
+    The code of a model may read a layer's weight instead of calling the layer: its type, or its values. In a
     quantised layer it would find bytes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""An export trained again: whether rows and models are those of its run, and how far apart the weights are."""
+"""Checks whether rows and models are those of an export's run, and compares the weights of two exports."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ SCORE = "answers.score"
 
 
 def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
-    """Raises BadInputError if the models, the rows or the code are not those of the origin, and names them.
+    """Checks that the models, the rows and the code are those of the origin.
 
-    A function that scores answers is imported, which runs code. The rows are tokenised for that; the run finds them in
-    the cache.
+    It imports the function that scores answers, which runs code. It tokenises the rows; the run finds them in the cache.
+
+    Raises:
+        BadInputError: if they are not; it names them.
     """
     models = [("model.name_or_path", recipe.model, origin.base)]
     if recipe.objective.teacher is not None:
@@ -62,14 +64,14 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the weights of two exports.
+    """The difference between the weights of two exports.
 
     Attributes:
-        tensors: number of them.
-        different: number of those that are not equal bit for bit.
+        tensors: number of tensors.
+        different: number of tensors that are not equal bit for bit.
         largest: largest difference of two values as a share of their tensor's largest value; infinite if names,
             shapes or types differ.
-        where: the tensor that has it; "" if all are equal.
+        where: the tensor with the largest difference; "" if all are equal.
     """
 
     tensors: int
@@ -80,7 +82,7 @@ class Difference:
 
 def difference(one: Path, other: Path) -> Difference:
     """Compares the weights of two exports, one tensor at a time."""
-    firsts, seconds = _places(one), _places(other)
+    firsts, seconds = _files_of_tensors(one), _files_of_tensors(other)
     if unlike := sorted(firsts.keys() ^ seconds.keys()):
         return Difference(len(firsts), len(unlike), math.inf, unlike[0])
     different, largest, where = 0, 0.0, ""
@@ -89,13 +91,13 @@ def difference(one: Path, other: Path) -> Difference:
         if same_bytes(first, second):
             continue
         different += 1
-        if (share := _share(first, second)) >= largest:
+        if (share := _largest_share(first, second)) >= largest:
             largest, where = share, name
     return Difference(len(firsts), different, largest, where)
 
 
-def _share(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The largest difference as a share of the largest value of `first`; infinite if they cannot be compared."""
+def _largest_share(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Returns the largest difference as a share of the largest value of `first`; infinite if shape or dtype differ."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
     first, second = first.double(), second.double()
@@ -103,8 +105,8 @@ def _share(first: torch.Tensor, second: torch.Tensor) -> float:
     return math.inf if math.isnan(share) else share
 
 
-def _places(export: Path) -> dict[str, Path]:
-    """Tensor -> the file that holds it."""
+def _files_of_tensors(export: Path) -> dict[str, Path]:
+    """Returns the file of each tensor by its name."""
     found: dict[str, Path] = {}
     for path in sorted(export.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""The rows of a run: as its model can take them, and in which batches a rank gets them."""
+"""The rows of a run: in the form that its model takes, and in the batches of each rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ def build_windows(
     world_size: int,
     part: Part = WHOLE,
 ) -> TrainLoader | StreamLoader:
-    """What yields a rank's micro-batches of each optimizer step, `accumulation` of them; of its group, its part."""
+    """Returns the loader that yields a rank's `accumulation` micro-batches of each optimizer step.
+
+    Args:
+        rank: this rank, or its group if ranks share rows.
+        world_size: number of ranks, or of groups.
+        part: this rank's part of the rows of its group.
+    """
     training = recipe.training
     all_steps = num_steps * training.micro_batch_size * accumulation * world_size
     split: dict[str, Any] = {
@@ -50,19 +56,19 @@ def build_windows(
 
 
 def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
-    """Samples of the whole run: whole steps, or exactly the epochs asked for."""
+    """Returns the samples of the whole run: whole steps, or exactly the epochs of the recipe."""
     if recipe.training.num_epochs is None:
         return all_steps
     return max(1, round(recipe.training.num_epochs * num_samples))
 
 
 def rest_of_run(recipe: Recipe, num_steps: int, size: int, positions: int, manifest: Manifest) -> tuple[int, int]:
-    """Steps and samples of the whole run, where the first steps may have been of another size.
+    """Returns steps and samples of the whole run, whose first steps may have been of another size.
 
     Args:
-        num_steps: of the whole run, if all its steps were of `size` samples.
+        num_steps: steps of the whole run, if all had `size` samples.
         positions: samples of the whole run in that case.
-        manifest: of the checkpoint that the run goes on from.
+        manifest: the manifest of the checkpoint to resume from.
     """
     # max_steps counts steps of any size; epochs count samples.
     if recipe.training.num_epochs is None:
@@ -71,19 +77,23 @@ def rest_of_run(recipe: Recipe, num_steps: int, size: int, positions: int, manif
 
 
 def last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int, resumed: Manifest | None) -> int:
-    """Samples of the whole run, in steps of `size`."""
+    """Returns the samples of the whole run, in steps of `size`."""
     last = num_positions(recipe, len(data.train), num_steps * size)
     return last if resumed is None else rest_of_run(recipe, num_steps, size, last, resumed)[1]
 
 
 def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    """Raises BadInputError if samples do not fit the model's positions or its vocabulary."""
+    """Checks that samples fit the model's positions and its vocabulary.
+
+    Raises:
+        BadInputError: if they do not.
+    """
     require_positions(model, recipe.data)
     try:
         rows = int(model.get_input_embeddings().weight.shape[0])
     except (NotImplementedError, AttributeError):
-        return  # no table of words: CANINE hashes any character into buckets, Perceiver's inputs are latents
-    # By the largest number, too: a vocabulary may leave some out.
+        return  # no embedding table: CANINE hashes any character into buckets, Perceiver's inputs are latents
+    # The largest number counts, too, because a vocabulary may have gaps.
     needed = max(len(tokens), 1 + max(tokens.get_vocab().values(), default=0))
     if needed > rows:
         field = "model.tokenizer" if recipe.model.tokenizer is not None else "model.name_or_path"
@@ -94,7 +104,7 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
 
 
 def may_pad(recipe: Recipe, data: TokenisedData) -> bool:
-    """Whether rows may be padded instead of packed, if the model needs that: the recipe leaves it open.
+    """Returns whether the recipe lets rows be padded instead of packed if the model needs that.
 
     Completions that are compared share rows even if `data.packing` is false.
     """
@@ -106,10 +116,10 @@ def may_pad(recipe: Recipe, data: TokenisedData) -> bool:
 def fitting(
     recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData, model: PreTrainedModel
 ) -> tuple[TokenisedData, str | None]:
-    """The data as the model can take it, and why its rows are padded, if they are for that.
+    """Returns the data in the form that the model takes, and why its rows are padded for it, if they are.
 
     Raises:
-        BadInputError: completions that are compared cannot share rows, and the recipe asks for that.
+        BadInputError: if the recipe asks for completions to share rows, and the model cannot do that.
     """
     if takes_positions(model):
         return data, None
@@ -123,13 +133,13 @@ def fitting(
 
 
 def without_packing(recipe: Recipe, tokens: PreTrainedTokenizerBase) -> TokenisedData:
-    """The data with a sample for each row; nothing is tokenised again."""
+    """Returns the data with a sample for each row; nothing is tokenised again."""
     section = recipe.data.model_copy(update={"packing": False})
     return build.build(section, tokens, recipe.training.seed, recipe.objective)
 
 
 def as_trained(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedData) -> tuple[TokenisedData, list[str]]:
-    """The data as a run would train on it, and what there is to say of that; reads the model's configuration alone."""
+    """Returns the data as a run would train on it, with notes; reads only the model's configuration."""
     if not may_pad(recipe, data):
         return data, []
     try:
@@ -143,7 +153,7 @@ def as_trained(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedD
 def build_evaluation(
     accelerator: Accelerator, recipe: Recipe, data: TokenisedData
 ) -> Callable[[], Iterator[Batch]] | None:
-    """What makes this rank's held-out batches, anew for each evaluation; None without held-out data."""
+    """Returns a function that yields this rank's held-out batches, or None without held-out data."""
     held_out = data.validation
     if held_out is None:
         return None

@@ -61,15 +61,15 @@ def finetune(
     """Runs a recipe on this process, or on all processes that the launcher started.
 
     Args:
-        recipe: or its name or path, which `Recipe.load` takes.
-        overrides: of a recipe that is named; see `Recipe.load`.
-        num_processes: in a notebook, so many ranks, which Accelerate's `notebook_launcher` starts.
+        recipe: a recipe, or its name or path for `Recipe.load`.
+        overrides: overrides of a recipe that is named; see `Recipe.load`.
+        num_processes: in a notebook, the number of ranks that Accelerate's `notebook_launcher` starts.
 
-    A run that its folder holds already, done by the same recipe, is not run again: the result is read from there.
+    A finished run of the same recipe in the folder is not run again: its result is read from there.
 
     Raises:
-        ToolkitError: on every rank; with exit code 2 for bad input, before anything is left behind.
-        HubError: if the export could not be pushed; the run is done.
+        ToolkitError: on every rank, with exit code 2 for bad input, before anything is left behind.
+        HubError: if the export could not be pushed; the run is finished.
     """
     if not isinstance(recipe, Recipe):
         recipe = Recipe.load(recipe, overrides)
@@ -79,7 +79,7 @@ def finetune(
 
 
 def _finetune(recipe: Recipe) -> FinetuneResult:
-    """Runs a recipe on the ranks that there are."""
+    """Runs a recipe on the ranks that are running."""
     started = time.perf_counter()
     with open_run(recipe) as opened, ExitStack() as running:
         output_dir, console = opened.output_dir, opened.console
@@ -97,7 +97,7 @@ def _finetune(recipe: Recipe) -> FinetuneResult:
             heartbeat = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
             run = prepare_run(opened, found.start[1] if found.start is not None else None)
             opened = with_day(opened, run)
-        # The run is prepared: what fails from here on leaves the output folder as it is.
+        # The run is prepared: failures from here on leave the output folder as it is.
         facts = facts_of(opened, run)
         output = notebook_output(run.num_steps)
         with output.holding(console) if output is not None else nullcontext():
@@ -127,7 +127,7 @@ def _finetune(recipe: Recipe) -> FinetuneResult:
 
 
 def _finished_before(opened: OpenedRun) -> FinetuneResult:
-    """Says that the run is done already, and gives its result."""
+    """Prints that the run is finished already, and returns its result."""
     output_dir, console = opened.output_dir, opened.console
     console.print(f"this run is finished already, and nothing was trained: {output_dir}", markup=False)
     if (changed := ranks.on_first_rank(lambda: changed_export(output_dir))) is not None:
@@ -141,16 +141,16 @@ def _finished_before(opened: OpenedRun) -> FinetuneResult:
 
 
 def _push(recipe: Recipe, result: FinetuneResult) -> None:
-    """Pushes the export if the recipe asks for it: last, as the run is whole without it."""
+    """Pushes the export if the recipe asks for it: last, because the run is complete without it."""
     if result.export_dir is not None:
         push_export(recipe.export, result.export_dir)
 
 
 def rehearse(recipe: Recipe) -> None:
-    """Does all of a run but its training: every check, the plan, and the first batches. Leaves nothing behind.
+    """Does everything of a run except training: every check, the plan, and the first batches. Leaves nothing behind.
 
     Raises:
-        ToolkitError: as `finetune` would.
+        ToolkitError: as `finetune` does.
     """
     with open_run(recipe) as opened:
         output_dir, console = opened.output_dir, opened.console
@@ -171,7 +171,7 @@ def rehearse(recipe: Recipe) -> None:
 
 
 def find_checkpoint(recipe: Recipe, output_dir: Path, store: StorePath | None, copies: bool = True) -> Resumption:
-    """Finds the checkpoint that the run goes on from, if any."""
+    """Finds the checkpoint to resume from, if any."""
     return find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json"), store, copies)
 
 

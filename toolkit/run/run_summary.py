@@ -1,4 +1,4 @@
-"""What a run tells about itself before its first step."""
+"""The summary that a run prints before its first step."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _packing_fact(check: PackingCheck) -> str:
 
 
 def print_run_summary(opened: OpenedRun, run: PreparedRun, facts: dict[str, str]) -> None:
-    """Prints the facts, what to beware of, the data and the units."""
+    """Prints the facts, warnings, the data and the units."""
     recipe, plugin, console = opened.recipe, opened.plugin, opened.console
     for name, fact in facts.items():
         # Not markup: names of models, files and folders may hold brackets.

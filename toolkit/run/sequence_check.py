@@ -1,4 +1,4 @@
-"""Rows that ranks share (`sharding.sequence`) or run in chunks: who has which part, and that no token notices."""
+"""Rows that ranks share (`sharding.sequence`) or run in chunks: this rank's part, and a check against whole rows."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from toolkit.sharding.sequence_parallel import form_groups
 from toolkit.sharding.unit_states import UnitStates
 
 CHECKED_TOKENS = 1024
-"""Of the row that is compared, which every rank has whole once."""
+"""Tokens of the row that is compared; every rank computes it whole once."""
 
 BY_TOKEN = 3
-"""Dimensions of what each token has, (B, T, ...), and a rank for its part alone; a document's numbers have two."""
+"""Dimensions of values by token, (B, T, ...), of which a rank has its part; values by document have two."""
 
 TOLERANCE = {False: 1e-4, True: 5e-2}
-"""By whether compute is in 16 bits: the largest difference of logits or gradients, as a share of the largest one."""
+"""The largest difference of logits or gradients, as a share of the largest one, by whether compute is in 16 bits."""
 
 
 def part_of(accelerator: Accelerator, size: int) -> tuple[int, int, Part]:
@@ -51,10 +51,10 @@ def part_of(accelerator: Accelerator, size: int) -> tuple[int, int, Part]:
 
 
 def share_rows(size: int, max_length: int, *models: PreTrainedModel) -> None:
-    """Forms the groups of `size` ranks that share rows, if there are any, and has attention go by heads.
+    """Forms the groups of `size` ranks that share rows, if any, and splits their attention by heads.
 
     Raises:
-        BadInputError: the groups do not fill the ranks, or one of the models cannot be shared so.
+        BadInputError: if the groups do not divide the ranks, or one of the models does not support it.
     """
     form_groups(size)
     for model in models if size > 1 else ():
@@ -72,17 +72,17 @@ def check_parts(
     in_16_bits: bool,
     chunked: bool = False,
 ) -> float | None:
-    """Compares parts of a row, and chunks of it, with the row whole: logits, what the loss needs of whole documents,
-    and gradients of what is embedded.
+    """Compares parts of a row, and chunks of it, with the whole row.
 
-    Every rank calls this, on the same samples. Gradients of parameters are not made: nothing is reduced.
+    It compares logits, what the loss needs of whole documents, and gradients of the embeddings' outputs. Every rank
+    calls this, on the same samples. Gradients of parameters are not computed, so nothing is reduced.
 
     Args:
-        inner: the model without what wraps it, for its name.
-        chunked: norms and MLPs run for a few tokens at a time.
+        inner: the model without its wrappers, for its name.
+        chunked: whether norms and MLPs run for a few tokens at a time.
 
     Returns:
-        The largest difference of any rank, as a share of the largest number; None if there is nothing to compare.
+        The largest difference of any rank, as a share of the largest number, or None if there is nothing to compare.
 
     Raises:
         BadInputError: if it is more than `TOLERANCE`, or the model cannot run on parts of rows.
@@ -94,11 +94,11 @@ def check_parts(
     # Dropout would make any two forwards differ.
     model.eval()
     with chunks_of(length, inner):
-        whole = _outcome(model, inner, objective, batch, device)
+        whole = _outputs_and_gradients(model, inner, objective, batch, device)
     differences, problem = dict.fromkeys(whole, 0.0), ""
     try:
         with chunks_of(max(1, length // part.count // 3), inner):
-            mine = _outcome(model, inner, objective, part.of(batch), device)
+            mine = _outputs_and_gradients(model, inner, objective, part.of(batch), device)
         for name, found in mine.items():
             same = whole[name]
             if same.dim() == BY_TOKEN:
@@ -115,11 +115,11 @@ def check_parts(
     if not problem and worst[name] > TOLERANCE[in_16_bits]:
         problem = f"{name} differ by {worst[name]:.1e} of the largest from those of whole rows"
     if problem:
-        raise BadInputError(_mixes(inner, part, problem))
+        raise BadInputError(_refusal(inner, part, problem))
     return worst[name]
 
 
-def _mixes(inner: nn.Module, part: Part, problem: str) -> str:
+def _refusal(inner: nn.Module, part: Part, problem: str) -> str:
     field, place = "sharding.sequence", f"in attention that can be shared ({problem})"
     if part.count == 1:
         field, place = "sharding.chunk_tokens", f"in attention ({problem})"
@@ -129,12 +129,12 @@ def _mixes(inner: nn.Module, part: Part, problem: str) -> str:
     )
 
 
-def _outcome(
+def _outputs_and_gradients(
     model: nn.Module, inner: nn.Module, objective: Objective, batch: Batch, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Logits, (B, T, V) or of whole rows (B, C), and what the loss needs of whole documents, (D, C).
+    """Returns logits, (B, T, V) or (B, C) of whole rows, and what the loss needs of whole documents, (D, C).
 
-    And of each the gradient (B, T, D) of half its squares to what the embeddings give.
+    For each it adds the gradient (B, T, D) of half its sum of squares with respect to the embeddings' outputs.
     """
     moved = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -153,13 +153,13 @@ def _outcome(
 def _with_gradient(
     model: nn.Module, inner: nn.Module, function: Callable[[], torch.Tensor], batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a function gives, and the gradient; what is of whole documents counts on one rank of a group."""
+    """Returns a function's result and the gradient; values of whole documents count on one rank of a group."""
     is_real = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
     embedded: list[torch.Tensor] = []
 
     def begin_here(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[0].clone()  # which a model may scale in place, as CTRL
+        return embedded[0].clone()  # a model may scale it in place, as CTRL does
 
     embeddings: Any = base_of(inner).get_input_embeddings()
     handle = embeddings.register_forward_hook(begin_here)
@@ -167,7 +167,7 @@ def _with_gradient(
         # DDP would wait for gradients of its parameters.
         with torch.enable_grad(), getattr(model, "no_sync", nullcontext)():
             value = function().float()
-            if value.dim() == BY_TOKEN:  # nobody asks for what padding gives
+            if value.dim() == BY_TOKEN:  # values of padding do not matter
                 value = value.masked_fill(~is_real.to(value.device)[..., None], 0.0)
             counts = value.dim() == BY_TOKEN or counts_here(batch)
             above = value.detach() if counts else torch.zeros_like(value)

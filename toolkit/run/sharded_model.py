@@ -1,4 +1,4 @@
-"""Stages from a model without weights to a sharded one: its memory is planned, then it is sharded and loaded."""
+"""The stages that turn a model without weights into a sharded one: planning its memory, sharding and loading."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from toolkit.terminal import Pass, Terminal
 
 # Fewest blocks first, because the forward of each one is computed twice.
 AUTO_CHECKPOINTING = (4, 3, 2, 1)
-"""What `sharding.activation_checkpointing: auto` tries after none, in turn: every n-th block."""
+"""The n that `sharding.activation_checkpointing: auto` tries in turn, after none: every n-th block."""
 
 
 def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
-    """Plans what the run will hold, and decides which blocks are checkpointed. Collective.
+    """Plans the run's memory, and decides which blocks are checkpointed. Collective.
 
     Raises:
-        BadInputError: the run cannot fit.
+        BadInputError: if the run cannot fit.
     """
     recipe, plugin, accelerator = opened.recipe, opened.plugin, opened.accelerator
     sizes = accelerator.parallelism_config
@@ -63,13 +63,13 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
 
 
 def _checkpointings(opened: OpenedRun, model: nn.Module) -> list[Checkpointing | None]:
-    """Lists those among which the plan chooses: the one asked for, or what `auto` stands for."""
+    """Lists the checkpointings from which the plan chooses: the recipe's, or those of `auto`."""
     recipe, plugin, section = opened.recipe, opened.plugin, opened.recipe.sharding
     if section.activation_checkpointing != "auto":
         return [plugin.checkpointing if plugin.strategy.sharded else checkpointing_of(recipe)]
     offload, size = section.offload_checkpoints, section.chunk_tokens
     found = [None, *(Checkpointing(n, offload, size) for n in AUTO_CHECKPOINTING)]
-    # Last, as it gains little on short rows. Behind checkpoints of all blocks it takes no time.
+    # Last, because it gains little on short rows. With all blocks checkpointed it takes no extra time.
     tokens = recipe.training.micro_batch_size * recipe.data.max_length // section.sequence
     may_chunk = not recipe.objective.spec.encoder_decoder and tokens > CHUNK_TOKENS
     if size is None and may_chunk and num_in_chunks(model, plan_units(model, section.unit_classes)):
@@ -81,7 +81,7 @@ def shard_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned) -> Shar
     """Shards the model with the checkpointing that was planned, and reads its weights. Collective.
 
     Raises:
-        BadInputError: the model cannot be sharded so, or its weights cannot be read.
+        BadInputError: if the model cannot be sharded so, or its weights cannot be read.
     """
     recipe, accelerator = opened.recipe, opened.accelerator
     opened.plugin.checkpointing = planned.checkpointing
@@ -105,11 +105,11 @@ def prepare_forwards(opened: OpenedRun, model: Any) -> Compilation | None:
 
 
 def _prepare_for_ddp(opened: OpenedRun, model: PreTrainedModel) -> Compilation | None:
-    """Does what the sharding plugin does in `prepare`, for a model that DDP wraps as it is."""
+    """Does what the sharding plugin does in `prepare`, for a model that DDP wraps whole."""
     model.materialize_weights()
     compilation, checkpointing = compilation_of(opened.recipe), opened.plugin.checkpointing
     if checkpointing is not None or compilation is not None:
         prepare_blocks(model, plan_units(model, opened.recipe.sharding.unit_classes), checkpointing, compilation)
-    # It costs DDP a walk over the graph in every step, so only models that need it get it.
+    # It makes DDP walk the graph in every step, so only models that need it get it.
     opened.accelerator.ddp_handler.find_unused_parameters = may_leave_unused(model)
     return compilation

@@ -1,4 +1,4 @@
-"""What the stages of a run hand on. Each stage takes what earlier ones return, so their order is in the types.
+"""The results of a run's stages. Each stage takes what earlier ones return, so their order is in the types.
 
 stage            of file             takes                         returns
 open_run         opening.py          the recipe                    OpenedRun
@@ -42,7 +42,7 @@ class OpenedRun:
     """A run whose ranks have met; nothing is read or written yet.
 
     Attributes:
-        console: prints on rank 0 alone.
+        console: prints on rank 0 only.
     """
 
     recipe: Recipe
@@ -64,7 +64,7 @@ class OpenedRun:
 
 @dataclass(frozen=True)
 class TokenisedRows:
-    """The rows of the recipe as its tokenizer reads them, before a model has been asked how it takes them."""
+    """The rows of the recipe as its tokenizer reads them, before they are adapted to the model."""
 
     tokenizer: PreTrainedTokenizerBase
     data: TokenisedData
@@ -75,10 +75,10 @@ class MetaModel:
     """The model on the meta device, without weights, and what follows from its architecture.
 
     Attributes:
-        data: the rows as this model can take them.
-        padded: why rows are padded although `data.packing` is not set; None: they aren't.
+        data: the rows in the form that this model takes.
+        padded: why rows are padded although `data.packing` is not set, or None if they are not.
         attention: the implementation that was chosen, and why.
-        teacher: the model to learn from, on the meta device; None for objectives without one.
+        teacher: the model to learn from, on the meta device, or None for objectives without one.
         balance: counts the loads of a mixture of experts, and adds the routers' losses.
     """
 
@@ -100,7 +100,7 @@ class ShardedModel:
         model: as `Accelerator.prepare` returned it.
         inner: the model inside DDP, if DDP wraps it.
         optimizer: as `Accelerator.prepare` returned it.
-        compilation: how the blocks are compiled; None: they run eagerly.
+        compilation: how the blocks are compiled, or None if they run eagerly.
     """
 
     model: nn.Module
@@ -111,12 +111,12 @@ class ShardedModel:
 
 @dataclass(frozen=True)
 class PackingCheck:
-    """What was measured of rows that share a sample.
+    """Measurements of rows that share a sample.
 
     Attributes:
         fill_rate: share of the samples' tokens that rows fill.
-        differences: of a document's logits, as shares of the largest, if the others are replaced and if it is alone;
-            None if no sample holds two rows.
+        differences: differences of a document's logits, as shares of the largest, if the others are replaced and if it
+            is alone; None if no sample holds two rows.
     """
 
     fill_rate: float
@@ -129,11 +129,11 @@ class CheckedModel:
 
     Attributes:
         data: the rows, unpacked if those that share a sample saw each other and the recipe allows padding.
-        padded: why rows are padded although `data.packing` is not set; None: they aren't.
-        packing: what was measured of rows that share a sample; None: no rows do.
-        alone: why rows run one after another without padding; None: they are padded, or packed.
-        head_loss: what computes the losses, and why; None for objectives that have no choice.
-        parts_differ: the largest difference of logits or gradients from those of whole rows; None: rows are whole.
+        padded: why rows are padded although `data.packing` is not set, or None if they are not.
+        packing: measurements of rows that share a sample, or None if none do.
+        alone: why rows run one after another without padding, or None if they are padded or packed.
+        head_loss: what computes the losses, and why; None for objectives without a choice.
+        parts_differ: the largest difference of logits or gradients from those of whole rows; None for whole rows.
     """
 
     objective: Objective
@@ -150,8 +150,8 @@ class Shown:
     """What the report shows of a run beside its records. Training adds to it.
 
     Attributes:
-        data_report: of the rows; of a stream, of those that were read so far.
-        side_by_side: what the model writes behind held-out prompts, if that was asked for.
+        data_report: report of the rows; for a stream, of those that were read so far.
+        side_by_side: what the model writes behind held-out prompts, if the recipe asks for that.
     """
 
     data_report: DataReport
@@ -176,11 +176,11 @@ class PreparedRun:
     """All that training needs.
 
     Attributes:
-        windows: yield this rank's micro-batches of one optimizer step at a time.
-        num_steps: optimizer steps of the whole run, those before a checkpoint included.
+        windows: yields this rank's micro-batches of one optimizer step at a time.
+        num_steps: optimizer steps of the whole run, including those before a checkpoint.
         num_positions: samples of the whole run.
         accumulation: how the micro-batches of a step run.
-        ends: which tokens end what is learned; None: the model writes no text.
+        ends: which tokens end what is learned, or None if the model writes no text.
         asked: what the model answers at evaluations.
     """
 
@@ -229,6 +229,6 @@ class PreparedRun:
 
     @property
     def teacher_fingerprint(self) -> str | None:
-        """Identifies the teacher's weights; None if there is no teacher."""
+        """Fingerprint of the teacher's weights, or None without a teacher."""
         teacher: Any = self.teacher
         return None if teacher is None else teacher.fit.fingerprint

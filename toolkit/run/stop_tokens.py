@@ -1,4 +1,4 @@
-"""The tokens at which an export stops are those that training teaches as an end."""
+"""Makes an export stop at the tokens that training teaches as an end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from toolkit.data.turn_ends import learned_ends
 
 
 def teach_to_stop(model: Any, tokenizer: PreTrainedTokenizerBase, samples: Any) -> str | None:
-    """Puts the ends that are learned among the model's `generation_config.eos_token_id`, which its export takes.
+    """Adds the ends that are learned to the model's `generation_config.eos_token_id`, which its export takes.
 
-    A chat model's configuration often has the end token of its base alone (Gemma's lacks `<end_of_turn>`), so that
-    servers generate behind the end of the answer.
+    A chat model's configuration often has only the end token of its base (Gemma's lacks `<end_of_turn>`), so that
+    servers generate past the end of the answer.
 
     Returns:
-        What ends an answer, and what was added; None for models that write no text behind a text.
+        A description of what ends an answer, and what was added; None for models that do not continue a text.
     """
     if not isinstance(samples, TextSamples) or not model.can_generate():
         return None

@@ -1,4 +1,4 @@
-"""The frozen model that a run learns from, beside the one that it trains."""
+"""Sets up the frozen model that a run learns from, beside the one that it trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from toolkit.sharding.plugin import ShardingPlugin
 def asked_teacher(
     accelerator: Accelerator, recipe: Recipe, tokens: PreTrainedTokenizerBase, packed: bool
 ) -> nn.Module | None:
-    """On the meta device, with the attention of the run; None if nobody asks for one. Raises BadInputError."""
+    """Returns the teacher on the meta device, with the attention of the run, or None without one.
+
+    Raises:
+        BadInputError: if it cannot be loaded, or its tokens differ from the student's.
+    """
     teacher: Any = load_teacher(recipe, tokens, accelerator.mixed_precision)
     if teacher is not None:
         in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
@@ -33,7 +37,7 @@ def asked_teacher(
 def place_teacher(
     accelerator: Accelerator, unit_classes: list[str] | None, teacher: nn.Module | None, plugin: ShardingPlugin
 ) -> None:
-    """Shards the teacher, if there is one, and gives it its weights."""
+    """Shards the teacher, if there is one, and loads its weights."""
     if teacher is None:
         return
     mesh = accelerator.state.device_mesh if plugin.strategy.sharded else None
@@ -44,7 +48,11 @@ def place_teacher(
 def check_teacher(
     accelerator: Accelerator, micro_batch_size: int, objective: Objective, data: TokenisedData, in_16_bits: bool
 ) -> None:
-    """Raises BadInputError on every rank where rows that share a sample see each other in the teacher."""
+    """Checks that rows that share a sample do not see each other in the teacher. Collective.
+
+    Raises:
+        BadInputError: on every rank, if they do.
+    """
     train, size = data.train, micro_batch_size
     if objective.teacher is None or not isinstance(train, TextSamples) or not train.packed:
         return

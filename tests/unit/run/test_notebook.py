@@ -110,7 +110,7 @@ def test_elsewhere_there_is_no_output(case: str, monkeypatch: pytest.MonkeyPatch
 def test_a_forked_rank_sends_its_outputs_to_the_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     displays = Displays(monkeypatch)
     result = result_of(tmp_path, EVALS, None)
-    with notebook._received() as results:
+    with notebook._receiving() as results:
         output = notebook_output(3)
         assert output is not None
         output.record(EVALS, None)

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _another_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_check, "_another", lambda picture: replace(picture, seed=picture.seed + 1))
+    monkeypatch.setattr(picture_check, "_changed_picture", lambda picture: replace(picture, seed=picture.seed + 1))
 
 
 def drawn(kind: str, packed: bool = True) -> PictureSamples:
@@ -114,7 +114,7 @@ def one_sharded_rank() -> tuple[SightCheck | None, str]:
 
     from toolkit.sharding import sharding_kwargs
 
-    picture_check._another = lambda picture: replace(picture, seed=picture.seed + 1)
+    picture_check._changed_picture = lambda picture: replace(picture, seed=picture.seed + 1)
     whole, samples = seeing_model("gemma3"), drawn("gemma3")
     objective, optimizer = CausalLM(whole), torch.optim.AdamW(whole.parameters())
     model: Any = Accelerator(cpu=True, **sharding_kwargs("zero3")).prepare(whole, optimizer)[0]
@@ -142,4 +142,4 @@ def test_rows_with_unlike_images_are_tried_the_largest_first() -> None:
     rows = [Row([PLACE] * n, [False] * n, [Drawn(n, 1, n)]) for n in (3, 1, 2, 4)]
     samples = samples_of("llava", [rows[:3], rows[3:]], True, 128)
     assert isinstance(samples.pictures, DrawnPictures)
-    assert picture_check._unlike(samples)[0] == (1, 0)
+    assert picture_check._rows_of_unlike_sizes(samples)[0] == (1, 0)
