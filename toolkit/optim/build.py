@@ -1,4 +1,4 @@
-"""Parameter groups and optimizer."""
+"""Builds parameter groups and the optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.sharding.units import plan_units
 
 DEFAULT_MOMENTUM = 0.95
-"""Of muon, as in torch.optim.Muon."""
+"""Default momentum of muon, as in torch.optim.Muon."""
 
 QUANTISED = {"adamw_8bit": "AdamW8bit", "adamw_4bit": "AdamW4bit", "adamw_fp8": "AdamWFp8"}
 """Kind of optimizer -> its class in torchao.optim."""
@@ -30,15 +30,15 @@ QUANTISED = {"adamw_8bit": "AdamW8bit", "adamw_4bit": "AdamW4bit", "adamw_fp8": 
 def build_optimizer(
     model: nn.Module, section: OptimizerSection, unit_classes: Sequence[str] | None = None
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the trainable parameters.
+    """Returns the recipe's optimizer over the trainable parameters.
 
     AdamW (arXiv 1711.05101) is fused: foreach is 4 times slower on CPU.
 
     Args:
-        unit_classes: as for `plan_units`, which tells muon the blocks.
+        unit_classes: as for `plan_units`, which finds the blocks for muon.
 
     Raises:
-        BadInputError: if the optimizer is not installed.
+        BadInputError: if the optimizer is not installed, or a setting has no effect; see `parameter_groups`.
     """
     groups = parameter_groups(model, section)
     settings: dict[str, Any] = {
@@ -69,9 +69,9 @@ def _quantised_class(kind: str) -> Any:
 def _with_block_matrices_apart(
     model: nn.Module, groups: list[dict[str, Any]], unit_classes: Sequence[str] | None
 ) -> list[dict[str, Any]]:
-    """The groups, with the blocks' matrices in groups of their own, marked `muon`.
+    """Returns the groups, with the blocks' matrices in groups of their own, marked `muon`.
 
-    Embeddings, head and vectors stay AdamW's (Jordan et al., "Muon", 2024), and so do the kernels of convolutions.
+    AdamW still steps embeddings, head and vectors (Jordan et al., "Muon", 2024), and the kernels of convolutions.
     """
     within = {id(parameter) for parameter in block_matrices(model, plan_units(model, unit_classes))}
     apart: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ def _with_block_matrices_apart(
 
 
 def block_matrices(model: nn.Module, plan: UnitPlan) -> list[nn.Parameter]:
-    """The blocks' matrices and stacked experts, trained or not: what muon steps."""
+    """Returns the parameters that muon steps: the blocks' matrices and stacked experts, trained or not."""
     base: Any = base_of(model)
     experts = stacked_experts(base) if hasattr(base, "config") else []
     stacks = {id(base.get_parameter(name)) for name in experts}
@@ -94,7 +94,7 @@ def block_matrices(model: nn.Module, plan: UnitPlan) -> list[nn.Parameter]:
 
 
 def matrices(model: nn.Module) -> set[int]:
-    """Ids of the parameters of two dimensions and more, without the biases and norms that experts and heads stack."""
+    """Returns the ids of the parameters of two or more dimensions, without stacked biases and norms."""
     return {
         id(parameter)
         for owner in model.modules()
@@ -104,12 +104,12 @@ def matrices(model: nn.Module) -> set[int]:
 
 
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    """Matrices, which decay, vectors (biases and norms), which don't; those with settings of their own apart.
+    """Returns parameter groups: matrices, which decay, and vectors (biases and norms), which do not.
 
-    Empty groups are left out.
+    Parts with a rate or decay of their own get groups of their own. Empty groups are left out.
 
     Raises:
-        BadInputError: settings of their own for what is not trained, or not there.
+        BadInputError: if the recipe sets a rate or decay for a part that is not trained, or does not exist.
     """
     apart = _settings_of_their_own(model, section)
     with_own = {id(parameter) for parameters, _ in apart for parameter in parameters}
@@ -126,10 +126,10 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
 def _settings_of_their_own(
     model: nn.Module, section: OptimizerSection
 ) -> list[tuple[list[nn.Parameter], dict[str, float]]]:
-    """Trained parameters whose rate or decay the recipe sets apart, with these.
+    """Returns trained parameters with a rate or decay of their own, and these settings.
 
     Raises:
-        BadInputError: there are none.
+        BadInputError: if a setting has no such parameters.
     """
     found = []
     for prefix, what in (("router", "no router"), (PROJECTOR, "no projector"), (VISION, "no vision tower")):
@@ -149,7 +149,7 @@ def _settings_of_their_own(
 
 
 def _parameters_of(model: nn.Module, what: str) -> list[nn.Parameter]:
-    """The parameters of all routers, or of a part in words of `model.train`."""
+    """Returns the parameters of all routers, or of a part in words of `model.train`."""
     base = base_of(model)
     if what == "router":
         return [parameter for router in find_routers(model) for parameter in router.module.parameters()]

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, sharded as they are."""
+"""Exponential moving averages of the weights, sharded as the weights are."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from toolkit.sharding.offload import engine_of
 from toolkit.sharding.shards import beside, local_tensor, state_once
 
 AVERAGE = "average."
-"""Comes before the names of averages in a checkpoint."""
+"""Prefix of the names of averages in a checkpoint."""
 
 
 class Ema:
     """Averages of a model's trainable parameters, in float32: average = decay x average + (1 - decay) x weight.
 
-    They begin with the weights that the model has when this is made, and no bias is corrected.
+    They begin with the model's current weights, without bias correction.
 
     Args:
-        model: not wrapped in DDP, and sharded already.
-        decay: of one optimizer step.
+        model: the model inside DDP, sharded already.
+        decay: decay of one optimizer step.
 
     Attributes:
-        tensors: name of a parameter -> its average; a DTensor where the parameter is. On the host where the optimizer
-            state is offloaded, beside the float32 masters of which it is the average.
+        tensors: name of a parameter -> its average, in the parameter's shape; a DTensor if the parameter is one. If
+            optimizer state is offloaded, averages are on the host, beside the float32 masters that they average.
     """
 
     @torch.no_grad()
@@ -37,9 +37,9 @@ class Ema:
         self._to_host = engine_of(model) is not None
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         state = state_once(model)
-        self.tensors = {name: self._copied(tensor) for name, tensor in state.items() if name in trained}
+        self.tensors = {name: self._float32_copy(tensor) for name, tensor in state.items() if name in trained}
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _float32_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         local = local_tensor(tensor)
         device = torch.device("cpu") if self._to_host else local.device
         local = local.to(device, torch.float32, copy=True)
@@ -47,7 +47,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the weights of one optimizer step in. If they are offloaded, waits until they have been stepped."""
+        """Adds the weights of one optimizer step. If they are offloaded, it waits until they have been stepped."""
         state = state_once(self._model)
         for name, average in self.tensors.items():
             local = local_tensor(average)
@@ -55,7 +55,7 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While entered, the model computes with the averages; a copy of its weights takes their memory once more."""
+        """Lets the model compute with the averages inside the block, which takes memory for a copy of its weights."""
         state = state_once(self._model)
         last = {name: _cloned(state[name]) for name in self.tensors}
         self.put()
@@ -65,11 +65,11 @@ class Ema:
             self._load(last)
 
     def put(self) -> None:
-        """Gives the model the averages for good."""
+        """Loads the averages into the model permanently."""
         self._load(self.tensors)
 
     def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        # Not strict: what is frozen stays, and tied weights are there once.
+        # Not strict: frozen parameters have no average, and tied weights have one.
         self._model.load_state_dict(tensors, strict=False)
 
 

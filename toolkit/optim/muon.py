@@ -1,11 +1,11 @@
-"""Muon for sharded matrices (Jordan et al., "Muon", 2024; arXiv 2502.16982), and AdamW for what is no matrix.
+"""Muon for sharded matrices (Jordan et al., "Muon", 2024; arXiv 2502.16982), and AdamW for other parameters.
 
-Newton-Schulz needs whole matrices. F matrices at a time are dealt to the F ranks of the shard group: one
-exchange makes each rank's matrix whole, each rank orthogonalises its own, and one exchange brings the rows
-back. So a rank computes 1 / F of the whole, and no rank holds more than one whole matrix.
+Newton-Schulz needs whole matrices. F matrices at a time are distributed to the F ranks of the shard group: one
+all-to-all makes each rank's matrix whole, each rank orthogonalises its own, and one all-to-all brings the rows
+back. So a rank computes 1 / F of the work, and no rank holds more than one whole matrix.
 
 Experts' stacked matrices (experts, rows, columns) are mostly sharded by experts: each rank has whole ones, and nothing
-is exchanged. Those that are sharded by rows are dealt as matrices are.
+is exchanged. Stacks that are sharded by rows are distributed as matrices are.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from toolkit.sharding.shards import local_tensor, row_counts, shard_group, shard
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW whose groups with `muon: True` hold matrices, or stacks of them, stepped as torch.optim.Muon would each.
+    """AdamW whose groups with `muon: True` hold matrices, or stacks of them, each stepped as in torch.optim.Muon.
 
     The update's length is matched to AdamW's (`match_rms_adamw`), so that both take one learning rate.
 
     Args:
         params: groups, each with the key `muon`.
-        momentum: of the matrices, with Nesterov's look ahead.
+        momentum: momentum of the matrices, with Nesterov's look-ahead.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, momentum: float, **settings: Any) -> None:
         super().__init__(params, fused=True, **settings)
         self.momentum = momentum
-        # A gradient scaler leaves skipping to fused optimizers; a step of this one it has to skip as a whole.
+        # A gradient scaler lets fused optimizers skip steps themselves; it has to skip a step of this one as a whole.
         self._step_supports_amp_scaling = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step. Collective: a matrix has a gradient on every rank or on none."""
-        # Matrices first: their gradients are gone when AdamW's step looks for some.
+        """Takes one step. Collective: a matrix must have a gradient on every rank or on none."""
+        # Matrices first: their gradients are dropped, so AdamW's step skips them.
         for group in self.param_groups:
             if group["muon"]:
                 self._step_matrices(group)
@@ -49,7 +49,7 @@ class Muon(torch.optim.AdamW):
     def _step_matrices(self, group: dict[str, Any]) -> None:
         present = [parameter for parameter in group["params"] if parameter.grad is not None]
         split = [parameter for parameter in present if not _has_whole_experts(parameter)]
-        # AdamW, which steps next, passes over what has no gradient.
+        # AdamW, which steps next, skips parameters without a gradient.
         changes = (self._momentum_of(parameter) for parameter in split)
         self._add(group, zip(split, orthogonalised(split, changes), strict=True))
         stacks = (parameter for parameter in present if _has_whole_experts(parameter))
@@ -63,7 +63,7 @@ class Muon(torch.optim.AdamW):
             local.add_(update.to(local.dtype), alpha=float(group["lr"]))
 
     def _momentum_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """This rank's rows of the smoothed gradient, one step ahead; the gradient is dropped."""
+        """Returns this rank's rows of the Nesterov momentum, in the local shard's shape; the gradient is dropped."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if not state:
@@ -80,18 +80,21 @@ def _has_whole_experts(parameter: nn.Parameter) -> bool:
 
 
 def orthogonalised(parameters: list[nn.Parameter], rows: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """This rank's rows of each parameter's update, to be added, at a learning rate of 1.
+    """Yields this rank's rows of each parameter's update at a learning rate of 1, to be added. Collective.
 
     Args:
-        rows: this rank's rows ((experts,) rows of the shard, columns) of what is orthogonalised, for each parameter.
+        parameters: matrices (rows, columns) or stacks (experts, rows, columns).
+        rows: this rank's rows ((experts,) rows of the shard, columns) of each parameter's momentum.
     """
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
         yield from (newton_schulz(whole) for whole in rows)
         return
-    # One after another, a stack's matrices as well.
+    # The matrices of a stack come one after another, too.
     matrices = [parameter for parameter in sharded for _ in range(_num_matrices(parameter))]
-    updates = _dealt(matrices, (matrix for part in rows for matrix in (part if part.ndim == 3 else part[None])))
+    updates = _updates_in_turns(
+        matrices, (matrix for part in rows for matrix in (part if part.ndim == 3 else part[None]))
+    )
     for parameter in sharded:
         found = [next(updates) for _ in range(_num_matrices(parameter))]
         yield found[0] if parameter.ndim == 2 else torch.stack(found)
@@ -101,39 +104,43 @@ def _num_matrices(parameter: DTensor) -> int:
     return 1 if parameter.ndim == 2 else parameter.shape[0]
 
 
-def _dealt(matrices: Sequence[DTensor], rows: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """This rank's rows of the update of each matrix, which its parameter tells the shape of."""
+def _updates_in_turns(matrices: Sequence[DTensor], rows: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yields this rank's rows of the update of each matrix; `matrices` give the shapes."""
     group = shard_group(matrices[0])
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     for start in range(0, len(matrices), size):
         dealt = matrices[start : start + size]
         mine = [next(rows) for _ in dealt]
-        # The last deal may be short: ranks without a matrix are sent nothing, but take part in both exchanges.
+        # The last round may be short: ranks without a matrix get nothing, but take part in both exchanges.
         there = [tensor.numel() for tensor in mine] + [0] * (size - len(dealt))
         here = [0] * size
         if rank < len(dealt):
             here = [count * dealt[rank].shape[-1] for count in row_counts(dealt[rank])]
-        flat = _exchanged(torch.cat([tensor.flatten() for tensor in mine]), there, here, group)
+        flat = _all_to_all(torch.cat([tensor.flatten() for tensor in mine]), there, here, group)
         if rank < len(dealt):
             flat = newton_schulz(flat.view(dealt[rank].shape[-2:])).flatten()
-        back = _exchanged(flat, here, there, group)
+        back = _all_to_all(flat, here, there, group)
         yield from (part.view_as(old) for part, old in zip(torch.split(back, there[: len(mine)]), mine, strict=True))
 
 
 def _each_orthogonalised(stack: torch.Tensor) -> torch.Tensor:
-    """The update of this rank's experts, (experts, rows, columns); it may have none."""
+    """Returns the update of this rank's experts, (experts, rows, columns); it may have none."""
     return torch.stack([newton_schulz(matrix) for matrix in stack]) if len(stack) else stack
 
 
-def _exchanged(flat: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """What the ranks send this one, in rank order; counts are in elements."""
+def _all_to_all(flat: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchanges elements (n,) between ranks; returns what they send this one, in rank order. Counts are in elements."""
     result = flat.new_empty(sum(received))
     dist.all_to_all_single(result, flat.contiguous(), received, sent, group=group)
     return result
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """What torch.optim.Muon adds for a whole matrix (rows, columns): its step from zero, without momentum or decay."""
+    """Returns what torch.optim.Muon adds for a whole matrix: a step from zero, without momentum or decay.
+
+    Args:
+        matrix: (rows, columns); the result has its shape, dtype and device.
+    """
     found = nn.Parameter(torch.zeros_like(matrix))
     found.grad = matrix
     once = torch.optim.Muon(

@@ -1,4 +1,4 @@
-"""The learning rate of each step."""
+"""Computes the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from toolkit.errors import counted
 from toolkit.recipe.schema import ScheduleSection
 
 DEFAULT_DECAY_FRACTION = 0.1
-"""Share of the steps that decay under warmup_stable_decay (MiniCPM, arXiv 2404.06395)."""
+"""Default share of the steps that decay under warmup_stable_decay (MiniCPM, arXiv 2404.06395)."""
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, section: ScheduleSection, num_steps: int) -> LambdaLR:
-    """A scheduler to be stepped once per optimizer step, whatever the number of ranks."""
+    """Returns a scheduler that is stepped once per optimizer step, whatever the number of ranks."""
     return LambdaLR(optimizer, learning_rate_factor(section, num_steps))
 
 
 def learning_rate_factor(section: ScheduleSection, num_steps: int) -> Callable[[int], float]:
-    """Step (from 0) -> factor of the peak learning rate.
+    """Returns the function from a step (from 0) to the factor on the peak learning rate.
 
-    Linear warm-up ((step + 1) / (warm-up + 1), so that the first step moves), then the section's shape,
+    It has a linear warm-up, (step + 1) / (warm-up + 1), so that the first step moves, and then the section's shape,
     which reaches `min_factor` one step after the last of `num_steps`, as in transformers: with a factor of 0 the
-    last step would be paid for and move nothing.
+    last step would cost time and change nothing.
     """
     warmup = warmup_steps(section, num_steps)
     decay_start = max(warmup, num_steps - _decay_steps(section, num_steps))
@@ -44,14 +44,14 @@ def learning_rate_factor(section: ScheduleSection, num_steps: int) -> Callable[[
 
 
 def warmup_steps(section: ScheduleSection, num_steps: int) -> int:
-    """Length of the warm-up in optimizer steps."""
+    """Returns the length of the warm-up in optimizer steps."""
     if section.warmup_steps is not None:
         return section.warmup_steps
     return round((section.warmup_fraction or 0.0) * num_steps)
 
 
 def _decay_steps(section: ScheduleSection, num_steps: int) -> int:
-    """Length of the decay in optimizer steps, where the warm-up leaves so many."""
+    """Returns the length of the decay in optimizer steps, before it is clipped to what the warm-up leaves."""
     if section.kind != "warmup_stable_decay":
         return num_steps
     fraction = DEFAULT_DECAY_FRACTION if section.decay_fraction is None else section.decay_fraction
@@ -59,7 +59,7 @@ def _decay_steps(section: ScheduleSection, num_steps: int) -> int:
 
 
 def schedule_fact(section: ScheduleSection, peak: float, num_steps: int) -> str:
-    """The learning rates of a run, in words."""
+    """Describes the learning rates of a run."""
     warmup = warmup_steps(section, num_steps)
     end, decay = f"{section.min_factor * peak:g}", counted(_decay_steps(section, num_steps), "step")
     shapes = {
@@ -73,7 +73,7 @@ def schedule_fact(section: ScheduleSection, peak: float, num_steps: int) -> str:
 
 
 def without_peak(section: ScheduleSection, peak: float, num_steps: int) -> str | None:
-    """What there is to say where the run ends in its warm-up; None if it does not."""
+    """Returns a warning if the run ends in its warm-up, else None."""
     warmup = warmup_steps(section, num_steps)
     if warmup < num_steps:
         return None

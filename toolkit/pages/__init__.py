@@ -1,1 +1,1 @@
-"""What people look at: reports, the data page, tables, the model card."""
+"""Pages and tables for people: reports, the data page, console tables, the model card."""

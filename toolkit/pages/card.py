@@ -1,6 +1,6 @@
-"""The model card: README.md of an exported folder, and the curve of the loss beside it.
+"""Writes the model card, README.md of an exported folder, and the curve of the loss beside it.
 
-Reference: Mitchell et al., "Model Cards for Model Reporting", arXiv 1810.03993; the header is what the hub reads.
+Reference: Mitchell et al., "Model Cards for Model Reporting", arXiv 1810.03993. The hub reads the header.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolkit.terminal import harmless
 CARD, CURVE = "README.md", "curve.png"
 
 MAX_EVALUATIONS = 12
-"""Rows of the table of evaluations; of more, the first, the last and evenly spaced ones."""
+"""The most rows of the table of evaluations; of more, it has the first, the last and evenly spaced ones."""
 
 
 def write_card(
@@ -45,7 +45,7 @@ def render_card(
     data_report: dict[str, Any],
     versions: dict[str, str],
 ) -> str:
-    """The card as Markdown. Of folders and files only the names are told."""
+    """Returns the card as Markdown. It names folders and files without their paths."""
     name = Path(recipe.training.output_dir).name
     base = _base(recipe)
     about = f"{name}, fine-tuned from {base}." if base else f"{name}, trained from random weights."
@@ -64,7 +64,7 @@ def render_card(
 
 
 def _description(recipe: Recipe) -> str:
-    """The user's own words; those of a shipped recipe tell of its model and data, which a copy replaces."""
+    """Returns the user's description; that of a shipped recipe is about its model and data, which a copy replaces."""
     shipped = {read_yaml(path).get("description") for path in shipped_recipes().values()}
     return "" if recipe.description in shipped else recipe.description
 
@@ -78,7 +78,7 @@ def _header(recipe: Recipe) -> dict[str, Any]:
     }
     name = recipe.model.name_or_path
     if name is not None and not Path(name).expanduser().exists():
-        # A name on the hub alone: a folder means nothing elsewhere, and says where the user keeps files.
+        # Only a name on the hub: a folder means nothing elsewhere, and shows where the user keeps files.
         header["base_model"] = name
     hub = [source.path for source in recipe.data.train if not is_file_source(source.path)]
     return {**header, "datasets": hub} if hub else header
@@ -92,7 +92,7 @@ def _base(recipe: Recipe) -> str | None:
 
 
 def model_and_data(recipe: Recipe, class_name: str) -> str:
-    """Names the model, or its class if it begins with random weights, and the sources of the rows."""
+    """Returns the name of the model, or its class if it begins with random weights, and the sources of the rows."""
     names = [source_name(source.path) for source in recipe.data.train]
     base, data = _base(recipe), format_names(names, len(names), 2)
     return f"{base} fine-tuned on {data}" if base else f"{class_name} trained on {data} from random weights"
@@ -102,15 +102,15 @@ def _evaluations(metrics: list[dict[str, Any]]) -> str:
     lines = [record for record in metrics if record["split"] == "eval"]
     if not lines:
         return "No held-out data.\n"
-    # The confusion is a table by itself, which the report shows.
+    # The confusion matrix is a table of its own, which the report shows.
     columns = [key for key in lines[-1] if key not in ("split", "non_finite", "confusion")]
     step = max(1, math.ceil(len(lines) / MAX_EVALUATIONS))
     shown = [*lines[:-1:step], lines[-1]]
-    rows = [[_figure(record.get(column)) for column in columns] for record in shown]
+    rows = [[_metric_cell(record.get(column)) for column in columns] for record in shown]
     return "On held-out data:\n\n" + _table([column.replace("_", " ") for column in columns], rows)
 
 
-def _figure(value: Any) -> str:
+def _metric_cell(value: Any) -> str:
     if value is None:
         return "not finite"
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
@@ -128,7 +128,7 @@ def _data(report: dict[str, Any]) -> str:
 
 
 def _arguments_of_rows(report: dict[str, Any]) -> str:
-    """What rows to train on give the chat template; the recipe's arguments stand in the recipe."""
+    """Lists the chat template's arguments in rows to train on; the recipe's arguments are in the recipe."""
     noted = (report.get("train") or {}).get("noted", {})
     told = {what.removeprefix(OF_ROW): found["count"] for what, found in noted.items() if what.startswith(OF_ROW)}
     listed = "".join(f"- {_plain(what)}: {count:,} rows\n" for what, count in sorted(told.items()))
@@ -141,13 +141,13 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text on one line, without HTML, links and pictures: names of files and labels may come from anybody."""
+    """Returns text on one line, without HTML, links and pictures: names of files and labels are not trusted."""
     text = " ".join(harmless(text).split()).replace("\\", "\\\\")
     return text.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`").replace("<", "&lt;")
 
 
 def recipe_for_readers(recipe: Recipe) -> str:
-    """The resolved recipe without fields that are null, and with the names of files instead of their places here."""
+    """Returns the resolved recipe without null fields, and with names of files instead of their paths here."""
     values = yaml.safe_load(recipe.to_yaml())
     for key in ("train", "validation"):
         values["data"][key] = _names(values["data"].get(key))
@@ -170,7 +170,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """The mapping without null values and what they leave empty; its own are kept where the model's config is."""
+    """Returns the mapping without nulls and mappings that become empty; the model's config keeps its own nulls."""
     kept = {
         key: _without_nulls(value) if isinstance(value, dict) and key not in ("config", "template_arguments") else value
         for key, value in values.items()
@@ -187,7 +187,7 @@ def _names(value: Any) -> Any:
 
 
 def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
-    # Imported where it draws, so that importing the package stays fast.
+    # Imported here, so that importing the package stays fast.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

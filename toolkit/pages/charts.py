@@ -1,4 +1,4 @@
-"""Curves over the optimizer steps: what is drawn of them, smoothed, thinned out, and as SVG."""
+"""Curves over the optimizer steps: smoothed, thinned out, and drawn as SVG."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from toolkit.pages.svg import COLOR_OF, SMALL_PX, Drawing, draw_marks, draw_svg,
 T = TypeVar("T")
 
 MAX_POINTS = 800
-"""A curve keeps at most about so many points; a chart is fewer pixels wide (points)."""
+"""The most points that a curve keeps, about; a chart is fewer pixels wide."""
 
 MAX_MARKERS = 40
-"""Evaluations drawn as dots; more of them would run into one thick line (points)."""
+"""The most evaluations that are drawn as dots; more would merge into one thick line."""
 
 MAX_TABLE_ROWS = 12
-"""Rows of a table of a chart's values or of evaluations; of more, evenly spaced ones with both ends (rows)."""
+"""The most rows of a table of a chart's values or of evaluations; of more, it has evenly spaced ones with both ends."""
 
 SMOOTHING = {"light": (100, 1, MAX_POINTS), "middle": (30, 2, MAX_POINTS), "strong": (10, 4, MAX_POINTS // 4)}
-"""Name -> how a curve is averaged: over one in so many of its points to each side, over at least so many, and at about
-how many of them."""
+"""Name -> how a curve is averaged: the fraction of its points to each side (1 / n), the fewest points to each side, and
+about how many points the average has."""
 
 MIDDLE = "middle"
-"""What is drawn where nobody chooses."""
+"""The default smoothing."""
 
 LARGEST_DRAWN = 1e60
-"""Values beyond it are drawn there, so that neither a sum nor the margin of an axis overflows."""
+"""Larger values are drawn at this one, so that neither a sum nor the margin of an axis overflows."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Series:
     """One curve; `ys` has NaN where there is a gap. `kind` is line, faint or points.
 
     Attributes:
-        raw: of a smooth curve, the one that it is made of.
+        raw: for a smoothed curve, the one that it is made of.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What `_draw` needs; `gaps` are the steps at which a dashed line stands for a missing value."""
+    """The input of `_draw_chart`; `gaps` are the steps at which a dashed line stands for a missing value."""
 
     name: str
     title: str
@@ -66,18 +66,18 @@ class Chart:
         return finite(value for series in self.series for value in series.ys)
 
     def is_logarithmic(self) -> bool:
-        """One spike of a loss or a gradient norm must not flatten the rest of its curve."""
+        """Whether the axis is logarithmic, so that one spike of a loss or gradient norm does not flatten the rest."""
         values = self.values()
         return not self.from_zero and bool(values) and min(values) > 0 and max(values) > 20 * statistics.median(values)
 
 
 def drawable(values: list[float]) -> list[float]:
-    """Values no larger than `LARGEST_DRAWN`; gaps stay gaps."""
+    """Clips values at `LARGEST_DRAWN`; gaps stay gaps."""
     return [value if math.isnan(value) else max(-LARGEST_DRAWN, min(LARGEST_DRAWN, value)) for value in values]
 
 
 def smoothed(series: Series) -> list[Series]:
-    """The curve made faint with a smooth one on top; a short curve as it is."""
+    """Returns the curve made faint with a smoothed one on top, or a short curve unchanged."""
     if len(series.ys) < 10:
         return [series]
     faint = replace(series, name=series.name or "raw", kind="faint")
@@ -85,7 +85,7 @@ def smoothed(series: Series) -> list[Series]:
 
 
 def midmeans(raw: Series, level: str) -> Series:
-    """The smooth curve of a raw one, by a name of `SMOOTHING`."""
+    """Smooths a curve by a level of `SMOOTHING`."""
     one_in, least, points = SMOOTHING[level]
     half = max(least, len(raw.ys) // one_in)
     xs, ys = _running_midmean(raw.xs, raw.ys, half, points)
@@ -93,14 +93,14 @@ def midmeans(raw: Series, level: str) -> Series:
 
 
 def _running_midmean(xs: list[int], ys: list[float], half: int, points: int) -> tuple[list[int], list[float]]:
-    """Centred means over up to `2 * half + 1` values, at about `points` of the points; gaps stay gaps.
+    """Returns centred means over up to `2 * half + 1` values, at about `points` of the points; gaps stay gaps.
 
-    Of each window the middle half by size is averaged: as smooth as a mean, and one spike does not lift it.
+    Each is the mean of the window's middle half by size: as smooth as a mean, and not lifted by a spike.
     The window narrows towards the start, where a loss falls too fast for a wide one to follow.
     """
     stride = math.ceil(len(xs) / points)
     last = len(ys) - 1
-    # The first point of a gap is kept: thinned out, the curve would run across it.
+    # The first point of a gap is kept; otherwise the thinned curve would run across the gap.
     centres = [index for index in range(len(ys)) if index in (0, last) or index % stride == 0 or _starts_gap(ys, index)]
     return [xs[index] for index in centres], [_midmean(ys, index, min(half, index)) for index in centres]
 
@@ -118,7 +118,7 @@ def _midmean(ys: list[float], index: int, reach: int) -> float:
 
 
 def thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
-    """At most about `MAX_POINTS` of the points: the extremes and the first gap of each bucket."""
+    """Returns at most about `MAX_POINTS` of the points: the extremes and the first gap of each bucket."""
     if len(xs) <= MAX_POINTS:
         return xs, ys
     # Each bucket keeps two points, its extremes, hence the 2.
@@ -134,19 +134,21 @@ def thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
 
 
 def chart_card(chart: Chart) -> ChartCard:
-    """Draws a chart, and says the same in words and as a table; without values nothing is drawn."""
-    # A nameless curve has no key: the title says what it is.
+    """Draws a chart, with a description and a table of its values; without values nothing is drawn."""
+    # A curve without a name has no legend entry, because the title says what it is.
     keys = [(series.kind, series.variable, series.name) for series in chart.series]
     keys += [("gap", "warn", "not finite")] if chart.gaps else []
     kinds = ("wide", "narrow") if len(chart.sizes) > 1 else ("any",)
     sizes = zip(chart.sizes, kinds, strict=True) if chart.values() else ()
-    drawings = [_draw(chart, size, kind) for size, kind in sizes]
+    drawings = [_draw_chart(chart, size, kind) for size, kind in sizes]
     remark = "(log)" if chart.is_logarithmic() else ""
-    return ChartCard(f"chart-{chart.name}", chart.title, remark, keys, drawings, _spoken(chart), _values_table(chart))
+    return ChartCard(
+        f"chart-{chart.name}", chart.title, remark, keys, drawings, _description(chart), _values_table(chart)
+    )
 
 
-def _spoken(chart: Chart) -> str:
-    """Says where each curve begins and ends, and its lowest and highest value."""
+def _description(chart: Chart) -> str:
+    """Describes where each curve begins and ends, and its lowest and highest value."""
     told = []
     for series in chart.series:
         known = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
@@ -158,9 +160,9 @@ def _spoken(chart: Chart) -> str:
 
 
 def _values_table(chart: Chart) -> Table:
-    """A column for each curve, at up to `MAX_TABLE_ROWS` evenly spaced steps of the curve that has fewest."""
+    """Returns a column for each curve, at up to `MAX_TABLE_ROWS` evenly spaced steps of the curve with the fewest."""
     shown = [series for series in chart.series if finite(series.ys)]
-    # Evaluations are few; one or two of them would say nothing of the curve beside them.
+    # Curves of one or two evaluations do not choose the steps: they would hide the curve beside them.
     long = [series for series in shown if len(series.xs) > 2 or len(shown) == 1]
     steps = min(long, key=lambda series: (len(series.xs), series.kind != "points")).xs if long else []
     values = [dict(zip(series.xs, series.ys, strict=True)) for series in shown]
@@ -172,7 +174,7 @@ def _values_table(chart: Chart) -> Table:
 
 
 def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
-    """Up to `count` of the items, the first and the last among them."""
+    """Returns up to `count` of the items, including the first and the last."""
     shown, last = min(len(items), count), len(items) - 1
     return [items[round(index * last / max(1, shown - 1))] for index in range(shown)]
 
@@ -181,7 +183,7 @@ def _cell(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else MISSING
 
 
-def _draw(chart: Chart, size: tuple[int, int], kind: str) -> Drawing:
+def _draw_chart(chart: Chart, size: tuple[int, int], kind: str) -> Drawing:
     def paint(axes: Any) -> None:
         for series in chart.series:
             _draw_series(axes, series)
@@ -204,7 +206,7 @@ def _draw_series(axes: Any, series: Series) -> None:
 
 
 def _lone_points(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
-    """The points with a gap or an end on both sides, which a line does not show."""
+    """Returns the points with a gap or an end on both sides, which a line does not show."""
     padded = [math.nan, *ys, math.nan]
     lone = [
         index

@@ -1,4 +1,4 @@
-"""A page of runs beside each other: their curves over each other, and tables of what came of them and what differs."""
+"""A page that compares runs: their curves in shared charts, and tables of their results and differences."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from toolkit.pages.svg import NARROW_PX, WIDE_PX
 from toolkit.terminal import format_time
 
 COLORS = tuple(f"chart-{number}" for number in range(1, 9))
-"""Of the runs in turn; a ninth has that of the first."""
+"""Colors of the runs in turn; the ninth run has the color of the first."""
 
 NAMED = 4
-"""Runs in the title."""
+"""The most runs that the title names."""
 
 
 def write_comparison(path: Path, runs: Sequence[ComparedRun]) -> None:
-    """Writes the page to `path`; a reader sees all of it or nothing."""
+    """Writes the page to `path` atomically."""
     write_page(path, render_comparison(runs, time.time()))
 
 
 def render_comparison(runs: Sequence[ComparedRun], written: float) -> str:
-    """The whole page as HTML text; `written` is in seconds since 1970."""
+    """Returns the whole page as HTML text; `written` is in seconds since 1970."""
     wide, small = _charts(runs)
     names, problems = [run.name for run in runs], problem_lines(runs)
     return render(
         "compare.html.jinja",
         title=format_names(names, len(names), NAMED),
         written=format_time(written),
-        runs=[_key(run, color) for run, color in _colored(runs)],
+        runs=[_legend_entry(run, color) for run, color in _with_colors(runs)],
         problems=Note("problems", "Look at these runs.", "", problems) if problems else None,
         wide_charts=wide,
         small_charts=small,
@@ -55,31 +55,31 @@ def render_comparison(runs: Sequence[ComparedRun], written: float) -> str:
     )
 
 
-def _colored(runs: Sequence[ComparedRun]) -> list[tuple[ComparedRun, str]]:
+def _with_colors(runs: Sequence[ComparedRun]) -> list[tuple[ComparedRun, str]]:
     return [(run, COLORS[number % len(COLORS)]) for number, run in enumerate(runs)]
 
 
-def _key(run: ComparedRun, color: str) -> Key:
+def _legend_entry(run: ComparedRun, color: str) -> Key:
     return "line", color, f"{run.name}: {run.state}, step {step_of(run):,}"
 
 
 def _charts(runs: Sequence[ComparedRun]) -> tuple[list[ChartCard], list[ChartCard]]:
-    """Those that any run has values for: as wide as the page, of which the first stands above, and side by side."""
+    """Returns the charts with values: those as wide as the page, the first of them on top, and those side by side."""
     steps = [line["step"] for run in runs for line in run.metrics]
     if not steps:
         return [], []
     x_range = (min(steps), max(steps))
     charts = [
-        _chart(runs, "training-loss", "Training loss", "loss", _trained, x_range, from_zero=False),
-        _chart(runs, "held-out-loss", "Held-out loss", "loss", _evaluated, x_range, from_zero=False),
-        _chart(runs, "learning-rate", "Learning rate", "learning_rate", _at_steps, x_range),
+        _chart(runs, "training-loss", "Training loss", "loss", _training_curves, x_range, from_zero=False),
+        _chart(runs, "held-out-loss", "Held-out loss", "loss", _evaluation_curves, x_range, from_zero=False),
+        _chart(runs, "learning-rate", "Learning rate", "learning_rate", _step_curves, x_range),
     ]
     for number, figure in enumerate(figures_of_all(runs)):
         if figure.field != "perplexity":  # the loss once more
-            charts.append(_chart(runs, f"figure-{number}", figure.title, figure.field, _evaluated, x_range))
+            charts.append(_chart(runs, f"figure-{number}", figure.title, figure.field, _evaluation_curves, x_range))
     charts += [
-        _chart(runs, "grad-norm", "Gradient norm", "grad_norm", _trained, x_range, from_zero=False),
-        _chart(runs, "throughput", "Tokens per second", "tokens_per_second", _trained, x_range),
+        _chart(runs, "grad-norm", "Gradient norm", "grad_norm", _training_curves, x_range, from_zero=False),
+        _chart(runs, "throughput", "Tokens per second", "tokens_per_second", _training_curves, x_range),
     ]
     small = [chart for chart in charts if chart.values()]
     wide = [small.pop(0)] if small else []
@@ -89,7 +89,7 @@ def _charts(runs: Sequence[ComparedRun]) -> tuple[list[ChartCard], list[ChartCar
 
 
 def _card(chart: Chart) -> ChartCard:
-    # Of runs with steps of their own a table of values would be one of gaps.
+    # Runs log at different steps, so a table of values would be mostly gaps.
     return replace(curve_card(chart), table=Table("", "", (), ()))
 
 
@@ -103,12 +103,12 @@ def _chart(
     *,
     from_zero: bool = True,
 ) -> Chart:
-    series = [each for run, color in _colored(runs) for each in curves(run, field, color) if finite(each.ys)]
+    series = [each for run, color in _with_colors(runs) for each in curves(run, field, color) if finite(each.ys)]
     return Chart(name, title, series, [], x_range, from_zero)
 
 
-def _trained(run: ComparedRun, field: str, color: str) -> list[Series]:
-    """The raw curve, faint and without a name, and the smooth one."""
+def _training_curves(run: ComparedRun, field: str, color: str) -> list[Series]:
+    """Returns the raw curve, faint and without a name, and the smoothed one."""
     raw, *smooth = smoothed(_series(run, run.train, field, color, "line"))
     if not smooth:
         return [raw]
@@ -116,11 +116,11 @@ def _trained(run: ComparedRun, field: str, color: str) -> list[Series]:
     return [nameless, replace(smooth[0], name=run.name, raw=nameless)]
 
 
-def _at_steps(run: ComparedRun, field: str, color: str) -> list[Series]:
+def _step_curves(run: ComparedRun, field: str, color: str) -> list[Series]:
     return [_series(run, run.train, field, color, "line")]
 
 
-def _evaluated(run: ComparedRun, field: str, color: str) -> list[Series]:
+def _evaluation_curves(run: ComparedRun, field: str, color: str) -> list[Series]:
     return [_series(run, [line for line in run.evals if field in line], field, color, "points")]
 
 

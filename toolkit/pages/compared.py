@@ -1,4 +1,4 @@
-"""Runs beside each other: what came of each and what differs, for the terminal, for programs and for a page."""
+"""Compares runs: their results and what differs, for the terminal, for programs and for a page."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from toolkit.pages.run_metrics import Metrics, column, split_lines
 from toolkit.paths import source_name
 
 OF_THE_RUN_ITSELF = ("description", "training.output_dir")
-"""What names a run, and changes nothing in it."""
+"""Settings that name a run and do not change it."""
 
 SOURCES_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What was found of a run.
+    """A run as read for the comparison.
 
     Attributes:
-        name: short, and of no other run beside it.
+        name: a short name that no other compared run has.
         place: folder or address.
         state: finished, running, stopped, failed, killed, stalled or unfinished.
         metrics: the lines of metrics.jsonl that can be read.
-        recipe: key -> value of what is set; empty if there is none that can be read.
-        made_with: ranks, strategy, precision, machine and versions, as far as they are told.
-        num_steps: of the whole run, if it is known.
-        problems: what is missing or damaged, and why the run ended, in sentences.
+        recipe: key -> value of the settings; empty if no recipe can be read.
+        made_with: ranks, strategy, precision, machine and versions, as far as they are known.
+        num_steps: steps of the whole run, if they are known.
+        problems: sentences about what is missing or damaged, and why the run ended.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Best:
-    """A value over the evaluations; `best` and `step` are None where neither direction is the better one."""
+    """A value over the evaluations; `best` and `step` are None if neither direction is better."""
 
     last: float
     best: float | None
@@ -74,15 +74,15 @@ class Best:
 
 
 def step_of(run: ComparedRun) -> int:
-    """The last step that its metrics tell of."""
+    """Returns the last step in its metrics."""
     return max((line["step"] for line in run.metrics), default=0)
 
 
 def held_out(run: ComparedRun, name: str, better: str) -> Best | None:
-    """A field of the evaluations, the last one and the best; None if no evaluation has a finite value.
+    """Returns the last and the best value of a field of the evaluations, or None if no value is finite.
 
     Args:
-        better: lower or higher; empty: neither.
+        better: lower or higher, or empty for neither.
     """
     found = [
         (value, line["step"])
@@ -99,7 +99,7 @@ def held_out(run: ComparedRun, name: str, better: str) -> Best | None:
 
 
 def training_loss(run: ComparedRun) -> float | None:
-    """Median of the last tenth: a single step is noise."""
+    """Returns the median of the last tenth, because single steps are noisy."""
     losses = finite(column(run.train, "loss"))
     return statistics.median(losses[-max(1, len(losses) // 10) :]) if losses else None
 
@@ -119,7 +119,7 @@ def _seconds(run: ComparedRun) -> float | None:
 
 
 def peak_memory(run: ComparedRun) -> tuple[float, str] | None:
-    """Bytes of the rank that took most, and of what: of its device, or on CPU ranks of its process."""
+    """Returns the bytes of the rank that used most, and whether on its device or, for CPU ranks, its host process."""
     for name, of in (("peak_device_bytes", "device"), ("peak_host_bytes", "host")):
         values = finite(column(run.train, name))
         if values:
@@ -143,7 +143,7 @@ def data_of(run: ComparedRun) -> str:
 
 
 def method_of(run: ComparedRun) -> str:
-    """The objective, and what is trained."""
+    """Returns the objective, and what is trained."""
     kind, adapter = run.recipe.get("objective.kind"), run.recipe.get("adapter.kind")
     if kind is None:
         return ""
@@ -166,29 +166,29 @@ Row = tuple[str, ...]
 
 
 def result_table(runs: Sequence[ComparedRun]) -> Table:
-    """What the runs are, and what came of them: a column each, rows that say nothing of any left out."""
+    """Returns a table of the runs and their results, a column for each, without rows that are empty for all."""
     rows = [
         ("model", *map(model_of, runs)),
         ("data", *map(data_of, runs)),
         ("method", *map(method_of, runs)),
         *zip(("state", "steps"), *map(_state_and_steps, runs), strict=True),
-        ("tokens", *(_written(_last(run, "tokens"), format_short) for run in runs)),
-        ("training loss", *(_written(training_loss(run), format_loss) for run in runs)),
+        ("tokens", *(_formatted(_last(run, "tokens"), format_short) for run in runs)),
+        ("training loss", *(_formatted(training_loss(run), format_loss) for run in runs)),
         *_held_out_rows(runs, "held-out loss", "loss", "lower", format_loss),
     ]
     for figure in figures_of_all(runs):
         rows += _held_out_rows(runs, figure.title, figure.field, figure.better, figure.written)
     rows += [
-        ("seconds per step", *(_written(_median(run, "step_seconds"), lambda value: f"{value:.3g}") for run in runs)),
-        ("tokens per second", *(_written(_median(run, "tokens_per_second"), format_short) for run in runs)),
-        ("time of the steps", *(_written(_seconds(run), format_seconds) for run in runs)),
+        ("seconds per step", *(_formatted(_median(run, "step_seconds"), lambda value: f"{value:.3g}") for run in runs)),
+        ("tokens per second", *(_formatted(_median(run, "tokens_per_second"), format_short) for run in runs)),
+        ("time of the steps", *(_formatted(_seconds(run), format_seconds) for run in runs)),
         ("memory peak", *map(_memory_cell, runs)),
     ]
     return _table("results", "Results", runs, rows)
 
 
 def figures_of_all(runs: Sequence[ComparedRun]) -> list[Figure]:
-    """The figures that any of the runs has."""
+    """Returns the metrics that any of the runs has."""
     return figures_of([line for run in runs for line in run.evals])
 
 
@@ -207,16 +207,16 @@ def _held_out_rows(
 
 
 def difference_table(runs: Sequence[ComparedRun]) -> Table:
-    """The settings whose values differ."""
-    rows = [(key, *map(_plain, values)) for key, values in differences(runs).items()]
+    """Returns a table of the settings whose values differ."""
+    rows = [(key, *map(_setting_text, values)) for key, values in differences(runs).items()]
     rows = [(key, *(_names_that_differ(cells))) for key, *cells in rows]
     return _table("differences", "What differs in the recipes", runs, rows)
 
 
 def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
-    """Setting -> its value in each run, of settings that are not the same in all; None: it is not set.
+    """Returns the values of each run by setting, for settings that are not the same in all; None is not set.
 
-    A run whose recipe cannot be read differs in nothing that is known, and has None.
+    A run whose recipe cannot be read counts as no difference, and has None.
     """
     known = [run.recipe for run in runs if run.recipe]
     keys = dict.fromkeys(key for recipe in known for key in recipe if key not in OF_THE_RUN_ITSELF)
@@ -228,7 +228,7 @@ def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 
 
 def setup_table(runs: Sequence[ComparedRun]) -> Table:
-    """Ranks, versions and machines, where they differ."""
+    """Returns a table of ranks, versions and machines that differ."""
     known = [run.made_with for run in runs if run.made_with]
     names = dict.fromkeys(name for made_with in known for name in made_with)
     rows = [
@@ -240,12 +240,12 @@ def setup_table(runs: Sequence[ComparedRun]) -> Table:
 
 
 def problem_lines(runs: Sequence[ComparedRun]) -> list[str]:
-    """What is missing, damaged or went wrong, a line each."""
+    """Returns a line for everything that is missing, damaged or went wrong."""
     return [f"{run.name}: {problem}" for run in runs for problem in run.problems]
 
 
 def as_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """The same for programs; null is what is not known."""
+    """Returns the comparison as JSON values; null is an unknown value."""
     figures = figures_of_all(runs)
     return {"runs": [_values(run, figures) for run in runs], "differences": differences(runs)}
 
@@ -277,7 +277,7 @@ def _values(run: ComparedRun, figures: Sequence[Figure]) -> dict[str, Any]:
 
 
 def short_names(places: Sequence[str]) -> list[str]:
-    """The last parts of each place, as few as tell all of them apart."""
+    """Returns the shortest endings of the places, of equal length, that differ from each other."""
     parts = [place.rstrip("/").split("/") for place in places]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]
@@ -295,7 +295,7 @@ def _table(name: str, title: str, runs: Sequence[ComparedRun], rows: Sequence[Ro
     return Table(name, title, ("", *(run.name for run in runs)), shown, "names")
 
 
-def _written(value: float | None, form: Callable[[float], str]) -> str:
+def _formatted(value: float | None, form: Callable[[float], str]) -> str:
     return MISSING if value is None else form(value)
 
 
@@ -308,23 +308,23 @@ def _memory_cell(run: ComparedRun) -> str:
     return MISSING if peak is None else f"{format_bytes(peak[0])} ({peak[1]})"
 
 
-def _plain(value: Any) -> str:
-    """A setting's value in one line."""
+def _setting_text(value: Any) -> str:
+    """Returns a setting's value on one line."""
     if value is None:
         return MISSING
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return ", ".join(map(_plain, value))
+        return ", ".join(map(_setting_text, value))
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items())
+        return ", ".join(f"{key}: {_setting_text(item)}" for key, item in value.items())
     if isinstance(value, int):
         return str(value) if abs(value) < 10_000 else format_count(value)
     return f"{value:g}" if isinstance(value, float) else str(value).replace("\n", "\N{RETURN SYMBOL}")
 
 
 def _names_that_differ(cells: Sequence[str]) -> Sequence[str]:
-    """Of paths the names alone, where they tell them apart."""
+    """Shortens paths to their names if these differ."""
     if not all(cell.startswith("/") or cell == MISSING for cell in cells):
         return cells
     return short_names(cells) if len(set(cells)) == len(cells) else cells

@@ -1,5 +1,6 @@
-"""Curves as data of their page: one script of ours draws them again, with values under the pointer, and nothing comes
-from outside. Without scripts the drawing that is there stays.
+"""Embeds curves as data in their page, so that our script redraws them with values under the pointer.
+
+Nothing is loaded from outside. Without scripts the drawing in the page stays.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from toolkit.pages.page import ChartCard
 from toolkit.pages.svg import MARGINS_PX
 
 SCRIPT = "curves.js"
-"""Of every page that has such a card."""
+"""Script of every page that has such a card."""
 
 DIGITS = 5
-"""Of a value."""
+"""Significant digits of a value."""
 
 
 def curve_card(chart: Chart) -> ChartCard:
-    """The card of a chart, with the data for the script."""
+    """Returns the card of a chart, with the data for the script."""
     return replace(chart_card(chart), data=curve_data(chart))
 
 
 def curve_data(chart: Chart) -> str:
-    """JSON that the script draws a chart from; empty where it has no value."""
+    """Returns JSON from which the script draws a chart, or an empty text if it has no value."""
     if not chart.values():
         return ""
     curves = []
@@ -34,7 +35,7 @@ def curve_data(chart: Chart) -> str:
         curves.append(_curve(series, MIDDLE if series.raw else None))
         if series.raw is not None:
             others = [(midmeans(series.raw, level), level) for level in SMOOTHING if level != MIDDLE]
-            # Where the raw curve has no name, the smooth one has that of both.
+            # If the raw curve has no name, the smoothed one has the name of both.
             curves += [_curve(it if series.raw.name else replace(it, name=series.name), level) for it, level in others]
     data = {
         "title": chart.title,
@@ -51,8 +52,8 @@ def curve_data(chart: Chart) -> str:
 
 
 def _curve(series: Series, level: str | None) -> dict[str, Any]:
-    """`steps` are the first step and the distances of the others; gaps are null."""
-    # A smooth one has no extremes to be kept, and few points already.
+    """Returns a curve as JSON values: `steps` are the first step and then the distances, and gaps are null."""
+    # A smoothed curve has no extremes to keep, and few points already.
     xs, ys = thinned(series.xs, series.ys) if series.raw is None else (series.xs, series.ys)
     steps = [now - before for before, now in zip([0, *xs], xs, strict=False)]
     values = [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in ys]

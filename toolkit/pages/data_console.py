@@ -1,7 +1,7 @@
-"""The data report on the console at the start of a run: what was read, what was dropped, what is learned.
+"""Prints the data report on the console at the start of a run: what was read, what was dropped, what is learned.
 
-Every text of a report may come from a stranger. It is printed as `rich.text.Text`, never parsed as markup, without
-control codes, and without line breaks where it stands inside a line.
+No text of a report is trusted. It is printed as `rich.text.Text`, never parsed as markup, without control codes, and
+without line breaks inside a line.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from toolkit.pages.number_text import format_count, format_names, format_percent
 from toolkit.terminal import harmless
 
 MAX_LISTED_ROWS = 5
-"""Rows named for each reason (rows)."""
+"""The most rows named for each reason."""
 
 MAX_LISTED_SOURCES = 10
-"""Sources with a line of their own, and labels named (sources, labels)."""
+"""The most sources with a line of their own, and the most labels named."""
 
 MAX_SAMPLES = 3
-"""Samples shown (samples)."""
+"""The most samples shown."""
 
 SAMPLE_LENGTH = 600
 """A sample is shortened to about this length (characters)."""
 
 SHORTEST_PIECE = 24
-"""No segment is cut to less; it could not be recognised (characters)."""
+"""The shortest length to which a segment is cut, so that it stays recognisable (characters)."""
 
 INDENT = 12
-"""Width of the names before the colons, and of the margin of what follows below them (characters)."""
+"""Width of the names before the colons, and of the margin of the lines below them (characters)."""
 
 TARGET_STYLE, CONTEXT_STYLE = "green", "dim"
 
 Stretch = tuple[str, bool]
-"""Text, and whether the model is trained to write it."""
+"""A piece of text, and whether the model is trained to write it."""
 
 
 def show_report(console: Console, report: Report) -> None:
-    """Print the report; keys that it lacks are left out."""
+    """Prints the report; keys that it lacks are left out."""
     for name, split in splits(report):
         _show_split(console, name, split, report)
     for message in report.get("warnings") or []:
@@ -76,7 +76,7 @@ def _rows_line(split: Report) -> str:
         f"{format_count(split['kept'])} kept" if _is_known(split, "kept") else "",
         f"{format_count(split['num_dropped'])} dropped" if split.get("num_dropped") else "",
     ]
-    return _joined(parts)
+    return _comma_list(parts)
 
 
 def _tokens_line(split: Report) -> str:
@@ -90,7 +90,7 @@ def _tokens_line(split: Report) -> str:
         f"median row {format_count(lengths['median'])}" if _is_known(lengths, "median") else "",
         f"longest {format_count(longest['tokens'])}{row}" if _is_known(longest, "tokens") else "",
     ]
-    return _joined(parts)
+    return _comma_list(parts)
 
 
 def _show_found(console: Console, title: str, found: Report | None, what: str) -> None:
@@ -105,7 +105,7 @@ def _show_labels(console: Console, labels: dict[str, int]) -> None:
 
 
 def _show_sources(console: Console, sources: list[Report]) -> None:
-    """Nothing for a single source: the line of its split says all."""
+    """Prints a line for each source, unless there is only one, which the split's line describes."""
     if len(sources) < 2:
         return
     for source in sources[:MAX_LISTED_SOURCES]:
@@ -115,7 +115,7 @@ def _show_sources(console: Console, sources: list[Report]) -> None:
             f"{format_short(number(source['tokens']))} tokens" if _is_known(source, "tokens") else "",
             f"weight {format_short(number(source['weight']))}" if _is_known(source, "weight") else "",
         ]
-        _print_line(console, "source", f"{source.get('source')}: {_joined(parts)}")
+        _print_line(console, "source", f"{source.get('source')}: {_comma_list(parts)}")
     if len(sources) > MAX_LISTED_SOURCES:
         _print_line(console, "", f"and {len(sources) - MAX_LISTED_SOURCES:,} more sources")
 
@@ -133,12 +133,12 @@ def _names(found: Report) -> str:
     return f"({names})" if names else ""
 
 
-def _joined(parts: Iterable[str]) -> str:
+def _comma_list(parts: Iterable[str]) -> str:
     return ", ".join(filter(None, parts))
 
 
 def _print_line(console: Console, title: str, text: str, remark: str = "", style: str = "") -> None:
-    """One line, its remark dim; nothing without text."""
+    """Prints one line with a dim remark, or nothing without text."""
     if not text:
         return
     head = f"{title:>{INDENT - 2}}: " if title else " " * INDENT
@@ -154,14 +154,14 @@ def _print_line(console: Console, title: str, text: str, remark: str = "", style
 def _show_examples(console: Console, examples: list[Report]) -> None:
     if not examples:
         return
-    # Texts to classify have no targets to explain.
+    # Texts to classify have no targets, so no explanation is needed.
     if any(is_target for example in examples for _, is_target in example.get("segments") or []):
         opening, closing = target_marks(console)
         said = f"stand between {opening} and {closing}" if opening else f"are {TARGET_STYLE}"
         _print_line(console, "samples", f"targets, which the model learns to write, {said}")
     for index, example in enumerate(examples, 1):
         _print_line(console, f"sample {index}", str(example.get("row", "")), _example_facts(example))
-        # A margin at every line: no text of a row can pass for a line of the console's own.
+        # Every line has a margin, so that no text of a row looks like one of our own lines.
         for line in _sample_text(console, example.get("segments") or []).wrap(console, max(20, console.width - INDENT)):
             console.print(Text(" " * INDENT).append_text(line), soft_wrap=True)
 
@@ -172,11 +172,11 @@ def _example_facts(example: Report) -> str:
         _counted(example["target_tokens"], "target") if example.get("target_tokens") else "",
         f"label {example['label']}" if example.get("label") is not None else "",
     ]
-    return f"({_joined(facts)})" if any(facts) else ""
+    return f"({_comma_list(facts)})" if any(facts) else ""
 
 
 def target_marks(console: Console) -> tuple[str, str]:
-    """What stands around targets where there is no colour to tell them by; two empty texts where there is."""
+    """Returns the marks around targets on a console without colours; two empty texts on one with colours."""
     if console.color_system is not None and not console.no_color:
         return "", ""
     return ("[[", "]]") if console.options.ascii_only else ("⟦", "⟧")
@@ -188,20 +188,20 @@ def _sample_text(console: Console, segments: Iterable[Iterable[Any]]) -> Text:
     text = Text()
     for piece, is_target in shortened(((str(part), bool(flag)) for part, flag in segments), SAMPLE_LENGTH, ellipsis):
         shown = f"{opening}{piece}{closing}" if is_target else piece
-        text.append(_plain(console, shown), TARGET_STYLE if is_target else CONTEXT_STYLE)
+        text.append(_printable(console, shown), TARGET_STYLE if is_target else CONTEXT_STYLE)
     text.rstrip()
     return text
 
 
 def shortened(segments: Iterable[Stretch], length: int, ellipsis: str = " … ") -> list[Stretch]:
-    """The segments cut to about `length` characters.
+    """Shortens the segments to about `length` characters.
 
-    Long segments lose their middle, those that are no targets first. Where there are too many short ones to help,
+    Long segments lose their middle, those that are not targets first. If there are too many short ones for that,
     those in the middle of the sample are left out.
     """
     whole = [("".join(text for text, _ in run), flag) for flag, run in groupby(segments, key=itemgetter(1))]
     sizes = {flag: [len(text) for text, is_target in whole if is_target is flag] for flag in (True, False)}
-    # Targets take what they need, but leave the rest a third: a target says little without what it answers.
+    # Targets take what they need, but leave a third for the rest, because a target means little without its prompt.
     room = max(length - sum(sizes[True]), length // 3)
     limits = {False: _common_limit(sizes[False], room)}
     limits[True] = _common_limit(sizes[True], length - sum(min(size, limits[False]) for size in sizes[False]))
@@ -210,7 +210,7 @@ def shortened(segments: Iterable[Stretch], length: int, ellipsis: str = " … ")
 
 
 def _common_limit(sizes: list[int], room: int) -> int:
-    """The largest limit on each size at which they fit into `room` together, but no less than `SHORTEST_PIECE`."""
+    """Returns the largest limit on each size at which all fit into `room`, but at least `SHORTEST_PIECE`."""
     for index, size in enumerate(sorted(sizes)):
         share = room // (len(sizes) - index)
         if size > share:
@@ -227,7 +227,7 @@ def _without_middle(text: str, limit: int, ellipsis: str) -> str:
 
 
 def _both_ends(pieces: list[Stretch], length: int, ellipsis: str) -> list[Stretch]:
-    """The first and the last pieces of about `length` characters; all of them where they are hardly more."""
+    """Returns the first and the last pieces of about `length` characters, or all if they are hardly more."""
     if sum(len(text) for text, _ in pieces) <= 1.5 * length:
         return pieces
     first, last = _num_within(pieces, length // 2), _num_within(pieces[::-1], length // 2)
@@ -235,7 +235,7 @@ def _both_ends(pieces: list[Stretch], length: int, ellipsis: str) -> list[Stretc
 
 
 def _num_within(pieces: list[Stretch], length: int) -> int:
-    """How many of the first pieces fit into `length` characters (pieces)."""
+    """Returns how many of the first pieces fit into `length` characters."""
     for index, (text, _) in enumerate(pieces):
         length -= len(text)
         if length < 0:
@@ -247,9 +247,9 @@ def _num_within(pieces: list[Stretch], length: int) -> int:
 
 
 def _in_one_line(console: Console, text: str) -> str:
-    return _plain(console, " ".join(text.splitlines()))
+    return _printable(console, " ".join(text.splitlines()))
 
 
-def _plain(console: Console, text: str) -> str:
-    """Text without what would work on the terminal, and with a `?` for what the console cannot encode."""
+def _printable(console: Console, text: str) -> str:
+    """Returns text without terminal control codes, and with a `?` for what the console cannot encode."""
     return harmless(text).encode(console.encoding, "replace").decode(console.encoding)

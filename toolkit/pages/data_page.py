@@ -1,7 +1,7 @@
-"""`data_report.html`: what was read, what became of it, and what the model is trained to write.
+"""Writes `data_report.html`: what was read, what became of it, and what the model is trained to write.
 
 `render_data_page` is a pure function from a data report, plain JSON values, to HTML text. A report may lack any of
-its keys: what is missing is left out. Every text in it may come from a stranger and is escaped.
+its keys: what is missing is left out. No text in it is trusted, so all are escaped.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ DATA_PAGE = "data_report.html"
 SPLITS = ("train", "validation")
 
 MAX_LISTED_ROWS = 20
-"""Rows named for each reason (rows)."""
+"""The most rows named for each reason."""
 
 MAX_BARS = 12
-"""Sources with a bar of their own; the smaller ones share the last bar (bars)."""
+"""The most bars of sources; the smaller sources share the last bar."""
 
 FARTHEST_MARK = 1.6
-"""Up to so many times the longest row the axis is widened to show `max_length`; beyond, it is only named."""
+"""The axis is widened to show `max_length` up to this many times the longest row; beyond, it is only named."""
 
 SUMMARY_FACTS = (
     "Rows read",
@@ -54,12 +54,12 @@ SUMMARY_FACTS = (
 
 
 def write_data_page(path: Path, title: str, report: Report) -> None:
-    """Write the page to `path`; a reader sees the old file or the new one, never a part."""
+    """Writes the page to `path` atomically."""
     write_page(path, render_data_page(title, report))
 
 
 def render_data_page(title: str, report: Report) -> str:
-    """The whole page as HTML text; the same report always gives the same text."""
+    """Returns the whole page as HTML text; the same report always gives the same text."""
     head, warnings = ("Split", "Count", "Rows"), report.get("warnings") or []
     return render(
         "data.html.jinja",
@@ -85,28 +85,28 @@ def render_data_page(title: str, report: Report) -> str:
 
 
 def splits(report: Report) -> list[tuple[str, Report]]:
-    """Name and numbers of each split that the report holds, training data first."""
+    """Returns name and numbers of each split in the report, training data first."""
     return [(name, report[name]) for name in SPLITS if report.get(name)]
 
 
 def window_remark(report: Report) -> str:
-    """Says that the numbers are not of all rows; empty where they are."""
+    """Returns a remark if the numbers are not of all rows, else an empty text."""
     return "(first window)" if report.get("streaming") else ""
 
 
 def by_count(found: dict[str, Report] | None) -> list[tuple[str, Report]]:
-    """Reasons and the rows they hold for, the most frequent first."""
+    """Returns reasons and their rows, the most frequent first."""
     return sorted((found or {}).items(), key=lambda item: -count_of(item[1]))
 
 
 def count_of(found: Report | None) -> int:
-    """How many rows were found; the names may be those of the first ones only (rows)."""
+    """Returns how many rows were found; the names may be those of the first ones only."""
     found = found or {}
     return int(found.get("count") or len(found.get("rows") or []))
 
 
 def _count(split: Report, key: str) -> int:
-    """The number at `key`, or 0 where the split has none."""
+    """Returns the number at `key`, or 0 if the split has none."""
     return int(split.get(key) or 0)
 
 
@@ -118,7 +118,7 @@ def _names(found: Report) -> str:
 
 
 def split_table(report: Report, names: Sequence[str] | None = None) -> Table:
-    """A column for each split and a row for each of the facts in `names`, or all; what no split has is left out."""
+    """Returns a column for each split and a row for each fact in `names`, or all, except facts that no split has."""
     columns = [_facts(split) for _, split in splits(report)]
     facts = (names or list(columns[0])) if columns else []
     rows = [(name, *(column[name] for column in columns)) for name in facts]
@@ -128,7 +128,7 @@ def split_table(report: Report, names: Sequence[str] | None = None) -> Table:
 
 
 def dropped_table(report: Report) -> Table:
-    """Why rows were dropped and how many in each split; empty where none was."""
+    """Returns why rows were dropped and how many in each split; empty if none was."""
     names = [name for name, _ in splits(report)]
     dropped = {name: split.get("dropped") or {} for name, split in splits(report)}
     reasons = dict.fromkeys(reason for name in names for reason, _ in by_count(dropped[name]))
@@ -137,7 +137,7 @@ def dropped_table(report: Report) -> Table:
 
 
 def _facts(split: Report) -> dict[str, str]:
-    """All that is known of a split as text; lengths are in tokens."""
+    """Returns all facts about a split as text; lengths are in tokens."""
     lengths = split.get("lengths") or {}
     return {
         "Rows read": format_count(split.get("read")),
@@ -188,52 +188,52 @@ def _rows_tile(train: Report, held_out: Report, report: Report) -> Tile:
     notes = [
         "first window" if report.get("streaming") else "",
         f"{dropped:,} dropped" if dropped else "",
-        _held_out(f"{format_count(held_out.get('kept'))} of {format_count(held_out.get('read'))}", held_out),
+        _validation_note(f"{format_count(held_out.get('kept'))} of {format_count(held_out.get('read'))}", held_out),
     ]
-    return Tile("tile-rows", "Rows kept", [value], _joined(notes))
+    return Tile("tile-rows", "Rows kept", [value], _semicolon_list(notes))
 
 
 def _tokens_tile(train: Report, held_out: Report) -> Tile:
     targets = number(train.get("target_tokens"))
     notes = [
         f"{format_short(targets)} targets" if targets >= 0 else "",
-        _held_out(format_short(number(held_out.get("tokens"))), held_out),
+        _validation_note(format_short(number(held_out.get("tokens"))), held_out),
     ]
-    return Tile("tile-tokens", "Tokens", [format_short(number(train.get("tokens")))], _joined(notes))
+    return Tile("tile-tokens", "Tokens", [format_short(number(train.get("tokens")))], _semicolon_list(notes))
 
 
 def _share_tile(train: Report, held_out: Report) -> Tile:
-    notes = ["of the tokens, learned", _held_out_percent(held_out, "target_share")]
-    return Tile("tile-share", "Target share", [format_percent(train.get("target_share"))], _joined(notes))
+    notes = ["of the tokens, learned", _validation_percent(held_out, "target_share")]
+    return Tile("tile-share", "Target share", [format_percent(train.get("target_share"))], _semicolon_list(notes))
 
 
 def _fill_tile(train: Report, held_out: Report, report: Report) -> Tile:
-    note = _held_out_percent(held_out, "fill_rate") if report.get("packing", True) else "not packed"
+    note = _validation_percent(held_out, "fill_rate") if report.get("packing", True) else "not packed"
     return Tile("tile-fill", "Fill rate", [format_percent(train.get("fill_rate"))], note)
 
 
 def _samples_tile(train: Report, held_out: Report, report: Report) -> Tile:
     length = f"of up to {format_count(report['max_length'])} tokens" if report.get("max_length") else ""
-    notes = [length, _held_out(format_count(held_out.get("samples")), held_out)]
-    return Tile("tile-samples", "Samples", [format_count(train.get("samples"))], _joined(notes))
+    notes = [length, _validation_note(format_count(held_out.get("samples")), held_out)]
+    return Tile("tile-samples", "Samples", [format_count(train.get("samples"))], _semicolon_list(notes))
 
 
 def _duplicates_tile(train: Report, held_out: Report) -> Tile:
     also = _count(held_out, "also_in_train")
     notes = ["rows equal to an earlier one", f"{also:,} of validation also in train" if also else ""]
     count = format_count((train.get("duplicates") or {}).get("count"))
-    return Tile("tile-duplicates", "Duplicates", [count], _joined(notes))
+    return Tile("tile-duplicates", "Duplicates", [count], _semicolon_list(notes))
 
 
-def _held_out_percent(held_out: Report, key: str) -> str:
-    return _held_out(format_percent(held_out.get(key)), held_out)
+def _validation_percent(held_out: Report, key: str) -> str:
+    return _validation_note(format_percent(held_out.get(key)), held_out)
 
 
-def _held_out(value: str, held_out: Report) -> str:
+def _validation_note(value: str, held_out: Report) -> str:
     return f"validation {value}" if held_out and MISSING not in value else ""
 
 
-def _joined(notes: Iterable[str]) -> str:
+def _semicolon_list(notes: Iterable[str]) -> str:
     return "; ".join(filter(None, notes))
 
 
@@ -241,7 +241,7 @@ def _joined(notes: Iterable[str]) -> str:
 
 
 def _histograms(name: str, split: Report, report: Report) -> list[ChartCard]:
-    """The cards of a split; a histogram that is absent or empty has none."""
+    """Returns the cards of a split; a histogram that is absent or empty has none."""
     remark = " ".join(filter(None, [name, window_remark(report) if name == "train" else ""]))
     lengths, shares = (_histogram(split.get(key)) for key in ("length_histogram", "target_share_histogram"))
     cards = []
@@ -253,7 +253,7 @@ def _histograms(name: str, split: Report, report: Report) -> list[ChartCard]:
 
 
 def _histogram(value: Report | None) -> tuple[list[float], list[float]] | None:
-    """Edges and counts, or None for what cannot be drawn."""
+    """Returns edges and counts, or None if they cannot be drawn."""
     value = value or {}
     edges, counts = ([number(item) for item in value.get(key) or []] for key in ("edges", "counts"))
     is_rising = all(low < high for low, high in pairwise(edges))  # false with NaN
@@ -262,7 +262,7 @@ def _histogram(value: Report | None) -> tuple[list[float], list[float]] | None:
 
 
 def _lengths_chart(name: str, remark: str, edges: list[float], counts: list[float], max_length: float) -> ChartCard:
-    """The lengths of the rows in tokens; `max_length` is marked where that leaves the rows room."""
+    """Returns the chart of the rows' lengths in tokens; `max_length` is marked if that leaves the rows room."""
     num_bins = max(index for index, count in enumerate(counts, 1) if count)  # without the empty ones at the end
     edges, counts = edges[: num_bins + 1], counts[:num_bins]
     is_near = max_length <= FARTHEST_MARK * edges[-1]
@@ -316,7 +316,7 @@ Bar = tuple[str, str, float]
 
 
 def _source_bars(report: Report) -> list[Bar]:
-    """Tokens of each source of the training data, the largest first. Not by matplotlib: names are a user's."""
+    """Returns the tokens of each training source, the largest first, as HTML bars: matplotlib would parse the names."""
     sources = [(str(item.get("source")), _count(item, "tokens")) for item in _sources(report.get("train"))]
     sources.sort(key=lambda item: -item[1])
     rest = sources[MAX_BARS - 1 :] if len(sources) > MAX_BARS else []
@@ -328,13 +328,13 @@ def _source_bars(report: Report) -> list[Bar]:
 
 
 def _fill_bars(report: Report) -> list[Bar]:
-    """How much of each split's samples is tokens and not padding."""
+    """Returns the share of each split's samples that is tokens and not padding."""
     rates = [(name, number(split.get("fill_rate"))) for name, split in splits(report)]
     return [(name, f"{format_percent(rate)} filled", rate) for name, rate in rates if rate >= 0]
 
 
 def _example(example: Report) -> Report:
-    """What a decoded sample shows: the name of its row, facts, and its segments."""
+    """Returns what the page shows of a decoded sample: the name of its row, facts, and its segments."""
     counts = [(example.get(key), noun) for key, noun in (("tokens", "tokens"), ("target_tokens", "targets"))]
     # A sample with a label has no targets among its tokens.
     facts = [f"{format_count(count)} {noun}" for count, noun in counts if count]
@@ -355,7 +355,7 @@ def _dropped_rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def _noted_rows(report: Report) -> list[tuple[str, ...]]:
-    """Rows of which something is left out, duplicates and rows that are too long, whatever became of them."""
+    """Returns rows of which something is left out, duplicates, and rows that are too long, dropped or not."""
     long = "longer than max_length"
     noted = [
         _found_row(what, name, found) for name, split in splits(report) for what, found in by_count(split.get("noted"))
@@ -390,7 +390,7 @@ def _source_row(source: Report) -> tuple[str, ...]:
 
 
 def _labels_table(report: Report) -> Table:
-    """Rows of each label, with their share, in each split."""
+    """Returns the rows of each label, with their share, in each split."""
     counts = {name: split.get("labels") or {} for name, split in splits(report)}
     names = [name for name in counts if counts[name]]
     labels = dict.fromkeys(

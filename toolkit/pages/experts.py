@@ -1,4 +1,4 @@
-"""How the experts are used, on the page of a run: each one's share of the choices, a row for each router."""
+"""Shows on the page of a run how the experts are used: each one's share of the choices, a row for each router."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from toolkit.errors import counted
 from toolkit.pages.run_metrics import Metrics
 
 BRIGHTEST = 2.0
-"""Times the even share from which on a cell is as strong as can be."""
+"""Factor on the even share from which a cell has its strongest colour."""
 
 
 def expert_loads(train: Metrics) -> dict[str, Any] | None:
-    """The loads that were last recorded, as `experts.html.jinja` takes them; None if the model has no experts."""
+    """Returns the last recorded loads, as `experts.html.jinja` takes them, or None if the model has no experts."""
     line = next((line for line in reversed(train) if line.get("expert_load")), None)
     if line is None:
         return None

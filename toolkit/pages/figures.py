@@ -1,4 +1,4 @@
-"""What an evaluation found beside its loss: which figures there are, as tile, curves and table, and the confusion."""
+"""The metrics of an evaluation beside its loss, as tile, curves and table, and the confusion matrix."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from toolkit.pages.run_metrics import Metrics, column
 
 @dataclass(frozen=True)
 class Figure:
-    """A field of an evaluation: what it is called, how it is written, and what it is in plain words.
+    """A metric of an evaluation: its title, its format, and what it is in plain words.
 
     Attributes:
-        better: lower or higher; empty where neither is.
+        better: lower or higher, or empty if neither is better.
     """
 
     field: str
@@ -29,7 +29,7 @@ class Figure:
 
 
 def format_perplexity(value: float) -> str:
-    """Three digits, or `not finite`."""
+    """Formats a perplexity with three digits, or as `not finite`."""
     if not math.isfinite(value):
         return "not finite"
     return three_digits(value) if value < 1000 else format_short(value)
@@ -39,7 +39,7 @@ def _share(value: float) -> str:
     return format_percent(value) if math.isfinite(value) else "not finite"
 
 
-def _signed(value: float) -> str:
+def _signed_number(value: float) -> str:
     return f"{value:.3g}" if math.isfinite(value) else "not finite"
 
 
@@ -56,24 +56,24 @@ FIGURES = (
     Figure("f1", "F1 of entities", _share, "entities that are found and right", "higher"),
     Figure("precision", "Precision", _share, better="higher"),
     Figure("recall", "Recall", _share, better="higher"),
-    Figure("margin", "Margin", _signed, "how clearly the chosen answer is preferred", "higher"),
-    Figure("chosen_reward", "Chosen reward", _signed),
-    Figure("rejected_reward", "Rejected reward", _signed),
-    Figure("kl", "KL estimate", _signed),
+    Figure("margin", "Margin", _signed_number, "how clearly the chosen answer is preferred", "higher"),
+    Figure("chosen_reward", "Chosen reward", _signed_number),
+    Figure("rejected_reward", "Rejected reward", _signed_number),
+    Figure("kl", "KL estimate", _signed_number),
     Figure(
         "divergence",
         "Divergence from the teacher",
-        _signed,
+        _signed_number,
         "how far the model's predictions are from its teacher's",
         "lower",
     ),
-    Figure("cross_entropy", "Cross-entropy", _signed, better="lower"),
+    Figure("cross_entropy", "Cross-entropy", _signed_number, better="lower"),
     Figure("answer_accuracy", "Answers right", _share, "share of right answers to held-out prompts", "higher"),
     Figure("answer_accuracy_normalised", "Answers right by length", _share, better="higher"),
     Figure("answer_stopped", "Answers that stop", _share, better="higher"),
-    Figure("answer_mean_tokens", "Tokens of an answer", _signed),
+    Figure("answer_mean_tokens", "Tokens of an answer", _signed_number),
 )
-"""Of all objectives, in the order in which they are shown; an evaluation has those of its own."""
+"""Metrics of all objectives, in the order in which they are shown; an evaluation has those of its objective."""
 
 CHARTS = (
     ("shares", "Accuracy", (("accuracy", "accuracy"), ("f1_macro", "F1"), ("f1", "F1 of entities"))),
@@ -87,26 +87,28 @@ CHARTS = (
     ("balance-loss", "Balance loss of the experts", (("balance_loss", ""),)),
     ("expert-entropy", "Entropy of the experts' load (1: even)", (("expert_entropy", ""),)),
 )
-"""Name and title of a chart, and its curves: field and name. Perplexity has none: it is the loss once more."""
+"""Name and title of a chart, and its curves: field and name. Perplexity has none, because it repeats the loss."""
 
 
 BY_SOURCE = "loss/"
-"""Begins the field of a named source's loss."""
+"""Prefix of the field of a named source's loss."""
 
 
 def figures_of(evals: Metrics) -> list[Figure]:
-    """The figures that the evaluations have."""
-    by_source = [Figure(field, f"Loss of {name}", _signed, better="lower") for field, name in sources_of(evals).items()]
+    """Returns the metrics that the evaluations have."""
+    by_source = [
+        Figure(field, f"Loss of {name}", _signed_number, better="lower") for field, name in sources_of(evals).items()
+    ]
     return [figure for figure in FIGURES if any(figure.field in line for line in evals)] + by_source
 
 
 def sources_of(lines: Metrics) -> dict[str, str]:
-    """The field of each named source's loss -> its name."""
+    """Returns the names of sources by the fields of their losses."""
     return {field: field.removeprefix(BY_SOURCE) for line in lines for field in line if field.startswith(BY_SOURCE)}
 
 
 def figure_tile(evals: Metrics) -> Tile | None:
-    """The first figure, with the others' last values as its detail; None if there is none."""
+    """Returns a tile of the first metric, with the others' last values as its detail, or None without metrics."""
     figures = figures_of(evals)
     if not figures:
         return None
@@ -120,7 +122,7 @@ def figure_tile(evals: Metrics) -> Tile | None:
 
 
 def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> list[Chart]:
-    """Curves of the figures over the steps: of the evaluations, and faintly of the steps where these have them."""
+    """Returns charts of the metrics over the steps: those of evaluations, and faint ones of training steps if any."""
     charts = []
     by_source = [
         (f"loss-of-{name}", f"Loss of {name}", ((field, ""),)) for field, name in sources_of([*train, *evals]).items()
@@ -136,7 +138,7 @@ def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> l
 
 
 def _series(lines: Metrics, field: str, name: str, color: str, kind: str) -> list[Series]:
-    """The curve of a field; none where no line has it."""
+    """Returns the curve of a field, or none if no line has it."""
     having = [line for line in lines if field in line]
     if not finite(column(having, field)):
         return []
@@ -144,7 +146,7 @@ def _series(lines: Metrics, field: str, name: str, color: str, kind: str) -> lis
 
 
 def confusion_table(evals: Metrics, labels: Sequence[str]) -> Table:
-    """Of the last evaluation: rows of each class by the class that they were taken for; empty without it."""
+    """Returns the last evaluation's confusion matrix, true classes in rows and predicted in columns, else no rows."""
     counts: list[list[Any]] = next((line["confusion"] for line in reversed(evals) if line.get("confusion")), [])
     names = list(labels) if len(labels) == len(counts) else [str(number) for number in range(len(counts))]
     rows = [(name, *(f"{count:,}" for count in row)) for name, row in zip(names, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: a bar and the curve of the loss while it goes on, and what came of it."""
+"""What a notebook shows of a run: a bar and the curve of the loss while it runs, and its result."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from toolkit.pages.run_page import lead_of, loss_chart
 from toolkit.terminal import clock
 
 SIZE_PX = (700, 220)
-"""Of the curve (CSS pixels)."""
+"""Width and height of the curve (CSS pixels)."""
 
 Output = dict[str, str]
-"""The same as text and as HTML, by MIME type."""
+"""An output as text and as HTML, by MIME type."""
 
 
 def curve_of(metrics: Metrics) -> ChartCard | None:
-    """The chart of the loss in training and on held-out data; None before there is any."""
+    """Returns the chart of the loss in training and on held-out data, or None before there is any."""
     train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
     if not train and not evals:
         return None
@@ -32,7 +32,7 @@ def curve_of(metrics: Metrics) -> ChartCard | None:
 def progress_output(
     metrics: Metrics, num_steps: int, seconds_left: float | None, curve: ChartCard | None, summary: str = ""
 ) -> Output:
-    """How far a run is, and its last losses; `summary` is what the run said of itself before its first step."""
+    """Returns a run's progress and its last losses; `summary` is the summary that it printed before its first step."""
     train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
     step = max((line["step"] for line in train + evals), default=0)
     told = [f"step {step:,} of {num_steps:,}"]
@@ -46,7 +46,7 @@ def progress_output(
 def result_output(
     metrics: Metrics, output_dir: Path, export_dir: Path | None, doubts: Sequence[str], summary: str = ""
 ) -> Output:
-    """What came of a run: its losses, and where report and export lie."""
+    """Returns the result of a run: its losses, and the paths of report and export."""
     lead = lead_of(split_lines(metrics, "train"), split_lines(metrics, "eval"))
     places = [("report", str(output_dir / "report.html")), ("model", str(export_dir or ""))]
     found = [(name, path) for name, path in places if path]
@@ -56,7 +56,7 @@ def result_output(
 
 def _output(plain: str, **values: Any) -> Output:
     summary = values.setdefault("summary", "")
-    # A warning is seen without a click.
+    # Warnings are shown without a click.
     warnings = [line.strip() for line in summary.splitlines() if line.lstrip().startswith("warning:")]
     shown = {"step": None, "num_steps": 0, "doubts": (), "places": (), "warnings": warnings, **values}
     return {"text/plain": plain, "text/html": render("notebook.html.jinja", **shown)}

@@ -1,4 +1,4 @@
-"""Numbers, names, sizes and times as the text that pages and consoles show."""
+"""Formats numbers, names, sizes and times for pages and consoles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MISSING = "\N{EN DASH}"
 
 
 def number(value: Any) -> float:
-    """`value` as a finite float, or NaN: null, missing, and what JSON cannot say are all gaps."""
+    """Returns `value` as a finite float, or NaN for null, missing values and what JSON cannot express."""
     # bool first: in Python True is an int.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return math.nan
@@ -23,13 +23,13 @@ def finite(values: Iterable[float]) -> list[float]:
 
 
 def format_count(value: Any) -> str:
-    """A whole number with a comma at every thousand; `MISSING` for what is no finite number."""
+    """Formats a whole number with a comma at every thousand, or as `MISSING` if it is not finite."""
     count = number(value)
     return f"{count:,.0f}" if math.isfinite(count) else MISSING
 
 
 def format_percent(share: Any) -> str:
-    """A share of 1 in percent; one that rounds to nothing, but is more, as less than 0.1 %."""
+    """Formats a share of 1 in percent; a small one that rounds to 0 becomes less than 0.1 %."""
     value = number(share)
     if not math.isfinite(value):
         return MISSING
@@ -37,14 +37,14 @@ def format_percent(share: Any) -> str:
 
 
 def format_names(names: Sequence[object], count: int, limit: int) -> str:
-    """The first `limit` names, and how many more of `count` there are; empty without names."""
+    """Lists the first `limit` names, and how many more of `count` there are; empty without names."""
     shown = [str(name) for name in names[:limit]]
     more = max(count, len(names)) - len(shown)
     return ", ".join(shown) + (f" and {more:,} more" if more and shown else "")
 
 
 def format_short(value: float) -> str:
-    """Three digits, with k, M, G or T for large values; whole numbers below 10,000 as they are."""
+    """Formats with three digits, and k, M, G or T for large values; whole numbers below 10,000 stay as they are."""
     if not math.isfinite(value):
         return MISSING
     if abs(value) >= 1e15:
@@ -56,7 +56,7 @@ def format_short(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Fixed point, unlike the format `.3g`, which writes 999.7 as 1e+03 and 30.0 as 30."""
+    """Formats in fixed point, unlike `.3g`, which writes 999.7 as 1e+03 and 30.0 as 30."""
     decimals = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:,.{decimals}f}"
 

@@ -1,6 +1,6 @@
-"""What the pages of a run share: Jinja2's templates in `templates/`, and what they are given to show.
+"""The shared parts of a run's pages: Jinja2's templates in `templates/`, and the types that they show.
 
-A page is one file with nothing loaded from outside. Every text is escaped where a template shows it.
+A page is one file with nothing loaded from outside. Templates escape every text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Table:
-    """A table in a card; nothing of it is shown without rows.
+    """A table in a card; it is not shown without rows.
 
     `kind` is `numbers` (all but the first column aligned to the right), `names` (nothing aligned to the right), or
     empty (the last column aligned to the right). The first cell of a row is its heading.
@@ -49,8 +49,8 @@ class Tile:
 
     Attributes:
         values: one value, or the one before and the one after.
-        plain: says in everyday words what the number is.
-        detail: is shown if a reader asks for it.
+        plain: explains the number in everyday words.
+        detail: shown on demand.
         change: from the first value to the last, as its kind (good, bad or same) and a text.
     """
 
@@ -64,7 +64,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Note:
-    """A box that stands out: `lead` in bold, a sentence after it, and a list."""
+    """A highlighted box: `lead` in bold, a sentence after it, and a list."""
 
     name: str
     lead: str
@@ -74,9 +74,9 @@ class Note:
 
 @dataclass(frozen=True)
 class ChartCard:
-    """A chart in a card: `spoken` is for readers that see no picture, `table` has its values.
+    """A chart in a card: `spoken` is for screen readers, `table` has its values.
 
-    `data` is what the page's script draws it from, empty on pages without one.
+    `data` is the input of the page's script, empty on pages without one.
     """
 
     name: str
@@ -90,25 +90,25 @@ class ChartCard:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills in a template of `templates/`."""
+    """Renders a template of `templates/`."""
     return _environment().get_template(template).render(**values)
 
 
 @functools.cache
 def script(name: str) -> str:
-    """A script of `templates/`."""
+    """Returns the text of a script in `templates/`."""
     return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 def script_policy(*names: str) -> str:
-    """Lets these scripts run on a page, and no other; empty without one."""
+    """Returns a content security policy that allows only these scripts; empty without any."""
     digests = [hashlib.sha256(script(name).encode()).digest() for name in names]
     allowed = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     return " ".join(["script-src", *allowed]) if allowed else ""
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page to `path`; a reader sees the old file or the new one, never a part."""
+    """Writes a page to `path` atomically: a reader sees the old file or the new one."""
     # Generated text can hold half of a surrogate pair, which UTF-8 cannot encode.
     atomic_write(path, text, errors="xmlcharrefreplace")
 
@@ -117,11 +117,11 @@ def write_page(path: Path, text: str) -> None:
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    # Imported and made with the first page: commands that show none start without it.
+    # Imported and made with the first page, so that commands without pages start faster.
     found = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
-        finalize=_shown,
+        finalize=_escaped_controls,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -131,13 +131,13 @@ def _environment() -> Environment:
     return found
 
 
-def _shown(value: Any) -> Any:
-    """Text without codes that steer a terminal or turn the direction of text, and without NUL, which HTML forbids."""
+def _escaped_controls(value: Any) -> Any:
+    """Returns text without terminal codes, codes for the direction of text, and NUL, which HTML forbids."""
     return value if hasattr(value, "__html__") else harmless(str(value).replace("\0", "\ufffd"))
 
 
 _NUMBER = re.compile(r"[<>]? ?[-\N{MINUS SIGN}]?\d[\d.,]*(e[-+]?\d+)?( ?[%a-zA-Z]{1,3})?")
-"""A number stays in one line."""
+"""A number, which stays on one line."""
 
 _ROW_NUMBER = re.compile(r"(?<=:)(?=\d+\)?$)")
-"""The name of a row may be broken before its number."""
+"""The place before its number where the name of a row may be broken."""

@@ -1,4 +1,4 @@
-"""What pages read from the lines of metrics.jsonl."""
+"""Reads the lines of metrics.jsonl for pages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ NOT_A_NUMBER_BY_DESIGN = frozenset({"peak_device_bytes", "planned_peak_bytes", "
 
 
 def split_lines(metrics: Metrics, split: str) -> Metrics:
-    """The lines of one split by rising step; of a step that was trained again after a resume, the last."""
+    """Returns the lines of one split by rising step; of a step that was trained again after a resume, the last."""
     by_step = {line["step"]: line for line in metrics if line.get("split") == split}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def column(lines: Metrics, field: str) -> list[float]:
-    """A field of each line; NaN where it is missing, null or not finite."""
+    """Returns a field of each line, or NaN if it is missing, null or not finite."""
     return [number(line.get(field)) for line in lines]
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """One line of the metrics that held numbers which are not finite."""
+    """A line of the metrics with numbers that are not finite."""
 
     split: str
     step: int
@@ -36,7 +36,7 @@ class NonFinite:
 
 
 def non_finite(lines: Metrics) -> list[NonFinite]:
-    """The lines that hold numbers which are not finite, by rising step."""
+    """Returns the lines with numbers that are not finite, by rising step."""
     found = []
     for line in lines:
         fields = tuple(field for field, value in line.items() if _is_non_finite(line, field, value))

@@ -1,7 +1,7 @@
-"""`report.html`: one page that shows what a run did, with nothing loaded from outside.
+"""Writes `report.html`, one page that shows what a run did, with nothing loaded from outside.
 
-`render_report` is a pure function from a `RunSummary` to HTML text. What is about the data in detail has a page of
-its own, to which this one links.
+`render_report` is a pure function from a `RunSummary` to HTML text. Details about the data have a page of their own,
+to which this one links.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from toolkit.pages.svg import NARROW_PX, WIDE_PX
 from toolkit.terminal import format_time
 
 MAX_LISTED_STEPS = 20
-"""Non-finite steps named in the note before it says how many more there are (steps)."""
+"""The most non-finite steps that the note names before it says how many more there are."""
 
 LINE_SHARE = 0.01
-"""Width of a line as a share of a small chart's height, about."""
+"""Width of a line as a share of a small chart's height, approximately."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a report is made from; every text in it may come from a user and is escaped."""
+    """The input of a report. No text in it is trusted, so all are escaped."""
 
     title: str  # the model and the data
     recipe_yaml: str
@@ -57,8 +57,8 @@ class RunSummary:
     versions: dict[str, str]
     sample: tuple[str, str] | None  # prompt, continuation
     side_by_side: Sequence[SideBySide] = ()
-    doubts: Sequence[str] = ()  # what the losses say against the run
-    status: Status | None = None  # None: finished
+    doubts: Sequence[str] = ()  # warnings about the losses
+    status: Status | None = None  # None if the run is finished
     step_seconds: dict[str, float] | None = None  # of a profiled step, by what took them
     folder: str = ""  # name of the run's folder
     command: str = ""  # starts the run again
@@ -66,12 +66,12 @@ class RunSummary:
 
 
 def write_report(path: Path, summary: RunSummary) -> None:
-    """Write the report to `path`; a reader sees the old file or the new one, never a part."""
+    """Writes the report to `path` atomically."""
     write_page(path, render_report(summary))
 
 
 def render_report(summary: RunSummary) -> str:
-    """The whole page as HTML text; the same summary always gives the same text."""
+    """Returns the whole page as HTML text; the same summary always gives the same text."""
     train, evals = split_lines(summary.metrics, "train"), split_lines(summary.metrics, "eval")
     status, data = summary.status, summary.data_report
     loss_chart, small_charts, wide_charts = _charts(train, evals)
@@ -106,9 +106,9 @@ def render_report(summary: RunSummary) -> str:
 
 
 def lead_of(train: Metrics, evals: Metrics) -> str:
-    """What came of the run in a sentence; empty if nothing was logged."""
+    """Returns the result of the run in a sentence, or an empty text if nothing was logged."""
     what = "on held-out data" if evals else "in training"
-    ends = _ends(column(evals, "loss")) if evals else _median_ends(column(train, "loss"))
+    ends = _first_and_last(column(evals, "loss")) if evals else _median_ends(column(train, "loss"))
     if not train or len(ends) < 2:
         return ""
     before, after = (_format_loss(loss) for loss in ends)
@@ -123,13 +123,13 @@ def lead_of(train: Metrics, evals: Metrics) -> str:
     return f"In {steps}{on}, the loss {what} {told}."
 
 
-def _ends(values: Sequence[float]) -> list[float]:
-    """The first and the last value; one if there is one."""
+def _first_and_last(values: Sequence[float]) -> list[float]:
+    """Returns the first and the last value, or a single one."""
     return [values[0], values[-1]][: len(values)] if values else []
 
 
 def _median_ends(losses: Sequence[float]) -> list[float]:
-    """Medians at both ends of a training loss, whose single steps are noise."""
+    """Returns medians at both ends of a training loss, because single steps are noisy."""
     known = finite(losses)
     width = max(1, len(known) // 10)
     return [statistics.median(known[:width]), statistics.median(known[-width:])][: len(known)] if known else []
@@ -154,7 +154,7 @@ def _eval_loss_tile(evals: Metrics) -> Tile:
 
 
 def _train_loss_tile(train: Metrics) -> Tile:
-    """The training loss, which stands in without held-out data."""
+    """Returns the tile of the training loss, which replaces the held-out loss without held-out data."""
     losses = finite(column(train, "loss"))
     ends, width = _median_ends(losses), max(1, len(losses) // 10)
     values = [_format_loss(loss) for loss in ends] or [MISSING]
@@ -175,7 +175,7 @@ def _eval_note(evals: Metrics, losses: list[float]) -> str:
 
 
 def _change(values: Sequence[float]) -> tuple[str, str] | None:
-    """The change from first to last in percent; lower is better. None where it means nothing."""
+    """Returns the change from first to last in percent, lower is better, or None if it means nothing."""
     if len(values) < 2 or not math.isfinite(values[0] + values[-1]) or values[0] <= 0:
         return None
     percent = round(100 * (values[-1] / values[0] - 1), 1) or 0.0  # no "-0.0"
@@ -190,13 +190,13 @@ def _tokens_tile(train: Metrics) -> Tile:
     last = train[-1] if train else {}
     counts = {"target_tokens": "with loss", "pairs": "pairs", "rows": "rows", "samples": "samples"}
     parts = {what: number(last.get(key)) for key, what in counts.items()}
-    note = ", ".join(f"{format_short(value)} {what}" for what, value in _told_once(parts).items())
+    note = ", ".join(f"{format_short(value)} {what}" for what, value in _without_equal_counts(parts).items())
     plain = "pieces of words that were read"
     return Tile("tile-tokens", "Tokens trained", [format_short(number(last.get("tokens")))], plain, note)
 
 
-def _told_once(counts: dict[str, float]) -> dict[str, float]:
-    """The finite counts, without samples where each of them is a row or a pair."""
+def _without_equal_counts(counts: dict[str, float]) -> dict[str, float]:
+    """Returns the finite counts, without samples if each of them is a row or a pair."""
     known = {what: count for what, count in counts.items() if math.isfinite(count)}
     others = [count for what, count in known.items() if what in ("pairs", "rows")]
     return {what: count for what, count in known.items() if what != "samples" or count not in others}
@@ -216,7 +216,7 @@ def _throughput_tile(train: Metrics) -> Tile:
     found = {what: finite(column(train, f"{what}_per_second")) for what in ("targets", "pairs", "rows", "samples")}
     medians = {what: statistics.median(values) for what, values in found.items() if values}
     notes = [f"MFU {format_percent(statistics.median(mfu))}"] if mfu else []
-    notes += [f"{format_short(median)} {what}/s" for what, median in _told_once(medians).items()]
+    notes += [f"{format_short(median)} {what}/s" for what, median in _without_equal_counts(medians).items()]
     value = format_short(statistics.median(rates)) if rates else MISSING
     return Tile("tile-throughput", "Tokens per second", [value], "median over the run", "; ".join(notes))
 
@@ -248,7 +248,7 @@ def _describe_non_finite(item: NonFinite) -> str:
 
 
 def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[ChartCard], list[ChartCard]]:
-    """The chart of the loss, those that stand side by side, and those as wide as the page; none without steps."""
+    """Returns the chart of the loss, those side by side, and those as wide as the page; none without steps."""
     if not train and not evals:
         return None, [], []
     x_range = _step_range(train, evals)
@@ -267,13 +267,13 @@ def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[Char
 
 
 def _step_range(train: Metrics, evals: Metrics) -> tuple[int, int]:
-    """One range for all charts, so that a step is at the same place in each."""
+    """Returns one range for all charts, so that a step is at the same place in each."""
     steps = [line["step"] for line in train + evals]
     return min(steps), max(steps)
 
 
 def loss_chart(train: Metrics, evals: Metrics) -> Chart:
-    """The curve of the loss in training, and the points of held-out data."""
+    """Returns the chart of the loss in training, with the points of held-out data."""
     eval_steps = [line["step"] for line in evals]
     held_out = Series("held-out", eval_steps, drawable(column(evals, "loss")), "chart-2", "points")
     return Chart(
@@ -309,21 +309,21 @@ def _throughput_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
     ]
     gaps = _gaps(train, "tokens_per_second")
     first, *others = [item for item in series if finite(item.ys)] or series[:1]
-    # Rows without padding have one rate: a curve that lies on another would hide it.
+    # Rows without padding have one rate, and a curve on top of another would hide it.
     distinct = [item for item in others if not _is_same(item.ys, first.ys)]
     shown = [first, *distinct] if distinct else [replace(first, name="")]
     return Chart("throughput", "Tokens per second", shown, gaps, x_range)
 
 
 def _is_same(values: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether two curves differ nowhere by more than a line's width."""
+    """Returns whether two curves differ nowhere by more than a line's width."""
     pairs = [(one, other) for one, other in zip(values, others, strict=True) if math.isfinite(one + other)]
     highest = max((other for _, other in pairs), default=0.0)
     return all(abs(one - other) <= LINE_SHARE * highest for one, other in pairs)
 
 
 def _memory_chart(train: Metrics, x_range: tuple[int, int]) -> Chart:
-    # The plan is of the device, or on CPU ranks of the process, with Python and its libraries: of what is measured.
+    # The plan is for what is measured: the device, or on CPU ranks the process with Python and its libraries.
     planned_of = "device" if finite(column(train, "peak_device_bytes")) else "host"
     planned = _train_series(f"{planned_of}, planned", train, "planned_peak_bytes", scale=2**-30, variable="muted")
     series = [
@@ -352,7 +352,7 @@ def _tables(summary: RunSummary, evals: Metrics) -> list[Table]:
 
 
 def _technical_tables(summary: RunSummary) -> list[Table]:
-    """How the run was done: shown if a reader asks for it."""
+    """Returns tables of how the run was done, which are shown on demand."""
     # The duration has a tile of its own, and doubts a box.
     facts = [item for item in summary.facts.items() if item[0].lower() not in ("duration", "outcome")]
     told = ", ".join(summary.facts[name] for name in ("strategy", "ranks", "precision") if name in summary.facts)
@@ -370,7 +370,7 @@ TIME_TAKERS = {
     "data": "waiting for data",
     "host": "host: updates and offload there, Python",
 }
-"""What can take a step's time -> its name in the table."""
+"""Kinds of a step's time -> their names in the table."""
 
 
 def _profile_table(seconds: dict[str, float] | None) -> Table:
@@ -410,11 +410,11 @@ def _unit_rows(units: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _recipe_lines(recipe_yaml: str) -> list[list[tuple[str, str]]]:
-    """Pieces of each line of YAML, its key or comment with a kind that gives it a colour of its own."""
-    return [_pieces(line) for line in recipe_yaml.strip("\n").split("\n")] if recipe_yaml.strip() else []
+    """Splits each line of YAML into pieces; a key or comment has a kind that gives it a colour."""
+    return [_colored_pieces(line) for line in recipe_yaml.strip("\n").split("\n")] if recipe_yaml.strip() else []
 
 
-def _pieces(line: str) -> list[tuple[str, str]]:
+def _colored_pieces(line: str) -> list[tuple[str, str]]:
     if line.lstrip().startswith("#"):
         return [("comment", line)]
     match = re.match(r"(\s*(?:- )*)([\w.-]+)(:(?:\s.*)?)$", line)

@@ -1,4 +1,4 @@
-"""What a model writes, on the page of a run: a continuation at the end, and held-out prompts before and after."""
+"""Shows on the page of a run what the model writes: a continuation, and held-out prompts before and after training."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from toolkit.pages.number_text import MISSING
 
 LONGEST = 600
-"""Of a prompt, its last characters are shown: they are what is answered."""
+"""The most characters of a prompt; the last ones are shown, because these are answered."""
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """A held-out prompt, what stands behind it in the data, and what the model writes; None: not yet.
+    """A held-out prompt, its answer in the data, and what the model writes, None if it has not yet.
 
     Attributes:
-        images: of the prompt, small, as `data:` URIs.
+        images: small copies of the prompt's images, as `data:` URIs.
     """
 
     prompt: str
@@ -27,7 +27,7 @@ class SideBySide:
 
 
 def prompts_and_answers(samples: Sequence[SideBySide]) -> list[tuple[str, Sequence[str], list[tuple[str, str]]]]:
-    """Each prompt with its images, what the model writes before and after training, and what the data say."""
+    """Returns each prompt with its images, what the model writes before and after training, and the data's answer."""
     return [(_end_of(sample.prompt), sample.images, _answers(sample)) for sample in samples]
 
 

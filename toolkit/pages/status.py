@@ -1,4 +1,4 @@
-"""How it stands with a run that is not finished, on its page."""
+"""The status of an unfinished run on its page."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ STATE, HEAD_CHARACTERS = "run-state", 2000
 """Name of the field that only the report of an unfinished run has, near its beginning."""
 
 SCRIPT = "status.js"
-"""Says that a page is older than a run that goes on would leave it: a run that was killed cannot say so itself."""
+"""Script that warns of a page older than a running run would leave it, because a killed run cannot say so itself."""
 
 LATE_WRITINGS, LATE_SECONDS = 4, 60
-"""A running run's page is late after so many times its interval, and so many seconds more: steps take their time."""
+"""A running run's page is late after this many times its interval plus this many seconds, because steps take time."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """How it stands with a run that is not finished.
+    """The status of a run that is not finished.
 
     Attributes:
         state: running, stopped, failed, killed or stalled.
-        seconds_left: of a running one, if it is known.
-        written: when (seconds since 1970).
-        every_seconds: how often the page of a running one is written, at most.
-        pause_seconds: the longest time between two steps or evaluations of it, so far.
+        seconds_left: remaining time of a running run, if it is known.
+        written: time of the page (seconds since 1970).
+        every_seconds: shortest interval at which the page of a running run is written.
+        pause_seconds: the longest time between two of its steps or evaluations so far.
         problem: why it ended.
     """
 
@@ -46,7 +46,7 @@ class Status:
 
 
 def state_of(path: Path) -> str | None:
-    """What a report says of its run: a `Status.state`; empty where the run is done; None where there is no report."""
+    """Returns the `Status.state` in a report, an empty text if the run is finished, or None without a report."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return state_in(file.read(HEAD_CHARACTERS))
@@ -55,13 +55,13 @@ def state_of(path: Path) -> str | None:
 
 
 def state_in(text: str) -> str:
-    """The same of a report's text."""
+    """Returns the `Status.state` in a report's text, or an empty text if the run is finished."""
     found = re.search(f'<meta name="{STATE}" content="([^"]*)"', text[:HEAD_CHARACTERS])
     return found[1] if found else ""
 
 
 def told_in(text: str) -> tuple[int | None, str]:
-    """Of an unfinished run's report, the steps of the whole run, and why it ended; None and empty: it says none."""
+    """Returns an unfinished run's steps and why it ended from its report, or None and an empty text."""
     found = _TOLD.search(text)
     if found is None:
         return None, ""
@@ -69,10 +69,10 @@ def told_in(text: str) -> tuple[int | None, str]:
 
 
 def mark_ended(path: Path, state: str, problem: str) -> None:
-    """Says in a report that its run has ended, where the report says that it runs; what else it shows stays.
+    """Changes the status in a report from running to ended; everything else stays.
 
-    For who has seen the end that the run itself could not tell of. A page that cannot be read or written stays as it
-    is.
+    It is for processes that saw a run end that could not report it itself. A page that cannot be read or written stays
+    as it is.
     """
     if state_of(path) != "running":
         return
@@ -92,7 +92,7 @@ def status_head(status: Status) -> str:
 
 
 def status_note(status: Status) -> str:
-    """Returns a box with what is done and what is left, or why the run ended."""
+    """Returns a box with the progress and the time left, or why the run ended."""
     left = "" if status.seconds_left is None else format_seconds(status.seconds_left)
     late = round(LATE_WRITINGS * max(status.every_seconds, status.pause_seconds) + LATE_SECONDS)
     return render(

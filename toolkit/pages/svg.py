@@ -1,4 +1,4 @@
-"""Drawings by matplotlib as inline SVG, whose colours are CSS variables: they follow the light or dark setting."""
+"""Draws with matplotlib as inline SVG whose colours are CSS variables, so that they follow the light or dark theme."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLOR_OF = {variable: color for color, variable in INK.items()}
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawing of `size` CSS pixels; `kind` says in which windows it is shown: any, wide or narrow."""
+    """A drawing of `size` CSS pixels; `kind` is the windows that show it: any, wide or narrow."""
 
     size: tuple[int, int]
     elements: str
@@ -51,7 +51,7 @@ def draw_svg(name: str, size: tuple[int, int], paint: Callable[[Any], None], kin
     from matplotlib.figure import Figure
 
     buffer = io.StringIO()
-    # Salted by the chart, ids of markers and clip paths are reproducible, and differ between charts of one page.
+    # The chart's name as salt makes ids of markers and clip paths reproducible, and different within a page.
     # Text stays text (fonttype none), in the page's own font.
     options = {"svg.fonttype": "none", "svg.hashsalt": f"{name}-{size[0]}", "font.size": 11.0}
     with matplotlib.rc_context():
@@ -67,7 +67,7 @@ def draw_svg(name: str, size: tuple[int, int], paint: Callable[[Any], None], kin
 
 
 def style_axes(axes: Any, x_label: str) -> None:
-    """Horizontal grid lines, no frame but the lower edge, and muted labels."""
+    """Styles axes with horizontal grid lines, no frame but the lower edge, and muted labels."""
     axes.set_xlabel(x_label, color=COLOR_OF["muted"])
     axes.grid(axis="y", color=COLOR_OF["grid"], linewidth=1)
     axes.set_axisbelow(True)
@@ -77,16 +77,16 @@ def style_axes(axes: Any, x_label: str) -> None:
 
 
 def draw_marks(axes: Any, xs: Sequence[float]) -> None:
-    """Dashed vertical lines over the whole height at `xs`, in the colour of warnings."""
+    """Draws dashed vertical lines over the whole height at `xs`, in the colour of warnings."""
     dashes = {"colors": COLOR_OF["warn"], "linewidth": 1, "linestyles": (0, (3, 3))}
     axes.vlines(xs, 0, 1, transform=axes.get_xaxis_transform(), **dashes)
 
 
 def _inline_svg(document: str) -> str:
-    """What an `<svg>` element of an HTML page holds of matplotlib's SVG file.
+    """Returns the content of matplotlib's SVG file for an `<svg>` element of an HTML page.
 
-    Dropped: the XML prologue and metadata (they name outside addresses), a style sheet for `*` that would hold for
-    the whole page, and the ids of groups, which repeat from chart to chart. Markers and clip paths keep theirs.
+    It drops the XML prologue and metadata (they name outside addresses), a style sheet for `*` that would apply to the
+    whole page, and the ids of groups, which repeat from chart to chart. Markers and clip paths keep theirs.
     """
     body = document[document.index("<svg") : document.rindex("</svg>")]
     body = body[body.index(">") + 1 :]

@@ -1,4 +1,4 @@
-"""From a model and a file of rows to a recipe that fits a machine: what `toolkit init` writes.
+"""Makes a recipe from a model and a file of rows that fits a machine: what `toolkit init` writes.
 
 from toolkit.planning import hardware_of
 from toolkit.suggest.suggestion import Machine, suggest

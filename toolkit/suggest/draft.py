@@ -1,4 +1,4 @@
-"""A recipe in the making: values by key, each with the reason for it, and the YAML text of them."""
+"""A draft of a recipe: values by key, each with its reason, and their YAML text."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from toolkit.recipe.schema import RIVALS
 GIVEN = "Given on the command line."
 
 COLUMNS = 100
-"""Characters of a line of comment."""
+"""The most characters of a comment line."""
 
 
 class Draft:
     """Values and reasons, in the order in which they are set.
 
-    What is given stays: it is neither replaced nor joined by a setting that it excludes (`schema.RIVALS`).
+    Given values stay: they are not replaced, and settings that they exclude are not set (`schema.RIVALS`).
     """
 
     def __init__(self, overrides: Iterable[str] = ()) -> None:
-        """Raises RecipeError for overrides that cannot be read."""
+        """Parses the overrides.
+
+        Raises:
+            RecipeError: if they cannot be read.
+        """
         given: dict[str, Any] = {}
         if problems := apply_overrides(given, overrides, {}):
             raise RecipeError("init", problems)
@@ -45,7 +49,7 @@ class Draft:
         return self.given.get(key, self.values.get(key, default))
 
     def nested(self) -> dict[str, Any]:
-        """The recipe as nested mappings, its sections in the order of the schema."""
+        """Returns the recipe as nested mappings, its sections in the order of the schema."""
         found: dict[str, Any] = {name: {} for name in Recipe.model_fields}
         for key, value in {**self.values, **self.given}.items():
             *parents, last = key.split(".")
@@ -56,20 +60,24 @@ class Draft:
         return {name: value for name, value in found.items() if value != {}}
 
     def section(self, name: str) -> dict[str, Any]:
-        """What is set so far in a section."""
+        """Returns the values set so far in a section."""
         found: dict[str, Any] = self.nested().get(name, {})
         return found
 
     def recipe(self) -> Recipe:
-        """Checked. Raises RecipeError, which can only be about what is given."""
+        """Returns the checked recipe.
+
+        Raises:
+            RecipeError: if a given value is wrong.
+        """
         return Recipe.from_mapping(self.nested())
 
     def all_reasons(self) -> dict[str, str]:
-        """Key -> why it has its value."""
+        """Returns the reason for each key's value."""
         return {**self.reasons, **dict.fromkeys(self.given, GIVEN)}
 
     def text(self, head: Iterable[str]) -> str:
-        """The recipe as YAML, the reasons as comments; `head`: lines of comment at the top."""
+        """Returns the recipe as YAML with the reasons as comments; `head` are comment lines at the top."""
         lines = [f"# {line}" for line in head]
         reasons = self.all_reasons()
         for name, value in self.nested().items():
@@ -78,13 +86,13 @@ class Draft:
 
 
 def _rivals(key: str) -> set[str]:
-    """The settings that a setting excludes."""
+    """Returns the settings that a setting excludes."""
     groups = [group for group in RIVALS if any(key in member for member in group)]
     return {rival for group in groups for member in group if key not in member for rival in member}
 
 
 def _lines(path: str, value: Any, indent: str, reasons: dict[str, str]) -> list[str]:
-    """The lines of a value, or of all that are in it, each below its reason."""
+    """Returns the lines of a value, or of all values in it, each below its reason."""
     name = path.rpartition(".")[2]
     if isinstance(value, dict) and value:
         inner = [line for key in value for line in _lines(f"{path}.{key}", value[key], f"{indent}  ", reasons)]

@@ -1,4 +1,4 @@
-"""The methods that `toolkit init` knows, which the objectives bring; docs/starting_values.md cites their values."""
+"""The methods of `toolkit init`, which the objectives define; docs/starting_values.md cites their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS_PER_STEP = 2**17
 """Tokens of an optimizer step on plain text, whose rows are of any length: 128 samples of 1024, as alignment-handbook
 trains GPT-2 in another language."""
 
-# Those that write answers or text first, and encoder-decoders last, as messages list them.
+# Objectives that write answers or text first, and encoder-decoders last, in the order of messages.
 _SPECS = sorted(SPECS.values(), key=lambda spec: (spec.padded, spec.encoder_decoder))
 
 METHODS = {method.name: method for spec in _SPECS for method in spec.methods}
@@ -24,19 +24,19 @@ SPEC_OF = {method.name: spec for spec in _SPECS for method in spec.methods}
 BY_LAYOUT = tuple(
     name for _, name in sorted((method.by_rows, name) for name, method in METHODS.items() if method.by_rows is not None)
 )
-"""The methods among which the layout of the rows decides where none is named, in order."""
+"""The methods among which the layout of the rows decides if none is named, in order."""
 
 OF_ENCODER_DECODERS = tuple(name for name, method in METHODS.items() if method.for_encoder_decoders)
-"""Likewise, of a model with an encoder and a decoder."""
+"""The same for a model with an encoder and a decoder."""
 
 
 def method_of(
     name: str | None, source: Source, columns: ColumnsSection, encoder_decoder: bool = False
 ) -> tuple[Method, Layout]:
-    """The method of that name, or the one that fits the rows and the kind of model, and the layout of the rows.
+    """Returns the method of that name, or one that fits the rows and the kind of model, and the layout of the rows.
 
     Raises:
-        BadInputError: an unknown name, no known layout, or one that the method does not learn from.
+        BadInputError: if the name or the layout is unknown, or the method does not learn from the layout.
     """
     if name is not None and name not in METHODS:
         raise BadInputError(
@@ -53,7 +53,7 @@ def method_of(
     except DataError:
         if name is None:
             raise
-        # Rows that another method learns from: the layouts of the one that was asked for still go first.
+        # The rows may be for another method: layouts of the named one are still tried first.
         layout = recognise(source, columns, *objectives, *SPECS)
     for method in candidates:
         if layout.kind in method.layouts:

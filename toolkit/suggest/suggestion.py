@@ -1,4 +1,4 @@
-"""From a model and its data to a recipe: the values in order, each chosen from what was found before it."""
+"""Suggests a recipe for a model and its data: chooses the values in order, each from what was found before it."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ from toolkit.suggest.methods import METHODS, SPEC_OF, TOKENS_PER_STEP, method_of
 from toolkit.suggest.survey import Model, Rows, covering, first_words, look_at, measure, template_for
 
 COVERED = 0.99
-"""Share of the rows that fit `data.max_length`: the longest ones cost memory that the others have no use for, and a run
+"""Share of the rows that fit `data.max_length`: the longest ones cost memory that the others do not need, and a run
 refuses to drop more than 1 %."""
 
 TEXT_LENGTH = 2048
 """Tokens of a sample of plain text, whose rows are joined and split anyway."""
 
 ROUND_TO = 64
-"""Lengths are multiples of it, as tiles of matrix units are."""
+"""Lengths are multiples of this, like the tiles of matrix units."""
 
 ROUND_TARGETS_TO = 16
-"""Likewise of targets, which are shorter."""
+"""The same for targets, which are shorter."""
 
 MOST_LEFT_OUT = 0.5
-"""Share of the rows that a recipe may leave out, with a comment that says so; of more it would keep too few."""
+"""The largest share of the rows that a recipe may leave out, with a comment that says so."""
 
 FEWEST_STEPS = 100
-"""A step is made of fewer rows where a run would have fewer steps than this: a schedule needs room to act."""
+"""Steps have fewer rows if a run would have fewer steps than this, because a schedule needs steps to act."""
 
 EVALUATIONS = 5
-"""In a run, beside the one before the first step."""
+"""Number of evaluations in a run, beside the one before the first step."""
 
 MOST_ROWS_PACKED = 100_000
-"""Rows whose packing is tried; of more, a part is."""
+"""The most rows whose packing is tried; of more, a part is tried."""
 
 FEWEST_ROWS_TO_HOLD_OUT, MOST_ROWS_HELD_OUT = 20, 1000
-"""Below the first nothing is held out; above the second a loss becomes no surer, only slower."""
+"""Below the first nothing is held out; above the second an evaluation gets slower, but not more precise."""
 
 MICRO_BATCH_TOKENS = 8192
 """The largest micro-batch that is tried first (tokens): it keeps a GPU busy."""
@@ -64,10 +64,10 @@ MICRO_BATCH_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Machine:
-    """What the recipe is for: so many devices of one node; on CPU ranks `hardware` is one of `device_type` cpu.
+    """The target of the recipe: `count` devices of one node; for CPU ranks `hardware.device_type` is cpu.
 
     Attributes:
-        asked: the name or path that stands for the hardware on a command line; None: its own name.
+        asked: the name or path of the hardware on a command line, or None for its own name.
     """
 
     hardware: Hardware
@@ -93,14 +93,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A recipe, and how it came about.
+    """A suggested recipe, with the facts behind it.
 
     Attributes:
         draft: the values with their reasons.
-        layout: of the rows.
-        row: of the plan, for the chosen strategy.
-        num_steps: optimizer steps of the run, about.
-        prompt: how a row begins; empty for a classifier.
+        layout: layout of the rows.
+        row: row of the plan for the chosen strategy.
+        num_steps: optimizer steps of the run, approximately.
+        prompt: the beginning of a row; empty for a classifier.
     """
 
     draft: Draft
@@ -116,15 +116,15 @@ class Suggestion:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Key of the recipe -> why it has its value."""
+        """The reason for each key's value."""
         return self.draft.all_reasons()
 
     def text(self) -> str:
-        """The recipe as YAML, with the reasons as comments."""
+        """Returns the recipe as YAML, with the reasons as comments."""
         return self.draft.text(["Written by `toolkit init`. Change what you like; `toolkit validate` checks it."])
 
     def commands(self, file: str) -> list[str]:
-        """What to run next, in order."""
+        """Returns the commands to run next, in order."""
         machine = self.machine
         found = [
             ["toolkit", "plan", file, *machine.plan_options()],
@@ -145,19 +145,19 @@ def suggest(
     folder: Path | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Suggestion:
-    """A recipe that trains a model on some rows and fits a machine.
+    """Suggests a recipe that trains a model on some rows and fits a machine.
 
     Args:
-        model: a folder or a hub name, of which the configuration and the tokenizer are read.
+        model: a folder or a hub name, whose configuration and tokenizer are read.
         data: a file, a glob, a folder saved by `datasets`, or a hub data set.
-        method: a key of `METHODS`; None: as the rows say, with adapters where nothing else fits, over a base in 4
-            bits where those do not fit either.
+        method: a key of `METHODS`. If it is None, the rows decide, with adapters if nothing else fits, over a base in
+            4 bits if those do not fit either.
         overrides: `section.key=value` texts, which stay as they are.
-        folder: where the recipe will be; paths in a recipe are relative to it. None: the working folder.
-        tell: is given a line before each part that takes time.
+        folder: folder of the recipe, to which its paths are relative, or None for the working folder.
+        tell: called with a line before each part that takes time.
 
     Raises:
-        BadInputError: no such model or data, rows that fit no method, or a run that does not fit the machine.
+        BadInputError: if there is no such model or data, the rows fit no method, or no run fits the machine.
     """
     if machine.count > machine.hardware.devices_per_node:
         raise BadInputError(
@@ -168,14 +168,14 @@ def suggest(
     here = folder is None or folder.resolve() == Path.cwd().resolve()
     draft.set("model.name_or_path", model if here else _absolute(model))
     draft.set("data.train", data if here else _absolute(data))
-    chosen, layout, rows, found, prompt = _surveyed(draft, method, tell)
+    chosen, layout, rows, found, prompt = _survey(draft, method, tell)
     tell(f"planning {found.num_parameters:,} parameters on {machine.words}")
-    # A save takes host memory, which the plan counts; how often it comes follows from the steps.
+    # A save takes host memory, which the plan counts; its interval follows later from the steps.
     draft.set("checkpoint.every_steps", 1)
-    row = _planned(draft, chosen, rows, found, machine)
+    row = _plan_draft(draft, chosen, rows, found, machine)
     while row is None and method is None and chosen.smaller is not None:
         chosen = METHODS[chosen.smaller]
-        row = _planned(draft, chosen, rows, found, machine)
+        row = _plan_draft(draft, chosen, rows, found, machine)
         draft.reasons["adapter.kind"] = f"Training every parameter needs more than {machine.words}; adapters fit."
         if chosen.quantized:
             draft.reasons["adapter.quantize"] = f"LoRA over a base in 16 bits needs more than {machine.words}."
@@ -185,12 +185,12 @@ def suggest(
     return Suggestion(draft, draft.recipe(), chosen, layout, machine, found, rows, row, num_steps, prompt)
 
 
-def _surveyed(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tuple[Method, str, Rows, Model, str]:
-    """Method, layout, rows, model, and words to generate from; sets what reading the rows depends on."""
-    # The fields that a recipe cannot do without; each gets its value later.
+def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tuple[Method, str, Rows, Model, str]:
+    """Returns method, layout, rows, model, and a prompt; sets what reading the rows depends on."""
+    # The required fields of a recipe; each gets its value later.
     draft.set("data.max_length", ROUND_TO)
     draft.set("optimizer.learning_rate", 1.0)
-    draft.set("training.output_dir", f"outputs/{_name(draft.get('data.train'))}")
+    draft.set("training.output_dir", f"outputs/{_run_name(draft.get('data.train'))}")
     draft.set("training.num_epochs", 1)
     reads_sources = is_encoder_decoder(_model_section(draft)) if name is None else _reads_sources(name)
     data = _data_section(draft, SPEC_OF["seq2seq" if reads_sources else "full"])
@@ -219,36 +219,36 @@ def _surveyed(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tu
 
 
 def _reads_sources(method: str) -> bool:
-    """Whether it trains an encoder-decoder; False for a name that is unknown, which `method_of` refuses."""
+    """Returns whether a method trains an encoder-decoder; False for an unknown name, which `method_of` refuses."""
     return method in SPEC_OF and SPEC_OF[method].encoder_decoder
 
 
 NEEDED = {"training": {"output_dir": "outputs", "num_epochs": 1}, "optimizer": {"learning_rate": 1.0}}
-"""What a recipe cannot do without, while only a section of it is wanted."""
+"""Required fields of a recipe, for building only one of its sections."""
 
 
 def _model_section(draft: Draft) -> ModelSection:
-    """As it stands, checked."""
+    """Returns the checked `model` section of the draft."""
     data = {"train": draft.get("data.train"), "max_length": ROUND_TO}
     return Recipe.from_mapping({"model": draft.section("model"), "data": data, **NEEDED}).model
 
 
 def _data_section(draft: Draft, spec: ObjectiveSpec) -> DataSection:
-    """As it stands, checked; what is given elsewhere may need values that are not there yet."""
-    # Of the others, with which data may say less, the rows have to tell which it is.
+    """Returns the checked `data` section of the draft, alone, because other sections may lack values yet."""
+    # For other objectives causal_lm stands in, because the rows have not decided the objective yet.
     kind = spec.kind if spec.encoder_decoder else "causal_lm"
     sections = {"model": draft.section("model"), "data": draft.section("data"), "objective": {"kind": kind}}
     return Recipe.from_mapping({**sections, **NEEDED}).data
 
 
-def _planned(draft: Draft, method: Method, rows: Rows, model: Model, machine: Machine) -> PlanRow | None:
-    """The row of the plan that the draft is completed for; None where nothing fits."""
+def _plan_draft(draft: Draft, method: Method, rows: Rows, model: Model, machine: Machine) -> PlanRow | None:
+    """Completes the draft for the best row of the plan and returns that row, or None if nothing fits."""
     _set_method(draft, method, model, machine)
     _set_lengths(draft, method, rows, model)
     each = _samples_of_a_rank(draft, method, rows, machine)
     largest: int = max(1, MICRO_BATCH_TOKENS // draft.get("data.max_length"))
     size = min(each, 1 << (largest.bit_length() - 1))
-    # A table also holds a half and a quarter of the micro-batch. Where 1 is not among them, it gets a table of its own.
+    # A table also has a half and a quarter of the micro-batch. If 1 is not among them, it gets a table of its own.
     for micro_batch in (size, 1) if size > 4 else (size,):
         draft.set("training.micro_batch_size", micro_batch)
         draft.set("training.gradient_accumulation_steps", each // micro_batch)
@@ -290,7 +290,7 @@ def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) ->
 
 
 def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None:
-    """The length of a sample, and what becomes of longer rows."""
+    """Sets the length of a sample, and what happens to longer rows."""
     most = covering(rows.lengths, COVERED)
     told = f"{COVERED:.0%} of the {counted(len(rows.lengths), 'row')} have at most {most:,} tokens."
     spec, is_text = SPEC_OF[method.name], method.name == "pretrain"
@@ -316,7 +316,7 @@ def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None
     if not spec.padded:
         why = "Short rows share a sample without padding, unless the run's first check finds that they see each other."
         without = "This model takes no position_ids, so rows that share a sample would see each other."
-        # Null and not true, which would end the run where that check fails.
+        # Null instead of true, which would end the run if that check fails.
         draft.set("data.packing", *((None, why) if model.takes_positions else (False, without)))
 
 
@@ -346,7 +346,7 @@ def _set_target_length(draft: Draft, lengths: Ints, model: Model) -> None:
 
 
 def _num_samples(draft: Draft, method: Method, rows: Rows) -> int:
-    """Samples of one epoch, about."""
+    """Returns the samples of one epoch, approximately."""
     length: int = draft.get("data.max_length")
     if draft.get("data.packing", False) is False:
         return len(rows.lengths)
@@ -359,7 +359,7 @@ def _num_samples(draft: Draft, method: Method, rows: Rows) -> int:
 
 
 def _samples_of_a_rank(draft: Draft, method: Method, rows: Rows, machine: Machine) -> int:
-    """Samples of an optimizer step on each rank, a power of two: the method's, or fewer so that steps are enough."""
+    """Returns a step's samples on each rank, a power of two: the method's, or fewer so that there are enough steps."""
     samples = _num_samples(draft, method, rows)
     wanted = method.rows_per_step * samples / len(rows.lengths)
     if method.name == "pretrain":
@@ -370,7 +370,7 @@ def _samples_of_a_rank(draft: Draft, method: Method, rows: Rows, machine: Machin
 
 
 def _set_length_of_run(draft: Draft, method: Method, rows: Rows, machine: Machine) -> int:
-    """Sets epochs, evaluation and checkpoints; returns the optimizer steps of the run, about."""
+    """Sets epochs, evaluation and checkpoints; returns the approximate optimizer steps of the run."""
     draft.set("training.num_epochs", method.epochs, f"As published recipes for method {method.name} do.")
     count, samples = len(rows.lengths), _num_samples(draft, method, rows)
     if count >= FEWEST_ROWS_TO_HOLD_OUT:
@@ -389,8 +389,8 @@ def _set_length_of_run(draft: Draft, method: Method, rows: Rows, machine: Machin
     return steps
 
 
-def _settings(setup: Setup) -> dict[str, Any]:
-    """Key of the recipe -> its value in a setup."""
+def _settings_of_setup(setup: Setup) -> dict[str, Any]:
+    """Returns a setup's values by keys of the recipe."""
     return {
         "sharding.strategy": setup.strategy.name,
         "sharding.offload": "optimizer" if setup.offload else "none",
@@ -401,11 +401,13 @@ def _settings(setup: Setup) -> dict[str, Any]:
 
 
 def _is_allowed(draft: Draft, setup: Setup, machine: Machine) -> bool:
-    """Whether a recipe can ask for a setup, and has what is given."""
-    # The groups of hybrid stand in an Accelerate config. On CPU ranks, host and device are one memory.
+    """Returns whether a recipe can ask for a setup, and the setup has the given values."""
+    # The groups of hybrid are set in an Accelerate config. On CPU ranks, host and device are one memory.
     if setup.strategy.replicated or (setup.offload and machine.is_cpu and "sharding.offload" not in draft.given):
         return False
-    return all(draft.given[key] in (value, "auto") for key, value in _settings(setup).items() if key in draft.given)
+    return all(
+        draft.given[key] in (value, "auto") for key, value in _settings_of_setup(setup).items() if key in draft.given
+    )
 
 
 def _set_setup(draft: Draft, row: PlanRow, why: str, machine: Machine) -> None:
@@ -418,7 +420,7 @@ def _set_setup(draft: Draft, row: PlanRow, why: str, machine: Machine) -> None:
         "training.micro_batch_size": "The size that the plan finds fastest.",
         "training.gradient_accumulation_steps": f"{counted(samples, 'sample')} a step, at most {row.tokens:,} tokens.",
     }
-    for key, value in _settings(setup).items():
+    for key, value in _settings_of_setup(setup).items():
         if value not in (None, "none"):
             draft.set(key, value, reasons[key])
 
@@ -434,15 +436,15 @@ def _nothing_fits(method: Method, model: Model, draft: Draft, machine: Machine) 
 
 
 def _absolute(name: str) -> str:
-    """A path that holds from every folder; a hub name stays."""
+    """Returns a path as absolute; a hub name stays."""
     if is_store(name):
         return name
     path = Path(name).expanduser()
     return os.path.abspath(path) if path.exists() or is_file_source(name) else name
 
 
-def _name(train: object) -> str:
-    """The run's name, after its data."""
+def _run_name(train: object) -> str:
+    """Returns the run's name, after its data."""
     path = Path(train if isinstance(train, str) else "run")
     name = path.name.partition(".")[0] if "*" not in path.name else path.parent.name
     return name or "run"

@@ -1,4 +1,4 @@
-"""What a recipe has to know about the rows and the model before any value is chosen."""
+"""Surveys the rows and the model before any value of a recipe is chosen."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, ModelSection
 
 ROWS_LOOKED_AT = 100
-"""Rows among which conversations are looked for."""
+"""Number of rows that are searched for conversations."""
 
 UNCUT = 2**24
-"""The largest `data.max_length`: rows are measured whole."""
+"""The largest `data.max_length`, with which rows are measured whole."""
 
 PROMPT_WORDS = 8
-"""Words of the first row that the command for generation begins with."""
+"""Words of the first row in the prompt of the command for generation."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Rows:
     """The rows that can be used.
 
     Attributes:
-        lengths: tokens of each, as the tokenizer and the chat template make them; of a pair, both completions; of a
-            source and its target, the source.
-        labels: names of the classes; None: no classification.
-        target_lengths: tokens of targets; None: they have no row of their own.
+        lengths: tokens of each row with tokenizer and chat template; for a pair of both completions, for a source and
+            its target of the source.
+        labels: names of the classes, or None without classification.
+        target_lengths: tokens of targets, or None if targets are not separate.
         earlier_thoughts: conversations in which the chat template leaves out thoughts of earlier turns.
     """
 
@@ -59,7 +59,7 @@ class Rows:
         return int(self.lengths.sum())
 
     def longer_than(self, length: int, target_length: int | None = None) -> int:
-        """Rows that are, or whose target is."""
+        """Returns the number of rows that are longer, or whose target is."""
         longer = self.lengths > length
         if self.target_lengths is not None and target_length is not None:
             longer |= self.target_lengths > target_length
@@ -68,11 +68,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model its configuration says.
+    """Facts about a model from its configuration.
 
     Attributes:
-        positions: tokens of the longest row that it can read; None: no limit is known.
-        takes_positions: whether rows can share a sample: their positions restart.
+        positions: tokens of the longest row that it can read, or None if no limit is known.
+        takes_positions: whether rows can share a sample, because their positions restart.
     """
 
     num_parameters: int
@@ -81,15 +81,15 @@ class Model:
 
 
 def covering(lengths: Ints, share: float) -> int:
-    """The smallest length that at least this share of them does not exceed."""
+    """Returns the smallest length that at least this share of the lengths does not exceed."""
     return int(np.sort(lengths)[math.ceil(share * len(lengths)) - 1])
 
 
 def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: ObjectiveSection) -> Rows:
-    """Tokenises the rows; a run with the same data and tokenizer finds that done.
+    """Tokenises the rows; a run with the same data and tokenizer finds them in the cache.
 
     Raises:
-        DataError: rows that cannot be read, or too many that cannot be used.
+        DataError: if rows cannot be read, or too many cannot be used.
     """
     whole = data.model_copy(
         update={
@@ -118,7 +118,11 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
 
 
 def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None, objective: str) -> Model:
-    """Builds the model on the meta device, from its configuration. Raises BadInputError where there is none."""
+    """Builds the model on the meta device from its configuration, and returns facts about it.
+
+    Raises:
+        BadInputError: if there is no such model.
+    """
     built = load_without_weights(model, tokenizer, labels, objective=objective)
     positions = getattr(built.config, "max_position_embeddings", None)
     return Model(
@@ -129,7 +133,7 @@ def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: lis
 
 
 def template_for(tokenizer: PreTrainedTokenizerBase, source: Source, layout: Layout) -> str | None:
-    """The chat template of ours that the rows need; None where the tokenizer has one or nobody talks."""
+    """Returns our chat template that the rows need, or None if the tokenizer has one or no row is a dialogue."""
     if getattr(tokenizer, "chat_template", None) or not any(map(_is_conversation, _examples(source, layout))):
         return None
     # chatml's markers would be several tokens each in a vocabulary that does not hold them.
@@ -137,16 +141,16 @@ def template_for(tokenizer: PreTrainedTokenizerBase, source: Source, layout: Lay
 
 
 def first_words(source: Source, layout: Layout) -> str:
-    """How the first usable row begins, or what it asks, in a few words; empty where no row says anything."""
+    """Returns the first words of the first usable row or its prompt, or an empty text if no row has any."""
     for example in _examples(source, layout):
-        words = _asked(example).split()[:PROMPT_WORDS]
+        words = _prompt_of(example).split()[:PROMPT_WORDS]
         if words:
             return " ".join(words)
     return ""
 
 
 def _examples(source: Source, layout: Layout) -> Iterator[Example]:
-    """The usable ones of the first rows."""
+    """Yields the usable examples among the first rows."""
     for row in islice((row for shard in source.shards for row in read(shard)), ROWS_LOOKED_AT):
         try:
             yield layout.example(row)
@@ -160,11 +164,11 @@ def _is_conversation(example: Example) -> bool:
     return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
 
 
-def _asked(example: Any) -> str:
+def _prompt_of(example: Any) -> str:
     if isinstance(example, Pair):
-        return _asked(example.chosen)
+        return _prompt_of(example.chosen)
     if isinstance(example, Judged):
-        return _asked(example.answer)
+        return _prompt_of(example.answer)
     if isinstance(example, Conversation):
         return next((str(m["content"] or "") for m in example.messages if m["role"] == "user"), "")
     if isinstance(example, Answer):
