@@ -116,6 +116,7 @@ class Head:
 
 
 def chunk_tokens(vocabulary: int, entries: int | None = None) -> int:
+    """Returns the tokens of a chunk whose logits have about `entries` entries, or `CHUNK_ENTRIES`."""
     return max(MIN_CHUNK_TOKENS, (entries or CHUNK_ENTRIES) // vocabulary)
 
 
@@ -132,6 +133,7 @@ class Gradients:
 
     @staticmethod
     def zeros(head: Head, hidden: torch.Tensor, wanted: tuple[bool, bool, bool]) -> Gradients:
+        """Returns zero gradients of the `wanted` tensors for hidden states (N, D)."""
         dtype = torch.float32 if len(head.chunks(len(hidden))) > 1 else head.weight.dtype
         return Gradients(
             torch.zeros_like(hidden) if wanted[0] else None,
@@ -166,6 +168,7 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tens
 
 
 def dtypes_of(*tensors: torch.Tensor | None) -> tuple[torch.dtype | None, ...]:
+    """Returns the dtypes of tensors of any shape; None for None."""
     return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
@@ -288,6 +291,12 @@ def token_losses(
 
 
 def how_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, after: AfterHead) -> How:
+    """Returns how to run a head on hidden states (N, D): autocast's dtype if it is on, and the gradients to compute.
+
+    Args:
+        weight: (V, D).
+        bias: (V,).
+    """
     kind, learns = hidden.device.type, torch.is_grad_enabled()
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     wanted = tuple(learns and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))

@@ -36,7 +36,7 @@ LARGEST_DRAWN = 1e60
 
 @dataclass(frozen=True)
 class Series:
-    """One curve; `ys` has NaN where there is a gap. `kind` is line, faint or points.
+    """One curve; NaN in `ys` is a gap. `kind` is line, faint or points.
 
     Attributes:
         raw: for a smoothed curve, the one that it is made of.

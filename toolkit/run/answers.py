@@ -1,4 +1,4 @@
-"""Answers to held-out prompts, which the model writes at evaluations as it is trained, and how many are right."""
+"""Lets the model answer held-out prompts at evaluations during training, and counts the right answers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ FILE = "answers.file"
 
 
 def read_asked(recipe: Recipe) -> Asked:
-    """What is answered; nothing where no file is named. Collective.
+    """Returns what the model answers; nothing if the recipe names no file. Collective.
 
     Raises:
-        BadInputError: the file or the function that scores cannot be read, or rows of the file cannot be used.
+        BadInputError: if the file or the scoring function cannot be read, or some rows cannot be used.
     """
     return ranks.on_first_rank(lambda: _read(recipe.answers))
 
@@ -72,10 +72,10 @@ class Answers(Extension):
     generate --eval`, batch for batch.
 
     Args:
-        opened, run: the model is answered by as it is, sharded, with the weights that are evaluated.
+        opened, run: the run whose model answers, sharded as it is, with the weights that are evaluated.
 
     Raises:
-        BadInputError: names the rows that the model cannot be given.
+        BadInputError: if the model cannot take some rows; it names them.
     """
 
     def __init__(self, opened: OpenedRun, run: PreparedRun) -> None:
@@ -130,30 +130,30 @@ class Answers(Extension):
 
     @contextmanager
     def _answering(self, beat: Callable[[], None]) -> Iterator[None]:
-        """Lets the model write as an export does.
+        """Lets the model generate as an export does.
 
         Args:
-            beat: called before each forward; a long answer is no stall.
+            beat: called before each forward, so that a long answer does not count as a stall.
         """
         base = self._loaded.model
         with ExitStack() as stack:
             if self._opened.plugin.strategy.sharded:
                 stack.enter_context(UnitStates(self._model).generating())
             else:
-                # Accelerate has put it around the forward of the whole, and peft's base is called by itself.
+                # Accelerate wraps the whole model's forward in autocast, but peft's base is called directly.
                 stack.enter_context(self._opened.accelerator.autocast())
             if self._opened.recipe.training.compile:
-                # Each length would be compiled anew.
+                # Each length would be compiled again.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(base.register_forward_pre_hook(lambda *_: beat()).remove)
             stack.callback(setattr, base, "generation_config", base.generation_config)
-            base.generation_config = GenerationConfig(**beginning(base))  # as `load_model` does: the settings say all
+            base.generation_config = GenerationConfig(**beginning(base))  # as `load_model` does: only our settings count
             yield
 
     def _written(self) -> dict[str, float]:
         size, prompts = self._section.batch_size, self._prompts
         texts = [number for number, prompt in enumerate(prompts) if prompt.shown is None]
-        # Tried here, by all ranks at once: a rank with one prompt in its batch would not try it.
+        # Tested here by all ranks at once, because a rank with one prompt in its batch would not test it.
         if size > 1 and texts and sees_padding(self._loaded, prompts[texts[0]].ids):
             size = 1
         sampling = Sampling(self._section.max_new_tokens, 0.0)
@@ -182,11 +182,11 @@ class Answers(Extension):
 
 
 def _shared(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:
-    """What `work` makes of each batch, in their order, on every rank; each rank does its share. Collective."""
+    """Returns the results of `work` for all batches in order, on every rank; each rank does its share. Collective."""
     found: dict[int, list[T]] = {}
     for first in range(0, len(batches), ranks.world_size()):
         number = first + ranks.rank()
-        # In each round all ranks go through the same units; who has no batch left does the last one, too.
+        # In each round all ranks run the same units; a rank without a batch left repeats the last one.
         done = work(batches[min(number, len(batches) - 1)])
         if number < len(batches):
             found[number] = done
@@ -197,9 +197,9 @@ def _shared(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:
 
 
 def _require_room(loaded: Loaded, rows: list[PromptRow], prompts: list[Prompt], section: AnswersSection) -> None:
-    """Raises BadInputError that names prompts behind which the model has no positions for a whole answer.
+    """Raises BadInputError that names prompts after which the model has no positions left for a whole answer.
 
-    Ranks that share forwards go on together, so none may have to end its answers before the others.
+    Ranks that share forwards generate in step, so none may have to end its answers before the others.
     """
     if loaded.positions is None:
         return

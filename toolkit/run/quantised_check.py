@@ -33,7 +33,7 @@ def check_quantised(
     quantised layer it would find bytes.
 
     Raises:
-        BadInputError: if logits differ, or the quantised model fails where the other one does not.
+        BadInputError: if logits differ, or the quantised model fails and the other one does not.
     """
     inner = accelerator.unwrap_model(model)
     if not any(quantised_layers(inner)) or not isinstance(samples, TextSamples | LabelledSamples):
