@@ -90,10 +90,10 @@ def build(
     builder = Builder(data, tokenizer, seed, objective or ObjectiveSection())
     folder = ranks.on_each_host(builder.write)
     prepared = builder.read(folder)
-    return _streamed(builder, prepared) if data.streaming else prepared
+    return _with_stream(builder, prepared) if data.streaming else prepared
 
 
-def _streamed(builder: Builder, prepared: TokenisedData) -> TokenisedData:
+def _with_stream(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     """Returns the data with a stream to train on, whose first window is read now."""
     found: list[tuple[Stream, Window]] = []
     # Digests, not numbers: held-out rows come from sources of their own, which are numbered apart.

@@ -110,7 +110,7 @@ class Encoder:
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """Returns a document for each row; that of a row that cannot be used has a reason instead of tokens."""
-        examples = [_attempt(layout.example, row) for row in rows]
+        examples = [_result_or_problem(layout.example, row) for row in rows]
         documents = self._documents_or_data_error(examples)
         for document, row, example in zip(documents, rows, examples, strict=True):
             if document["problem"] is None and (unread := layout.unread(row, is_conversation(example))):
@@ -150,11 +150,11 @@ class Encoder:
             return self._judged_documents(examples)
         return self._encode_examples(examples)
 
-    def _prepare(self, example: Example) -> _Prepared | _Turns | RowProblem:
+    def _prepare_example(self, example: Example) -> _Prepared | _Turns | RowProblem:
         if isinstance(example, Conversation):
             in_turns = self.targets == EACH_TURN
             found: _Prepared | _Turns | RowProblem
-            found = _attempt(self._rendered_by_turn if in_turns else self._rendered, example)
+            found = _result_or_problem(self._rendered_by_turn if in_turns else self._render_conversation, example)
             return found
         if isinstance(example, Answer):
             text = example.prompt + example.completion
@@ -177,7 +177,7 @@ class Encoder:
             notes.append(DEVELOPER)
         return messages, notes
 
-    def _rendered(self, example: Conversation) -> _Prepared:
+    def _render_conversation(self, example: Conversation) -> _Prepared:
         messages, notes = self._messages_for_template(example)
         if self.pictures is not None and example.pictures:
             messages = [{**message, PICTURED: self.pictures.token} for message in messages]
@@ -278,8 +278,10 @@ class Encoder:
         return [{**document, "label": label} for document, label in zip(documents, good, strict=True)]
 
     def _encode_examples(self, examples: list[Example | RowProblem]) -> list[Document]:
-        prepared = [item if isinstance(item, RowProblem) else self._prepare(item) for item in examples]
-        prepared = [_attempt(self._encode_turns, item) if isinstance(item, _Turns) else item for item in prepared]
+        prepared = [item if isinstance(item, RowProblem) else self._prepare_example(item) for item in examples]
+        prepared = [
+            _result_or_problem(self._encode_turns, item) if isinstance(item, _Turns) else item for item in prepared
+        ]
         encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
         documents = [
             _unusable(item) if isinstance(item, RowProblem) else item if isinstance(item, dict) else next(encoded)
@@ -297,8 +299,8 @@ class Encoder:
     def _source_target_document(self, example: Example) -> Document:
         """Returns a document of a source's tokens and, after `split` of them, its target's, which are learned."""
         assert isinstance(example, SourceTarget)
-        source, source_cut = self._ids(self.prefix + example.source, "text", self.truncate_to)
-        target, target_cut = self._ids(example.target, "text_target", self.truncate_target_to)
+        source, source_cut = self._token_ids(self.prefix + example.source, "text", self.truncate_to)
+        target, target_cut = self._token_ids(example.target, "text_target", self.truncate_target_to)
         if not source:  # attention over nothing would give NaN
             return _unusable(RowProblem("the source makes no token"))
         end = self.tokenizer.eos_token_id
@@ -311,7 +313,7 @@ class Encoder:
         targets = [False] * len(source) + [True] * len(target)
         return {**document_of(source + target, targets), "split": len(source), "note": joined_notes(cut)}
 
-    def _ids(self, text: str, mode: str, limit: int | None) -> tuple[list[int], bool]:
+    def _token_ids(self, text: str, mode: str, limit: int | None) -> tuple[list[int], bool]:
         """Returns the tokens of a text, special ones included, at most `limit`, and whether it was cut.
 
         Args:
@@ -465,7 +467,7 @@ def _unusable(problem: RowProblem) -> Document:
     return {**document_of([], []), "problem": str(problem)}
 
 
-def _attempt(action: Any, value: Any) -> Any:
+def _result_or_problem(action: Any, value: Any) -> Any:
     """Returns the result of `action` on a value, or the problem that it raises."""
     try:
         return action(value)

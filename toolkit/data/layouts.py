@@ -149,15 +149,15 @@ class Layout:
         if kind == "text":
             return Text(text_of(values["text"], self.columns["text"]))
         if kind == "text and label":
-            return self._labelled(values)
+            return self._text_and_label(values)
         if kind == "source and target":
             return SourceTarget(*(text_of(values[what], self.columns[what]) for what in ("source", "target")))
         if kind == "tokens and tags":
-            return _tagged(values, self.columns, self.label_names)
+            return _tokens_and_tags(values, self.columns, self.label_names)
         if kind == "chosen and rejected":
             return pair_of(values, self.columns)
         if kind == "prompt and completion":
-            return _answer(values, self.columns, of_row)
+            return _prompt_and_completion(values, self.columns, of_row)
         if kind == "instruction and output":
             return _instruction(values, self.columns, of_row)
         messages = messages_of(values["messages"], self.columns["messages"], self.pictures)
@@ -177,12 +177,12 @@ class Layout:
                     f"column {column}"
                 )
 
-    def _labelled(self, values: dict[str, Any]) -> Labelled:
+    def _text_and_label(self, values: dict[str, Any]) -> Labelled:
         pair = values.get("text_pair")
         return Labelled(
             text_of(values["text"], self.columns["text"]),
             text_of(pair, self.columns["text_pair"]) if "text_pair" in self.columns else None,
-            _label(values["label"], self.columns["label"], self.label_names),
+            _class_name(values["label"], self.columns["label"], self.label_names),
         )
 
 
@@ -345,7 +345,7 @@ def _with_arguments(example: T, row: dict[str, Any]) -> T:
     return replace(example, arguments=arguments_of(row.get(COLUMN)))
 
 
-def _label(value: Any, column: str, names: tuple[str, ...]) -> str:
+def _class_name(value: Any, column: str, names: tuple[str, ...]) -> str:
     # Before int: in Python True is an int, and `true` is a name of its own.
     if isinstance(value, bool):
         return str(value).lower()
@@ -361,7 +361,7 @@ def _label(value: Any, column: str, names: tuple[str, ...]) -> str:
     return text_of(value, column).strip()
 
 
-def _tagged(values: dict[str, Any], columns: dict[str, str], names: tuple[str, ...]) -> Tagged:
+def _tokens_and_tags(values: dict[str, Any], columns: dict[str, str], names: tuple[str, ...]) -> Tagged:
     words, tags = values["tokens"], values["tags"]
     for value, column in ((words, columns["tokens"]), (tags, columns["tags"])):
         if not isinstance(value, list):
@@ -372,7 +372,7 @@ def _tagged(values: dict[str, Any], columns: dict[str, str], names: tuple[str, .
         raise RowProblem(f"{columns['tokens']} and {columns['tags']} are of different lengths")
     return Tagged(
         tuple(text_of(word, f"a word of {columns['tokens']}") for word in words),
-        tuple(_label(tag, f"a tag of {columns['tags']}", names) for tag in tags),
+        tuple(_class_name(tag, f"a tag of {columns['tags']}", names) for tag in tags),
     )
 
 
@@ -388,7 +388,7 @@ def _judgement(value: Any, column: str) -> bool:
     return said in ("true", "1")
 
 
-def _answer(values: dict[str, Any], columns: dict[str, str], of_row: list[Any] | None = None) -> Example:
+def _prompt_and_completion(values: dict[str, Any], columns: dict[str, str], of_row: list[Any] | None = None) -> Example:
     prompt, completion = values["prompt"], values["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
         asked = messages_of(prompt, columns["prompt"], of_row is not None)

@@ -57,7 +57,7 @@ class Ema:
     def in_place(self) -> Iterator[None]:
         """Lets the model compute with the averages inside the block, which takes memory for a copy of its weights."""
         state = state_once(self._model)
-        last = {name: _cloned(state[name]) for name in self.tensors}
+        last = {name: _clone_shard(state[name]) for name in self.tensors}
         self.put()
         try:
             yield
@@ -73,6 +73,6 @@ class Ema:
         self._model.load_state_dict(tensors, strict=False)
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_shard(tensor: torch.Tensor) -> torch.Tensor:
     local = local_tensor(tensor).clone()
     return beside(tensor, local) if isinstance(tensor, DTensor) else local

@@ -51,11 +51,11 @@ class Muon(torch.optim.AdamW):
         split = [parameter for parameter in present if not _has_whole_experts(parameter)]
         # AdamW, which steps next, skips parameters without a gradient.
         changes = (self._momentum_of(parameter) for parameter in split)
-        self._add(group, zip(split, orthogonalised(split, changes), strict=True))
+        self._apply_updates(group, zip(split, orthogonalised(split, changes), strict=True))
         stacks = (parameter for parameter in present if _has_whole_experts(parameter))
-        self._add(group, ((stack, _each_orthogonalised(self._momentum_of(stack))) for stack in stacks))
+        self._apply_updates(group, ((stack, _each_orthogonalised(self._momentum_of(stack))) for stack in stacks))
 
-    def _add(self, group: dict[str, Any], updates: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    def _apply_updates(self, group: dict[str, Any], updates: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         for parameter, update in updates:
             local = local_tensor(parameter)
             # Decoupled and before the update, as in torch.optim.Muon.

@@ -47,7 +47,7 @@ def render_card(
 ) -> str:
     """Returns the card as Markdown. It names folders and files without their paths."""
     name = Path(recipe.training.output_dir).name
-    base = _base(recipe)
+    base = _base_model_name(recipe)
     about = f"{name}, fine-tuned from {base}." if base else f"{name}, trained from random weights."
     parts = [
         f"---\n{yaml.safe_dump(_header(recipe), sort_keys=False)}---\n",
@@ -55,7 +55,7 @@ def render_card(
         f"{_plain(about)} {_plain(_description(recipe))}".rstrip() + "\n",
         "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
         _evaluations(metrics),
-        f"## Data\n\n{_data(data_report)}",
+        f"## Data\n\n{_data_table(data_report)}",
         f"## Training\n\n{_table(['', ''], [[key, value] for key, value in facts.items()])}",
         f"## Versions\n\n{_table(['', ''], [[key, value] for key, value in versions.items()])}",
         f"## Recipe\n\n````yaml\n{recipe_for_readers(recipe)}````\n",
@@ -84,7 +84,7 @@ def _header(recipe: Recipe) -> dict[str, Any]:
     return {**header, "datasets": hub} if hub else header
 
 
-def _base(recipe: Recipe) -> str | None:
+def _base_model_name(recipe: Recipe) -> str | None:
     name = recipe.model.name_or_path
     if name is None:
         return None
@@ -94,7 +94,7 @@ def _base(recipe: Recipe) -> str | None:
 def model_and_data(recipe: Recipe, class_name: str) -> str:
     """Returns the name of the model, or its class if it begins with random weights, and the sources of the rows."""
     names = [source_name(source.path) for source in recipe.data.train]
-    base, data = _base(recipe), format_names(names, len(names), 2)
+    base, data = _base_model_name(recipe), format_names(names, len(names), 2)
     return f"{base} fine-tuned on {data}" if base else f"{class_name} trained on {data} from random weights"
 
 
@@ -116,7 +116,7 @@ def _metric_cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
 
 
-def _data(report: dict[str, Any]) -> str:
+def _data_table(report: dict[str, Any]) -> str:
     rows = []
     for split in ("train", "validation"):
         counts = report.get(split)
@@ -150,7 +150,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
     """Returns the resolved recipe without null fields, and with names of files instead of their paths here."""
     values = yaml.safe_load(recipe.to_yaml())
     for key in ("train", "validation"):
-        values["data"][key] = _names(values["data"].get(key))
+        values["data"][key] = _source_names(values["data"].get(key))
     for section, key in (
         ("model", "name_or_path"),
         ("model", "tokenizer"),
@@ -161,9 +161,9 @@ def recipe_for_readers(recipe: Recipe) -> str:
         ("answers", "file"),
         ("checkpoint", "to"),
     ):
-        values[section][key] = _names(values[section].get(key))
+        values[section][key] = _source_names(values[section].get(key))
     values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
-    values["checkpoint"]["resume"] = _names(values["checkpoint"]["resume"])
+    values["checkpoint"]["resume"] = _source_names(values["checkpoint"]["resume"])
     values = _without_nulls(values)
     # Nothing in the recipe may close the fence of four backticks around it.
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100).replace("````", "'''")
@@ -178,11 +178,11 @@ def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if value is not None and value != {}}
 
 
-def _names(value: Any) -> Any:
+def _source_names(value: Any) -> Any:
     if isinstance(value, list):
-        return [_names(item) for item in value]
+        return [_source_names(item) for item in value]
     if isinstance(value, dict):
-        return {**value, "path": _names(value["path"])}
+        return {**value, "path": _source_names(value["path"])}
     return source_name(value) if isinstance(value, str) else value
 
 

@@ -104,16 +104,16 @@ def training_loss(run: ComparedRun) -> float | None:
     return statistics.median(losses[-max(1, len(losses) // 10) :]) if losses else None
 
 
-def _last(run: ComparedRun, name: str) -> float | None:
+def _last_training_value(run: ComparedRun, name: str) -> float | None:
     return next(iter(finite(column(run.train, name))[-1:]), None)
 
 
-def _median(run: ComparedRun, name: str) -> float | None:
+def _median_training_value(run: ComparedRun, name: str) -> float | None:
     values = finite(column(run.train, name))
     return statistics.median(values) if values else None
 
 
-def _seconds(run: ComparedRun) -> float | None:
+def _training_seconds(run: ComparedRun) -> float | None:
     seconds = finite(column(run.train, "step_seconds"))
     return math.fsum(seconds) if seconds else None
 
@@ -172,16 +172,22 @@ def result_table(runs: Sequence[ComparedRun]) -> Table:
         ("data", *map(data_of, runs)),
         ("method", *map(method_of, runs)),
         *zip(("state", "steps"), *map(_state_and_steps, runs), strict=True),
-        ("tokens", *(_formatted(_last(run, "tokens"), format_short) for run in runs)),
+        ("tokens", *(_formatted(_last_training_value(run, "tokens"), format_short) for run in runs)),
         ("training loss", *(_formatted(training_loss(run), format_loss) for run in runs)),
         *_held_out_rows(runs, "held-out loss", "loss", "lower", format_loss),
     ]
     for figure in figures_of_all(runs):
         rows += _held_out_rows(runs, figure.title, figure.field, figure.better, figure.written)
     rows += [
-        ("seconds per step", *(_formatted(_median(run, "step_seconds"), lambda value: f"{value:.3g}") for run in runs)),
-        ("tokens per second", *(_formatted(_median(run, "tokens_per_second"), format_short) for run in runs)),
-        ("time of the steps", *(_formatted(_seconds(run), format_seconds) for run in runs)),
+        (
+            "seconds per step",
+            *(_formatted(_median_training_value(run, "step_seconds"), lambda value: f"{value:.3g}") for run in runs),
+        ),
+        (
+            "tokens per second",
+            *(_formatted(_median_training_value(run, "tokens_per_second"), format_short) for run in runs),
+        ),
+        ("time of the steps", *(_formatted(_training_seconds(run), format_seconds) for run in runs)),
         ("memory peak", *map(_memory_cell, runs)),
     ]
     return _table("results", "Results", runs, rows)
@@ -263,12 +269,12 @@ def _values(run: ComparedRun, figures: Sequence[Figure]) -> dict[str, Any]:
         "state": run.state,
         "step": step_of(run),
         "num_steps": run.num_steps,
-        "tokens": _last(run, "tokens"),
+        "tokens": _last_training_value(run, "tokens"),
         "training_loss": training_loss(run),
         "held_out": {name: None if best is None else vars(best) for name, best in found.items()},
-        "step_seconds": _median(run, "step_seconds"),
-        "tokens_per_second": _median(run, "tokens_per_second"),
-        "seconds": _seconds(run),
+        "step_seconds": _median_training_value(run, "step_seconds"),
+        "tokens_per_second": _median_training_value(run, "tokens_per_second"),
+        "seconds": _training_seconds(run),
         "peak_bytes": None if peak is None else peak[0],
         "peak_of": None if peak is None else peak[1],
         "made_with": run.made_with,

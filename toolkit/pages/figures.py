@@ -35,7 +35,7 @@ def format_perplexity(value: float) -> str:
     return three_digits(value) if value < 1000 else format_short(value)
 
 
-def _share(value: float) -> str:
+def _format_share(value: float) -> str:
     return format_percent(value) if math.isfinite(value) else "not finite"
 
 
@@ -51,11 +51,11 @@ FIGURES = (
         "among how many equally likely tokens the model wavers",
         "lower",
     ),
-    Figure("accuracy", "Accuracy", _share, "share of right answers", "higher"),
-    Figure("f1_macro", "F1", _share, "rare classes count as much as frequent ones", "higher"),
-    Figure("f1", "F1 of entities", _share, "entities that are found and right", "higher"),
-    Figure("precision", "Precision", _share, better="higher"),
-    Figure("recall", "Recall", _share, better="higher"),
+    Figure("accuracy", "Accuracy", _format_share, "share of right answers", "higher"),
+    Figure("f1_macro", "F1", _format_share, "rare classes count as much as frequent ones", "higher"),
+    Figure("f1", "F1 of entities", _format_share, "entities that are found and right", "higher"),
+    Figure("precision", "Precision", _format_share, better="higher"),
+    Figure("recall", "Recall", _format_share, better="higher"),
     Figure("margin", "Margin", _signed_number, "how clearly the chosen answer is preferred", "higher"),
     Figure("chosen_reward", "Chosen reward", _signed_number),
     Figure("rejected_reward", "Rejected reward", _signed_number),
@@ -68,9 +68,9 @@ FIGURES = (
         "lower",
     ),
     Figure("cross_entropy", "Cross-entropy", _signed_number, better="lower"),
-    Figure("answer_accuracy", "Answers right", _share, "share of right answers to held-out prompts", "higher"),
-    Figure("answer_accuracy_normalised", "Answers right by length", _share, better="higher"),
-    Figure("answer_stopped", "Answers that stop", _share, better="higher"),
+    Figure("answer_accuracy", "Answers right", _format_share, "share of right answers to held-out prompts", "higher"),
+    Figure("answer_accuracy_normalised", "Answers right by length", _format_share, better="higher"),
+    Figure("answer_stopped", "Answers that stop", _format_share, better="higher"),
     Figure("answer_mean_tokens", "Tokens of an answer", _signed_number),
 )
 """Metrics of all objectives, in the order in which they are shown; an evaluation has those of its objective."""

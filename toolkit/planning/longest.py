@@ -52,10 +52,10 @@ class LongestRow:
         host = f", {self.row.host_bytes / GIB:.0f} GiB of host memory a node" if self.row.host_bytes else ""
         return (
             f"{self.tokens:,} tokens: peak {self.row.peak.total / GIB:.1f} GiB{host}, about {self.row.time.mid:,.0f} s "
-            f"a step of one row\n  {' '.join(self.settings)}{self._limit()}"
+            f"a step of one row\n  {' '.join(self.settings)}{self._positions_warning()}"
         )
 
-    def _limit(self) -> str:
+    def _positions_warning(self) -> str:
         if self.num_positions is None or self.tokens <= self.num_positions:
             return ""
         return (
@@ -109,12 +109,12 @@ class _Search:
     def longest(self, verdict: Verdict, ranks: int) -> LongestRow | None:
         """Returns the longest row of all setups, or None if no row fits."""
         setups = list(_setups(self.recipe, ranks, self.precision, self.planner(PROBED[0]).can_chunk))
-        lines = {setup: self._line(setup, verdict) for setup in setups}
+        lines = {setup: self._fit_line(setup, verdict) for setup in setups}
         setup = max(setups, key=lambda setup: lines[setup].limit)
         local, row, shorter, longer = _rounded_down(lines[setup].limit), None, (0, -lines[setup].room), None
         while local > shorter[0]:
             tried = self.planner(local).row(setup)
-            excess = max(self._excess(tried, verdict))
+            excess = max(self._excess_bytes(tried, verdict))
             if excess > 0:
                 longer = (local, excess)
             else:
@@ -127,13 +127,13 @@ class _Search:
         positions = num_positions(self.planner(PROBED[0]).workload.model)
         return LongestRow(shorter[0] * self.parts, tuple(_overrides(setup, self.parts)), row, positions)
 
-    def _line(self, setup: Setup, verdict: Verdict) -> _Line:
-        (few, many) = (self._excess(self.planner(local).row(setup), verdict) for local in PROBED)
+    def _fit_line(self, setup: Setup, verdict: Verdict) -> _Line:
+        (few, many) = (self._excess_bytes(self.planner(local).row(setup), verdict) for local in PROBED)
         slopes = [(b - a) / (PROBED[1] - PROBED[0]) for a, b in zip(few, many, strict=True)]
         limit = min(PROBED[0] - a / slope for a, slope in zip(few, slopes, strict=True) if slope > 0)
         return _Line(limit, min(slope * PROBED[0] - a for a, slope in zip(few, slopes, strict=True)))
 
-    def _excess(self, row: PlanRow, verdict: Verdict) -> list[float]:
+    def _excess_bytes(self, row: PlanRow, verdict: Verdict) -> list[float]:
         """Returns the bytes by which a row exceeds the device's memory, and the host's."""
         hardware = self.hardware
         need = row.peak.total * HEADROOM[verdict] + standing_bytes(hardware.device_type, row.setup)

@@ -118,8 +118,8 @@ class Answers(Extension):
         if not self._is_due(trainer.global_step):
             return {}
         began = time.perf_counter()
-        with self._answering(lambda: trainer.enter_phase(Phase.EVALUATE)):
-            found = self._chosen() if self._choices else self._written()
+        with self._generating(lambda: trainer.enter_phase(Phase.EVALUATE)):
+            found = self._evaluate_choices() if self._choices else self._evaluate_answers()
         shares = {f"answer_{name}": share for name, share in found.items()}
         return {**shares, "answer_seconds": time.perf_counter() - began}
 
@@ -129,7 +129,7 @@ class Answers(Extension):
         return step // self._every % self._section.every_evaluations == 0
 
     @contextmanager
-    def _answering(self, beat: Callable[[], None]) -> Iterator[None]:
+    def _generating(self, beat: Callable[[], None]) -> Iterator[None]:
         """Lets the model generate as an export does.
 
         Args:
@@ -150,7 +150,7 @@ class Answers(Extension):
             base.generation_config = GenerationConfig(**beginning(base))  # as `load_model` does: only our settings count
             yield
 
-    def _written(self) -> dict[str, float]:
+    def _evaluate_answers(self) -> dict[str, float]:
         size, prompts = self._section.batch_size, self._prompts
         texts = [number for number, prompt in enumerate(prompts) if prompt.shown is None]
         # Tested here by all ranks at once, because a rank with one prompt in its batch would not test it.
@@ -166,7 +166,7 @@ class Answers(Extension):
         written: dict[int, Completion] = {}
         # Apart, and one by one: a prompt with images enters units that others do not, on all ranks or on none.
         for batches in (of_texts, pictured):
-            for batch, found in zip(batches, _shared(batches, answers), strict=True):
+            for batch, found in zip(batches, _split_over_ranks(batches, answers), strict=True):
                 written.update(zip(batch, found, strict=True))
         completions = [written[number] for number in range(len(prompts))]
         # Once for all: a function of the user's may have effects, and need not be on every host.
@@ -174,14 +174,14 @@ class Answers(Extension):
             lambda: evaluate(self._rows, completions, scoring_of(self._rows, self._section, "answers.")).shares()
         )
 
-    def _chosen(self) -> dict[str, float]:
+    def _evaluate_choices(self) -> dict[str, float]:
         size = self._section.batch_size
         batches = [choices[start : start + size] for choices in self._choices for start in range(0, len(choices), size)]
-        flat = (score for batch in _shared(batches, lambda batch: scored(self._loaded, batch)) for score in batch)
+        flat = (score for batch in _split_over_ranks(batches, lambda batch: scored(self._loaded, batch)) for score in batch)
         return choose(self._rows, [[next(flat) for _ in choices] for choices in self._choices]).shares()
 
 
-def _shared(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:
+def _split_over_ranks(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:
     """Returns the results of `work` for all batches in order, on every rank; each rank does its share. Collective."""
     found: dict[int, list[T]] = {}
     for first in range(0, len(batches), ranks.world_size()):

@@ -81,7 +81,7 @@ def check_pictures(
         model.train(was_training)
     if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
         return None  # the first step will say so
-    _require_small(check, TOLERANCE[in_16_bits], _name(samples, found, _first_seen(samples, found)), _class(inner))
+    _require_small(check, TOLERANCE[in_16_bits], _row_name(samples, found, _first_seen(samples, found)), _class(inner))
     return check
 
 
@@ -96,7 +96,7 @@ def require_no_targets(samples: PictureSamples) -> None:
         for place, (ids, targets) in enumerate(samples.tokens(number)):
             if np.any(np.isin(ids, placeholders) & np.asarray(targets, dtype=bool)):
                 raise SightError(
-                    f"{_name(samples, number, place)}: tokens that stand for an image would be learned as text; "
+                    f"{_row_name(samples, number, place)}: tokens that stand for an image would be learned as text; "
                     "report this"
                 )
 
@@ -113,7 +113,7 @@ def _require_features(
             _logits(model, objective, samples.alone(number, place).batch([0]), device)
         except Exception as error:  # of the model's own code
             raise SightError(
-                f"{_name(samples, number, place)}: {_class(inner)} cannot take its images: {type(error).__name__}: "
+                f"{_row_name(samples, number, place)}: {_class(inner)} cannot take its images: {type(error).__name__}: "
                 f"{first_line(error)}"
             ) from error
 
@@ -133,7 +133,7 @@ def _require_units(
     of_shown, of_blind = (_units_run(model, objective, samples.batch([n]), device) for n in (shown, blind))
     if of_shown != of_blind:
         other = sorted(set(of_shown) ^ set(of_blind)) or ["the same ones in another order"]
-        name = _name(samples, shown, _first_seen(samples, shown))
+        name = _row_name(samples, shown, _first_seen(samples, shown))
         raise SightError(
             f"{name}: with its images {_class(inner)} runs other units than without any ({', '.join(other[:3])}), so "
             "that ranks would wait for each other without end; report this"
@@ -181,10 +181,10 @@ def _looked_at(samples: PictureSamples) -> range:
 
 def _first_seen(samples: PictureSamples, number: int) -> int:
     """Returns the place of the first row of a sample that has an image."""
-    return next(place for place, row in enumerate(samples.rows_of(number)) if _pictures(samples, row))
+    return next(place for place, row in enumerate(samples.rows_of(number)) if _picture_records(samples, row))
 
 
-def _pictures(samples: PictureSamples, row: int) -> list[tuple[dict[str, Any], str]]:
+def _picture_records(samples: PictureSamples, row: int) -> list[tuple[dict[str, Any], str]]:
     found: list[tuple[dict[str, Any], str]] = samples.rows.pictures(row)  # type: ignore[attr-defined]
     return found
 
@@ -194,7 +194,7 @@ def _rows_of_unlike_sizes(samples: PictureSamples) -> list[tuple[int, int]]:
     by_sizes: dict[str, tuple[int, int, int]] = {}
     for number in _looked_at(samples):
         for place, (row, (ids, _)) in enumerate(zip(samples.rows_of(number), samples.tokens(number), strict=True)):
-            if records := _pictures(samples, row):
+            if records := _picture_records(samples, row):
                 sizes = str(sorted(str(record.get("size")) for record, _ in records))
                 by_sizes.setdefault(sizes, (len(ids), number, place))
     in_order = sorted(by_sizes.values(), reverse=True)
@@ -202,7 +202,7 @@ def _rows_of_unlike_sizes(samples: PictureSamples) -> list[tuple[int, int]]:
     return [(number, place) for _, number, place in chosen]
 
 
-def _name(samples: PictureSamples, number: int, place: int) -> str:
+def _row_name(samples: PictureSamples, number: int, place: int) -> str:
     name: str = samples.rows.name(samples.rows_of(number)[place])  # type: ignore[attr-defined]
     return name
 

@@ -90,7 +90,7 @@ def _with_references(
     if not objective.needs_references:
         return checked
     _require_same_reference(sharded.inner, opened.recipe, resumed)
-    return replace(checked, data=_referenced(opened, sharded, objective, checked.data, last))
+    return replace(checked, data=_with_log_probabilities(opened, sharded, objective, checked.data, last))
 
 
 def _require_same_reference(inner: Any, recipe: Recipe, resumed: Manifest | None) -> None:
@@ -108,7 +108,7 @@ def _require_same_reference(inner: Any, recipe: Recipe, resumed: Manifest | None
         )
 
 
-def _referenced(
+def _with_log_probabilities(
     opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData, last: int
 ) -> TokenisedData:
     recipe, accelerator = opened.recipe, opened.accelerator

@@ -15,7 +15,7 @@ from toolkit.generation.complete import Prompt
 from toolkit.generation.rows import PromptRow
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.answers import Answers, _require_room, _shared, read_asked, require_sighted
+from toolkit.run.answers import Answers, _require_room, _split_over_ranks, read_asked, require_sighted
 from toolkit.run.stages import Asked
 
 QUESTION = {"prompt": "2 + 2?", "answer": "4"}
@@ -153,7 +153,7 @@ def test_each_batch_is_done_once_and_all_ranks_do_equally_many(
             "toolkit.ranks.gather_objects", lambda found: parts.append(found) or [{n: [n] for n in range(number)}]
         )
         done: list[int] = []
-        assert _shared(list(range(number)), lambda batch, done=done: done.append(batch) or [batch]) == [
+        assert _split_over_ranks(list(range(number)), lambda batch, done=done: done.append(batch) or [batch]) == [
             [n] for n in range(number)
         ]
         calls.append(done)

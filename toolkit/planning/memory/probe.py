@@ -160,7 +160,7 @@ class Prober:
             stack.enter_context(cuda_dropout())
             stack.enter_context(without_ranks(self._workload.skew))
             stack.enter_context(host_copies(run.ledger))
-            stack.enter_context(self._checkpointed(checkpointing))
+            stack.enter_context(self._with_checkpoints(checkpointing))
             stack.enter_context(one_for_all_alike(run.count_as))
             run.start()
             batch = known_batch(stack, self._workload.batch(micro_batch_size), self._objective)
@@ -177,7 +177,7 @@ class Prober:
         return self._objective.loss_sum(self._model, batch)
 
     @contextmanager
-    def _checkpointed(self, checkpointing: Checkpointing | None) -> Iterator[None]:
+    def _with_checkpoints(self, checkpointing: Checkpointing | None) -> Iterator[None]:
         parents = [
             part.model.get_submodule(path)
             for part in self._parts

@@ -150,18 +150,18 @@ def _read_and_written(arguments: Arguments, out: Any) -> int:
     return sum(map(_tensor_bytes, read.values())) + sum(map(_tensor_bytes, _tensors((out,))))
 
 
-def _written(_arguments: Arguments, out: Any) -> int:
+def _written_bytes(_arguments: Arguments, out: Any) -> int:
     return sum(map(_tensor_bytes, _tensors((out,))))
 
 
-def _copied(arguments: Arguments, out: Any) -> int:
+def _copied_bytes(arguments: Arguments, out: Any) -> int:
     return _tensor_bytes(arguments["src"]) + _tensor_bytes(out)
 
 
 def _looked_up(arguments: Arguments, out: Any) -> int:
     """Counts only the selected rows as read."""
     tensors = [value for name, value in arguments.items() if name not in ("self", "weight")]
-    return sum(map(_tensor_bytes, _tensors(tensors))) + 2 * _written(arguments, out)
+    return sum(map(_tensor_bytes, _tensors(tensors))) + 2 * _written_bytes(arguments, out)
 
 
 def _scattered_in_place(arguments: Arguments, _out: Any) -> int:
@@ -173,38 +173,38 @@ def _scattered_in_place(arguments: Arguments, _out: Any) -> int:
 
 def _scattered(arguments: Arguments, out: Any) -> int:
     """Counts a copy and then the update in place."""
-    return 2 * _written(arguments, out) + _scattered_in_place(arguments, out)
+    return 2 * _written_bytes(arguments, out) + _scattered_in_place(arguments, out)
 
 
 def _embedding_gradient(arguments: Arguments, out: Any) -> int:
     """Counts zeroing the whole gradient and then adding to rows."""
     gradient = _tensor_bytes(arguments["grad_output"])
-    return _written(arguments, out) + 3 * gradient + _tensor_bytes(arguments["indices"])
+    return _written_bytes(arguments, out) + 3 * gradient + _tensor_bytes(arguments["indices"])
 
 
 def _picked_loss(arguments: Arguments, out: Any) -> int:
     """Counts one number of each row as read."""
-    return 2 * _tensor_bytes(arguments["target"]) + _written(arguments, out)
+    return 2 * _tensor_bytes(arguments["target"]) + _written_bytes(arguments, out)
 
 
 def _picked_loss_gradient(arguments: Arguments, out: Any) -> int:
-    return _tensor_bytes(arguments["target"]) + _written(arguments, out)
+    return _tensor_bytes(arguments["target"]) + _written_bytes(arguments, out)
 
 
 def _exchanged_bytes(arguments: Arguments, out: Any) -> int:
     """Counts the bytes sent to other ranks; all ranks, with this one, get equal parts."""
     ranks: int = arguments["ranks"]
-    return _written(arguments, out) * (ranks - 1) // ranks
+    return _written_bytes(arguments, out) * (ranks - 1) // ranks
 
 
 TRAFFIC: dict[str, Count] = {
-    **dict.fromkeys(("fill", "zero", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"), _written),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "arange", "bernoulli", "uniform", "normal"), _written),
+    **dict.fromkeys(("fill", "zero", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"), _written_bytes),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "arange", "bernoulli", "uniform", "normal"), _written_bytes),
     **dict.fromkeys(("embedding", "index", "index_select", "gather", "take"), _looked_up),
     **dict.fromkeys(("scatter", "scatter_add", "index_put", "index_add", "index_copy"), _scattered),
     **dict.fromkeys(("scatter_", "scatter_add_", "index_put_", "index_add_", "index_copy_"), _scattered_in_place),
     "_index_put_impl_": _scattered_in_place,
-    "copy": _copied,
+    "copy": _copied_bytes,
     "embedding_dense_backward": _embedding_gradient,
     "nll_loss_forward": _picked_loss,
     "nll_loss_backward": _picked_loss_gradient,
