@@ -213,7 +213,11 @@ class Planner:
 
     def moments(self, setup: Setup) -> list[Memory]:
         """Returns what a rank holds during a step, over all batches of the workload, and while it answers."""
-        found = [moment for planner in (self, *self._planners_of_other_batches) for moment in planner._moments_of_own_batch(setup)]
+        found = [
+            moment
+            for planner in (self, *self._planners_of_other_batches)
+            for moment in planner._moments_of_own_batch(setup)
+        ]
         return found if self.recipe.answers.file is None else [*found, self._answers(setup, found)]
 
     def _answers(self, setup: Setup, step: Sequence[Memory]) -> Memory:

@@ -147,7 +147,9 @@ class Answers(Extension):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(base.register_forward_pre_hook(lambda *_: beat()).remove)
             stack.callback(setattr, base, "generation_config", base.generation_config)
-            base.generation_config = GenerationConfig(**beginning(base))  # as `load_model` does: only our settings count
+            base.generation_config = GenerationConfig(
+                **beginning(base)
+            )  # as `load_model` does: only our settings count
             yield
 
     def _evaluate_answers(self) -> dict[str, float]:
@@ -177,7 +179,9 @@ class Answers(Extension):
     def _evaluate_choices(self) -> dict[str, float]:
         size = self._section.batch_size
         batches = [choices[start : start + size] for choices in self._choices for start in range(0, len(choices), size)]
-        flat = (score for batch in _split_over_ranks(batches, lambda batch: scored(self._loaded, batch)) for score in batch)
+        flat = (
+            score for batch in _split_over_ranks(batches, lambda batch: scored(self._loaded, batch)) for score in batch
+        )
         return choose(self._rows, [[next(flat) for _ in choices] for choices in self._choices]).shares()
 
 

@@ -26,7 +26,7 @@ SCORE = "answers.score"
 def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
     """Checks that the models, the rows and the code are those of the origin.
 
-    It imports the function that scores answers, which runs code. It tokenises the rows; the run finds them in the cache.
+    It imports the function that scores answers, which runs code, and tokenises the rows, which the run finds cached.
 
     Raises:
         BadInputError: if they are not; it names them.
