@@ -163,8 +163,8 @@ class Asked:
     """Prompts that the model answers at evaluations.
 
     Attributes:
-        rows: with the answers that are right; empty: none.
-        scorer: fingerprint of the source of the function that scores answers; None: they are compared.
+        rows: prompts with their right answers; empty if the model answers none.
+        scorer: fingerprint of the source of the function that scores answers, or None if they are compared.
     """
 
     rows: list[PromptRow]

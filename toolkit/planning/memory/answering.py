@@ -1,4 +1,4 @@
-"""What answers take that a model writes while a run trains: keys and values of all tokens, and a forward with them."""
+"""Probes the memory for answers that a model writes during training: keys and values, and a forward with them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Answering:
     """Bytes that a rank holds beside its weights while it writes a batch of answers.
 
     Attributes:
-        cache: keys and values, or the states of recurrent layers, when the answers are whole; of an encoder-decoder
-            the encoder's states, too.
-        peak: the most at once, the cache included.
+        cache: keys and values, or the states of recurrent layers, at the end of the answers; in an encoder-decoder
+            also the encoder's states.
+        peak: the most at once, including the cache.
     """
 
     cache: int
@@ -34,18 +34,18 @@ class Answering:
 
 
 def answering(workload: Workload, rows: int, prompt: int, answer: int, whole: bool) -> Answering:
-    """Runs the model without memory: a forward that fills its cache, and one of a token more.
+    """Runs the model without memory: a forward that fills its cache, and one of a further token.
 
-    The forward that fills it is of whole answers, a little more than of prompts alone.
+    The forward that fills the cache has whole answers, which takes a little more than prompts alone.
 
     Args:
         rows: answers of a batch.
-        prompt, answer: tokens of the longest ones.
-        whole: as torch's DDP runs it; under mixed precision parameters are cast where they are used.
+        prompt, answer: tokens of the longest prompt and answer.
+        whole: whether to run it as torch's DDP does: mixed precision casts parameters at their uses.
     """
     dtype = PRECISIONS[workload.mixed_precision]
     casts = whole and dtype is not None
-    # Its own attention, as prompts of a batch are padded and masked.
+    # With the model's own attention, because prompts of a batch are padded and masked.
     model, ledger = replace(workload, attention=None).model_copy().eval(), Ledger()
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -57,35 +57,37 @@ def answering(workload: Workload, rows: int, prompt: int, answer: int, whole: bo
         stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=casts))
         stack.enter_context(ledger)
         ledger.restart()
-        kept = _fill(base_of(model), rows, prompt, answer)  # alive while it is counted
+        kept = _fill_cache(base_of(model), rows, prompt, answer)  # alive while it is counted
         torch.clear_autocast_cache()
         found = Answering(ledger.current - before, ledger.peak - before)
         del kept
         return found
 
 
-def _fill(model: Any, rows: int, prompt: int, answer: int) -> dict[str, Any]:
-    """The cache of whole answers, and of an encoder-decoder the encoder's states; models without one have none."""
+def _fill_cache(model: Any, rows: int, prompt: int, answer: int) -> dict[str, Any]:
+    """Returns the cache of whole answers, with the encoder's states of an encoder-decoder; empty without a cache."""
     if model.config.is_encoder_decoder:
-        mask = _ids(rows, prompt)
-        states = model.get_encoder()(input_ids=_ids(rows, prompt), attention_mask=mask)
+        mask = _empty_ids(rows, prompt)
+        states = model.get_encoder()(input_ids=_empty_ids(rows, prompt), attention_mask=mask)
         read = {"encoder_outputs": states, "attention_mask": mask}
-        cache = _cache_after(model, read | {"decoder_input_ids": _ids(rows, answer - 1)})
-        cache = _cache_after(model, read | {"decoder_input_ids": _ids(rows, 1)} | cache)
+        cache = _cache_after(model, read | {"decoder_input_ids": _empty_ids(rows, answer - 1)})
+        cache = _cache_after(model, read | {"decoder_input_ids": _empty_ids(rows, 1)} | cache)
         return {"states": states} | cache
     tokens = prompt + answer
-    cache = _cache_after(model, {"input_ids": _ids(rows, tokens - 1), "attention_mask": _ids(rows, tokens - 1)})
-    if not cache:  # it computes all tokens anew
+    cache = _cache_after(
+        model, {"input_ids": _empty_ids(rows, tokens - 1), "attention_mask": _empty_ids(rows, tokens - 1)}
+    )
+    if not cache:  # the model computes all tokens again
         return {}
-    return _cache_after(model, {"input_ids": _ids(rows, 1), "attention_mask": _ids(rows, tokens)} | cache)
+    return _cache_after(model, {"input_ids": _empty_ids(rows, 1), "attention_mask": _empty_ids(rows, tokens)} | cache)
 
 
-def _ids(rows: int, tokens: int) -> torch.Tensor:
+def _empty_ids(rows: int, tokens: int) -> torch.Tensor:
     return torch.empty(rows, tokens, dtype=torch.long)
 
 
 def _cache_after(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The cache behind a forward, by its name; empty where the model has none."""
+    """Returns the cache after a forward, by its name; empty if the model has none."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     out = model(**inputs, **last, use_cache=True)
     return {name: out[name] for name in CACHES if out.get(name) is not None}
