@@ -241,17 +241,13 @@ class _Run:
         for unit, modules in enumerate(self._units):
             for module in modules:
                 enter, leave = self._before_forward(unit), self._after_forward(unit)
-                # With keyword arguments: transformers calls blocks with the hidden states by position and the rest by
-                # name.
+                # With keyword arguments, because transformers passes all but the hidden states by name.
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(leave))
         self._stand_aside()
 
     def see_inputs(self, batch: dict[str, torch.Tensor]) -> int:
-        """Counts parameters, buffers and the batch as present from the start; returns bytes of the latter two.
-
-        The batch's tensors are (B, T) and the like, see `toolkit.objectives.specs.batches`.
-        """
+        """Counts parameters, buffers and the batch, (B, T) and the like, at the start; returns the latter two's bytes."""
         for parameter in (parameter for model in self.models for parameter in model.parameters()):
             self.ledger.see(parameter)
         before = self.ledger.current
