@@ -247,7 +247,7 @@ class _Run:
         self._stand_aside()
 
     def see_inputs(self, batch: dict[str, torch.Tensor]) -> int:
-        """Counts parameters, buffers and the batch, (B, T) and the like, at the start; returns the latter two's bytes."""
+        """Counts parameters, buffers and the batch, (B, T) and so on, at the start; returns bytes of the latter two."""
         for parameter in (parameter for model in self.models for parameter in model.parameters()):
             self.ledger.see(parameter)
         before = self.ledger.current
