@@ -73,6 +73,19 @@ def test_two_ranks_write_the_same_and_each_file_is_trained_on(folder: Path) -> N
             assert (folder / two / f"{name}.jsonl").read_text() == (folder / one / f"{name}.jsonl").read_text()
 
 
+def on_four_ranks(folder: Path) -> None:
+    sample(options(folder, "four"))
+    sample(options(folder, "judged-four", reward=str(folder / "judge")))
+
+
+@pytest.mark.slow
+def test_four_ranks_write_the_same(folder: Path) -> None:
+    run_on_ranks(on_four_ranks, 4, folder)
+    for one, four in (("one", "four"), ("judged-one", "judged-four")):
+        for name in FILES:
+            assert (folder / four / f"{name}.jsonl").read_text() == (folder / one / f"{name}.jsonl").read_text()
+
+
 def test_the_command_starts_ranks(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
     words = "sample model questions.jsonl --to two -n 3 --seed 1 --temperature 1.3 --max-new-tokens 12 --batch-size 3"

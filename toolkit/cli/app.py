@@ -61,9 +61,15 @@ def main() -> None:
     except ToolkitError as error:
         sys.exit(print_error(error))
     except SystemExit as end:
-        if end.code == INTERRUPTED:  # typer ends so without a word
+        # typer ends so without a word. Ranks that a command has started say it themselves.
+        if end.code == INTERRUPTED and _is_by_keyboard(end):
             print_interrupt()
         raise
+
+
+def _is_by_keyboard(end: BaseException | None) -> bool:
+    """Whether this process itself was interrupted, of which typer makes an exit with the same code."""
+    return end is not None and (isinstance(end, KeyboardInterrupt) or _is_by_keyboard(end.__cause__ or end.__context__))
 
 
 def _version(asked: bool) -> None:

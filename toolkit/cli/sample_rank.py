@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from toolkit.cli.console import prepare_process
+from toolkit.cli.entry import end_at_interrupts
 from toolkit.cli.finetune import as_rank
 from toolkit.generation.sample_options import SampleOptions
 
@@ -86,5 +87,6 @@ def _met(device: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    end_at_interrupts()
     prepare_process()
     sys.exit(as_rank(lambda: rank_main(json.loads(sys.argv[1]))))

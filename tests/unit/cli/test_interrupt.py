@@ -37,6 +37,20 @@ def test_one_line(command: str, before: str) -> None:
     assert (ended.returncode, ended.stderr) == (130, before + "stopped by Ctrl-C\n")
 
 
+def test_ranks_say_it_for_the_command_that_has_started_them() -> None:
+    """Of an interrupt of all processes of a terminal: rank 0 has told it, and its launcher ends with the same code."""
+    command = (
+        "import sys, toolkit.cli.launcher\n"
+        "def launched(*_):\n    print('stopped by Ctrl-C', file=sys.stderr)\n    return 130\n"
+        "toolkit.cli.launcher.run_launcher = launched\n"
+        "from toolkit.cli.app import main; sys.argv = ['toolkit', 'train', 'quickstart', '--cpu=2']; main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", command], text=True, capture_output=True, timeout=300, env=clean_environment()
+    )
+    assert (ended.returncode, ended.stderr.count("stopped by Ctrl-C")) == (130, 1), ended.stderr
+
+
 def ended(code: str, folder: Path) -> tuple[int, str]:
     """How a process ends that has the handler, with modules in `folder`."""
     # A shell's background job has SIGINT ignored, and so have its children.
