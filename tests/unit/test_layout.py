@@ -27,7 +27,7 @@ READS = {
     "planning": ["training"],
     "checkpoint": ["planning"],
     "pages": ["data"],
-    "generation": ["model"],
+    "generation": ["model", "pages"],
     "supervise": ["checkpoint", "pages"],
     "run": ["supervise", "generation"],
     "verify": ["run"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from toolkit.generation.rows import PromptRow, completions, encode_rows, read_ro
 from toolkit.generation.sample_options import SampleOptions
 from toolkit.generation.sampled_rows import Asked, Sampled, write_rows
 from toolkit.generation.samples import Sample, append, begin, give_back, rows_at_a_time, start_file, write
+from toolkit.pages.samples_page import SAMPLES_PAGE, SampledPrompt, write_samples_page
 from toolkit.terminal import Terminal
 
 T = TypeVar("T")
@@ -62,9 +64,28 @@ def sample(options: SampleOptions) -> Sampled:
 
     def files() -> Sampled:
         write(options.to, scored)
-        return write_rows(options.to, rows, scored, asked, options.reward is not None)
+        written = write_rows(options.to, rows, scored, asked, options.reward is not None)
+        write_samples_page(
+            options.to / SAMPLES_PAGE, options.to.name, written.summary().splitlines(), _shown(rows, scored)
+        )
+        return written
 
     return ranks.on_first_rank(files)
+
+
+def _shown(rows: list[PromptRow], scored: list[Sample]) -> list[SampledPrompt]:
+    """The samples by their prompts, for people."""
+    of_rows: list[list[Sample]] = [[] for _ in rows]
+    for sample in scored:
+        of_rows[sample.row].append(sample)
+    return [
+        SampledPrompt(
+            row.place,
+            row.given if isinstance(row.given, str) else json.dumps(row.given, ensure_ascii=False),
+            [(sample.score, sample.completion, sample.stopped) for sample in samples],
+        )
+        for row, samples in zip(rows, of_rows, strict=True)
+    ]
 
 
 def _go_on(options: SampleOptions, rows: list[PromptRow], found: list[Sample]) -> tuple[list[Sample], bool]:

@@ -1,0 +1,39 @@
+"""The page of samples: the best first, every text escaped, and no more of them than a browser loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.html_page import HOSTILE, Page
+
+from toolkit.pages.samples_page import SampledPrompt, write_samples_page
+
+
+def test_samples_are_shown_from_the_best(tmp_path: Path) -> None:
+    completions = [(0.0, "worst", True), (1.0, "best", True), (None, "", False), (0.5, "middling", False)]
+    write_samples_page(tmp_path / "page.html", "fox", ["right: 40.0%"], [SampledPrompt("f:1", "Who?", completions)])
+    text = Page((tmp_path / "page.html").read_text()).text_of["prompt-1"]
+    words = "".join(text.split("\n"))
+    assert words == "f:1Who?score 1bestscore 0.5, cutmiddlingscore 0worstno score, cut"
+
+
+def test_texts_are_escaped_and_the_page_loads_nothing(tmp_path: Path) -> None:
+    write_samples_page(
+        tmp_path / "page.html", HOSTILE, [HOSTILE], [SampledPrompt(HOSTILE, HOSTILE, [(1.0, HOSTILE, True)])]
+    )
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.elements["script"] == 0
+    assert page.text_of["prompt-1"].count(HOSTILE) == 3
+    assert HOSTILE in page.text_of["told"]
+    assert not [value for _, name, value in page.attributes if name in ("src", "href") and value != "data:,"]
+
+
+def test_of_many_prompts_the_first_are_shown(tmp_path: Path) -> None:
+    prompts = [SampledPrompt(f"f:{n}", "?" * 5000, [(1.0, "!" * 5000, True)]) for n in range(120)]
+    write_samples_page(tmp_path / "page.html", "fox", [], prompts)
+    page = Page((tmp_path / "page.html").read_text())
+    assert "prompt-100" in page.text_of
+    assert "prompt-101" not in page.text_of
+    assert "20 prompts more in samples.jsonl" in page.text_of["told"]
+    assert page.text_of["prompt-1"].count("?") == 2000
+    assert page.text_of["prompt-1"].count("!") == 2000
