@@ -14,7 +14,7 @@ import toolkit
 from toolkit.cli.checkpoints import checkpoints
 from toolkit.cli.compare import compare
 from toolkit.cli.configs import configs_app
-from toolkit.cli.console import prepare_process, print_error, print_interrupt
+from toolkit.cli.console import prepare_process, print_error, print_interrupt, require_files
 from toolkit.cli.data import data
 from toolkit.cli.doctor import doctor
 from toolkit.cli.entry import INTERRUPTED
@@ -57,6 +57,7 @@ def main() -> None:
     """Entry point of the `toolkit` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 ended by Ctrl-C."""
     prepare_process()
     try:
+        require_files()
         app(standalone_mode=True)
     except ToolkitError as error:
         sys.exit(print_error(error))

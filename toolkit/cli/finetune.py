@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
-from toolkit.cli.console import prepare_process, print_error, print_failure, print_interrupt
+from toolkit.cli.console import prepare_process, print_error, print_failure, print_interrupt, require_files
 from toolkit.cli.hub import settle_hub
 from toolkit.cli.recipes import recipe_rows
 from toolkit.errors import RankError, ToolkitError
@@ -42,6 +42,7 @@ def finetune_command(arguments: list[str]) -> int:
 def as_rank(action: Callable[[], object]) -> int:
     """Does what a rank is there for; returns the exit code, or ends the rank where it fails alone."""
     try:
+        require_files()
         action()
     except RankError as error:
         return _leave(print_error(error))
