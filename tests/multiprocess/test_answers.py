@@ -122,7 +122,7 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
     begun = recipe_of(folder, "begun", checkpoint={"every_steps": 8}, answers=scored, **RUNS["zero3"])
     meet()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.run.answers._split_over_ranks", fail_at(3))
+        patch.setattr("toolkit.run.answers.Answers.at_evaluation", fail_at(3))
         with pytest.raises(RuntimeError, match="the power is out"):
             toolkit.finetune(begun)
     assert [line["step"] for line in evaluations(folder / "begun")] == [0, 8]
@@ -141,15 +141,16 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
 
 
 def fail_at(evaluation: int) -> Any:
-    from toolkit.run.answers import _split_over_ranks
+    from toolkit.run.answers import Answers
 
+    at_evaluation = Answers.at_evaluation
     calls: list[None] = []
 
     def failing(*args: Any) -> Any:
         calls.append(None)
         if len(calls) == evaluation:
             raise RuntimeError("the power is out")
-        return _split_over_ranks(*args)
+        return at_evaluation(*args)
 
     return failing
 
