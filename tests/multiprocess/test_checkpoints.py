@@ -316,9 +316,9 @@ def test_export_of_a_checkpoint_is_the_runs_own(finished_run: Path, tmp_path: Pa
     assert not torch.equal(third.lm_head.weight.float(), own["model.embed_tokens.weight"].bfloat16().float())
 
     with pytest.raises(BadInputError, match="exists; name a new folder"):
-        export(finished_run, tmp_path / "third")
+        export(str(finished_run), tmp_path / "third")
     with pytest.raises(BadInputError, match=r"step_00000004.*manifest\.json is missing"):
-        export(finished_run, tmp_path / "none", 4)
+        export(str(finished_run), tmp_path / "none", 4)
 
 
 def flip_a_byte(path: Path) -> None:
@@ -363,7 +363,7 @@ def test_damage_is_told(finished_run: Path, tmp_path: Path) -> None:
     for name in ("shorter", "missing", "extra", "marker", "unfinished", "elsewhere"):
         assert latest(tmp_path / name).step == 6, name  # type: ignore[union-attr]
     with pytest.raises(BadInputError, match="checksum differs"):
-        export(tmp_path / "flipped", tmp_path / "to")
+        export(str(tmp_path / "flipped"), tmp_path / "to")
     assert not (tmp_path / "to").exists()
 
 

@@ -118,6 +118,7 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
     import torch
 
     from toolkit.planning.time.hardware import hardware_of, preset_of_device
+    from toolkit.ranks import multiplies_in_bf16
     from toolkit.sharding.offload.host import host_gib_of_a_rank
     from toolkit.suggest.suggestion import Machine
 
@@ -132,7 +133,8 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
     if (device.device_type == "cpu") != (cpu is not None):
         right = "--gpus N" if cpu is not None else "--cpu N"
         raise BadInputError(f"--hardware {device.name}: its type is {device.device_type}; give {right} with it")
-    return Machine(device, next(number for number in (cpu, gpus, here or 1) if number is not None), hardware)
+    count = next(number for number in (cpu, gpus, here or 1) if number is not None)
+    return Machine(device, count, hardware, has_bf16=cpu is not None and hardware is None and multiplies_in_bf16())
 
 
 def _print(found: Suggestion, file: Path) -> None:

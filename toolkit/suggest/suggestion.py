@@ -68,11 +68,13 @@ class Machine:
 
     Attributes:
         asked: the name or path of the hardware on a command line, or None for its own name.
+        has_bf16: whether CPU ranks multiply in bf16 by instructions of the processor; without these it is slow.
     """
 
     hardware: Hardware
     count: int
     asked: str | None = None
+    has_bf16: bool = False
 
     @property
     def is_cpu(self) -> bool:
@@ -283,7 +285,7 @@ def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) ->
     rate = method.rate(model.num_parameters)
     why = f"For method {method.name} with {model.num_parameters:,} parameters: {rate.source}."
     draft.set("optimizer.learning_rate", rate.value, why)
-    if not machine.is_cpu:
+    if not machine.is_cpu or machine.has_bf16:
         draft.set("training.mixed_precision", "bf16", "Weights stay in float32; products are computed in 16 bits.")
     draft.set("schedule.kind", "cosine", "Falls to zero by the end of the run.")
     draft.set("schedule.warmup_fraction", 0.1, "A tenth of the run, as in the recipes of alignment-handbook.")

@@ -235,6 +235,16 @@ def test_what_is_given_stays_and_replaces_its_rival_and_long_rows_are_told() -> 
     assert found.reasons["sharding.strategy"] == "Given on the command line."
 
 
+def test_a_processor_with_instructions_for_bf16_gets_bf16() -> None:
+    found = {
+        has: suggest(
+            "model", "text.jsonl", Machine(hardware_of("cpu"), 2, has_bf16=has)
+        ).recipe.training.mixed_precision
+        for has in (True, False)
+    }
+    assert found == {True: "bf16", False: None}
+
+
 def test_the_commands_name_what_was_written_and_the_recipe_plans(place: Path) -> None:
     mine = str(save_profile(replace(hardware_of("rtx4090"), name="measured"), place / "mine.json"))
     result = init("model", "text.jsonl", "--gpus", "2", "--hardware", mine, "--output", "new/mine.yaml", "--json")

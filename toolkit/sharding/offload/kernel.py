@@ -23,6 +23,7 @@ from torch.utils import cpp_extension
 
 from toolkit.errors import ToolkitError
 from toolkit.paths import user_cache
+from toolkit.ranks import processor_features
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
 # adamw.cpp spells out which operations are fused, as torch fuses them. Contraction by the compiler would change last
@@ -154,20 +155,8 @@ def _library_path() -> Path:
     """Returns a path that depends on source, compiler and processor: machines of many kinds may share a home folder."""
     key = hashlib.sha256(SOURCE.read_bytes())
     # With -march=native the code runs only on this kind of processor.
-    key.update(" ".join((_compiler(), *FLAGS, platform.machine(), _processor_features())).encode())
+    key.update(" ".join((_compiler(), *FLAGS, platform.machine(), processor_features())).encode())
     return user_cache() / "kernels" / f"adamw-{key.hexdigest()[:16]}.so"
-
-
-def _processor_features() -> str:
-    """Returns the processor's name and features, as far as the system reports them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    # Reversed, so that of each field the first processor's line is kept.
-    told = {line.partition(":")[0].strip(): line for line in reversed(lines)}
-    # `Features` is what ARM has in place of `flags`.
-    return " ".join(told.get(field, "") for field in ("model name", "flags", "Features"))
 
 
 def _build(library: Path) -> None:
