@@ -97,6 +97,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, text_file: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that `nohup` has started ignore it, and so would the run
         os.execvpe(command[0], command, clean_environment(OMP_NUM_THREADS="1"))
     until, records = time.monotonic() + 120, tmp_path / "run/metrics.jsonl"
     while not records.exists() or len(records.read_text().splitlines()) < 3:
