@@ -11,6 +11,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForMultimodalLM,
+    EvollaForProteinText2Text,
     PretrainedConfig,
     ShieldGemma2ForImageClassification,
 )
@@ -19,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
+from support.multimodal_sizes import OF_KIND
 from support.tiny import VOCAB_SIZE
 from support.tiny_multimodal import FAMILIES
 from toolkit.data.tokenizer import _train_byte_pairs
@@ -46,61 +48,25 @@ SIZES = {
 }
 """Of fields in any of a configuration's parts."""
 
-AXES = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}}
-HALF_AXES = {
-    "text_config": {"rope_parameters": {**AXES["text_config"]["rope_parameters"], "partial_rotary_factor": 1.0}}
-}
-OF_KIND: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), AXES),
-    **dict.fromkeys(("glm46v", "glm4v_moe", "glm_ocr", "glmga"), HALF_AXES),
-    "cohere_compass": {
-        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
-    },
-    "ernie4_5_vl_moe": AXES,
-    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
-    "gemma3n": {
-        "text_config": {
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "intermediate_size": [24] * 4,
-            "activation_sparsity_pattern": [0.0] * 4,
-            "laurel_rank": 4,
-        }
-    },
-    "inkling2": {"vision_config": {"text_hidden_size": 32}},
-    "kimi_k25": {"text_config": {"head_dim": 8}},
-    "mistral_large4": {"text_config": {"kv_source_layers": [0, 1]}},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}},
-    "nemo_speechlm": {"head_config": {"audio_hidden_size": 32}},
-    "step3p7": {"text_config": {"sliding_window": 16}},
-}
-"""What else a type needs, beside `tiny_multimodal.FAMILIES`."""
-
-_NO_SIZE = "has no small size that the usual names of fields would give"
-UNTRIED = {
-    **dict.fromkeys(("chameleon", "deepseek_ocr2", "diffusion_gemma", "dots3_note", "emu3", "florence2"), _NO_SIZE),
-    **dict.fromkeys(("ernie4_5_vl_moe", "glm5_next", "granite4_vision", "granite_speech", "hunyuan_vl"), _NO_SIZE),
-    **dict.fromkeys(("granite_speech_plus", "janus", "kyutai_speech_to_text", "muse_spark", "nemo_speechlm"), _NO_SIZE),
-    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe", "qwen4_exp", "t5gemma2", "vibevoice_asr"), _NO_SIZE),
-    "vision-encoder-decoder": _NO_SIZE,
-    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "its tower is built by timm"),
-    "evolla": "transformers has no class for it here",
-}
+UNTRIED = dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "its tower is built by timm")
 """By type, why it is not tried here."""
 
 _READS_FIRST = "cannot run on rows of text alone: what it reads first is"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("blip", "blip-2", "instructblip", "instructblipvideo", "kosmos-2", "pi0"), _READS_FIRST),
-    **dict.fromkeys(("pix2struct", "pp_formulanet"), _READS_FIRST),
-    **dict.fromkeys(("idefics", "udop", "voxtral_realtime"), "cannot run on rows of text alone"),
+    **dict.fromkeys(("pix2struct", "pp_formulanet", "vision-encoder-decoder"), _READS_FIRST),
+    **dict.fromkeys(("idefics", "kyutai_speech_to_text", "voxtral_realtime"), "cannot run on rows of text alone"),
+    **dict.fromkeys(("florence2", "t5gemma2", "udop"), "is an encoder-decoder"),
+    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "has no forward to train"),
+    "diffusion_gemma": "does not write a text token by token",
+    "evolla": "there is no model of type evolla that can generate text",
     "paligemma": "the logits of a token depend on later tokens",
     "shieldgemma2": "ShieldGemma2ForImageClassification in architectures, a class that does not write text",
 }
 """By type, a part of what is said."""
 
-_OWN_CLASSES = {"shieldgemma2": ShieldGemma2ForImageClassification}
-"""By type, the class of its files, where transformers' mapping names another one."""
+_OWN_CLASSES = {"evolla": EvollaForProteinText2Text, "shieldgemma2": ShieldGemma2ForImageClassification}
+"""By type, the class of its files, which transformers' mapping does not give."""
 
 
 def multimodal_kinds() -> list[str]:
@@ -131,7 +97,7 @@ def _cut(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _cut_value(name: str, value: Any) -> Any:
     if isinstance(value, dict):
-        if name.endswith("config"):
+        if name.endswith("config") or "model_type" in value:
             return _cut(value)
         return {
             inner: _cut_value(inner, each) if isinstance(each, dict | list) else each for inner, each in value.items()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from support.every_model import causal_kinds
+from support.every_multimodal import small_config
 from support.tiny import SIZES, tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
@@ -59,7 +60,8 @@ def kinds_of(objective: str) -> list[str]:
 def save_tiny(kind: str, objective: str, folder: Path) -> None:
     """Saves a model in float32 with its tokenizer, whose weights are large enough to tell tokens apart."""
     torch.manual_seed(0)
-    config = _without_dropout(tiny_config(kind))
+    # T5Gemma 2's sizes stand in parts of their own.
+    config = _without_dropout(small_config(kind) if kind == "t5gemma2" else tiny_config(kind))
     config.classifier_dropout = 0.0  # which transformers takes for 0.1 if it isn't there
     if objective in ("sequence_classification", "token_classification"):
         config.num_labels = len(CLASSES)
@@ -67,7 +69,7 @@ def save_tiny(kind: str, objective: str, folder: Path) -> None:
         config.label2id = {name: number for number, name in enumerate(CLASSES)}
     if objective == "reward":
         config.num_labels = 1
-    if objective == "seq2seq" and config.decoder_start_token_id is None:
+    if objective == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     model = AUTO[objective].from_config(config, dtype=torch.float32)
     for module in model.modules():

@@ -35,7 +35,7 @@ def token_classification(model: Any, row: dict[str, Any]) -> tuple[torch.Tensor,
 
 def seq2seq(model: Any, row: dict[str, Any]) -> tuple[torch.Tensor, int]:
     labels = torch.tensor([[*row["target"], END]])
-    source = torch.tensor([[*row["ids"], END]])
+    source = torch.tensor([row["ids"]])  # a tokenizer ends sources or does not: this one does not
     logits = model(input_ids=source, labels=labels, use_cache=False).logits
     return F.cross_entropy(logits[0].float(), labels[0], reduction="sum"), labels.shape[1]
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapter_names import NAME, PREFIX, names_in_file
 from toolkit.model.expert_adapters import as_peft_has_them, hold_by_expert
+from toolkit.model.parts import untrained
 from toolkit.model.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
 from toolkit.model.started_adapter import StartedAdapter, started_of
 from toolkit.model.targets import (
@@ -139,7 +140,8 @@ def _targets(model: PreTrainedModel, section: AdapterSection) -> Targets | None:
     Raises:
         BadInputError: for settings that peft does not have for experts.
     """
-    experts = stacked_experts(model)
+    frozen = untrained(model)
+    experts = [name for name in stacked_experts(model) if name not in frozen]
     if not experts or isinstance(section.target_modules, list):
         return None
     if section.target_modules != "all-linear":

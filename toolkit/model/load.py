@@ -263,7 +263,8 @@ def _without_weights(
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
-    require_text(built, field)
+    if auto in WHOLE:
+        require_text(built, field)
     require_lasting_rows(built, field, _where(field))
     train_parts(built, parts)
     freeze_untrained(built)

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -49,6 +50,9 @@ LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
 _PROJECTOR = re.compile(
     r"(^|\.)(\w*projector|visual_projection|connector|merger|deepstack_merger_list|aligner|embed_vision)(\.|$)"
 )
+_BESIDE_WORDS = re.compile(r"\.layers\.\d+\.(.+\.)?vision_\w+\.")
+"""Within a layer of the language model what only the tokens of images enter, as Ernie's `vision_moe`."""
+
 _TRAINED = "trained_parts"
 
 
@@ -104,12 +108,25 @@ def writer_of(config: PretrainedConfig, field: str) -> Any:
 
 
 def require_text(model: PreTrainedModel, field: str) -> None:
-    """Raises BadInputError for a model that reads more than text, and does not begin with its tokens."""
-    if sees(model) and model.main_input_name != "input_ids":
+    """Raises BadInputError for a model that reads more than text and cannot continue rows of text.
+
+    Args:
+        field: of the recipe, that names the model.
+    """
+    name = type(model).__name__
+    if model.main_input_name != "input_ids":
         raise BadInputError(
-            f"{field}: {type(model).__name__} cannot run on rows of text alone: what it reads first is "
-            f"{model.main_input_name}; name a model that reads text without other inputs"
+            f"{field}: {name} cannot run on rows of text alone: what it reads first is {model.main_input_name}; name a "
+            "model that reads text without other inputs"
         )
+    if type(model).forward is nn.Module.forward:  # Qwen's Omni models are several, which `generate` calls one by one
+        raise BadInputError(f"{field}: {name} has no forward to train; name the model in it that writes text")
+    if not hasattr(model, "prepare_inputs_for_generation"):  # which peft looks for, too
+        raise BadInputError(f"{field}: {name} does not write a text token by token; name a model that does")
+    if model.config.is_encoder_decoder:
+        of_targets = type(model.config) in AutoModelForSeq2SeqLM._model_mapping
+        mend = "set objective.kind=seq2seq" if of_targets else "name a decoder"
+        raise BadInputError(f"{field}: {name} is an encoder-decoder, which writes a target for a source; {mend}")
 
 
 def untrained(model: nn.Module) -> set[str]:
@@ -122,12 +139,14 @@ def parts_of(model: nn.Module) -> dict[str, str]:
     """The part of each parameter, in words of `model.train`; empty if the model reads text alone."""
     if not isinstance(model, PreTrainedModel) or not sees(model):
         return {}
-    language: list[Any] = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    readers: list[Any] = [model.get_decoder(), *([model.get_encoder()] if model.config.is_encoder_decoder else [])]
+    language = [*readers, model.get_input_embeddings(), model.get_output_embeddings()]
+    towers = [tower for reader in readers for tower in _towers_within(reader)]
     reached = {id(parameter) for module in language if module is not None for parameter in module.parameters()}
-    reached -= {id(parameter) for module in _towers_within(language[0]) for parameter in module.parameters()}
+    reached -= {id(parameter) for module in towers for parameter in module.parameters()}
 
     def part_of(name: str, parameter: nn.Parameter) -> str:
-        if id(parameter) in reached:
+        if id(parameter) in reached and not _BESIDE_WORDS.search(name):
             return LANGUAGE
         return PROJECTOR if _PROJECTOR.search(name) else VISION
 
@@ -135,7 +154,7 @@ def parts_of(model: nn.Module) -> dict[str, str]:
 
 
 def _towers_within(decoder: nn.Module) -> list[nn.Module]:
-    """Children of a decoder that hold a model with a configuration of another kind, and projectors beside them.
+    """Children of a decoder or encoder that hold a model of another kind of configuration, and projectors beside them.
 
     What GIT and Phi-4 call their decoder has the towers in it.
     """

@@ -96,7 +96,7 @@ class CausalLM(Objective):
         """Returns logits (B, T, V)."""
         with rows_of(batch):
             logits = model(**self.inputs(batch)).logits
-        return logits.view(*batch["input_ids"].shape, -1)  # type: ignore[no-any-return]
+        return logits.view(*batch["input_ids"].shape, logits.shape[-1])  # type: ignore[no-any-return]
 
     def _in_model_shape(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor (B, T) as the model takes it: (1, B * T) if the kernels need a single row."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples import Batch, PairSamples, TextSamples, sample_of, stack
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, ToolkitError, first_line, is_lost_peer
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.parts import sees
@@ -116,7 +116,11 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     other[0, -1] = (ids[0, -1] + 1) % config.vocab_size
     try:
         one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
-    except (TypeError, ValueError, AttributeError) as error:  # an argument is missing, one of several, or None
+    except (ToolkitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # what a forward does without its picture, or with rows of another form
+        if is_lost_peer(error):
+            raise
         raise BadInputError(
             f"model.name_or_path: {class_name(base_of(inner))} cannot run on rows of text alone "
             f"({type(error).__name__}: {first_line(error)}); name a model that reads text without other inputs"

@@ -12,9 +12,10 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from support.every_multimodal import small_config
 from support.tiny import llama, recipe_values, save_llama, tiny_config
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from toolkit import Recipe, finetune
@@ -73,11 +74,17 @@ def test_a_type_alone_is_no_reading_of_numbers() -> None:
     assert not read_weights(indexer, numbers=True)
 
 
-def test_all_linear_leaves_out_indexers_which_get_no_gradient() -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v32"))
-    model(torch.arange(3, 9)[None], use_cache=False).logits.sum().backward()
+@pytest.mark.parametrize("kind", ["deepseek_v32", "hy_v4", "qwen4_exp"])
+def test_all_linear_leaves_out_indexers_which_get_no_gradient(kind: str) -> None:
+    if kind == "qwen4_exp":
+        model = AutoModelForMultimodalLM.from_config(small_config(kind))
+    else:
+        model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    model(torch.arange(3, 19)[None], use_cache=False).logits.square().sum().backward()
     idle = {
-        path for path, module in model.named_modules() if type(module) is torch.nn.Linear and module.weight.grad is None
+        path
+        for path, module in model.named_modules()
+        if type(module) is torch.nn.Linear and module.weight.grad is None and "visual" not in path
     }
     assert idle
     assert all(".indexer." in path for path in idle)

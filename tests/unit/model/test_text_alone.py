@@ -28,6 +28,26 @@ def test_a_model_that_begins_with_something_else_is_refused(kind: str, tmp_path:
         load_without_weights(ModelSection(name_or_path=str(tmp_path)), NoTokens())
 
 
+@pytest.mark.parametrize(("kind", "mend"), [("t5gemma2", "objective.kind=seq2seq"), ("florence2", "name a decoder")])
+def test_an_encoder_decoder_is_refused_where_texts_are_continued(kind: str, mend: str, tmp_path: Path) -> None:
+    small_config(kind).save_pretrained(tmp_path)
+    with pytest.raises(BadInputError, match=rf"^model.name_or_path: \w+ is an encoder-decoder, .*{mend}$"):
+        load_without_weights(ModelSection(name_or_path=str(tmp_path)), NoTokens())
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion does not write a text token by token"),
+        ("qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration has no forward to train"),
+    ],
+)
+def test_a_model_that_continues_no_text_is_refused(kind: str, told: str, tmp_path: Path) -> None:
+    small_config(kind).save_pretrained(tmp_path)
+    with pytest.raises(BadInputError, match=told):
+        load_without_weights(ModelSection(name_or_path=str(tmp_path)), NoTokens())
+
+
 def test_a_class_that_writes_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
     config = small_config("shieldgemma2")
     config.architectures = ["ShieldGemma2ForImageClassification"]
