@@ -474,7 +474,7 @@ def refused() -> dict[str, str]:
         found["limit"] = str(error)
     try:
         accelerator.backward(loss_of(model, twice, 0, 1))
-    except TrainingError as error:
+    except BadInputError as error:
         found["twice"] = str(error)
     close(accelerator)
     return found
@@ -496,7 +496,7 @@ def test_what_cannot_be_had_is_told_with_the_way_out() -> None:
         "norm": "only 2 is supported",
         "value": "use clip_grad_norm_",
         "closure": "takes no closure",
-        "twice": "set during_backward=False",
+        "twice": "set training.max_grad_norm (one that is never reached, as 1e9, clips nothing)",
         "limit": "set during_backward=False",
     }
     assert found.keys() == expected.keys()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.errors import TrainingError
+from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp_replaced import free_reduced_gradient, reduce_again_after
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit
 
@@ -122,11 +122,16 @@ class Capture:
             wait_for_landing(self._in_flight.popleft())
 
     def _add_on_host(self, unit: OffloadedUnit, flat: torch.Tensor) -> None:
-        """Adds a second gradient before the step, from another backward outside of Accelerate's accumulation."""
+        """Adds a second gradient before the step: of a module used twice, or of a backward outside of `accumulate`.
+
+        Raises:
+            BadInputError: the first one is being stepped already.
+        """
         if self._once:
-            raise TrainingError(
-                f"offload: {unit.name or 'the root'} got two gradients before one step, and the first is being stepped "
-                "during backward; set during_backward=False"
+            raise BadInputError(
+                f"offload: {unit.name or 'the root'} got two gradients before one step, for example because the model "
+                "uses it twice, and the first is being stepped during backward; set training.max_grad_norm (one that "
+                "is never reached, as 1e9, clips nothing), or during_backward=False in OffloadSettings"
             )
         assert unit.gradient is not None
         # On the host and at once. `accumulate` does not come here: it sums on the device.
