@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import re
-import resource
 import sys
 import time
 import traceback
@@ -18,6 +17,11 @@ from rich.table import Table
 from toolkit.cli.entry import INTERRUPTED
 from toolkit.errors import BadInputError, RankError, StoppedError, ToolkitError, first_line, is_lost_peer
 from toolkit.terminal import Terminal
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 PATIENCE_SECONDS = 20.0
 """How long other ranks stay alive after an error, so that rank 0 gets to print it before a launcher ends it."""
@@ -68,6 +72,8 @@ def require_files() -> None:
     Raises:
         BadInputError: if it stays too small.
     """
+    if resource is None:
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -28,5 +28,5 @@ def test_the_measured_machine_is_stored_and_within_reason(tmp_path: Path, monkey
 
 
 def test_more_ranks_than_cores_are_refused() -> None:
-    with pytest.raises(BadInputError, match="ranks: 100000; allowed: 1 to"):
+    with pytest.raises(BadInputError, match="--gpus: 100000; allowed: 1 to"):
         calibrate(0.1, ranks=100_000)
