@@ -58,7 +58,8 @@ def render_samples(title: str, told: Sequence[str], prompts: Sequence[SampledPro
 
 
 def _sorted(prompt: SampledPrompt) -> list[tuple[float | None, str, bool]]:
-    return sorted(prompt.completions, key=lambda each: each[0] is None or -each[0])
+    """Returns the completions by falling score; those without one come last."""
+    return sorted(prompt.completions, key=lambda each: (each[0] is None, -(each[0] or 0.0)))
 
 
 def _line(score: float | None, text: str, stopped: bool) -> tuple[str, str]:
