@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import random
 import socket
 from collections.abc import Callable, Iterator
@@ -39,23 +38,6 @@ def rank() -> int:
 def local_rank() -> int:
     """Returns this process's rank on its host, as the launcher set it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def processor_features() -> str:
-    """Returns the processor's name and features, as far as the system reports them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    # Reversed, so that of each field the first processor's line is kept.
-    told = {line.partition(":")[0].strip(): line for line in reversed(lines)}
-    # `Features` is what ARM has in place of `flags`.
-    return " ".join(told.get(field, "") for field in ("model name", "flags", "Features"))
-
-
-def multiplies_in_bf16() -> bool:
-    """Returns whether this machine's processor has instructions for products of bf16 matrices."""
-    return not {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}.isdisjoint(processor_features().split())
 
 
 def free_port() -> int:

@@ -32,6 +32,7 @@ def of_windows() -> list[str]:
         "sharding.offload.host",
         "supervise.watchdog_process",
         "cli.launcher",
+        "cli.console",
         "cli.doctor",
         "cli.finetune",
     )

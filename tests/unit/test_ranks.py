@@ -169,18 +169,3 @@ def test_a_free_port_is_none_that_the_system_gives_to_others(monkeypatch: pytest
         order.pop()
         with pytest.raises(OSError, match="are taken"):
             ranks.free_port()
-
-
-@pytest.mark.parametrize(
-    ("lines", "has"),
-    [
-        ("flags\t\t: fpu avx512f avx512_bf16 amx_tile", True),
-        ("flags\t\t: fpu amx_bf16", True),
-        ("Features\t: fp asimd bf16", True),
-        ("flags\t\t: fpu avx2 avx512f avx512_fp16", False),
-        ("", False),
-    ],
-)
-def test_bf16_is_read_from_what_the_processor_reports(monkeypatch: pytest.MonkeyPatch, lines: str, has: bool) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"processor\t: 0\n{lines}\n")
-    assert ranks.multiplies_in_bf16() is has

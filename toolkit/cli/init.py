@@ -118,8 +118,7 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
     import torch
 
     from toolkit.planning.time.hardware import hardware_of, preset_of_device
-    from toolkit.ranks import multiplies_in_bf16
-    from toolkit.sharding.offload.host import host_gib_of_a_rank
+    from toolkit.sharding.offload.host import host_gib_of_a_rank, multiplies_in_bf16
     from toolkit.suggest.suggestion import Machine
 
     here = torch.cuda.device_count()

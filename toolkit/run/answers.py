@@ -147,9 +147,8 @@ class Answers(Extension):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(base.register_forward_pre_hook(lambda *_: beat()).remove)
             stack.callback(setattr, base, "generation_config", base.generation_config)
-            base.generation_config = GenerationConfig(
-                **beginning(base)
-            )  # as `load_model` does: only our settings count
+            # As `load_model` does: only our settings count.
+            base.generation_config = GenerationConfig(**beginning(base))
             yield
 
     def _evaluate_answers(self) -> dict[str, float]:

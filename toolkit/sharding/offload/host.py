@@ -280,3 +280,20 @@ def _unpin(addresses: list[int]) -> None:
 
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def processor_features() -> str:
+    """Returns the processor's name and features, as far as the system reports them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    # Reversed, so that of each field the first processor's line is kept.
+    told = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    # `Features` is what ARM has in place of `flags`.
+    return " ".join(told.get(field, "") for field in ("model name", "flags", "Features"))
+
+
+def multiplies_in_bf16() -> bool:
+    """Returns whether this machine's processor has instructions for products of bf16 matrices."""
+    return not {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}.isdisjoint(processor_features().split())

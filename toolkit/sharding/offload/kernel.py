@@ -23,7 +23,7 @@ from torch.utils import cpp_extension
 
 from toolkit.errors import ToolkitError
 from toolkit.paths import user_cache
-from toolkit.ranks import processor_features
+from toolkit.sharding.offload.host import processor_features
 
 SOURCE = Path(__file__).with_name("adamw.cpp")
 # adamw.cpp spells out which operations are fused, as torch fuses them. Contraction by the compiler would change last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,3 +123,18 @@ def test_the_threads_of_the_step_are_the_workers_alone() -> None:
     later.join()
     assert found == {"worker": mine + 2, "later": mine}
     assert torch.get_num_threads() == mine
+
+
+@pytest.mark.parametrize(
+    ("lines", "has"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 amx_tile", True),
+        ("flags\t\t: fpu amx_bf16", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_fp16", False),
+        ("", False),
+    ],
+)
+def test_bf16_is_read_from_what_the_processor_reports(monkeypatch: pytest.MonkeyPatch, lines: str, has: bool) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"processor\t: 0\n{lines}\n")
+    assert host.multiplies_in_bf16() is has
