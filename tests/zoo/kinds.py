@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from support.every_model import causal_kinds
-from support.every_multimodal import small_config
+from support.every_multimodal import multimodal_kinds, small_config
 from support.tiny import SIZES, tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
@@ -32,6 +32,12 @@ CLASSES = ("a", "b", "c")
 VOCABULARY = SIZES["vocab_size"]
 END = 2
 """The token that ends a text."""
+
+IN_PARTS = (
+    *("audioflamingo3", "encoder-decoder", "fsmt", "musicflamingo", "seamless_m4t", "seamless_m4t_v2"),
+    *("t5gemma", "t5gemma2"),
+)
+"""Types whose sizes have names or parts of their own, besides all that read images or sound."""
 
 AUTO: dict[str, Any] = {
     "causal_lm": AutoModelForCausalLM,
@@ -60,8 +66,8 @@ def kinds_of(objective: str) -> list[str]:
 def save_tiny(kind: str, objective: str, folder: Path) -> None:
     """Saves a model in float32 with its tokenizer, whose weights are large enough to tell tokens apart."""
     torch.manual_seed(0)
-    # T5Gemma 2's sizes stand in parts of their own.
-    config = _without_dropout(small_config(kind) if kind == "t5gemma2" else tiny_config(kind))
+    in_parts = kind in IN_PARTS or kind in multimodal_kinds()
+    config = _without_dropout(small_config(kind) if in_parts else tiny_config(kind))
     config.classifier_dropout = 0.0  # which transformers takes for 0.1 if it isn't there
     if objective in ("sequence_classification", "token_classification"):
         config.num_labels = len(CLASSES)
@@ -69,7 +75,7 @@ def save_tiny(kind: str, objective: str, folder: Path) -> None:
         config.label2id = {name: number for number, name in enumerate(CLASSES)}
     if objective == "reward":
         config.num_labels = 1
-    if objective == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+    if objective == "seq2seq" and not (getattr(config, "decoder_start_token_id", None) or VOCABULARY) < VOCABULARY:
         config.decoder_start_token_id = 0
     model = AUTO[objective].from_config(config, dtype=torch.float32)
     for module in model.modules():
@@ -94,11 +100,11 @@ def save_tiny(kind: str, objective: str, folder: Path) -> None:
 
 
 def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    for name, value in config.to_dict().items():
+    for name, value in dict(vars(config)).items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
-        if isinstance(inner := getattr(config, name, None), PretrainedConfig):
-            _without_dropout(inner)
+        if isinstance(value, PretrainedConfig):
+            _without_dropout(value)
     return config
 
 

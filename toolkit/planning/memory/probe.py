@@ -3,8 +3,8 @@
 The model runs once under FakeTensorMode, whole, without FSDP2 and without a process group; a ledger
 counts the bytes. Hooks are placed as FSDP2 places its own: before and after the forward of each unit's
 modules, and at the arrival of the gradients of its outputs and inputs. Of blocks that are alike, the
-first, the second and the last run; the others are skipped and get the figures of the second. So the
-cost does not grow with depth, nor with the length of rows that run in chunks.
+first, the second and the last run; the others are skipped and get the figures of the second. So the cost
+does not grow with depth, nor with the length of rows that run in chunks or token by token.
 
 Gradients are dropped when FSDP2 would reduce them, so that only activations are counted.
 """
@@ -26,6 +26,7 @@ from toolkit.objectives.teacher import teacher_units
 from toolkit.planning.memory.block_dedup import Aside, signature
 from toolkit.planning.memory.fake import Ledger, autocast, cuda_dropout, give_parameters, host_copies, tree_map_only
 from toolkit.planning.memory.known import known_batch
+from toolkit.planning.memory.recurrence import few_tokens
 from toolkit.planning.memory.unit_shapes import head_unit
 from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload import Workload
@@ -156,12 +157,12 @@ class Prober:
             self._objective.teacher.gathering = functools.partial(run.gathered, self.teacher_head)
         with ExitStack() as stack:
             stack.enter_context(self._mode)
-            # The process is on a CPU; what is counted is a GPU's.
-            stack.enter_context(cuda_dropout())
+            stack.enter_context(cuda_dropout())  # the process is on a CPU; what is counted is a GPU's
             stack.enter_context(without_ranks(self._workload.skew))
             stack.enter_context(host_copies(run.ledger))
             stack.enter_context(self._with_checkpoints(checkpointing))
             stack.enter_context(one_for_all_alike(run.count_as))
+            stack.enter_context(few_tokens(self._model, run.ledger, run.count_as))
             run.start()
             batch = known_batch(stack, self._workload.batch(micro_batch_size), self._objective)
             buffers = run.see_inputs(batch)

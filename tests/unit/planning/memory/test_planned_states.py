@@ -1,0 +1,63 @@
+"""State space layers of which a plan runs few tokens: as if transformers' own loop had run all of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import tiny_config
+
+from toolkit.model.fake_tensors import grouped_products, without_logs
+from toolkit.planning.memory import probe
+from toolkit.planning.memory.probe import Probe, Prober
+from toolkit.planning.workload import workload_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.checkpointing import Checkpointing
+
+
+def probed(kind: str, folder: Path, tokens: int, precision: str, whole: bool, checkpointed: bool) -> Probe:
+    tiny_config(kind).save_pretrained(folder)
+    recipe = Recipe.from_mapping(
+        {
+            "model": {"name_or_path": str(folder)},
+            "data": {"train": "rows.jsonl", "max_length": tokens},
+            "optimizer": {"learning_rate": 1e-3},
+            "training": {"output_dir": "run", "max_steps": 3},
+        }
+    )
+    with without_logs(), grouped_products():
+        return Prober(workload_of(recipe, precision), whole).probe(2, Checkpointing(1) if checkpointed else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "whole", "checkpointed"),
+    [
+        ("mamba", "bf16", False, False),
+        ("mamba", "bf16", True, True),
+        ("falcon_mamba", "no", False, True),
+        ("jamba", "bf16", False, True),
+        ("zamba", "bf16", False, False),
+    ],
+)
+def test_memory_and_operators_are_those_of_all_tokens(
+    kind: str, precision: str, whole: bool, checkpointed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = probed(kind, tmp_path, 40, precision, whole, checkpointed)
+    monkeypatch.setattr(probe, "few_tokens", lambda *_: nullcontext())
+    assert few == probed(kind, tmp_path, 40, precision, whole, checkpointed)
+
+
+def test_as_many_operators_run_for_longer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, record = [0], probe.record
+
+    def counted(*args: Any) -> Any:
+        counts[-1] += 1
+        return record(*args)
+
+    monkeypatch.setattr(probe, "record", counted)
+    for tokens in (32, 4096):
+        probed("mamba", tmp_path, tokens, "bf16", False, True)
+        counts.append(0)
+    assert counts[0] == counts[1] > 0
