@@ -19,6 +19,7 @@ import tomllib
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -77,37 +78,43 @@ def missing(requirements: list[str], installed: dict[str, str]) -> list[str]:
     return found
 
 
-def wanted(report: dict[str, list[dict[str, dict[str, str]]]], machine: Machine) -> list[str]:
-    """Of what pip would install: what the machine lacks, each with its version."""
-    planned = {canonicalize_name(each["metadata"]["name"]): each["metadata"]["version"] for each in report["install"]}
-    return [f"{name}=={version}" for name, version in sorted(planned.items()) if name not in _kept(machine)]
+def wanted(report: dict[str, list[dict[str, Any]]], machine: Machine) -> list[str]:
+    """Of what pip would install: what the machine lacks, and what that needs and the machine does not have.
+
+    What only another torch would need, such as its libraries of the device, is not reached.
+    """
+    planned = {canonicalize_name(each["metadata"]["name"]): each["metadata"] for each in report["install"]}
+    names = {_name(each) for each in machine.missing}
+    looked_at: set[str] = set()
+    while waiting := names - looked_at:
+        looked_at |= waiting
+        needed = [each for name in waiting for each in _needs(planned[name], machine)]
+        names |= {_name(each) for each in missing(needed, machine.installed)} & planned.keys()
+    return [f"{name}=={planned[name]['version']}" for name in sorted(names)]
 
 
-def _kept(machine: Machine) -> dict[str, str]:
-    """What is there and stays."""
-    replaced = {_name(each) for each in machine.missing}
-    return {name: version for name, version in machine.installed.items() if name not in replaced}
+def _needs(metadata: dict[str, Any], machine: Machine) -> list[str]:
+    """Requirements of a distribution on that machine, without those of its extras."""
+    place = {"extra": "", "python_version": machine.python, "platform_machine": machine.platform}
+    found = [Requirement(each) for each in metadata.get("requires_dist", [])]
+    return [str(each) for each in found if each.marker is None or each.marker.evaluate(place)]
 
 
 def wheels(machine: Machine, folder: Path) -> None:
-    """Downloads wheels for the machine's Python, with what it has as constraints."""
+    """Downloads wheels for the machine's Python."""
     folder.mkdir(parents=True, exist_ok=True)
-    constraints = folder / "constraints.txt"
-    # An index has no builds with a suffix, so torch itself is left to the machine.
-    pinned = {name: version for name, version in _kept(machine).items() if "+" not in version}
-    constraints.write_text("".join(f"{name}=={version}\n" for name, version in pinned.items()), encoding="utf-8")
     tags = [f"manylinux_2_{minor}_{machine.platform}" for minor in (28, 27, 17, 12)]
     tags.append(f"manylinux2014_{machine.platform}")
     target = ["--only-binary=:all:", f"--python-version={machine.python}"]
     target += [f"--platform={tag}" for tag in tags]
     report = folder / "report.json"
     pip = [sys.executable, "-m", "pip"]
+    # What is installed is no constraint here: a transformers that is too old comes with a tokenizers that is, too.
     plan = [*pip, "install", "--dry-run", "--ignore-installed", "--quiet", f"--report={report}", f"--target={folder}"]
-    subprocess.run([*plan, *target, f"--constraint={constraints}", *machine.missing], check=True)
+    subprocess.run([*plan, *target, *machine.missing], check=True)
     names = wanted(json.loads(report.read_text(encoding="utf-8")), machine)
     subprocess.run([*pip, "download", "--no-deps", f"--dest={folder}", *target, *names], check=True)
     report.unlink()
-    constraints.unlink()
 
 
 def main() -> None:
