@@ -65,6 +65,26 @@ REFUSED: dict[str, str] = {
 }
 """By type, a part of what is said."""
 
+REFUSED_WITH: dict[str, dict[str, str]] = {
+    "shared_rows": {
+        "dots3_note": "has layers of the kind indexed_attention, which mix the tokens of a row",
+        "gemma4_unified": "mixes the tokens of a row elsewhere than in attention that can be shared",
+        "git": "mixes the tokens of a row elsewhere than in attention that can be shared",
+        "qwen3_5": "has layers of the kind linear_attention, which mix the tokens of a row",
+    },
+    "by_block": {"git": "changes in place what its embeddings or a block return"},
+}
+"""By case of `support.whole_models` and type, a part of what is said beside `REFUSED`."""
+
+NO_EXPERTS = "holds its experts as stacked parameters"
+"""A part of what is said of types without any."""
+
+WITHOUT_SIZES = {
+    *("aya_vision", "chameleon", "cohere_compass", "deepseek_ocr2", "diffusion_gemma", "emu3", "granite4_vision"),
+    *("hunyuan_vl", "qwen3_omni_moe", "qwen4_exp"),
+}
+"""Types that transformers itself cannot build from their default configuration."""
+
 _OWN_CLASSES = {"evolla": EvollaForProteinText2Text, "shieldgemma2": ShieldGemma2ForImageClassification}
 """By type, the class of its files, which transformers' mapping does not give."""
 
@@ -120,11 +140,21 @@ def _joined(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {**fields, **changes, **inner}
 
 
+def _made(kind: str, config: PretrainedConfig) -> Any:
+    make = _OWN_CLASSES[kind]._from_config if kind in _OWN_CLASSES else AutoModelForMultimodalLM.from_config
+    return make(config, dtype=torch.float32)
+
+
+def on_meta(kind: str, small: bool) -> Any:
+    """The model without values, small or as its default configuration has it."""
+    with torch.device("meta"):
+        return _made(kind, small_config(kind) if small else AutoConfig.for_model(kind))
+
+
 def save_small(kind: str, folder: Path, texts: list[str]) -> None:
     """The model as transformers saves it, whose routers choose clearly, and a tokenizer."""
     torch.manual_seed(0)
-    make = _OWN_CLASSES[kind]._from_config if kind in _OWN_CLASSES else AutoModelForMultimodalLM.from_config
-    model = make(small_config(kind), dtype=torch.float32)
+    model = _made(kind, small_config(kind))
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and name.endswith(("gate.weight", "router.weight")):
             nn.init.normal_(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,6 +138,8 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
 
 
 def _print(found: Suggestion, file: Path) -> None:
+    from toolkit.model.part_sizes import describe_parts
+
     row, setup = found.row, found.row.setup
     console = Terminal(stderr=False)
     lines = [
@@ -146,6 +149,7 @@ def _print(found: Suggestion, file: Path) -> None:
         f"model: {found.model.num_parameters:,} parameters on {found.machine.words}: {setup.name}, checkpoints "
         f"{setup.checkpoints}, micro-batch {setup.micro_batch_size} x {setup.accumulation}; "
         f"{row.need / GIB:.1f} of {found.machine.hardware.memory_bytes / GIB:.0f} GiB needed",
+        *([f"parts: {describe_parts(found.parts)}"] if found.parts else []),
         f"run: about {counted(found.num_steps, 'step')}, {_duration(found.num_steps * row.time.mid)} by the plan",
         "next:",
         *(f"  {command}" for command in found.commands(str(file))),
@@ -169,6 +173,7 @@ def _as_json(found: Suggestion, file: Path) -> dict[str, Any]:
         "rows": len(found.rows.lengths),
         "tokens": found.rows.num_tokens,
         "parameters": found.model.num_parameters,
+        "parts": {part: dataclasses.asdict(size) for part, size in found.parts.items()},
         "steps": found.num_steps,
         "need": found.row.need,
         "step_seconds": found.row.time.mid,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.errors import BadInputError, counted
+from toolkit.model.part_sizes import describe_parts
 from toolkit.paths import GIB
 from toolkit.planning.launch import LaunchCommand
 from toolkit.planning.planner import CONTEXT_BYTES, HEADROOM, PlanRow
@@ -58,6 +59,8 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
         f"samples of {plan.recipe.data.max_length} tokens{' with images' if plan.has_images else ''}",
         markup=False,
     )
+    if plan.parts:
+        console.print(f"parts: {describe_parts(plan.parts)}", markup=False)
     rows = plan.rows if every_row else plan.rows[:SHOWN]
     console.print(_table(rows, plan, console.width))
     if len(rows) < len(plan.rows):
@@ -230,6 +233,7 @@ def as_json(plan: Plan, launch: LaunchCommand | None) -> dict[str, Any]:
     return {
         "parameters": plan.num_parameters,
         "trained": plan.num_trained,
+        "parts": {part: dataclasses.asdict(size) for part, size in plan.parts.items()},
         "ranks": plan.ranks,
         "hardware": dataclasses.asdict(plan.hardware),
         "mixed_precision": plan.mixed_precision,

@@ -215,37 +215,6 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
     return sum(count for count, trained in counts if trained), held + sum(count for count, _ in counts)
 
 
-def adapter_fact(model: peft.PeftModel) -> str:
-    """Which share of the weights has adapters or is trained whole, and which matrices do not; but for embeddings."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    adapted = {
-        base_name(f"{path}.{name}")
-        for path, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer)
-        for name, _ in _wrappers(module)
-    }
-    sizes = {base_name(name): size for name, size in _matrices(model)}
-    missed = {name: size for name, size in sizes.items() if name not in adapted}
-    told = f"on {1 - sum(missed.values()) / sum(sizes.values()):.1%} of the blocks' weights"
-    # A matrix once, and not for each block.
-    names = sorted({re.sub(r"^.*\.\d+\.", "", name).removesuffix(".weight") for name in missed})
-    return f"{told}; none on {', '.join(names)}" if names else told
-
-
-def _matrices(model: peft.PeftModel) -> Iterator[tuple[str, int]]:
-    """The frozen ones with their sizes, but for embeddings and the head, which `all-linear` leaves alone."""
-    base = model.get_base_model()
-    head = base.get_output_embeddings()
-    for path, module in base.named_modules():
-        if isinstance(module, QuantisedLinear):
-            yield f"{path}.weight", math.prod(module.shape)
-        elif not isinstance(module, nn.Embedding) and module is not head and ".original_module" not in path:
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim > 1 and not parameter.requires_grad:
-                    yield f"{path}.{name}", parameter.numel()
-
-
 class AdapterWeights:
     """Where an adapted model's parameters come from: the base's from its own source, new adapters' from the seed.
 
@@ -393,7 +362,7 @@ def _split(name: str) -> tuple[str, str, str]:
 def _merged_layer(
     model: peft.PeftModel, path: str, parts: dict[str, torch.Tensor | None]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    wrappers = dict(_wrappers(model.get_submodule(path)))
+    wrappers = dict(wrappers_of(model.get_submodule(path)))
     for part, tensor in parts.items():
         if ".lora_" in f".{part}":
             continue
@@ -418,7 +387,7 @@ def _factor(parts: dict[str, torch.Tensor | None], prefix: str, half: str) -> to
     return factor
 
 
-def _wrappers(layer: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
+def wrappers_of(layer: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
     """Name of the adapted parameter -> (what stands before its adapter's names, peft's layer), the outermost first.
 
     Experts have several adapted parameters, and a wrapper around the wrapper before for each.

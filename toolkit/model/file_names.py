@@ -6,6 +6,7 @@ in the files, so an export has those of the base that it was trained from.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Set
 from typing import Any
@@ -33,7 +34,9 @@ class FileNames:
     """
 
     def __init__(self, model: PreTrainedModel, stored: Set[str] | None) -> None:
-        self._model: Any = build_on_meta(lambda: type(model)._from_config(model.config))
+        # Some towers have no class for the attention of the run.
+        config = copy.deepcopy(model.config)
+        self._model: Any = build_on_meta(lambda: type(model)._from_config(config, attn_implementation="eager"))
         self._model.tie_weights()
         # Of tied weights the name that transformers keeps.
         self._tied: dict[str, str] = dict(getattr(self._model, "all_tied_weights_keys", None) or {})

@@ -44,7 +44,7 @@ from toolkit.model.parts import (
     writer_class,
     writer_of,
 )
-from toolkit.model.possible import require_possible
+from toolkit.model.possible import require_library, require_possible
 from toolkit.model.quantised import QuantisedWeights
 from toolkit.model.started_adapter import go_on
 from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
@@ -276,9 +276,9 @@ def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any], fiel
     writers[AutoModelForSeq2SeqLM] = "write a target for a source"
     what = writers.get(auto, "classify texts")
     try:
-        model: PreTrainedModel = auto.from_config(config, **settings)
-        return model
-    except ImportError as error:  # of the attention
+        return auto.from_config(config, **settings)
+    except ImportError as error:  # of the attention, or of a tower
+        require_library(error, config.model_type, field)
         raise BadInputError(
             f"model.attention: {settings.get('attn_implementation')} cannot be used: {first_line(error)}; install it, "
             "or set model.attention=auto"

@@ -6,7 +6,7 @@ host: a stack of experts of DeepSeek V3 or Llama 4 is 28 GiB.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -48,12 +48,13 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in MAKERS and _size(args, kwargs) in self._shapes:
+        if self._shapes and func in MAKERS and _size(args, kwargs) in self._shapes:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
 
 def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Of the tensor that one of `MAKERS` is asked for: given as numbers, or as one sequence of them."""
-    size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
-    return tuple(number for number in size if isinstance(number, int))
+    size = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
+    # Inkling's width is a tensor of one number.
+    return tuple(int(number) for number in size if isinstance(number, int | torch.Tensor))

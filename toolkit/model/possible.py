@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -39,12 +40,12 @@ def require_possible(config: PretrainedConfig, field: str, name: str, where: str
         raise BadInputError(
             f"{field}: the architectures of {name!r} are {named!r}, and need to be a list of names. Correct {where}"
         )
-    wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := getattr(text, key, 1), int) and size < 1]
+    wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := _size(text, key), int) and size < 1]
     if wrong:
         raise BadInputError(
             f"{field}: no model can be built from {name!r}: {', '.join(wrong)}; needs at least 1. Correct {where}"
         )
-    heads, groups = (getattr(text, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    heads, groups = (_size(text, f"num_{kind}_heads") for kind in ("attention", "key_value"))
     if type(heads) is int and type(groups) is int and heads % groups:
         raise BadInputError(
             f"{field}: {name!r} has {heads} heads of attention that share {groups} heads of keys and values, which do "
@@ -53,6 +54,24 @@ def require_possible(config: PretrainedConfig, field: str, name: str, where: str
     odd = _odd_numbers(text if isinstance(text, dict) else text.to_dict())
     if odd:
         raise BadInputError(f"{field}: {name!r} cannot be trained: {'; '.join(odd)}. Correct {where}")
+
+
+def require_library(error: ImportError, model_type: str, field: str) -> None:
+    """Raises BadInputError if a tower of this type needs a library that is not installed, as timm."""
+    library = re.search(r"requires the (\w+) library", str(error))
+    if library is not None:
+        raise BadInputError(
+            f"{field}: a model of type {model_type} needs the library {library[1]}, which is not installed; install it "
+            f"(`pip install {library[1]}`), or name another model"
+        ) from error
+
+
+def _size(text: PretrainedConfig | dict[str, Any], key: str) -> Any:
+    """A number of a configuration; None if there is none, or none for all layers, as of the heads of Dots 3."""
+    try:
+        return getattr(text, key, None)
+    except RuntimeError:  # transformers says that it varies from layer to layer
+        return None
 
 
 def _odd_numbers(values: dict[str, Any]) -> list[str]:

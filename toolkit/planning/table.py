@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import trainable_share
+from toolkit.model.part_sizes import PartSize, part_sizes
 from toolkit.model.positions import require_positions
 from toolkit.paths import GIB
 from toolkit.planning.accumulation import settle
@@ -57,6 +58,7 @@ class Plan:
         reason: why this row, or what is missing.
         levers: single changes with which the recipe needs less memory, the fastest first.
         num_parameters, num_trained: parameters of the model.
+        parts: the same by part, of a model that reads more than text.
         has_images: whether the micro-batches are of the recipe's rows with images.
     """
 
@@ -73,6 +75,7 @@ class Plan:
     num_parameters: int
     num_trained: int
     has_images: bool = False
+    parts: Mapping[str, PartSize] = field(default_factory=dict)
 
 
 def plan(
@@ -133,6 +136,7 @@ def plan(
         num_parameters,
         num_trained,
         planner.workload.has_images,
+        part_sizes(planner.workload.model),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.errors import counted
-from toolkit.model.adapters import adapter_fact, base_of, has_adapter, trainable_share
+from toolkit.model.adapters import base_of, has_adapter, trainable_share
+from toolkit.model.part_sizes import adapter_fact
 from toolkit.model.parts import untrained_fact
 from toolkit.model.quantised import quantised_fact
 from toolkit.model.started_adapter import start_fact

@@ -171,7 +171,8 @@ class ByBlock:
 
         Raises:
             TrainingError: if the micro-batches take different paths through the model.
-            BadInputError: if the model passes tensors between blocks other than as arguments and outputs.
+            BadInputError: if the model passes tensors between blocks other than as arguments and outputs, or changes
+                them in place.
         """
         self._states.begin_window()
         losses: list[torch.Tensor] = []
@@ -187,7 +188,15 @@ class ByBlock:
             losses.append(loss.detach())
             self._states.return_to_forward()
 
-        rounds = self._forward(forwards, begin_backward)
+        try:
+            rounds = self._forward(forwards, begin_backward)
+        except RuntimeError as error:
+            if "of _Cut is a view and is being modified inplace" not in str(error):
+                raise
+            raise BadInputError(
+                f"sharding.accumulate: by_block cannot run {class_name(self._root)}, which changes in place what its "
+                "embeddings or a block return; set sharding.accumulate=by_micro_batch"
+            ) from error
         # Every optimizer step has the same graph, so checking the first one is enough.
         self._is_checked = True
         on_backward()

@@ -31,7 +31,7 @@ def types_of_authors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dt
         return {}
     # A model without weights: only its construction shows the intended type of a buffer or a parameter.
     with torch.device("meta"):
-        reference = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype)
+        reference = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype, attn_implementation="eager")
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in reference._get_dtype_plan(dtype)]
     meant = {name: tensor.dtype for name, tensor in (*_float_tensors(reference),)}
     for name in meant:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from toolkit.data.packing import Ints, best_fit, split
 from toolkit.data.sources import open_source
 from toolkit.errors import BadInputError, counted
 from toolkit.model.load import is_encoder_decoder
+from toolkit.model.part_sizes import PartSize
 from toolkit.objectives.specs.method import Method
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.objectives.specs.spec import ObjectiveSpec
@@ -101,6 +102,7 @@ class Suggestion:
         draft: the values with their reasons.
         layout: layout of the rows.
         row: row of the plan for the chosen strategy.
+        parts: sizes by part, of a model that reads more than text.
         num_steps: optimizer steps of the run, approximately.
         prompt: the beginning of a row; empty for a classifier.
     """
@@ -113,6 +115,7 @@ class Suggestion:
     model: Model
     rows: Rows
     row: PlanRow
+    parts: Mapping[str, PartSize]
     num_steps: int
     prompt: str
 
@@ -174,17 +177,17 @@ def suggest(
     tell(f"planning {found.num_parameters:,} parameters on {machine.words}")
     # A save takes host memory, which the plan counts; its interval follows later from the steps.
     draft.set("checkpoint.every_steps", 1)
-    row = _plan_draft(draft, chosen, rows, found, machine)
-    while row is None and method is None and chosen.smaller is not None:
+    planned = _plan_draft(draft, chosen, rows, found, machine)
+    while planned is None and method is None and chosen.smaller is not None:
         chosen = METHODS[chosen.smaller]
-        row = _plan_draft(draft, chosen, rows, found, machine)
+        planned = _plan_draft(draft, chosen, rows, found, machine)
         draft.reasons["adapter.kind"] = f"Training every parameter needs more than {machine.words}; adapters fit."
         if chosen.quantized:
             draft.reasons["adapter.quantize"] = f"LoRA over a base in 16 bits needs more than {machine.words}."
-    if row is None:
+    if planned is None:
         raise BadInputError(_nothing_fits(chosen, found, draft, machine))
     num_steps = _set_length_of_run(draft, chosen, rows, machine)
-    return Suggestion(draft, draft.recipe(), chosen, layout, machine, found, rows, row, num_steps, prompt)
+    return Suggestion(draft, draft.recipe(), chosen, layout, machine, found, rows, *planned, num_steps, prompt)
 
 
 def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tuple[Method, str, Rows, Model, str]:
@@ -243,8 +246,10 @@ def _data_section(draft: Draft, spec: ObjectiveSpec) -> DataSection:
     return Recipe.from_mapping({**sections, **NEEDED}).data
 
 
-def _plan_draft(draft: Draft, method: Method, rows: Rows, model: Model, machine: Machine) -> PlanRow | None:
-    """Completes the draft for the best row of the plan and returns that row, or None if nothing fits."""
+def _plan_draft(
+    draft: Draft, method: Method, rows: Rows, model: Model, machine: Machine
+) -> tuple[PlanRow, Mapping[str, PartSize]] | None:
+    """Completes the draft for the best row of the plan. Returns that row and the model's parts; None: nothing fits."""
     _set_method(draft, method, model, machine)
     _set_lengths(draft, method, rows, model)
     each = _samples_of_a_rank(draft, method, rows, machine)
@@ -263,7 +268,7 @@ def _plan_draft(draft: Draft, method: Method, rows: Rows, model: Model, machine:
         row, why = recommend(able, machine.hardware)
         if row is not None:
             _set_setup(draft, row, why, machine)
-            return row
+            return row, found.parts
     return None
 
 

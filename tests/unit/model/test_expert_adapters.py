@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapter_checks import require_mergeable
-from toolkit.model.adapters import adapter_fact, add_adapter, merged, state_in_layers, write_adapter
+from toolkit.model.adapters import add_adapter, merged, state_in_layers, write_adapter
+from toolkit.model.part_sizes import adapter_fact
 from toolkit.model.targets import stacked_experts, targets_beside_experts
 from toolkit.recipe.schema import AdapterSection
 

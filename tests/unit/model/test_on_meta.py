@@ -57,3 +57,16 @@ def test_a_model_that_needs_values_and_a_large_buffer_are_built_as_before() -> N
     model: Any = build_on_meta(Odd)
     assert model.weight.is_meta
     assert float(model.mask.sum()) == 2 * LARGE
+
+
+def test_a_size_that_is_a_tensor_of_one_number() -> None:
+    """As the width of Inkling's norms."""
+
+    def build() -> nn.Module:
+        model = nn.Linear(LARGE, 1, bias=False)
+        model.norm = nn.Parameter(torch.ones(torch.tensor(7, device="cpu")))
+        return model
+
+    built = build_on_meta(build)
+    assert built.weight.is_meta
+    assert tuple(built.norm.shape) == (7,)

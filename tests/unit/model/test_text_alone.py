@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.every_multimodal import small_config
-from transformers import AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from toolkit.data.samples import sample_of, stack
 from toolkit.errors import BadInputError
 from toolkit.model.load import NoTokens, load_without_weights
+from toolkit.model.possible import require_library, require_possible
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.plain_losses import PlainCausal
 from toolkit.recipe.schema import ModelSection
@@ -77,3 +78,18 @@ def test_molmo2_is_told_while_it_trains_that_every_token_is_text(packed: bool) -
     for logits in (objective.logits(model, objective.on_host(batch)), PlainCausal().forward(model, batch)):
         found = logits[0] if packed else torch.cat([each[: len(row)] for each, row in zip(logits, rows, strict=True)])
         torch.testing.assert_close(found[:22], torch.cat(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_a_tower_without_its_library_is_refused_by_the_librarys_name() -> None:
+    """Building a small FastVLM takes timm, which the tests do not have; with it there is nothing to refuse."""
+    error = ImportError("TimmWrapperModel requires the timm library but it was not found in your environment.")
+    with pytest.raises(BadInputError, match=r"a model of type fast_vlm needs the library timm.*pip install timm"):
+        require_library(error, "fast_vlm", "model.name_or_path")
+    require_library(ImportError("flash_attn seems to be not installed"), "llama", "model.name_or_path")
+
+
+def test_numbers_that_differ_from_layer_to_layer_are_not_asked_for() -> None:
+    config = AutoConfig.for_model("dots3_note")
+    with pytest.raises(RuntimeError, match="per-layer"):
+        _ = config.get_text_config().num_attention_heads
+    require_possible(config, "model.name_or_path", "it", "its config.json")

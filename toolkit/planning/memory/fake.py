@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
@@ -235,7 +236,8 @@ def give_parameters(model: nn.Module, dtype: torch.dtype | None) -> bool:
         Whether its units cast their inputs; as in `toolkit.sharding.apply`, only the root casts those of a model whose
         authors choose dtypes.
     """
-    types = {} if dtype is None else types_of_authors(model, dtype)
+    with _disable_current_modes():  # building a model may read numbers, as Qianfan's rates of dropped paths
+        types = {} if dtype is None else types_of_authors(model, dtype)
     kept = kept_in_float32(model, types)
     made: dict[int, nn.Parameter] = {}
     state = {}

@@ -1,0 +1,203 @@
+"""What transformers' whole model learns from rows of text, row by row, beside what a run made of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForMultimodalLM, AutoTokenizer
+
+from support.peft_by_hand import adapted
+from support.ranks import meet
+from support.tiny import recipe_values
+
+STEPS, ROWS, RATE = 3, 4, 0.1
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "went", "away", "from", "all", "of", "us"]
+WORDS += ["for", "good"]
+TEXTS = [" ".join(WORDS[(5 * i + j) % len(WORDS)] for j in range(2 + i % 7)) for i in range(STEPS * ROWS)]
+OPTIMIZER = {"beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "eps": 10.0}
+"""An update is nearly 0.01 times the gradient, so that weights tell gradients of any size."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that a recipe asks for.
+
+    Attributes:
+        changes: to the recipe, by section.
+        packed: whether rows share samples, all of them in each step; otherwise a step has the next `ROWS`.
+    """
+
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    packed: bool = False
+
+
+LORA = {"kind": "lora", "r": 2, "target_modules": "all-linear"}
+BY_BLOCK = {"strategy": "zero3", "accumulate": "by_block", "activation_checkpointing": 1}
+TWO_MICRO_BATCHES = {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
+CASES = {
+    "full": Case(),
+    "lora": Case({"adapter": LORA}),
+    "packed": Case({"sharding": {"strategy": "zero3"}, "training": {"micro_batch_size": 1}}, packed=True),
+    "by_block": Case({"sharding": BY_BLOCK, "training": TWO_MICRO_BATCHES}),
+    "shared_rows": Case({"sharding": {"strategy": "zero3", "sequence": 2}, "training": TWO_MICRO_BATCHES}, packed=True),
+    "experts": Case({"sharding": {"strategy": "zero3", "experts": 2}}),
+    "nf4": Case({"adapter": {**LORA, "quantize": "nf4"}, "sharding": {"strategy": "zero3"}}),
+}
+
+
+Outcome = list[dict[str, Any]] | str
+"""Of a run: the records of its steps, or what was said: `refused: ...` or `crashed: ...`."""
+
+
+def write_texts(folder: Path) -> None:
+    """The rows that every run reads."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+
+
+def recipe_of(folder: Path, kind: str, name: str) -> dict[str, Any]:
+    """A recipe of `STEPS` steps on two ranks, for the model in `folder / kind`."""
+    case, out = CASES[name], folder / f"{kind}-{name}"
+    values = recipe_values(folder / kind, folder / "rows.jsonl", out, folder / "cache")
+    # Two samples hold all rows if they are packed: one for each rank, or one after another for both.
+    max_length = sum(map(len, rows_of(folder / kind))) // 2 + 8
+    values["data"] |= {"max_length": max_length} if case.packed else {"max_length": 64, "packing": False}
+    values["objective"] = {"kind": "causal_lm", "router_aux_coef": 0.0}
+    values["optimizer"] = {"learning_rate": RATE, **OPTIMIZER}
+    values["schedule"] = {"kind": "constant"}
+    values["training"] = {"output_dir": str(out), "max_steps": STEPS, "micro_batch_size": 2, "max_grad_norm": None}
+    values["training"]["seed"] = 3
+    for section, fields in case.changes.items():
+        values[section] = {**values.get(section, {}), **fields}
+    return values
+
+
+def runs(folder: Path, kinds: list[str], names: list[str]) -> dict[tuple[str, str], Outcome]:
+    """On every rank: by type and case, the records of the steps, or what was said."""
+    from toolkit import Recipe, finetune
+    from toolkit.errors import BadInputError
+
+    found: dict[tuple[str, str], Outcome] = {}
+    for kind in kinds:
+        for name in names:
+            meet()
+            try:
+                result = finetune(Recipe.from_mapping(recipe_of(folder, kind, name)))
+                found[kind, name] = [record for record in result.metrics if record["split"] == "train"]
+            except BadInputError as error:
+                found[kind, name] = f"refused: {error}"
+            except Exception as error:  # the next types are tried all the same
+                found[kind, name] = f"crashed: {type(error).__name__}: {error}"
+    return found
+
+
+def rows_of(folder: Path) -> list[list[int]]:
+    """The texts in tokens of a model's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in TEXTS]
+
+
+def windows(folder: Path, records: list[dict[str, Any]]) -> list[list[list[int]]]:
+    """The rows of each step: all, or the next ones, as many as have the targets that were counted."""
+    rows, found, begin, before = rows_of(folder), [], 0, 0
+    for record in records:
+        counted, end = record["target_tokens"] - before, begin
+        while end < len(rows) and sum(len(row) - 1 for row in rows[begin:end]) < counted:
+            end += 1
+        assert sum(len(row) - 1 for row in rows[begin:end]) == counted
+        found.append(rows[begin:end])
+        begin, before = end % len(rows), record["target_tokens"]
+    return found
+
+
+def plain_loop(model: Any, steps: list[list[list[int]]]) -> list[float]:
+    """Trains the model; what no row has reached has no gradient, and stays."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    betas = (OPTIMIZER["beta1"], OPTIMIZER["beta2"])
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=betas, weight_decay=0.0, eps=OPTIMIZER["eps"])
+    losses = []
+    for rows in steps:
+        count, total = sum(len(row) - 1 for row in rows), 0.0
+        for row in rows:
+            ids = torch.tensor([row])
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            loss = F.cross_entropy(logits, ids[0, 1:], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model's or an adapter's files."""
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def loaded(folder: Path) -> Any:
+    """transformers' whole model in float32."""
+    return AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def wrong_in_full(folder: Path, kind: str, case: str, records: list[dict[str, Any]]) -> list[str]:
+    """What differs between a run of all weights and the plain loop: losses, names, what was trained, and how far."""
+    base, out = tensors_of(folder / kind), folder / f"{kind}-{case}"
+    exported, losses = tensors_of(out / "export"), [record["loss"] for record in records]
+    model = loaded(folder / kind)
+    expected = plain_loop(model, windows(folder / kind, records))
+    model.save_pretrained(out / "plain")
+    plain = tensors_of(out / "plain")
+    if {n: (t.shape, t.dtype) for n, t in base.items()} != {n: (t.shape, t.dtype) for n, t in exported.items()}:
+        return [f"names: without {sorted(base.keys() - exported)[:3]}, with {sorted(exported.keys() - base)[:3]}"]
+    wrong = [] if losses == pytest.approx(expected, rel=1e-6) else [f"losses {losses} instead of {expected}"]
+    changed = {name for name in base if not torch.equal(base[name], exported[name])}
+    reached = {name for name in base if not torch.equal(base[name], plain[name])}
+    if changed != reached:
+        wrong.append(f"not trained {sorted(reached - changed)[:3]}, trained {sorted(changed - reached)[:3]}")
+    largest = max((plain[name] - base[name]).abs().max().item() for name in reached)
+    off = {name: (plain[name] - exported[name]).abs().max().item() / largest for name in reached}
+    name = max(off, key=lambda name: off[name])
+    return wrong + ([] if off[name] < 1e-4 else [f"{name} is off by {off[name]:.1e} of the largest change"])
+
+
+def wrong_in_lora(folder: Path, kind: str, case: str, records: list[dict[str, Any]]) -> list[str]:
+    """What differs between a run of adapters and peft's own loop; of nf4 on weights that bitsandbytes dequantised."""
+    export, losses = folder / f"{kind}-{case}/export", [record["loss"] for record in records]
+    found = tensors_of(export)
+    settings = json.loads((export / "adapter_config.json").read_text())
+    idle = [name for name, tensor in found.items() if ".lora_B" in name and not tensor.any()]
+    wrong = [f"no gradient for {len(idle)}, {idle[0]}"] if idle else []
+    if settings["target_parameters"]:
+        return wrong  # experts' adapters are drawn by expert
+    base = loaded(folder / kind)
+    if case == "nf4":
+        as_dequantised(base, json.loads((export / "base.json").read_text())["quantization"])
+    model = adapted(base, {key: settings[key] for key in ("r", "lora_alpha", "target_modules", "exclude_modules")})
+    expected = plain_loop(model, windows(folder / kind, records))
+    if losses != pytest.approx(expected, rel=1e-6):
+        wrong.append(f"losses {losses} instead of {expected}")
+    return wrong
+
+
+@torch.no_grad()
+def as_dequantised(model: nn.Module, how: dict[str, Any]) -> None:
+    """Gives linear layers the weights that bitsandbytes makes of their 4 bits."""
+    from bitsandbytes import functional
+
+    chosen = [
+        module
+        for path, module in model.named_modules()
+        if type(module) is nn.Linear and path not in how["llm_int8_skip_modules"]
+    ]
+    assert chosen
+    for module in chosen:
+        packed, state = functional.quantize_4bit(module.weight.contiguous(), blocksize=64, quant_type="nf4")
+        module.weight.copy_(functional.dequantize_4bit(packed, state).view_as(module.weight))
