@@ -189,6 +189,6 @@ def _leave_pictures_out() -> None:
 
     def save_files(figure: Figure, target: Any, **options: Any) -> None:
         if isinstance(target, Path):
-            save(figure, target, **options)
+            save(Figure(figsize=(0.1, 0.1)), target)
 
     Figure.savefig = save_files  # type: ignore[method-assign]
