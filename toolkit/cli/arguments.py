@@ -91,7 +91,7 @@ GpusOption = Annotated[
 ]
 CpuOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST_CPU_RANKS, help="Train on the CPU with this many processes.", show_default=False),
+    typer.Option(min=1, max=MOST_CPU_RANKS, help="Run on the CPU with this many processes.", show_default=False),
 ]
 ConfigOption = Annotated[
     str | None,

@@ -25,11 +25,11 @@ def compare(
     ],
     to: Annotated[
         Path | None,
-        typer.Option(help="Write a page with curves over each other to this new file (.html).", show_default=False),
+        typer.Option(help="Write a page with overlaid curves to this new file (.html).", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show two or more runs beside each other: what came of each, and what differs in their recipes and versions.
+    """Show two or more runs side by side: their results, and what differs in their recipes and versions.
 
     A run may be under way, unfinished, failed or damaged: what there is of it is shown, and what is missing is said.
     """

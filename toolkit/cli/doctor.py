@@ -57,7 +57,9 @@ def doctor(
     hub: Annotated[bool, typer.Option("--hub", help="Also check that the hub can be reached.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine: versions, GPUs, memory, disk, limits, whether ranks can meet. Exit code 1 if one fails."""
+    """Check this machine: versions, GPUs, memory, disk, limits, whether ranks can connect. Exit code 1 if one
+    fails.
+    """
     findings = [*_software(), *_devices(), *_room(), *_meetings(), *(_hub() if hub else [])]
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))

@@ -33,7 +33,7 @@ Output = Annotated[
 Extract = Annotated[
     str | None,
     typer.Option(
-        help="With --eval: compare what this regular expression matches last (its first group, if any).",
+        help="With --eval: compare the last match of this regular expression (or of its first group).",
         show_default=False,
     ),
 ]
@@ -47,7 +47,7 @@ Structured = Annotated[
 Score = Annotated[
     str | None,
     typer.Option(
-        help="With --eval: score by this function, module:function, of Python's path, which needs no answers.",
+        help="With --eval: score with this function (module:function on Python's path), which needs no answers.",
         show_default=False,
     ),
 ]

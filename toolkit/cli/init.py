@@ -32,8 +32,8 @@ MethodName = Annotated[
     typer.Option(
         help="Training method: full, lora, qlora, pretrain, dpo, ipo, simpo, orpo, lora-dpo, qlora-dpo, reward, kto, "
         "classify, tag or seq2seq. By default the rows decide: full for answers, pretrain for plain text, dpo for "
-        "pairs, classify for labels, tag for words with tags; lora where that does not fit, and qlora where lora does "
-        "not; seq2seq for an encoder-decoder.",
+        "pairs, classify for labels, tag for words with tags, seq2seq for an encoder-decoder; lora if full training "
+        "does not fit, and qlora if lora does not.",
         show_default=False,
     ),
 ]

@@ -32,11 +32,11 @@ def reproduce(
         list[str] | None,
         typer.Argument(
             metavar="section.key=value",
-            help="Where models and rows lie here, if the run's own folder is not beside the export.",
+            help="Paths of models and rows here, if the run's own folder is not beside the export.",
             show_default=False,
         ),
     ] = None,
-    to: Annotated[Path, typer.Option(help="New folder of the run that trains it once more.")] = ...,  # type: ignore[assignment]
+    to: Annotated[Path, typer.Option(help="New folder for the new run.")] = ...,  # type: ignore[assignment]
     gpus: Annotated[
         int | None,
         typer.Option(min=1, help="Train on this many GPUs. By default as many as before.", show_default=False),

@@ -22,9 +22,7 @@ Reward = Annotated[
 
 Extract = Annotated[
     str | None,
-    typer.Option(
-        help="Compare what this regular expression matches last (its first group, if any).", show_default=False
-    ),
+    typer.Option(help="Compare the last match of this regular expression (or of its first group).", show_default=False),
 ]
 Structured = Annotated[
     bool, typer.Option("--structured", help="Compare as JSON; order of keys and whitespace do not count.")
@@ -32,7 +30,7 @@ Structured = Annotated[
 Score = Annotated[
     str | None,
     typer.Option(
-        help="Score by this function, module:function, of Python's path, which needs no answers.", show_default=False
+        help="Score with this function (module:function on Python's path), which needs no answers.", show_default=False
     ),
 ]
 
@@ -40,7 +38,7 @@ Score = Annotated[
 def sample(
     source: Source,
     prompts: Annotated[Path, typer.Argument(help="A .txt or .jsonl file of prompts.", show_default=False)],
-    to: Annotated[Path, typer.Option(help="Write into this folder, or go on where it stopped.", show_default=False)],
+    to: Annotated[Path, typer.Option(help="Write into this folder, or continue what is in it.", show_default=False)],
     samples: Samples = 8,
     reward: Reward = None,
     strict: Annotated[bool, typer.Option("--strict", help="Compare case and whitespace, too.")] = False,
@@ -60,10 +58,10 @@ def sample(
     cpu: CpuOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write several completions of each prompt, score them, and make rows for SFT, DPO and KTO of them.
+    """Write several completions of each prompt, score them, and turn them into rows for SFT, DPO and KTO.
 
     Writes samples.jsonl (all, with their scores), sft.jsonl (the best of each prompt), pairs.jsonl (the best and the
-    worst) and labels.jsonl (all, judged good or bad). The same command goes on where it stopped.
+    worst) and labels.jsonl (all, labelled good or bad). Run the same command again to continue.
     """
     from toolkit.generation.sample_options import SampleOptions
 

@@ -19,7 +19,7 @@ def validate(
     every_key: EveryKey = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a recipe and print what it sets, with where each value came from."""
+    """Check a recipe and print what it sets, and where each value comes from."""
     origins = load_recipe(arguments, recipe).origins()
     if as_json:
         print(json.dumps({key: {"value": value, "from": origin} for key, (value, origin) in origins.items()}, indent=2))

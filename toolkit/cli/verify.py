@@ -33,10 +33,11 @@ def verify(
     time_limit: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 1800.0,
     as_json: AsJson = False,
 ) -> None:
-    """Train a few steps plainly on one process, then sharded, and compare losses, gradients and weights.
+    """Train a few steps in a plain loop on one process, then sharded; compare losses, gradients and weights.
 
     The ranks run on this machine, on the CPU if it has too few GPUs. Dropout is off, and the output folder
-    stays untouched. Without --config: the file that `accelerate config` made, or else two ranks with zero3.
+    stays untouched. Without --config it takes the file that `accelerate config` wrote, or else two ranks
+    with zero3.
 
     Exit codes: 0 all checks pass, 1 one failed, 2 bad input.
     """

@@ -69,7 +69,7 @@ class ModelSection(Section):
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto",
         description="Choose the attention implementation. auto: on a GPU in 16 bits flash attention, if it is "
-        "installed; on a CPU each packed document by itself; else sdpa.",
+        "installed; on a CPU sdpa over each packed document by itself; otherwise sdpa.",
     )
     allow_new_weights: list[str] | None = Field(
         None,
@@ -80,8 +80,8 @@ class ModelSection(Section):
     train: list[Literal["language", "projector", "vision"]] | None = Field(
         None,
         min_length=1,
-        description="Train these parts of a model that sees images; null: the language model, and if rows have images "
-        "and no adapter is trained, what maps images to it (projector).",
+        description="Train these parts of a vision-language model; null: language, and if rows have images and no "
+        "adapter is trained, also projector (which maps images to the language model).",
     )
     trust_remote_code: bool = Field(False, description="Run the Python code that comes with the model.")
     tokenizer: str | None = Field(
@@ -129,7 +129,7 @@ class SourceSection(Section):
     name: str | None = Field(
         None,
         pattern=r"^[\w.-]{1,64}$",
-        description="Tell the loss of its rows under this name, beside that of all; sources may share one.",
+        description="Report the loss of its rows under this name, beside that of all rows; sources may share a name.",
     )
     config: str | None = Field(None, description="Use this configuration of a hub data set.")
     split: str | None = Field(None, description="Use this split of a hub data set; null: train.")
@@ -144,7 +144,7 @@ class SourceSection(Section):
 
 
 class ColumnsSection(Section):
-    """Names of the columns to read, where they are not the usual ones. Those that are set choose the layout."""
+    """Names of the columns to read, if they are not the usual ones. The names that you set decide the layout."""
 
     messages: str | None = Field(
         None, description="Conversation: a list of role and content, or from and value. Null: `messages`."
@@ -204,17 +204,17 @@ class DataSection(Section):
         None,
         min_length=1,
         description="Give the chat template these arguments, such as {enable_thinking: false}. A row's own "
-        "chat_template_kwargs come before them.",
+        "chat_template_kwargs override them.",
     )
     template_date: date | None = Field(
         None,
-        description="Let the chat template write this day, such as 2026-11-25, if it writes the day's date; null: the "
+        description="Give the chat template this date, such as 2026-11-25, if it writes the current date; null: the "
         "day on which the run starts, which resumed runs keep.",
     )
     targets: Literal["assistant", "last_turn", "all", "each_turn"] | None = Field(
         None,
         description="Learn these parts of a conversation, or of a prompt and its answer; null: assistant. each_turn: "
-        "a sample for each answer, behind what the chat template writes before it at inference.",
+        "one sample for each answer, after the text that the chat template writes before it at inference.",
     )
     # The longest contexts that models promise are of 10 million tokens; a batch of a billion would be 8 GB a tensor.
     max_length: int = Field(ge=8, le=2**24, description="Limit samples to this many tokens. Rows are packed or padded.")
@@ -334,9 +334,10 @@ class AdapterSection(Section):
     start_from: str | None = Field(
         None,
         min_length=1,
-        description="Go on from the LoRA adapter in this folder (adapter_config.json, adapter_model.safetensors), ours "
-        "or peft's. It decides r, alpha, target_modules, modules_to_save, use_rslora and use_dora. For objectives with "
-        "a reference, the reference is the base with this adapter.",
+        description="Train the LoRA adapter in this folder further (adapter_config.json, "
+        "adapter_model.safetensors), written by a run or by peft. It decides r, alpha, target_modules, "
+        "modules_to_save, use_rslora and use_dora. For objectives with a reference, the reference is the base with "
+        "this adapter.",
     )
     r: PositiveInt = Field(16, description="Set the rank of the adapters.")
     alpha: PositiveFloat | None = Field(
@@ -403,11 +404,11 @@ class ShardingSection(Section):
         "by_micro_batch",
         description="Choose how the micro-batches of a step run. by_micro_batch: one after another through the whole "
         "model. by_block: all of them through a block before the next block, so that parameters are gathered twice and "
-        "gradients reduced once a step. auto: by_block where the plan finds that it fits and is faster.",
+        "gradients reduced once a step. auto: by_block if the plan finds that it fits and is faster.",
     )
     sequence: PositiveInt = Field(
         1,
-        description="Share each row among N neighbouring ranks (sequence parallelism). Each holds 1 / N of its tokens "
+        description="Split each row over N neighbouring ranks (sequence parallelism). Each holds 1 / N of its tokens "
         "and, in attention, of its heads. N must divide the ranks and the attention heads.",
     )
     experts: PositiveInt = Field(
@@ -480,10 +481,11 @@ class OptimizerSection(Section):
     projector_learning_rate: float | None = Field(
         None,
         gt=0.0,
-        description="Set the peak learning rate of what maps images to the language model; null: learning_rate.",
+        description="Set the peak learning rate of the projector, which maps images to the language model; null: "
+        "learning_rate.",
     )
     vision_learning_rate: float | None = Field(
-        None, gt=0.0, description="Set the towers' own peak learning rate; null: learning_rate."
+        None, gt=0.0, description="Set the peak learning rate of the vision towers; null: learning_rate."
     )
 
     @model_validator(mode="after")
@@ -575,9 +577,10 @@ class TrainingSection(Section):
     )
     stall_minutes: PositiveFloat | None = Field(
         10.0,
-        description="End the run with exit code 4, and say which rank is behind, if one makes no progress for this "
-        "many minutes; null: never. Some phases may take longer: starting 36 times this limit, restoring and exporting "
-        "6 times, saving 3 times. While ranks start, they wait for each other for this long, and at least a minute.",
+        description="End the run with exit code 4, and name the rank that is behind, if a rank makes no "
+        "progress for this many minutes; null: never. Some phases may take longer: starting 36 times this limit, "
+        "restoring and exporting 6 times, saving 3 times. While ranks start, they wait for each other for this long, "
+        "and at least a minute.",
     )
 
     @field_validator("mixed_precision", mode="before")
@@ -608,8 +611,8 @@ class TrainingSection(Section):
 
 
 class AnswersSection(Section):
-    """Answers to held-out prompts, which the model writes at evaluations, and how many are right: what `toolkit
-    generate --eval` finds of an export."""
+    """Answers that the model writes to held-out prompts at evaluations, scored as `toolkit generate --eval` scores an
+    export."""
 
     file: str | None = Field(
         None,
@@ -630,14 +633,14 @@ class AnswersSection(Section):
     extract: str | None = Field(
         None,
         min_length=1,
-        description="Compare what this regular expression matches last, or its first group if it has one.",
+        description="Compare the last match of this regular expression, or its first group if it has one.",
     )
     numeric: bool = Field(False, description="Compare the last number, as a number.")
     structured: bool = Field(False, description="Compare as JSON; order of keys and whitespace do not count.")
     score: str | None = Field(
         None,
-        description="Score answers by this function, module:function, of Python's path: it is given the answer and its "
-        "row, and returns True, False or a number from 0 to 1. Runs the module's code.",
+        description="Score answers with this function (module:function on Python's path). It is called with the answer "
+        "and its row, and returns True, False or a number from 0 to 1. The module's code is run.",
     )
 
     @model_validator(mode="after")
@@ -685,8 +688,8 @@ class CheckpointSection(Section):
     )
     every_minutes: PositiveFloat | Literal["never"] | None = Field(
         None,
-        description="Save a checkpoint when N minutes have passed since the last one; null: 30 without "
-        "checkpoint.every_steps, of which one is kept, and else never.",
+        description="Save a checkpoint when N minutes have passed since the last one; null: 30 if "
+        "checkpoint.every_steps is unset, and then only the last is kept; otherwise never.",
     )
     keep_last: PositiveInt | None = Field(2, description="Keep the last N checkpoints; null: all.")
     keep_every: PositiveInt | None = Field(

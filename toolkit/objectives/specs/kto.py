@@ -22,7 +22,7 @@ LAYOUTS = (
 
 KTO = ObjectiveSpec(
     "kto",
-    about="learn from completions that are judged true or false one by one",
+    about="learn from completions that are each labelled true or false",
     layouts=LAYOUTS,
     row_form="judged",
     batch=BATCH,

@@ -90,7 +90,7 @@ class ObjectiveSection(Section):
     router_bias_rate: float | None = Field(
         None,
         ge=0.0,
-        description="Move the bias of overloaded and idle experts by this much each step, where routers have one "
+        description="Move the bias of overloaded and idle experts by this much each step, if routers have biases "
         "(arXiv 2408.15664); not possible with adapters; null: 0, as at the end of DeepSeek V3's training.",
     )
 
