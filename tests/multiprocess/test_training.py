@@ -67,8 +67,10 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
     run("bf16", training={"mixed_precision": "bf16", "max_steps": 3}, export={"dtype": "bfloat16"})
     run("profiled", training={"max_steps": 4, "profile_steps": [2, 3], "max_grad_norm": None})
     counted: list[list[float]] = []
-    total = toolkit.training.trainer.Trainer._total
-    toolkit.training.trainer.Trainer._total = lambda trainer, values: counted.append(values) or total(trainer, values)
+    total = toolkit.training.trainer.Trainer._sum_over_ranks
+    toolkit.training.trainer.Trainer._sum_over_ranks = lambda trainer, values: (
+        counted.append(values) or total(trainer, values)
+    )
     run("no-export", training={"max_steps": 2, "max_grad_norm": None}, export={"enabled": False})
     results["counted"] = len(counted)
     toolkit.run.accelerator.Compilation = functools.partial(

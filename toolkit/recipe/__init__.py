@@ -1,4 +1,4 @@
-"""The work to do: the schema of a recipe, and its loading. Imports neither torch nor transformers."""
+"""The schema of a recipe, which says what a run does, and its loading. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The adapter that a run goes on from (`adapter.start_from`): what its adapter_config.json says, and what it may say.
+"""Reads and checks the adapter_config.json of the adapter that a run continues (`adapter.start_from`).
 
-Reads JSON alone. `toolkit.model.started_adapter` reads the weights.
+It reads only JSON. `toolkit.model.started_adapter` reads the weights.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from toolkit.errors import BadInputError, first_line
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_TAKEN = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora")
+_FIELDS_AS_SETTINGS = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 """Fields of peft's file that become settings of the recipe."""
 
-_WITHOUT_EFFECT = (
+_IGNORED_FIELDS = (
     "auto_mapping",
     "base_model_name_or_path",  # compared with the recipe's, once the model is known
     "exclude_modules",  # what is adapted, the names of the tensors say
@@ -33,29 +33,29 @@ _WITHOUT_EFFECT = (
 )
 """Fields that do not change what the tensors of an adapter mean, or are compared elsewhere."""
 
-_USUAL: dict[str, tuple[Any, ...]] = {
+_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base's own weights
     "megatron_core": ("megatron.core",),
     "runtime_config": ({"ephemeral_gpu_offload": False},),
 }
-"""Fields that every file has, and values of theirs that change nothing."""
+"""Fields that every file has, and their values that change nothing."""
 
-_IDLE: tuple[Any, ...] = (None, False, [], {})
-"""Values by which a field asks for nothing, also one of a later peft."""
+_OFF_VALUES: tuple[Any, ...] = (None, False, [], {})
+"""Values that turn a field off, including fields of a later peft."""
 
 _CLASSIFIER_HEADS = ("classifier", "score")
-"""What peft itself adds to `modules_to_save` of each classifier, whichever it has."""
+"""Modules that peft adds to `modules_to_save` of every classifier, whether or not it has them."""
 
 
 def read_config(folder: Path, place: str) -> dict[str, Any]:
-    """The adapter_config.json of a folder that has an adapter's weights as safetensors.
+    """Reads the adapter_config.json of a folder that holds an adapter's weights as safetensors.
 
     Args:
         place: names the folder in errors.
 
     Raises:
-        BadInputError: no weights, pickled ones, or a file that is no JSON object.
+        BadInputError: if the weights are missing or pickled, or the file is not a JSON object.
     """
     if not (folder / WEIGHTS).is_file():
         pickled = (
@@ -74,7 +74,11 @@ def read_config(folder: Path, place: str) -> dict[str, Any]:
 
 
 def started_config(start_from: str) -> dict[str, Any]:
-    """That of the adapter to go on from. Raises BadInputError if there is none, or one that cannot be trained here."""
+    """Returns the configuration of the adapter to continue.
+
+    Raises:
+        BadInputError: if the folder holds no adapter, or one that cannot be trained here.
+    """
     place, folder = f"adapter.start_from: {start_from!r}", Path(start_from).expanduser()
     if not folder.is_dir():
         raise BadInputError(
@@ -89,11 +93,11 @@ def started_config(start_from: str) -> dict[str, Any]:
     config = read_config(folder, place)
     if config.get("peft_type") != "LORA":
         raise BadInputError(f"{place} is of peft_type {config.get('peft_type')!r} in its {CONFIG}; allowed: LORA")
-    known = (*_TAKEN, *_WITHOUT_EFFECT)
+    known = (*_FIELDS_AS_SETTINGS, *_IGNORED_FIELDS)
     for field, value in config.items():
-        usual = _USUAL.get(field, ())
+        usual = _HARMLESS_VALUES.get(field, ())
         # By type, too: in Python 0 is False and 1 is True.
-        if field not in known and not any(type(value) is type(one) and value == one for one in (*_IDLE, *usual)):
+        if field not in known and not any(type(value) is type(one) and value == one for one in (*_OFF_VALUES, *usual)):
             allowed = " or ".join(json.dumps(one) for one in usual) or "none"
             raise BadInputError(
                 f"{place}: {field} is {json.dumps(value)} in its {CONFIG}, which is not supported; allowed: {allowed}. "
@@ -104,7 +108,11 @@ def started_config(start_from: str) -> dict[str, Any]:
 
 
 def started_settings(start_from: str) -> dict[str, Any]:
-    """Settings of the recipe's section `adapter` that the file decides. Raises BadInputError as `started_config`."""
+    """Returns the settings of the recipe's section `adapter` that the file decides.
+
+    Raises:
+        BadInputError: as `started_config`, or if a field of the file has a wrong type.
+    """
     config = started_config(start_from)
     found: dict[str, Any] = {}
     for field, is_right, what in (
@@ -112,8 +120,12 @@ def started_settings(start_from: str) -> dict[str, Any]:
         ("lora_alpha", lambda value: type(value) in (int, float) and value > 0, "a number greater than 0"),
         ("use_rslora", lambda value: type(value) is bool, "true or false"),
         ("use_dora", lambda value: type(value) is bool, "true or false"),
-        ("modules_to_save", lambda value: value is None or _is_names(value), "null or a list of names"),
-        ("target_modules", lambda value: not value or isinstance(value, str) or _is_names(value), "names or a pattern"),
+        ("modules_to_save", lambda value: value is None or _is_list_of_names(value), "null or a list of names"),
+        (
+            "target_modules",
+            lambda value: not value or isinstance(value, str) or _is_list_of_names(value),
+            "names or a pattern",
+        ),
     ):
         # What an old peft did not write was off.
         value = config.get(field, False if field.startswith("use_") else None)
@@ -131,7 +143,7 @@ def started_settings(start_from: str) -> dict[str, Any]:
     return found
 
 
-def _is_names(value: Any) -> bool:
+def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
@@ -142,11 +154,11 @@ def _modules_to_save(config: dict[str, Any]) -> list[str] | None:
     return names or None
 
 
-def settled(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The section `adapter` with what the file decides, and a line for each setting that contradicts the file.
+def fill_from_file(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Fills in the section `adapter` from the file; returns it, and a line for each setting that contradicts the file.
 
-    Without `start_from`, or where its folder is not here, the section is as it was: who trains finds the folder
-    missing; who reads the recipe of a finished run need not have it.
+    Without `start_from`, or if its folder does not exist, the section is unchanged: training reports the missing
+    folder, and reading the recipe of a finished run does not need it.
     """
     section = dict(values)
     place = section.get("start_from")
@@ -163,7 +175,7 @@ def settled(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if name == "alpha" and given is None:
             given = 2 * decided["r"]
         # Names in other words may mean the same modules: those are compared with the tensors.
-        if name != "target_modules" and (sorted(given) if _is_names(given) else given) != value:
+        if name != "target_modules" and (sorted(given) if _is_list_of_names(given) else given) != value:
             mend = f"remove adapter.{name}, or set it to {json.dumps(value)}"
             problems.append(
                 f"adapter.{name}: {json.dumps(given, default=str)}, but the adapter of adapter.start_from ({place!r}) "

@@ -1,4 +1,4 @@
-"""Which settings cannot go together, why, and what to do: the one table of it.
+"""The one table of settings that cannot go together: which they are, why, and what to do.
 
 Recipes, the backend (for loops of a user's own, too), plans and `toolkit init` ask this table and nothing else, so that
 a plan never offers what a run refuses. docs/combinations.md is written from it.
@@ -26,10 +26,10 @@ class Combination:
     """Features that cannot go together.
 
     Attributes:
-        names: of two or three features; an error says that the first one cannot go with the last one.
-        why: a clause about the last one, or the first.
-        mend: what to do.
-        is_idle: the first one would change nothing, where others fail.
+        names: two or three names of features; the error says that the first cannot go with the last.
+        why: a clause about the last feature, or about the first.
+        mend: how to fix it.
+        is_idle: whether the first feature would only have no effect, rather than fail.
     """
 
     names: tuple[str, ...]
@@ -251,7 +251,7 @@ COMBINATIONS = (
 
 @dataclass(frozen=True)
 class Refusal:
-    """What cannot be done, in words: `problem` without the mend, for who did not ask for it."""
+    """The message about a combination: `problem` alone is for readers who cannot change the settings."""
 
     problem: str
     mend: str
@@ -261,12 +261,16 @@ class Refusal:
 
 
 def refusals(settings: Settings) -> list[Refusal]:
-    """Everything in the settings that cannot go together; empty if they can."""
+    """Returns a refusal for each forbidden combination in the settings; empty if there is none."""
     return [_refusal(found, settings) for found in COMBINATIONS if _is_asked(found, settings)]
 
 
 def refuse(settings: Settings) -> None:
-    """Raises BadInputError if settings cannot go together."""
+    """Checks that the settings can go together.
+
+    Raises:
+        BadInputError: if they cannot; it names every forbidden combination.
+    """
     if found := refusals(settings):
         raise BadInputError(" ".join(f"{refusal}." for refusal in found).removesuffix("."))
 

@@ -1,4 +1,4 @@
-"""What settings ask for, feature by feature: what the table of combinations looks at."""
+"""The features that settings ask for; the table of combinations is written in their names."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 OFFLOAD_SETTINGS = tuple(f"sharding.{key}" for key in OFFLOAD_DETAILS)
-"""How optimizer state is offloaded, if it is."""
+"""Settings that say how optimizer state is offloaded, if it is."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the table looks at. A default stands for what is not set, or not known yet.
+    """The settings that the table looks at. A default stands for a value that is not set, or not known yet.
 
     Attributes:
-        objective: its description.
-        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`; None: the Accelerate config may say it later.
+        objective: the description of the objective.
+        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`, or None if the Accelerate config may say it later.
         accumulate: `by_micro_batch`, `by_block` or `auto`.
-        checkpointing: every how many blocks are checkpointed; `auto`, or None for none.
-        node: ranks among which units are sharded from forward to backward (hpZ); None: all.
-        offload: whether optimizer state is kept in host memory; None: the Accelerate config may say it later.
+        checkpointing: N to checkpoint every N-th block, `auto`, or None for no checkpoints.
+        node: number of ranks that share a unit between forward and backward (hpZ), or None for all ranks.
+        offload: whether optimizer state is kept in host memory, or None if the Accelerate config may say it later.
         is_quantised: whether frozen layers are held in few bits.
-        keeps_float32: the first trained parameter that stays in float32 beside 16-bit compute; None: none does.
+        keeps_float32: the first trained parameter that stays in float32 beside 16-bit compute, or None.
         sums_in_autograd: whether FSDP2 sums gradients of several types itself, as from torch 2.15 on.
-        own_loop: whether the backend shards the model of a loop of the user's own, and knows no recipe.
+        own_loop: whether the backend runs in the user's own loop, without a recipe.
         longest_row: whether a plan looks for the longest row.
         moves_biases: whether biases of routers are moved to balance experts.
         has_pictures: whether rows have images, and the model sees them.
-        given: what else is set, by the names of its fields, if it is for some objectives, strategies or data alone.
+        given: names of the other fields that are set; only those that not every objective, strategy or data set takes.
     """
 
     objective: ObjectiveSpec = CAUSAL_LM
@@ -67,7 +67,7 @@ class Settings:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Settings:
-        """The settings of a recipe, before an Accelerate config adds to them."""
+        """Returns the settings of a recipe, before an Accelerate config adds to them."""
         section, training = recipe.sharding, recipe.training
         return cls(
             objective=recipe.objective.spec,
@@ -88,11 +88,11 @@ class Settings:
             node=section.reshard_after_forward,
             prefetch=section.prefetch is not None,
             moves_biases=bool(recipe.objective.router_bias_rate),
-            given=_given_in(recipe),
+            given=_fields_set(recipe),
         )
 
 
-def _given_in(recipe: Recipe) -> frozenset[str]:
+def _fields_set(recipe: Recipe) -> frozenset[str]:
     data, columns, logging = recipe.data, recipe.data.columns, recipe.logging
     is_given = {
         "data.packing": data.packing is True,
@@ -119,12 +119,12 @@ def _given_in(recipe: Recipe) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that settings ask for.
+    """A feature that settings can ask for.
 
     Attributes:
-        setting: as an error names it; `{...}` are fields of `Settings`.
-        is_asked: whether settings ask for it.
-        fields: of a recipe, any of which asks for it; the error names the first that does.
+        setting: the name in errors; `{...}` are fields of `Settings`.
+        is_asked: tells whether settings ask for it.
+        fields: fields of a recipe, any of which asks for it; the error names the first that is set.
     """
 
     setting: str
@@ -132,29 +132,29 @@ class Feature:
     fields: tuple[str, ...] = ()
 
     def named(self, settings: Settings) -> str:
-        """As an error names it."""
+        """Returns the name of this feature in errors."""
         first = next((field for field in self.fields if field in settings.given), None)
         return first or self.setting.format_map({**vars(settings), "checkpointing": settings.checkpointing or "null"})
 
 
-def _given(*fields: str) -> Feature:
+def _feature_of_fields(*fields: str) -> Feature:
     return Feature(fields[0], lambda settings: not settings.given.isdisjoint(fields), fields)
 
 
-def _objective(is_so: Callable[[ObjectiveSpec], bool]) -> Feature:
+def _feature_of_objective(is_so: Callable[[ObjectiveSpec], bool]) -> Feature:
     return Feature("objective.kind {objective.kind}", lambda settings: is_so(settings.objective))
 
 
-def _strategy(*names: str) -> Feature:
+def _feature_of_strategies(*names: str) -> Feature:
     return Feature("strategy {strategy}", lambda settings: settings.strategy in names)
 
 
 FEATURES = {
-    "ddp": _strategy("ddp"),
-    "zero1, zero2": _strategy("zero1", "zero2"),
-    "hybrid": _strategy("hybrid"),
+    "ddp": _feature_of_strategies("ddp"),
+    "zero1, zero2": _feature_of_strategies("zero1", "zero2"),
+    "hybrid": _feature_of_strategies("hybrid"),
     "offload": Feature("offload", lambda settings: settings.offload is True),
-    "offload's details": _given(*OFFLOAD_SETTINGS),
+    "offload's details": _feature_of_fields(*OFFLOAD_SETTINGS),
     "no offload": Feature("without offload", lambda settings: settings.offload is False),
     "by block": Feature("sharding.accumulate=by_block", lambda settings: settings.accumulate == "by_block"),
     "by block, if faster": Feature("sharding.accumulate=auto", lambda settings: settings.accumulate == "auto"),
@@ -191,28 +191,28 @@ FEATURES = {
     "longest row": Feature("--longest-row", lambda settings: settings.longest_row),
     "moved biases": Feature("objective.router_bias_rate", lambda settings: settings.moves_biases),
     "images": Feature("rows with images", lambda settings: settings.has_pictures),
-    "seq2seq": _objective(lambda spec: spec.encoder_decoder),
-    "objectives but seq2seq": _objective(lambda spec: not spec.encoder_decoder),
-    "distillation": _objective(lambda spec: spec.has_teacher),
-    "padded rows": _objective(lambda spec: spec.padded),
-    "compared completions": _objective(lambda spec: spec.compares_completions),
-    "no text written": _objective(lambda spec: not spec.writes_text),
-    "objectives but reward": _objective(lambda spec: not spec.has_margins),
-    "no losses by source": _objective(lambda spec: not spec.tells_sources),
-    "named sources": _given("data: name"),
-    "packing": _given("data.packing"),
-    "streaming": _given("data.streaming"),
-    "split rows": _given("data.long_rows split"),
-    "truncated rows": _given("data.long_rows truncate"),
-    "epochs": _given("training.num_epochs"),
-    "targets": _given("data.targets"),
-    "chat template": _given("data.chat_template", "data.template_arguments"),
-    "BOS": _given("data.add_bos"),
-    "margins": _given("data.columns.margin"),
-    "sources and targets": _given(
+    "seq2seq": _feature_of_objective(lambda spec: spec.encoder_decoder),
+    "objectives but seq2seq": _feature_of_objective(lambda spec: not spec.encoder_decoder),
+    "distillation": _feature_of_objective(lambda spec: spec.has_teacher),
+    "padded rows": _feature_of_objective(lambda spec: spec.padded),
+    "compared completions": _feature_of_objective(lambda spec: spec.compares_completions),
+    "no text written": _feature_of_objective(lambda spec: not spec.writes_text),
+    "objectives but reward": _feature_of_objective(lambda spec: not spec.has_margins),
+    "no losses by source": _feature_of_objective(lambda spec: not spec.tells_sources),
+    "named sources": _feature_of_fields("data: name"),
+    "packing": _feature_of_fields("data.packing"),
+    "streaming": _feature_of_fields("data.streaming"),
+    "split rows": _feature_of_fields("data.long_rows split"),
+    "truncated rows": _feature_of_fields("data.long_rows truncate"),
+    "epochs": _feature_of_fields("training.num_epochs"),
+    "targets": _feature_of_fields("data.targets"),
+    "chat template": _feature_of_fields("data.chat_template", "data.template_arguments"),
+    "BOS": _feature_of_fields("data.add_bos"),
+    "margins": _feature_of_fields("data.columns.margin"),
+    "sources and targets": _feature_of_fields(
         "data.max_target_length", "data.source_prefix", "data.columns.source", "data.columns.target"
     ),
-    "answers": _given("answers.file"),
-    "samples": _given("logging.held_out_samples", "logging.sample_prompt"),
+    "answers": _feature_of_fields("answers.file"),
+    "samples": _feature_of_fields("logging.held_out_samples", "logging.sample_prompt"),
 }
 """Name in the docs -> the feature."""

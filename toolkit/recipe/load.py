@@ -1,4 +1,4 @@
-"""Finding a recipe's file, reading it, and applying overrides, before anything is checked."""
+"""Finds a recipe's file, reads it and applies overrides, before anything is checked."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ OVERRIDE = "override"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Name -> path of every shipped recipe."""
+    """Returns a dictionary from the name of every shipped recipe to its path."""
     return shipped_files("recipes")
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """The file of a recipe. Raises BadInputError that lists the shipped ones."""
+    """Returns the file of a recipe.
+
+    Raises:
+        BadInputError: if there is none; it lists the shipped recipes.
+    """
     text = str(name_or_path)
     path = Path(text).expanduser()
     if path.is_file():
@@ -47,7 +51,7 @@ YAML_HINT = "Use UTF-8, spaces and no tabs, each key once, and quotes around tex
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats (`3e-4` is a number) and no duplicate keys."""
+    """Loads YAML with the floats of YAML 1.2 (`3e-4` is a number) and refuses duplicate keys."""
 
 
 _Loader.add_implicit_resolver(
@@ -71,7 +75,11 @@ _Loader.construct_mapping = _unique_mapping  # type: ignore[method-assign, assig
 
 
 def yaml_value(text: str) -> Any:
-    """The value of a YAML text. Raises one of `NOT_YAML`."""
+    """Parses a YAML text.
+
+    Raises:
+        NOT_YAML: one of these errors, if the text is not YAML.
+    """
     value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     # Written out once: an alias may stand inside what it stands for, and would be followed for ever.
     json.dumps(value, default=str, skipkeys=True)
@@ -100,7 +108,7 @@ GONE = (("sharding", "offload_threads"),)
 
 
 def drop_gone(values: dict[str, Any]) -> None:
-    """Leaves out fields that are gone, if they ask for nothing: the recipe of an earlier run still starts it."""
+    """Removes obsolete fields that ask for nothing, so that the recipe of an earlier run still starts it."""
     for section, key in GONE:
         fields = values.get(section)
         if isinstance(fields, dict) and fields.get(key, 0) is None:
@@ -108,7 +116,7 @@ def drop_gone(values: dict[str, Any]) -> None:
 
 
 def anchor_paths(values: dict[str, Any], folder: Path) -> None:
-    """Relative files named inside a recipe are relative to the recipe, wherever it is started from."""
+    """Makes relative files of a recipe relative to the recipe's folder, wherever the run is started from."""
     for section, keys in (
         ("data", ("train", "validation")),
         ("model", ("name_or_path", "tokenizer")),
@@ -122,18 +130,18 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
         for key in fields.keys() & set(keys):  # not others: to mention one may be an error
             source = fields[key]
             if isinstance(source, list):
-                fields[key] = [_anchored_source(item, folder) for item in source]
+                fields[key] = [_absolute_source(item, folder) for item in source]
             else:
-                fields[key] = _anchored_source(source, folder)
+                fields[key] = _absolute_source(source, folder)
 
 
-def _anchored_source(source: Any, folder: Path) -> Any:
+def _absolute_source(source: Any, folder: Path) -> Any:
     if isinstance(source, dict) and isinstance(source.get("path"), str):
-        return {**source, "path": _anchored(source["path"], folder)}
-    return _anchored(source, folder) if isinstance(source, str) else source
+        return {**source, "path": _absolute_path(source["path"], folder)}
+    return _absolute_path(source, folder) if isinstance(source, str) else source
 
 
-def _anchored(source: str, folder: Path) -> str:
+def _absolute_path(source: str, folder: Path) -> str:
     if is_store(source):
         return source
     candidate = folder / source
@@ -144,18 +152,18 @@ def _anchored(source: str, folder: Path) -> str:
 def apply_overrides(
     values: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], origins: dict[str, str]
 ) -> list[str]:
-    """Puts overrides into a recipe's values; what is wrong with them, a line each."""
-    pairs, problems = (list(overrides.items()), []) if isinstance(overrides, Mapping) else _parsed(overrides)
+    """Puts overrides into a recipe's values. Returns a line for each override that is wrong."""
+    pairs, problems = (list(overrides.items()), []) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
     for key, value in pairs:
-        problems += _set_path(values, key, value)
+        problems += _set_value(values, key, value)
         for stale in [known for known in origins if known == key or known.startswith(f"{key}.")]:
             del origins[stale]
         origins[key] = OVERRIDE
     return problems
 
 
-def _parsed(texts: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Key and value of each `section.key=value`; and a line for each text that is none."""
+def _parse_overrides(texts: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Returns the key and value of each `section.key=value`, and a line for each text of another form."""
     pairs, problems = [], []
     for text in [texts] if isinstance(texts, str) else texts:
         key, equals, raw = text.partition("=")
@@ -171,7 +179,7 @@ def _parsed(texts: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str]]:
     return pairs, problems
 
 
-def _set_path(values: dict[str, Any], key: str, value: Any) -> list[str]:
+def _set_value(values: dict[str, Any], key: str, value: Any) -> list[str]:
     *parents, last = key.split(".")
     node: Any = values
     for parent in parents:
@@ -185,16 +193,18 @@ def _set_path(values: dict[str, Any], key: str, value: Any) -> list[str]:
 
 
 def replace_rivals(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
-    """Drops the settings of the file whose rival (`schema.RIVALS`) an override sets; a line for each rival.
+    """Removes settings of the file if an override sets their rival (`schema.RIVALS`). Returns a line for each.
 
-    Two rivals that stand in the same place stay: they are an error.
+    Two rivals that are set in the same place stay: they are an error.
     """
     notes = []
     for group in RIVALS:
         chosen = [member for member in group if _is_overridden(values, origins, member[0])]
         if len(chosen) != 1:
             continue
-        replaced = [key for member in group if member not in chosen for key in member if _drop(values, origins, key)]
+        replaced = [
+            key for member in group if member not in chosen for key in member if _remove_setting(values, origins, key)
+        ]
         for key in replaced:
             origins[key] = f"replaced by {chosen[0][0]}"
         if replaced:
@@ -215,8 +225,8 @@ def _value_at(values: dict[str, Any], key: str) -> Any:
     return node
 
 
-def _drop(values: dict[str, Any], origins: dict[str, str], key: str) -> bool:
-    """Takes out a setting of the file; False where there is none, or an override has set it."""
+def _remove_setting(values: dict[str, Any], origins: dict[str, str], key: str) -> bool:
+    """Removes a setting of the file. Returns False if it is not set, or an override has set it."""
     if _value_at(values, key) is None or _is_overridden(values, origins, key):
         return False
     section, name = key.split(".")

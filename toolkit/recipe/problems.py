@@ -1,6 +1,6 @@
-"""What is wrong with a recipe, in words: a line per wrong field, from pydantic's errors.
+"""Turns pydantic's errors into the messages of a recipe: a line for each wrong field.
 
-`root` is the class of the whole recipe, handed in because the recipe imports this file.
+`root` is the class of the whole recipe. It is an argument because the recipe imports this file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Location = tuple[int | str, ...]
 
 
 def problems_of(root: type[Section], errors: list[ErrorDetails], values: dict[str, Any]) -> list[str]:
-    """A line per wrong field; a field that fits no member of a union is told once."""
+    """Returns a line for each wrong field; a field that fits no member of a union has one line."""
     by_field: dict[str, str] = {}
     for details in errors:
         if details["type"] == "contradiction":
@@ -49,7 +49,7 @@ def problems_of(root: type[Section], errors: list[ErrorDetails], values: dict[st
 
 
 def _hidden_contradictions(root: type[Section], values: dict[str, Any], unknown: list[Location]) -> list[str]:
-    """Contradictions that pydantic does not look for in a section with an unknown key."""
+    """Returns the contradictions that pydantic does not look for in a section with an unknown key."""
     if not unknown:
         return []
     values = copy.deepcopy(values)
@@ -68,20 +68,20 @@ def _hidden_contradictions(root: type[Section], values: dict[str, Any], unknown:
 
 
 def _describe(root: type[Section], details: ErrorDetails) -> str:
-    """One line for one wrong field: dotted path, what was found, what is allowed, how to fix it."""
+    """Describes one wrong field: dotted path, what was found, what is allowed, how to fix it."""
     location = _field_location(root, details["loc"])
     path = _dotted(location) or "recipe"
     if details["type"] == "extra_forbidden":
         return _describe_unknown(root, details["loc"])
     if details["type"] == "missing":
-        return f"{path}: missing; needs {_allowed(root, location) or 'a value'}"
+        return f"{path}: missing; needs {_allowed_text(root, location) or 'a value'}"
     value = details["input"]
     if details["loc"][-1] == "[key]":
         return f"{_dotted(details['loc'][:-2])}: found the key {value!r} ({_type_name(value)}); keys are text: quote it"
     if details["type"] == "impossible":
         return f"{path}: {details['msg']}"
     found = "found null" if value is None else f"found {value!r} ({_type_name(value)})"
-    allowed = _allowed(root, location)
+    allowed = _allowed_text(root, location)
     if allowed:
         return f"{path}: {found}; allowed: {allowed}"
     message = re.sub(r"a valid dictionary or instance of \w+", "a mapping", details["msg"])
@@ -114,8 +114,8 @@ def _type_name(value: Any) -> str:
     return {"dict": "mapping", "str": "text"}.get(type(value).__name__, type(value).__name__)
 
 
-def _allowed(root: type[Section], location: Location) -> str:
-    """The values that a field takes: words, types and ranges; empty where the location names no field."""
+def _allowed_text(root: type[Section], location: Location) -> str:
+    """Returns the words, types and ranges that a field takes; empty if the location names no field."""
     # An item of a list is told what the whole list takes.
     named = location[:-1] if location and isinstance(location[-1], int) else location
     section = _section_at(root, named)
@@ -124,7 +124,7 @@ def _allowed(root: type[Section], location: Location) -> str:
 
 
 def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
-    """What a field takes, in words: `float32`, `a whole number of at least 1`, `null`.
+    """Describes each value that a field takes: `float32`, `a whole number of at least 1`, `null`.
 
     Args:
         bounds: pydantic's constraints of the value.
@@ -145,7 +145,10 @@ def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
     kind = annotation if isinstance(annotation, type) else get_origin(annotation)
     name = TYPE_WORDS.get(kind, "a mapping")
     limits = [
-        f"{words} {_plain(getattr(bound, key))}" for bound in bounds for key, words in BOUNDS if hasattr(bound, key)
+        f"{words} {_number_text(getattr(bound, key))}"
+        for bound in bounds
+        for key, words in BOUNDS
+        if hasattr(bound, key)
     ]
     if kind is str and (shapes := [shape for bound in bounds if (shape := getattr(bound, "pattern", None))]):
         return [f"{name} that matches {shapes[0]}"]
@@ -154,12 +157,12 @@ def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
     return [" and ".join([f"{name} {limits[0]}", *limits[1:]]) if limits and kind in (int, float) else name]
 
 
-def _plain(number: float) -> str:
+def _number_text(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
 
 
 def _section_at(root: type[Section], location: Location) -> type[Section] | None:
-    """The section class that holds the last key of `location`."""
+    """Returns the section class that holds the last key of `location`."""
     section: Any = root
     for part in location[:-1]:
         if isinstance(part, int) and isinstance(section, list):
@@ -173,7 +176,7 @@ def _section_at(root: type[Section], location: Location) -> type[Section] | None
 
 
 def _field_location(root: type[Section], location: Location) -> Location:
-    """The location without pydantic's names of union members."""
+    """Returns the location without pydantic's names of union members."""
     for end in range(1, len(location) + 1):
         if isinstance(location[end - 1], int):
             continue
@@ -186,7 +189,7 @@ def _field_location(root: type[Section], location: Location) -> Location:
 
 
 def section_of(annotation: Any) -> Any:
-    """The section class of a field; in a list where the field is a list of sections; None where it is neither."""
+    """Returns the section class of a field, in a list if the field is a list of sections; None for other fields."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     for member in (annotation, *get_args(annotation)):

@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from toolkit.errors import RecipeError, counted
 from toolkit.objectives.specs.section import ObjectiveSection
-from toolkit.recipe.adapter_file import CONFIG, settled
+from toolkit.recipe.adapter_file import CONFIG, fill_from_file
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import Settings
 from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, drop_gone, find_recipe, read_yaml, replace_rivals
@@ -39,7 +39,7 @@ from toolkit.recipe.section import Section, contradiction
 
 
 class Recipe(Section):
-    """A whole run. `Recipe.load("quickstart", ["training.max_steps=50"])`."""
+    """The settings of a whole run, for example `Recipe.load("quickstart", ["training.max_steps=50"])`."""
 
     description: str = Field("", description="One line that `toolkit recipes` shows.")
     model: ModelSection
@@ -146,8 +146,8 @@ class Recipe(Section):
                 exclude each other (`schema.RIVALS`).
 
         Raises:
-            RecipeError: with every wrong field, or where the file is no mapping.
-            BadInputError: where there is no such recipe.
+            RecipeError: names every wrong field, or says that the file is not a mapping.
+            BadInputError: if there is no such recipe.
         """
         path = find_recipe(name_or_path)
         return cls._loaded(read_yaml(path), path.parent, str(path), overrides)
@@ -157,12 +157,12 @@ class Recipe(Section):
         """Reads a recipe from text.
 
         Args:
-            folder: from which relative files in it start.
-            origin: names the text in errors.
-            overrides: as `load` takes them.
+            folder: the folder that relative files in it start from.
+            origin: the name of the text in errors.
+            overrides: as in `load`.
 
         Raises:
-            RecipeError: with every wrong field, or if the text is no mapping.
+            RecipeError: names every wrong field, or says that the text is not a mapping.
         """
         values = yaml.safe_load(text)
         if not isinstance(values, dict):
@@ -190,14 +190,18 @@ class Recipe(Section):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Recipe:
-        """A recipe from nested mappings, checked as `load` does. Raises RecipeError."""
+        """Makes a recipe from nested mappings, and checks it as `load` does.
+
+        Raises:
+            RecipeError: names every wrong field.
+        """
         return cls._checked(dict(values), "recipe", [])
 
     @classmethod
     def _checked(cls, values: dict[str, Any], origin: str, problems: list[str]) -> Recipe:
-        """Fills in what the adapter that the run goes on from decides."""
+        """Fills in the settings that `adapter.start_from` decides, and checks every field."""
         if isinstance(values.get("adapter"), Mapping):
-            values["adapter"], contradictions = settled(values["adapter"])
+            values["adapter"], contradictions = fill_from_file(values["adapter"])
             problems = problems + contradictions
         try:
             recipe = cls.model_validate(values)
@@ -209,15 +213,15 @@ class Recipe(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line for each setting of the file that an override has replaced by its rival."""
+        """Lines that name each setting of the file that an override has replaced by its rival."""
         return tuple(self._notes)
 
     def origins(self) -> dict[str, tuple[Any, str]]:
-        """Dotted path -> (value, where it came from): a file, `override` or `default`."""
+        """Returns dotted path -> (value, origin); the origin is a file, `override` or `default`."""
         flat = dotted(self.model_dump(mode="json"))
-        return {key: (value, self._origin_of(key)) for key, value in flat.items()}
+        return {key: (value, self._origin(key)) for key, value in flat.items()}
 
-    def _origin_of(self, key: str) -> str:
+    def _origin(self, key: str) -> str:
         while key:
             if key in self._origins:
                 return self._origins[key]
@@ -225,30 +229,30 @@ class Recipe(Section):
         return "default"
 
     def on_day(self, day: date | None) -> Recipe:
-        """This recipe with that day for chat templates that write one."""
+        """Returns this recipe with `day` as the date in chat templates that write one."""
         data = self.data.model_copy(update={"template_date": day})
         return self.model_copy(update={"data": data})
 
     def to_yaml(self) -> str:
-        """The resolved recipe; loading this text again gives an equal recipe."""
-        return yaml.safe_dump(_written(self), sort_keys=False, allow_unicode=True, width=100)
+        """Returns the resolved recipe as text; loading it gives an equal recipe."""
+        return yaml.safe_dump(_section_values(self), sort_keys=False, allow_unicode=True, width=100)
 
 
-def _written(section: Section) -> dict[str, Any]:
-    """Every field with its value, except those whose mere mention would be an error in these settings."""
+def _section_values(section: Section) -> dict[str, Any]:
+    """Returns every field with its value, except fields that may not be mentioned with these settings."""
     written: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
-            written[name] = _written(value)
+            written[name] = _section_values(value)
         elif isinstance(value, list) and value and isinstance(value[0], SourceSection):
-            written[name] = [_source_written(source) for source in value]
+            written[name] = [_source_value(source) for source in value]
         elif not _is_conditional(section, name):
             written[name] = value
     return written
 
 
-def _source_written(source: SourceSection) -> str | dict[str, Any]:
+def _source_value(source: SourceSection) -> str | dict[str, Any]:
     fields = source.model_dump(exclude_none=True)
     return source.path if list(fields) == ["path"] else fields
 

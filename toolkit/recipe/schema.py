@@ -1,6 +1,6 @@
-"""The sections of a recipe: every field with its type, default and description, and what contradicts what.
+"""The sections of a recipe: every field with its type, default and description, and the contradictions in a section.
 
-`toolkit/recipe/recipe.py` puts them together and checks what concerns several sections.
+`toolkit/recipe/recipe.py` puts the sections together and checks settings of several sections.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ member, with the settings that belong to it."""
 
 
 def _require_one(section: Section, first: str, second: str, where: str) -> None:
-    """Raises a contradiction unless exactly one of two settings of the section is set."""
+    """Raises `contradiction` unless exactly one of two settings of the section is set."""
     if getattr(section, first) is None and getattr(section, second) is None:
         raise contradiction(f"{where}.{first} or {where}.{second} must be set")
     _forbid_both(section, first, second, where)
 
 
 def _forbid_both(section: Section, first: str, second: str, where: str) -> None:
-    """Raises a contradiction where both of two settings that exclude each other are set."""
+    """Raises `contradiction` if both of two settings that exclude each other are set."""
     if getattr(section, first) is not None and getattr(section, second) is not None:
         raise contradiction(
             f"{where}.{first} and {where}.{second} are both set and exclude each other; remove one of them, "
@@ -137,7 +137,7 @@ class SourceSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> SourceSection:
         if is_store(self.path):
-            _forbid_credentials("data", self.path)
+            _refuse_credentials("data", self.path)
         if (self.config or self.split) and is_file_source(self.path):
             raise contradiction(f"data: config and split have no effect on the files of {self.path!r}; remove them")
         return self
@@ -269,7 +269,7 @@ class DataSection(Section):
     @field_validator("train", "validation", mode="before")
     @classmethod
     def _as_sections(cls, value: Any) -> Any:
-        """A path, a mapping or a list of them, as a list of mappings."""
+        """Turns a path, a mapping or a list of them into a list of mappings."""
         if isinstance(value, str | Mapping):
             value = [value]
         if not isinstance(value, list):
@@ -315,7 +315,7 @@ class DataSection(Section):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Names of sources to train on or to hold out, each once; empty if none has one."""
+        """Names of the sources for training and validation, each once; empty if no source has a name."""
         sources = [*self.train, *(self.validation or [])]
         return tuple(dict.fromkeys(source.name for source in sources if source.name is not None))
 
@@ -449,7 +449,7 @@ class ShardingSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _imply_checkpoints(cls, values: Any) -> Any:
-        """By block, a run keeps nothing of a block but its inputs: every block is checkpointed, asked for or not."""
+        """Checkpoints every block with `by_block`, which keeps only the inputs of a block."""
         if not isinstance(values, dict) or values.get("accumulate") != "by_block":
             return values
         is_open = values.get("activation_checkpointing") in (None, "auto")
@@ -585,12 +585,12 @@ class TrainingSection(Section):
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
-    def _no_is_a_word(cls, value: Any) -> Any:
-        """YAML reads a `no` without quotes as false."""
+    def _read_false_as_no(cls, value: Any) -> Any:
+        """Turns false, which YAML reads for a `no` without quotes, into the word."""
         return "no" if value is False else value
 
     @model_validator(mode="after")
-    def _one_length(self) -> TrainingSection:
+    def _check_length(self) -> TrainingSection:
         _require_one(self, "max_steps", "num_epochs", "training")
         self._check_profile()
         return self
@@ -733,14 +733,14 @@ class CheckpointSection(Section):
 
     @property
     def minutes(self) -> float | None:
-        """Between two saves by time; None: there are none."""
+        """Minutes between two saves by time, or None if there are no such saves."""
         if self.every_minutes is None:
             return DEFAULT_MINUTES if self.every_steps is None else None
         return None if self.every_minutes == "never" else self.every_minutes
 
     @property
     def num_kept(self) -> int | None:
-        """How many of the last checkpoints are kept; None: all."""
+        """Number of the last checkpoints that are kept, or None for all."""
         asked = {"every_steps", "every_minutes", "keep_last"} & self.model_fields_set
         return self.keep_last if asked else 1
 
@@ -749,7 +749,7 @@ Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", 
 """Those that Accelerate knows; a test compares them."""
 
 
-def _forbid_credentials(field: str, url: str) -> None:
+def _refuse_credentials(field: str, url: str) -> None:
     if "@" in url.partition("://")[2].partition("/")[0]:
         # What was found is not repeated: recipes and errors are shown to others.
         raise contradiction(
@@ -759,9 +759,9 @@ def _forbid_credentials(field: str, url: str) -> None:
 
 
 def _require_store(field: str, url: str) -> None:
-    """Raises where a URL is not that of a folder in a store, or holds credentials."""
+    """Raises `contradiction` if a URL names no folder in a store, or holds credentials."""
     protocol, _, place = url.partition("://")
-    _forbid_credentials(field, url)
+    _refuse_credentials(field, url)
     if protocol not in STORES or not place.strip("/") or url.endswith("/") or (protocol == "file" and place[0] != "/"):
         raise contradiction(
             f"{field}: found {url!r}; needs a folder in a store, without a slash at the end, for example "
@@ -831,14 +831,14 @@ class ExportSection(Section):
 
 
 def _is_repository(name: str) -> bool:
-    """Whether the hub could have a repository of this name, as huggingface_hub judges it."""
+    """Tells whether the hub could have a repository of this name, as huggingface_hub judges it."""
     return re.fullmatch(r"(\w[\w.-]{0,94}\w|\w)/(\w[\w.-]{0,94}\w|\w)", name, flags=re.ASCII) is not None and not (
         "--" in name or ".." in name or name.endswith(".git")
     )
 
 
 def steps_of_run(training: TrainingSection, num_samples: int, samples_per_step: int) -> int:
-    """Optimizer steps of a run: `max_steps`, or enough for `num_epochs` passes over `num_samples`."""
+    """Returns the optimizer steps of a run: `max_steps`, or enough for `num_epochs` passes over `num_samples`."""
     if training.max_steps is not None:
         return training.max_steps
     assert training.num_epochs is not None

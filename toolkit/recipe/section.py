@@ -16,18 +16,18 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 MOST = 2**53
-"""Above it floats, in which ranks exchange counts, skip whole numbers."""
+"""The largest count: ranks exchange counts as floats, which skip whole numbers above it."""
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys and values of another type are errors; frozen."""
+    """The base of every section. Unknown keys and values of another type are errors; instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _plain(cls, value: Any) -> Any:
-        """Refuses what no setting can be, before a library fails at it."""
+    def _refuse_impossible(cls, value: Any) -> Any:
+        """Refuses values that no setting can have, before a library fails on them."""
         if isinstance(value, str) and "\0" in value:
             raise PydanticCustomError("impossible", "it holds a NUL character; remove it")
         if isinstance(value, int) and abs(value) > MOST:
@@ -39,7 +39,7 @@ FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def function_problem(name: str) -> str:
-    """What is wrong with the name of a function of the user's; empty if nothing is. It is not looked for."""
+    """Returns what is wrong with the name of a user's function, or an empty text. The function is not imported."""
     return "" if FUNCTION.fullmatch(name) else f"{name!r} names no function; write module:function, as in scores:length"
 
 

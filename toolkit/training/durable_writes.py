@@ -1,4 +1,4 @@
-"""A disk that is full, over its quota, or cannot be written any more: training goes on, and what it told waits."""
+"""Writes to a disk that may be full, over its quota or read-only: training goes on, and the records wait in memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from pathlib import Path
 from toolkit.errors import ToolkitError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Errors that a person can mend while a run goes on."""
+"""Errors that a person can fix while a run goes on."""
 
 TELL_SECONDS = 60.0
 RETRY_SECONDS = 5.0
 PATIENCE_SECONDS = 1200.0
-"""Longest wait for room at the end of a run, if nothing is left to do but to write."""
+"""Longest wait for room at the end of a run, when only writing is left to do."""
 
 
 class LinesFile:
-    """A file of lines that grows; what the disk does not take waits in memory, in order.
+    """Appends lines to a file; lines that the disk does not take wait in memory, in order.
 
-    All lines are kept: where somebody deletes, renames, cuts or rotates the file, they are written again.
+    All lines are kept: if somebody deletes, renames, cuts or rotates the file, they are written again.
 
     Args:
-        warn: told once a minute how much is waiting, and why; and when all lines had to be written again.
+        warn: called once a minute with the number of waiting lines and the reason, and when all lines are written
+            again.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -40,7 +41,7 @@ class LinesFile:
         self._tried = -RETRY_SECONDS
 
     def replace(self, lines: list[str]) -> None:
-        """These lines and no others; the file is not emptied before it is written."""
+        """Replaces the lines of the file. The old file stays until the new one is whole."""
         there = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
         # What is the same stays as it is, and needs no room.
         same = [
@@ -57,7 +58,7 @@ class LinesFile:
             self.catch_up()
 
     def catch_up(self) -> bool:
-        """Writes what is waiting; whether nothing is left."""
+        """Writes the waiting lines. Returns whether none is left."""
         try:
             self._write()
         except OSError as error:
@@ -78,7 +79,7 @@ class LinesFile:
         # No link: its target is somebody's file.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            self._look_for_changes(os.fstat(descriptor))
+            self._detect_changes(os.fstat(descriptor))
             data, written = "".join(self._waiting).encode(), 0
             try:
                 while written < len(data):
@@ -93,8 +94,8 @@ class LinesFile:
         finally:
             os.close(descriptor)
 
-    def _look_for_changes(self, found: os.stat_result) -> None:
-        """Has all lines written again if this is not the file that they were written to, or has another size."""
+    def _detect_changes(self, found: os.stat_result) -> None:
+        """Marks all lines as unwritten if the file is not the one that they were written to, or has another size."""
         file = (found.st_dev, found.st_ino)
         changed = self._file is not None and (file != self._file or found.st_size != self._size)
         self._file = file
@@ -108,15 +109,20 @@ class LinesFile:
 def patiently(
     write: Callable[[], bool | None], what: str, warn: Callable[[str], None], waits: Callable[[], None]
 ) -> None:
-    """Calls `write` until it can write, for up to `PATIENCE_SECONDS`; says once a minute what waits.
+    """Calls `write` until it succeeds, for up to `PATIENCE_SECONDS`; warns once a minute.
 
     Args:
-        write: raises OSError, or returns False, where it could not.
-        waits: called every few seconds of the wait, which is no stall.
+        write: raises OSError or returns False if it cannot write.
+        what: what is written, for warnings.
+        waits: called every few seconds of the wait, which must not count as a stall.
+
+    Raises:
+        OSError, ToolkitError: as raised by `write`, if nobody can fix the cause while the run waits.
+        ToolkitError: if the time is over.
     """
     started, told = time.monotonic(), -TELL_SECONDS
     while True:
-        reason = _reason(write)
+        reason = _write_problem(write)
         if reason is None:
             return
         now = time.monotonic()
@@ -132,8 +138,8 @@ def patiently(
         time.sleep(RETRY_SECONDS)
 
 
-def _reason(write: Callable[[], bool | None]) -> str | None:
-    """Why it could not be written; None: it was. What nobody can mend while the run waits is raised."""
+def _write_problem(write: Callable[[], bool | None]) -> str | None:
+    """Returns why `write` failed, or None if it wrote. Raises errors that nobody can fix while the run waits."""
     try:
         return "no room" if write() is False else None
     except (OSError, ToolkitError) as error:

@@ -1,4 +1,4 @@
-"""Early stopping: whether evaluations still get better. Prechelt, "Early Stopping - But When?", 1998."""
+"""Early stopping: ends a run when its evaluations stop improving. Prechelt, "Early Stopping - But When?", 1998."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Extension):
-    """Ends the run once its evaluations get no better. All ranks end alike, as after a last step.
+    """Ends the run when its evaluations stop improving. All ranks end alike, as after a last step.
 
     Args:
-        settings: of the run, with a patience.
+        settings: the run's, with a patience.
         save: saves the state of the trainer before the run ends.
     """
 
@@ -41,13 +41,14 @@ class EarlyStopping(Extension):
 
 
 def patience_is_over(records: Iterable[dict[str, Any]], settings: TrainingSection) -> str | None:
-    """Why a run ends after its last evaluation; None: it goes on.
+    """Returns why a run ends after its last evaluation, or None if it goes on.
 
-    The records alone decide, so a run that goes on from a checkpoint decides as if it had never ended.
+    Only the records decide, so a resumed run decides as if it had never stopped.
 
     Args:
-        records: of metrics.jsonl.
-        settings: `patience`: evaluations in a row without a better figure (`best_by`); None: no end.
+        records: those of metrics.jsonl.
+        settings: `patience` is the number of evaluations in a row without a better figure (`best_by`) after which a
+            run ends, or None.
     """
     if settings.patience is None:
         return None
@@ -69,7 +70,7 @@ def patience_is_over(records: Iterable[dict[str, Any]], settings: TrainingSectio
 
 
 def merit_of(record: dict[str, Any], best_by: str) -> float:
-    """How good an evaluation is, the larger the better: the share of right answers, or the loss, negated."""
+    """Returns a figure that is larger for better evaluations: the share of right answers, or minus the loss."""
     value = record.get("answer_accuracy") if best_by == "answers" else record["loss"]
     if value is None:
         return -math.inf

@@ -1,4 +1,4 @@
-"""How a mixture of experts is used: what each train record says of it, and a warning where a router collapses."""
+"""Loads of a mixture's experts: figures in each train record, and a warning if a router collapses."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from toolkit.training.extension import Extension
 from toolkit.training.metrics import Metrics
 
 LOAD_EVERY = 10
-"""Steps between two records that hold the load of every expert: 60 layers of 128 experts are 60 kB of JSON."""
+"""Steps between two records with the load of every expert: 60 layers of 128 experts take 60 kB of JSON."""
 
 Unrecorded = tuple[int, list[list[float]]]
 """Steps since loads were last recorded, and the sums of each router's loads over them."""
 
 COLLAPSED = 0.5
-"""A router has collapsed where its choices spread over less than this share of its experts, as exp(entropy) counts."""
+"""A router has collapsed if exp(entropy) of its loads is less than this share of its experts."""
 
 
 class ExpertLoads(Extension):
@@ -34,7 +34,7 @@ class ExpertLoads(Extension):
 
     @property
     def unrecorded(self) -> Unrecorded | None:
-        """What is counted for the next record, and goes into checkpoints; None: nothing."""
+        """Loads counted for the next record, which go into checkpoints, or None if none were counted."""
         return (self._num_steps, self._since) if self._num_steps else None
 
     def state(self) -> dict[str, Any]:
@@ -61,26 +61,26 @@ class ExpertLoads(Extension):
             "dead_experts": sum(share == 0 for layer in loads for share in layer),
             "max_expert_load": max(max(layer) * len(layer) for layer in loads),
         }
-        self._add(loads)
+        self._add_loads(loads)
         if step == 1 or step % LOAD_EVERY == 0:
-            figures["expert_load"] = self._taken(step)
+            figures["expert_load"] = self._take_means(step)
         return figures
 
-    def _add(self, loads: list[list[float]]) -> None:
+    def _add_loads(self, loads: list[list[float]]) -> None:
         before = self._since or [[0.0] * len(layer) for layer in loads]
         self._since = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(before, loads, strict=True)]
         self._num_steps += 1
 
-    def _taken(self, step: int) -> list[list[float]]:
-        """The mean load since it was last taken, four decimals."""
+    def _take_means(self, step: int) -> list[list[float]]:
+        """Returns the mean loads since the last call, with four decimals, and warns of routers that collapsed."""
         found = [[share / self._num_steps for share in layer] for layer in self._since]
         self._since, self._num_steps = [], 0
         for number, layer in enumerate(found):
-            self._look(step, number, layer)
+            self._warn_of_collapse(step, number, layer)
         return [[round(share, 4) for share in layer] for layer in found]
 
-    def _look(self, step: int, number: int, layer: list[float]) -> None:
-        """Warns, once for each router."""
+    def _warn_of_collapse(self, step: int, number: int, layer: list[float]) -> None:
+        """Warns, once for each router, if its loads have collapsed."""
         top_k = self.balance.experts_of_a_token(number)
         spread = math.exp(entropy(layer) * math.log(len(layer)))
         # A router that sends all to the same k experts spreads over k; where k is more than half, that is no sign.
@@ -95,7 +95,11 @@ class ExpertLoads(Extension):
 
 
 def entropy(shares: list[float]) -> float:
-    """Of a layer's load, as a share of that of an even one: 1 is even, 0 is one expert alone."""
+    """Returns the entropy of a layer's loads, divided by that of even loads: 1 is even, 0 is one expert only.
+
+    Args:
+        shares: the load of each expert, with the sum 1.
+    """
     if len(shares) < 2:
         return 1.0
     return -sum(share * math.log(share) for share in shares if share > 0) / math.log(len(shares))

@@ -1,4 +1,4 @@
-"""What hangs on the training loop: records, averages, early stopping, checkpoints, a profile, the heartbeat.
+"""Extensions of the training loop: records, averages, early stopping, checkpoints, a profile, the heartbeat.
 
 The loop itself knows batches, the loss and the optimizer step. Everything else is an extension, which the loop calls at
 these points, and which can be left out of `Trainer(extensions=...)` alone:
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class Extension:
-    """Does nothing at any point; an extension overrides what it needs. The order of a trainer's list is kept."""
+    """Does nothing at any point; an extension overrides what it needs. They are called in the order of the list."""
 
     def enter_phase(self, phase: Phase, step: int) -> None:
-        """`phase` of optimizer step `step` begins, of a step's micro-batches once for each."""
+        """`phase` of optimizer step `step` begins; phases of micro-batches begin once for each."""
 
     def before_step(self, step: int) -> None:
         """Optimizer step `step` begins: its data are waited for next."""
 
     def reason_to_stop(self) -> str | None:
-        """Says why this rank wants to end after this step; None: it doesn't."""
+        """Returns why this rank wants to end after this step, or None."""
         return None
 
     def wants_save(self) -> bool:
@@ -50,17 +50,17 @@ class Extension:
         return False
 
     def before_update(self) -> None:
-        """The host has just waited for the device, so that figures can be read without a wait of their own."""
+        """The host has just waited for the device, so figures can be read without another wait."""
 
     def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
         """The optimizer was stepped, or skipped. Returns metrics for the step's record."""
         return {}
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """A step is taken, and the trainer's counters know it."""
+        """A step is done, and the trainer's counters include it."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Stands around each evaluation."""
+        """Returns a context that is entered around each evaluation."""
         return nullcontext()
 
     def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
@@ -68,28 +68,32 @@ class Extension:
         return {}
 
     def after_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """An evaluation is done, with this record."""
+        """An evaluation is done, and `record` holds its figures."""
 
     def ends_run(self, trainer: Trainer) -> bool:
-        """Tells whether the run ends behind an evaluation that was due, or resumes behind one. Collective."""
+        """Tells whether the run ends after an evaluation that was due, also when a run resumes there. Collective."""
         return False
 
     def between_steps(self, trainer: Trainer, step: Step) -> None:
-        """A step is taken, and the evaluation behind it, if one was due."""
+        """A step is done, and the evaluation after it, if one was due."""
 
     def after_last_step(self) -> None:
         """Training and its last evaluation are done."""
 
     def close(self) -> None:
-        """The loop ends, in whatever way."""
+        """The loop ends, normally or by an error."""
 
     def state(self) -> dict[str, Any]:
         """Returns fields of a checkpoint's manifest, as plain JSON."""
         return {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns tensors that go into checkpoints, by their names there. They are restored in place."""
+        """Returns tensors for checkpoints, by their names in a checkpoint. They are restored in place."""
         return {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave. Raises ValueError for what is not of this run."""
+        """Continues from the fields that `state` returned.
+
+        Raises:
+            ValueError: if they do not fit this run.
+        """

@@ -1,7 +1,7 @@
-"""Python's garbage collection, at the same steps on every rank.
+"""Runs Python's garbage collection at the same steps on every rank.
 
-By itself it runs whenever enough objects were made: on a rank at a time, in the middle of a step, for up to a
-tenth of a second, and all the others wait for that rank. As in torchtitan.
+Python collects when enough objects were made: on one rank at a time, in the middle of a step, for up to a tenth of a
+second, and all other ranks wait. As in torchtitan.
 """
 
 from __future__ import annotations

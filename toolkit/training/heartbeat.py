@@ -1,4 +1,4 @@
-"""Where a rank is: a record of fixed size that its training thread overwrites, and that other processes read."""
+"""A rank's heartbeat: a record of fixed size that its training thread overwrites and other processes read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Beat:
 
     Attributes:
         sequence: number of beats; ranks that train the same steps count alike.
-        step: the optimizer step under way; 0 before the first.
+        step: the optimizer step under way, or 0 before the first.
         at_ns: time.monotonic_ns of the last beat; processes of one host share that clock.
         watched_ns: when the rank's watching thread last ran.
     """
@@ -38,10 +38,10 @@ class Beat:
 
 
 class Heartbeat(Extension):
-    """Writes a rank's record. A beat takes no lock and no system call, so that it can be taken many times a step.
+    """Writes a rank's record. A beat takes no lock and no system call, so it is cheap enough for many times a step.
 
     Args:
-        memory: of at least RECORD_BYTES, which others may read; None: nobody reads.
+        memory: at least RECORD_BYTES that others may read, or None if nobody reads.
     """
 
     def __init__(self, memory: bytearray | mmap.mmap | None = None) -> None:
@@ -54,9 +54,9 @@ class Heartbeat(Extension):
         self._write(phase)
 
     def wait(self) -> None:
-        """Says that this rank waits for a disk or a store, which goes on. Ranks that wait for it are not late then.
+        """Records that this rank waits for a disk or a store. Ranks that wait for it do not count as late then.
 
-        It is none of the beats that are counted: of ranks that train the same steps one may wait more often.
+        It is not counted as a beat, since ranks that train the same steps may wait differently often.
         """
         self._write(Phase.WAIT)
 
@@ -66,12 +66,12 @@ class Heartbeat(Extension):
 
 
 def mark_watched(memory: bytearray | mmap.mmap, now_ns: int, pid: int) -> None:
-    """Says that the rank's watching thread runs."""
+    """Records that the rank's watching thread runs."""
     _WATCHER.pack_into(memory, _BEAT.size, now_ns, pid)
 
 
 def read_heartbeat(memory: bytes) -> Beat | None:
-    """The record; None while it is being written, or if there is none yet."""
+    """Returns the record, or None while it is being written or before the first beat."""
     if len(memory) < RECORD_BYTES:
         return None
     sequence, phase, step, at_ns, again = _BEAT.unpack_from(memory)

@@ -1,4 +1,4 @@
-"""What a run tells: its progress, `metrics.jsonl`, and Accelerate's trackers."""
+"""Writes the records of a run to `metrics.jsonl` and Accelerate's trackers, and shows its progress."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ SHARES = {
     "answer_accuracy": "answers right",
     "answer_stopped": "answers that stop",
 }
-"""Figures of an evaluation that are shares -> their name on the console."""
+"""Maps the figures of an evaluation that are shares to their names on the console."""
 
 
 class Metrics:
-    """Writes every record of a run; does nothing but count on ranks other than 0.
+    """Writes every record of a run; ranks other than 0 only count.
 
     Args:
-        path: the JSON-lines file; made on the first record.
+        path: the JSON-lines file; it is created with the first record.
         num_steps: length of the run, for the progress bar.
         unit: what the objective counts, for the console.
-        planned_peak_bytes: stands in each train record beside what was measured; None: there is no plan.
-        on_record: called with all records and the time left (seconds) after each record.
-        shows_steps: on the console; False: `on_record` shows them.
+        planned_peak_bytes: stands in each train record beside the measured peak, or None without a plan.
+        on_record: called after each record, with all records and the time left (seconds).
+        shows_steps: whether steps are shown on the console; if not, `on_record` shows them.
     """
 
     def __init__(
@@ -72,32 +72,34 @@ class Metrics:
         self.catch_up()
 
     def resume(self, records: list[dict[str, Any]]) -> None:
-        """Goes on after these records; later ones that the file may hold are dropped."""
+        """Continues after these records; later ones in the file are dropped."""
         self.records = list(records)
         self.progress.resume(max((record["step"] for record in records), default=0))
         if self._accelerator.is_main_process:
             self._file.replace([json.dumps(record) + "\n" for record in records])
 
     def train(self, record: dict[str, Any]) -> None:
-        """One optimizer step; `record` holds the train keys but `split` and the plan's."""
+        """Writes the record of an optimizer step; adds `split` and the keys of the plan to it."""
         self._write({"split": "train", **record, "planned_peak_bytes": self._planned_peak_bytes})
-        self.progress.show(record["step"], _train_figures(record, self._unit))
+        self.progress.show(record["step"], _step_figures(record, self._unit))
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        """One evaluation: `step`, `loss` and what the objective adds."""
+        """Writes the record of an evaluation: `step`, `loss` and the objective's own figures."""
         self._write({"split": "eval", **record})
-        self.progress.line(record["step"], f"held-out loss {record['loss']:.4f}", *_shares(record), *_by_source(record))
+        self.progress.line(
+            record["step"], f"held-out loss {record['loss']:.4f}", *_share_figures(record), *_source_figures(record)
+        )
 
     def catch_up(self) -> bool:
-        """Writes the records that a full disk has kept waiting; whether none is left."""
+        """Writes the records that wait for a full disk. Returns whether none is left."""
         return not self._accelerator.is_main_process or self._file.catch_up()
 
     def tell(self, message: str) -> None:
-        """Shows a line, whether one is due or not."""
+        """Shows a line at once."""
         self._console.print(message)
 
     def warn(self, message: str) -> None:
-        """Shows a warning, whether a line is due or not."""
+        """Shows a warning at once."""
         self._console.warn(message)
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -107,11 +109,11 @@ class Metrics:
             self._file.append(json.dumps(record) + "\n")
         split = record["split"]
         values = {f"{split}/{key}": value for key, value in record.items() if isinstance(value, int | float)}
-        self._track(values, record["step"])
+        self._log_to_trackers(values, record["step"])
         if self._on_record is not None:
             self._on_record(self.records, self.progress.seconds_left(record["step"]))
 
-    def _track(self, values: dict[str, Any], step: int) -> None:
+    def _log_to_trackers(self, values: dict[str, Any], step: int) -> None:
         try:
             self._accelerator.log(values, step=step)
         except OSError as error:
@@ -121,21 +123,21 @@ class Metrics:
 
 
 def finite_or_null(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with non-finite numbers as None and then `non_finite: true`; JSON has no NaN."""
+    """Replaces non-finite numbers by None and adds `non_finite: true` if there are any: JSON has no NaN."""
     cleaned = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
     return {**cleaned, "non_finite": True} if cleaned != record else record
 
 
-def _train_figures(record: dict[str, Any], unit: str) -> list[str]:
-    """What a line says of a step, the most important first."""
+def _step_figures(record: dict[str, Any], unit: str) -> list[str]:
+    """Returns the figures of a step for the console, the most important first."""
     device_bytes = record["peak_device_bytes"]
     memory = f"{device_bytes / GIB:.2f} GiB" if device_bytes else f"{record['peak_host_bytes'] / GIB:.2f} GiB host"
     return [
         f"loss {record['loss']:.4f}",
-        *_shares(record),
-        *_by_source(record),
+        *_share_figures(record),
+        *_source_figures(record),
         f"lr {record['learning_rate']:.2e}",
         f"{format_rate(record['tokens_per_second'])} tokens/s",
         f"{format_rate(record[f'{unit}_per_second'])} {unit}/s",
@@ -144,15 +146,15 @@ def _train_figures(record: dict[str, Any], unit: str) -> list[str]:
     ]
 
 
-def _shares(record: dict[str, Any]) -> list[str]:
+def _share_figures(record: dict[str, Any]) -> list[str]:
     return [f"{name} {record[key]:.1%}" for key, name in SHARES.items() if key in record]
 
 
-def _by_source(record: dict[str, Any]) -> list[str]:
+def _source_figures(record: dict[str, Any]) -> list[str]:
     losses = {key: value for key, value in record.items() if key.startswith("loss/") and value is not None}
     return [f"{key.removeprefix('loss/')} {value:.4f}" for key, value in losses.items()]
 
 
 def format_rate(value: float) -> str:
-    """Whole from 10 on; below that with decimals, since a rate of 0.3 is not none."""
+    """Formats a rate without decimals from 10 on, and with them below, so that 0.3 is not shown as 0."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteSteps(Extension):
-    """Warns of each such step; `limit` of them in a row end the run with a TrainingError."""
+    """Warns of each such step, and ends the run with a TrainingError after `limit` of them in a row."""
 
     def __init__(self, metrics: Metrics, limit: int) -> None:
         self._metrics = metrics

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """What a rank does."""
+    """A phase that a rank is in."""
 
     START = 0
     DATA = 1

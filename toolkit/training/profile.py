@@ -1,9 +1,9 @@
 """Where the time of some steps went: a trace of torch's profiler, and shares that sum to the wall time.
 
-At each instant one thing is said to take the time: compute if any runs; else communication if any is under
-way, which is then exposed; else waiting for data; else the host (the optimizer where it runs there, offload,
-Python). On a GPU compute and communication are kernels; on the CPU they are torch's operators outside the
-update, and gloo's collectives from start to end.
+Each instant counts for one kind of work: compute if any runs; else communication if any is under way, which is then
+exposed; else waiting for data; else the host (the optimizer if it runs on the host, offload, Python). On a GPU compute
+and communication are kernels. On the CPU they are torch's operators outside the update, and gloo's collectives from
+start to end.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from toolkit.training.trainer import Trainer
 
 PROFILED, DATA, UPDATE = "toolkit.profiled", "toolkit.data", "toolkit.update"
-"""Labels of what the trainer does."""
+"""Labels of the trainer's parts of a step."""
 
 KINDS = ("compute", "communication", "data", "host")
-"""What takes the time, in the order in which it is said to, where several do."""
+"""Kinds of work; if several are under way at once, the first of them takes the time."""
 
 FOLDER = "profile"
 
@@ -36,7 +36,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that ran, on the host or on the device; times in microseconds."""
+    """An event of the trace, on the host or on the device; times in microseconds."""
 
     name: str
     start: float
@@ -45,26 +45,30 @@ class Event:
 
 
 def label(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Names a part of the trace; costs microseconds where nothing is profiled."""
+    """Names a part of the trace. It costs microseconds if nothing is profiled."""
     return torch.profiler.record_function(name)
 
 
 def attributed(events: Iterable[Event]) -> dict[str, float]:
-    """Seconds of each of `KINDS` between start and end of the event `PROFILED`; they sum to its duration."""
+    """Returns the seconds of each of `KINDS` during the event `PROFILED`; they sum to its duration."""
     events = list(events)
-    whole = _named(events, PROFILED)
+    whole = _intervals_named(events, PROFILED)
     on_device = any(event.on_device for event in events)
     considered = [event for event in events if event.on_device == on_device]
     compute = _union((e.start, e.end) for e in considered if _is_compute(e))
     if not on_device:  # the device computes updates, too
-        compute = _without(compute, _named(events, UPDATE))
+        compute = _subtract(compute, _intervals_named(events, UPDATE))
     communication = _union((e.start, e.end) for e in considered if _is_communication(e))
     seconds, rest = {}, whole
-    for kind, intervals in (("compute", compute), ("communication", communication), ("data", _named(events, DATA))):
-        left = _without(rest, intervals)
-        seconds[kind] = (_length(rest) - _length(left)) / 1e6
+    for kind, intervals in (
+        ("compute", compute),
+        ("communication", communication),
+        ("data", _intervals_named(events, DATA)),
+    ):
+        left = _subtract(rest, intervals)
+        seconds[kind] = (_total_length(rest) - _total_length(left)) / 1e6
         rest = left
-    return {**seconds, "host": _length(rest) / 1e6}
+    return {**seconds, "host": _total_length(rest) / 1e6}
 
 
 def _is_communication(event: Event) -> bool:
@@ -79,12 +83,12 @@ def _is_compute(event: Event) -> bool:
     return event.name.startswith("aten::")
 
 
-def _named(events: Iterable[Event], name: str) -> list[Interval]:
+def _intervals_named(events: Iterable[Event], name: str) -> list[Interval]:
     return _union((event.start, event.end) for event in events if event.name == name and not event.on_device)
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as intervals in order, none of which touch."""
+    """Returns the union as intervals in order, which do not touch."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -94,8 +98,8 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def _without(intervals: list[Interval], taken: list[Interval]) -> list[Interval]:
-    """What of `intervals` is in none of `taken`; both as `_union` gives them."""
+def _subtract(intervals: list[Interval], taken: list[Interval]) -> list[Interval]:
+    """Returns the parts of `intervals` outside `taken`; both are results of `_union`."""
     left: list[Interval] = []
     position = 0
     for start, end in intervals:
@@ -112,7 +116,7 @@ def _without(intervals: list[Interval], taken: list[Interval]) -> list[Interval]
     return left
 
 
-def _length(intervals: Iterable[Interval]) -> float:
+def _total_length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
@@ -123,7 +127,7 @@ class StepProfile(Extension):
         run: the output folder; rank r's chrome trace becomes profile/rank_r.json in it.
 
     Attributes:
-        seconds: of each of `KINDS` in a step, the mean over steps and ranks; None before the last step.
+        seconds: seconds of each of `KINDS` in a step, the mean over steps and ranks; None before the last step.
     """
 
     def __init__(self, accelerator: Accelerator, first: int, last: int, run: Path) -> None:
@@ -142,7 +146,7 @@ class StepProfile(Extension):
             self._region.__enter__()
 
     def between_steps(self, trainer: Trainer, step: Step) -> None:
-        """At the end of the last step writes the trace and finds the shares. Collective there."""
+        """Writes the trace and finds the shares after the last profiled step, which is collective."""
         if trainer.global_step != self._last or self._profiler is None:
             return
         if self._accelerator.device.type == "cuda":
@@ -153,7 +157,7 @@ class StepProfile(Extension):
         self._folder.mkdir(exist_ok=True)
         trace = self._folder / f"rank_{self._accelerator.process_index}.json"
         self._profiler.export_chrome_trace(str(trace))
-        found = attributed(_events(self._profiler))
+        found = attributed(_events_of(self._profiler))
         mine = torch.tensor([found[kind] for kind in KINDS], dtype=torch.float64, device=self._accelerator.device)
         mean = self._accelerator.reduce(mine / (self._last - self._first + 1), "mean").tolist()
         self.seconds = dict(zip(KINDS, mean, strict=True))
@@ -166,10 +170,11 @@ class StepProfile(Extension):
             self._profiler.stop()
 
 
-def _events(profiler: torch.profiler.profile) -> list[Event]:
-    """What ran. Labels come back a second time as events of the device, over all kernels that began inside them.
+def _events_of(profiler: torch.profiler.profile) -> list[Event]:
+    """Returns the events of a trace, without the device's copies of labels.
 
-    These are left out: FSDP2 labels its gathers, and with those counted as compute no communication is exposed.
+    torch reports a label a second time as an event of the device, over all kernels that began inside it. FSDP2 labels
+    its gathers; with these events counted as compute, no communication would be exposed.
     """
     found = [
         (event, event.device_type.name != "CPU")

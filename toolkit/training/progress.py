@@ -1,4 +1,4 @@
-"""How a run's progress is shown: a bar in a terminal, lines elsewhere."""
+"""Shows the progress of a run: a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rich.text import Text
 from toolkit.terminal import clock
 
 BAR_WIDTH = 12
-"""Of the bar in a terminal (columns): count, time left and loss need the room of 80 columns."""
+"""Columns of the bar in a terminal: count, time left and loss need the rest of 80 columns."""
 
 TIME_WIDTH = 8
-"""Of the time left (columns); a day and more is wider, and then the last figure is left out."""
+"""Columns of the time left; a day and more is wider, and then the last figure is left out."""
 
 
 class Progress:
-    """Shows steps as they are taken.
+    """Shows the steps of a run.
 
     Args:
         console: silent on ranks other than 0.
         num_steps: length of the run.
-        every_steps: if there is no bar, a line every so many steps; None: something else shows the steps.
+        every_steps: without a bar, a line is shown every N steps; None if something else shows the steps.
     """
 
     def __init__(self, console: Console, num_steps: int, every_steps: int | None) -> None:
@@ -46,16 +46,16 @@ class Progress:
             self._bar.stop()
 
     def resume(self, step: int) -> None:
-        """Goes on after `step` steps, which took no time of this process."""
+        """Continues after `step` steps, which took no time of this process."""
         self._first_step = step
 
     def seconds_left(self, step: int) -> float | None:
-        """Time for the rest of the run at its pace so far, evaluations and saves included; None before a first step."""
+        """Returns the seconds left at the run's mean pace, with evaluations and saves; None before a first step."""
         done = step - self._first_step
         return (time.monotonic() - self._started) / done * (self._num_steps - step) if done > 0 else None
 
     def show(self, step: int, figures: Sequence[str]) -> None:
-        """One optimizer step, and what there is to say of it."""
+        """Shows one optimizer step and its figures."""
         left = self.seconds_left(step)
         if self._bar is not None:
             self._bar.show(step, figures)
@@ -63,7 +63,7 @@ class Progress:
             self.line(step, *([f"{clock(left)} left"] if left else []), *figures)
 
     def line(self, step: int, *figures: str) -> None:
-        """A line of its own, above the bar if there is one."""
+        """Shows a separate line, above the bar if there is one."""
         if self._every_steps is None:
             return
         self._console.print("  ".join([f"step {step}/{self._num_steps}", *figures]))
@@ -86,7 +86,7 @@ class _TerminalBar:
 
 
 class _Figures(ProgressColumn):
-    """The first figures that fit beside the other columns, each of them whole."""
+    """A column with as many figures as fit beside the other columns; none is cut."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Figures(ProgressColumn):
 
 
 def fitting(figures: Sequence[str], room: int) -> str:
-    """The first figures that fit into a line of `room` columns."""
+    """Joins the first figures that fit into a line of `room` columns."""
     line = ""
     for figure in figures:
         longer = f"{line}  {figure}" if line else figure

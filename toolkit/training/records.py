@@ -1,4 +1,4 @@
-"""What each step and each evaluation writes into the records of a run."""
+"""Makes the record of each step and each evaluation of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Records(Extension):
     """Writes a record of each step and each evaluation.
 
     Args:
-        flops: of the model, and the peak of one device (FLOP/s), for the MFU; None if one is unknown.
+        flops: the model's FLOPs and the peak of one device (FLOP/s), for the MFU; None if one is unknown.
     """
 
     def __init__(self, metrics: Metrics, flops: tuple[ModelFlops, float] | None = None) -> None:
@@ -46,11 +46,11 @@ class Records(Extension):
                 "step_seconds": step.seconds,
                 "peak_device_bytes": step.peak_device_bytes or None,
                 "peak_host_bytes": step.peak_host_bytes,
-                "mfu": self._mfu(step, trainer.accelerator.num_processes),
+                "mfu": self._model_flops_utilisation(step, trainer.accelerator.num_processes),
             }
         )
 
-    def _mfu(self, step: Step, num_ranks: int) -> float | None:
+    def _model_flops_utilisation(self, step: Step, num_ranks: int) -> float | None:
         if self._flops is None:
             return None
         flops, peak = self._flops

@@ -1,4 +1,4 @@
-"""What is known of an optimizer step, and what the ranks tell each other of it."""
+"""The figures of an optimizer step, and the row in which ranks exchange them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Step:
     """One optimizer step, over all ranks.
 
     Attributes:
-        metrics: what extensions add to its record.
-        learning_rate: with which it was taken; known once the step is counted, as `seconds` is.
+        metrics: figures that extensions add to its record.
+        learning_rate: the rate of this step; known once the step is counted, as `seconds` is.
     """
 
     loss: float
@@ -36,17 +36,17 @@ class Step:
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank found in a step before the update, and what it has to say.
+    """One rank's figures of a step before the update, and its requests.
 
     The ranks exchange it as one row of float64, which counts exactly up to 2^53, so that host and device meet once.
 
     Attributes:
-        loss_sum: over this rank's targets.
-        grad_norm: over all ranks, before clipping.
-        wants_to_stop: after this step.
-        wants_to_save: after this step.
-        next_counts: of this rank's part of the next window; 0 if there is none.
-        figures: the objective's own, sums over this rank's part.
+        loss_sum: the sum over this rank's targets.
+        grad_norm: the norm over all ranks, before clipping.
+        wants_to_stop: whether this rank wants to end after this step.
+        wants_to_save: whether this rank wants a checkpoint after this step.
+        next_counts: counts of this rank's part of the next window; zeros after the last.
+        figures: the objective's own sums over this rank's part.
     """
 
     loss_sum: float
@@ -60,7 +60,14 @@ class RankStep:
 
     @staticmethod
     def pack(loss_sum: torch.Tensor, grad_norm: torch.Tensor, figures: torch.Tensor, *on_host: float) -> torch.Tensor:
-        """The row, (10 + F,): the first two fields, which are on the device, what is on the host, and F figures."""
+        """Packs the fields into one row, (10 + F,) float64.
+
+        Args:
+            loss_sum: scalar, on the device.
+            grad_norm: scalar, on the device.
+            figures: (F,), on the device.
+            on_host: the other eight fields, in order.
+        """
         device = loss_sum.device
         on_device = torch.stack([loss_sum.detach().double(), grad_norm.detach().to(device).double()])
         # Not made on the device at once: that would wait for all of backward.
@@ -69,7 +76,7 @@ class RankStep:
 
     @staticmethod
     def unpack(row: list[float]) -> RankStep:
-        """The fields of a row that `pack` made."""
+        """Returns the fields of a row that `pack` made."""
         loss_sum, grad_norm, device_bytes, host_bytes, stops, saves, *rest = row
         num_counts = len(fields(Counts))
         next_counts = Counts(*map(int, rest[:num_counts]))

@@ -16,7 +16,7 @@ from toolkit.training.extension import Extension
 
 HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)
 SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
-"""Windows has neither."""
+"""None on Windows, which has no such signal."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, *([HANG_UP] if HANG_UP else []))
 # A launcher passes on what the ranks have had from the terminal or the batch system already.
@@ -24,17 +24,17 @@ SAME_REQUEST_SECONDS = 3.0
 
 
 class StopRequests(Extension):
-    """While entered, SIGTERM, SIGINT and SIGHUP only ask for an end; a SIGINT some seconds later ends at once.
+    """While entered, SIGTERM, SIGINT and SIGHUP only request an end; a SIGINT some seconds later ends at once.
 
     SIGHUP comes when the terminal is closed. A process that `nohup` started goes on, unless it is a rank of `torchrun`
     or `accelerate launch`, which end then and hand the signal on; `toolkit train` goes on.
 
-    SIGUSR1 asks for a checkpoint after the step.
+    SIGUSR1 requests a checkpoint after the step.
 
-    What a terminal or a batch system sends to all processes, a launcher sends to its ranks once more.
+    A signal that a terminal or a batch system sends to all processes reaches ranks twice: a launcher sends it on.
 
     Args:
-        time_limit_minutes: of the run, from now on.
+        time_limit_minutes: limit of the run, from now on.
     """
 
     def __init__(self, time_limit_minutes: float | None) -> None:
@@ -87,7 +87,7 @@ class StopRequests(Extension):
 
 
 def leave_terminal() -> None:
-    """What is printed from now on goes nowhere, if it went to a terminal, which is gone: writing to it fails."""
+    """Discards what is printed from now on if it went to a terminal, which is closed: writing to it fails."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         # Of a terminal that is gone, `isatty` says no: it is asked for its kind of file.
@@ -98,7 +98,7 @@ def leave_terminal() -> None:
 
 
 def _goes_on_without_terminal() -> bool:
-    """Whether `nohup` started this process, and its launcher, if any, goes on as well."""
+    """Tells whether `nohup` started this process, and its launcher, if any, goes on as well."""
     # What torch's launcher handles; it ends then.
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGHUP")
     ends = "TORCHELASTIC_RUN_ID" in os.environ and "SIGHUP" in handled
@@ -106,7 +106,7 @@ def _goes_on_without_terminal() -> bool:
 
 
 def reason_of_all(mine: str | None, ranks_that_want: list[bool]) -> str | None:
-    """Why all ranks end after this step; None: they don't."""
+    """Returns why all ranks end after this step, or None if they go on."""
     if not any(ranks_that_want):
         return None
     return mine or f"rank {ranks_that_want.index(True)} was asked to"

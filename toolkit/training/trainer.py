@@ -40,7 +40,7 @@ from toolkit.training.usage import Counts, counts_of, peak_device_bytes, peak_ho
 class Windows(Protocol):
     """Yields the micro-batches of one optimizer step at a time, equally many on every rank.
 
-    `state_at` gives what `resume` needs besides the position in the data, as plain JSON.
+    `state_at` returns, as plain JSON, the state that `resume` needs besides the position in the data.
     """
 
     def __iter__(self) -> Iterator[list[Batch]]: ...
@@ -59,7 +59,7 @@ class Windows(Protocol):
 
 @dataclass
 class Counters:
-    """What a run has done so far, over all ranks."""
+    """Counts of a run so far, over all ranks."""
 
     global_step: int = 0
     tokens: int = 0
@@ -72,12 +72,12 @@ class Trainer:
     """Trains `model` on `windows`.
 
     Args:
-        accelerator: whose `prepare` was given `model` and `optimizer`.
+        accelerator: its `prepare` has returned `model` and `optimizer`.
         schedule: stepped once per optimizer step that is not skipped.
-        evaluation: makes this rank's evaluation batches, equally many on every rank; None: no evaluation.
-        by_block: runs the micro-batches of a step by block; None: one after another.
-        balance: adds the losses of a mixture's routers; None: there are none.
-        extensions: what hangs on the loop, in this order.
+        evaluation: makes this rank's evaluation batches, equally many on every rank; None for no evaluation.
+        by_block: runs the micro-batches of a step by block; None runs one after another.
+        balance: adds the losses of a mixture's routers; None for no such losses.
+        extensions: called by the loop, in this order.
     """
 
     def __init__(
@@ -117,7 +117,13 @@ class Trainer:
         return self.counters.global_step
 
     def resume(self, counters: dict[str, int], samples: int, num_positions: int, windows: Any) -> None:
-        """Goes on after `samples` of the run; `num_positions` is its end, `windows` the data's own state."""
+        """Continues a run.
+
+        Args:
+            samples: samples that the run has trained on.
+            num_positions: samples of the whole run.
+            windows: the state of the data that `Windows.state_at` returned.
+        """
         self.counters = Counters(**counters)
         self.windows.resume(self.global_step, samples, num_positions, windows)
 
@@ -125,7 +131,7 @@ class Trainer:
         """Runs every window; evaluates at the start, every `eval_every_steps` steps and at the end.
 
         Raises:
-            Exception: what a step or an extension raises, with a note of the step.
+            Exception: as a step or an extension raised it, with a note that names the step.
         """
         if self.global_step == 0:
             self.evaluate()
@@ -149,7 +155,7 @@ class Trainer:
 
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
         # Resumed behind the evaluation that ended it: it was killed before its report. Step 0 is never the end.
-        if self.global_step > 0 and self._evaluation_due() and self._ends():
+        if self.global_step > 0 and self._evaluation_due() and self._run_ends():
             return
         self._before_step()
         started = time.perf_counter()
@@ -163,7 +169,7 @@ class Trainer:
                 extension.after_step(self, step)
             if self._evaluation_due():
                 self.evaluate()
-                if self._ends():
+                if self._run_ends():
                     return
             for extension in self.extensions:
                 extension.between_steps(self, step)
@@ -200,26 +206,26 @@ class Trainer:
         for extension in self.extensions:
             extension.before_step(self.global_step + 1)
 
-    def _ends(self) -> bool:
+    def _run_ends(self) -> bool:
         return any(extension.ends_run(self) for extension in self.extensions)
 
     def train_step(self, window: list[Batch]) -> Step:
-        """One optimizer step on this rank's micro-batches; the loss is the mean over all ranks' targets.
+        """Takes one optimizer step on this rank's micro-batches; the loss is the mean over all ranks' targets.
 
-        Host and device meet once, between backward and update, where the norm decides about the update: the
-        loss, the norm, what the ranks have to say and the counts of the next window come in that one transfer.
+        Host and device meet once, between backward and update, because the norm decides about the update: the
+        loss, the norm, the ranks' requests and the counts of the next window come in that one transfer.
         """
-        counts = self._counted or self._total(self._count(window))
+        counts = self._counted or self._sum_over_ranks(self._count(window))
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
         scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
         run = self._run_in_turn if self.by_block is None else self._run_by_block
         self._begin_balance(counts.tokens)
         loss_sum, figures = run(window, scale)
         self.enter_phase(Phase.COLLECTIVE)
-        step = self._gathered(loss_sum, self._clip(), figures, counts)
+        step = self._exchange_figures(loss_sum, self._clip_gradients(), figures, counts)
         for extension in self.extensions:
             extension.before_update()
-        skipped = self._update(step.grad_norm)
+        skipped = self._step_optimizer(step.grad_norm)
         metrics: dict[str, Any] = {}
         for extension in self.extensions:
             metrics |= extension.after_update(self.global_step + 1, skipped)
@@ -234,17 +240,17 @@ class Trainer:
             scale = 1.0 if scaler is None else scaler.get_scale()
             self.balance.begin(num_tokens, self.accelerator.num_processes * scale)
 
-    def _over_window(self, batches: Iterable[Any]) -> Batch:
-        """What the losses of all these micro-batches, on all ranks, share, if anything; see `Objective.window_sums`."""
+    def _shared_by_window(self, batches: Iterable[Any]) -> Batch:
+        """Returns what the losses of all these micro-batches share, over all ranks; see `Objective.window_sums`."""
         if not self.objective.needs_whole_steps:
             return {}
         sums = [self.objective.window_sums(self.model, batch) for batch in batches]
         return {"window": self.accelerator.reduce(torch.stack(sums).sum(dim=0), "sum")}
 
     def _run_in_turn(self, window: list[Batch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward of one micro-batch after another; the sums of their losses and figures."""
+        """Runs one micro-batch after another; returns the sums of their losses, a scalar, and figures, (F,)."""
         loss_sum, figures = self._zero_sums()
-        shared = self._over_window(self._in_phase(window, Phase.FORWARD))
+        shared = self._shared_by_window(self._in_phase(window, Phase.FORWARD))
         for batch in self._in_phase([{**batch, **shared} for batch in window], Phase.FORWARD):
             with self.accelerator.accumulate(self.model):
                 with self.balance.observing(batch):
@@ -258,14 +264,14 @@ class Trainer:
         return loss_sum, figures
 
     def _run_by_block(self, window: list[Batch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, with all micro-batches in a block before the next block."""
+        """Returns the same as `_run_in_turn`; runs all micro-batches in a block before the next block."""
         assert self.by_block is not None
         for _ in window[1:]:
             with self.accelerator.accumulate(self.model):  # counts up to the micro-batch that ends the window
                 pass
         batches, of_batches = list(self._in_phase(window, Phase.FORWARD)), []
         batches = self.objective.looked_at(self.model, batches, self.by_block.evaluate)
-        shared = self._over_window(batches)
+        shared = self._shared_by_window(batches)
         batches = [{**batch, **shared} for batch in batches]
 
         def forward(batch: Any) -> torch.Tensor:
@@ -307,21 +313,21 @@ class Trainer:
         return send_to_device(known, device, non_blocking=True)
 
     def _count(self, window: list[Batch] | None) -> Counts:
-        """What this rank's part of a window holds; zeros if there is none."""
+        """Counts this rank's part of a window; zeros without a window."""
         return Counts.total(counts_of(batch, self.objective.count_targets(batch)) for batch in window or [])
 
-    def _clip(self) -> torch.Tensor:
-        """Clips to the settings' norm, if any; the global norm before that, on the device."""
+    def _clip_gradients(self) -> torch.Tensor:
+        """Clips to the settings' norm, if any. Returns the global norm before that, a scalar on the device."""
         limit = self.settings.max_grad_norm
         # Without a limit too: the norm decides whether the step is taken.
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
         return whole_tensor(norm)
 
-    def _update(self, grad_norm: float) -> bool:
-        """Steps the optimizer unless the gradient is not finite; whether the step was skipped.
+    def _step_optimizer(self, grad_norm: float) -> bool:
+        """Steps the optimizer unless the gradient is not finite. Returns whether the step was skipped.
 
-        A gradient scaler (fp16) is asked all the same: it finds that out by itself, and lowers its scale. What
-        Accelerate says of it is not asked: a fused optimizer is called even then, and does nothing.
+        A gradient scaler (fp16) is stepped in any case: it looks for infinities by itself, and lowers its scale.
+        Accelerate's `optimizer_step_was_skipped` is not used: a fused optimizer is called even then, and does nothing.
         """
         skipped = not math.isfinite(grad_norm)
         if skipped and self._steps_in_backward:
@@ -336,8 +342,10 @@ class Trainer:
             self.optimizer.zero_grad()
         return skipped
 
-    def _gathered(self, loss_sum: torch.Tensor, norm: torch.Tensor, figures: torch.Tensor, counts: Counts) -> Step:
-        """What the ranks found, before the update. Also takes the counts of the next window."""
+    def _exchange_figures(
+        self, loss_sum: torch.Tensor, norm: torch.Tensor, figures: torch.Tensor, counts: Counts
+    ) -> Step:
+        """Exchanges the ranks' figures before the update. Also sets the counts of the next window."""
         reason = next((why for each in self.extensions if (why := each.reason_to_stop()) is not None), None)
         wants_save = [each.wants_save() for each in self.extensions]
         mine = RankStep.pack(
@@ -371,8 +379,8 @@ class Trainer:
             metrics={},
         )
 
-    def _total(self, counts: Counts) -> Counts:
-        """Sums over ranks; float64 counts exactly up to 2^53."""
+    def _sum_over_ranks(self, counts: Counts) -> Counts:
+        """Sums counts over ranks; float64 is exact up to 2^53."""
         tensor = torch.tensor(astuple(counts), dtype=torch.float64, device=self.accelerator.device)
         return Counts(*map(int, self.accelerator.reduce(tensor, "sum").tolist()))
 
@@ -381,12 +389,12 @@ class Trainer:
         return every is not None and self.global_step % every == 0
 
     def evaluate(self) -> None:
-        """Records the mean loss over the held-out targets and what the objective adds, each sample counted once."""
+        """Records the mean loss over the held-out targets and the objective's figures; each sample counts once."""
         if self.evaluation is None:
             return
         self.model.eval()
         with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), self._evaluating(), torch.no_grad():
-            shared = self._over_window(self._in_phase(self.evaluation(), Phase.EVALUATE))
+            shared = self._shared_by_window(self._in_phase(self.evaluation(), Phase.EVALUATE))
             batches = self._in_phase(self.evaluation(), Phase.EVALUATE)
             parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]
             figures: dict[str, Any] = {}

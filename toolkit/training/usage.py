@@ -1,4 +1,4 @@
-"""What a step takes: peaks of memory, tokens, and FLOPs."""
+"""Measures of a step: peaks of memory, tokens and FLOPs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ except ImportError:  # Windows has none
 
 
 def forget_peaks(device: torch.device) -> None:
-    """Begins the peaks anew: one process may do several runs, as a notebook does."""
+    """Resets the peaks: one process may do several runs, as a notebook does."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):  # Linux alone has it, see proc(5)
@@ -34,12 +34,12 @@ def forget_peaks(device: torch.device) -> None:
 
 
 def peak_device_bytes(device: torch.device) -> int:
-    """Most bytes allocated on this rank's device since `forget_peaks`; 0 on the CPU."""
+    """Returns the most bytes allocated on this rank's device since `forget_peaks`; 0 on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def peak_host_bytes() -> int:
-    """Largest resident set of this process; on Linux, since `forget_peaks`."""
+    """Returns the largest resident set of this process (bytes); on Linux, since `forget_peaks`."""
     if resource is None:
         return int(psutil.Process().memory_info().peak_wset)
     # ru_maxrss is in bytes on macOS and in KiB on Linux.
@@ -49,14 +49,14 @@ def peak_host_bytes() -> int:
 
 @dataclass(frozen=True)
 class Counts:
-    """What is in some micro-batches.
+    """Counts of some micro-batches.
 
     Attributes:
         targets: terms of the loss's sum.
-        tokens: without padding.
-        padded_tokens: with it; all that the model computes.
-        pairs: of tokens of the same document, n^2 for one of n tokens: what attention's work grows with. For a
-            source of s and a target of t: s^2 + s t + t^2.
+        tokens: tokens without padding.
+        padded_tokens: tokens with padding, all of which the model computes.
+        pairs: pairs of tokens of the same document, n^2 for n tokens; attention's work grows with them. A source of s
+            and a target of t tokens have s^2 + s t + t^2.
     """
 
     targets: int = 0
@@ -72,7 +72,7 @@ class Counts:
 
 
 def counts_of(batch: Batch, targets: int) -> Counts:
-    """Counts a micro-batch on the CPU. A batch that says no `lengths` has no padding."""
+    """Counts a micro-batch on the CPU. A batch without `lengths` has no padding."""
     ids = batch["input_ids"]
     lengths = batch.get("lengths", torch.full(ids.shape[:1], ids.shape[-1]))
     if "target_lengths" in batch:
@@ -91,12 +91,12 @@ def counts_of(batch: Batch, targets: int) -> Counts:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of forward and backward, nothing computed twice.
+    """FLOPs of forward and backward; recomputation does not count.
 
     Attributes:
-        per_token: of matrix products; of an encoder-decoder those for a token of a source.
-        per_pair: of attention, for each pair of tokens of a document.
-        per_target: of an encoder-decoder, by how much a token of a target takes more than one of a source.
+        per_token: FLOPs of matrix products; of an encoder-decoder, those for a token of a source.
+        per_pair: FLOPs of attention, for each pair of tokens of a document.
+        per_target: of an encoder-decoder, the difference between a token of a target and one of a source.
     """
 
     per_token: float
@@ -104,17 +104,17 @@ class ModelFlops:
     per_target: float = 0.0
 
     def of(self, counts: Counts) -> float:
-        """FLOPs of so many tokens; padding is not what a model is for."""
+        """Returns the FLOPs of the tokens without padding."""
         return self.per_token * counts.tokens + self.per_target * counts.targets + self.per_pair * counts.pairs
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """6 N a token and 12 L H a pair (PaLM, arXiv 2204.02311, appendix B), and less where parameters are frozen.
+    """Returns 6 N a token and 12 L H a pair (PaLM, arXiv 2204.02311, appendix B), less if parameters are frozen.
 
-    A matrix is met twice for each parameter in forward, again for the gradient of its input where something before
-    it is trained, and again for its own gradient where it is trained itself. N are the parameters of matrix
-    products: not of embeddings that are not also the head. As in PaLM, causal attention counts like full attention.
-    An encoder-decoder is taken to have as many layers in one as in the other.
+    A matrix takes 2 FLOPs for each parameter in forward, 2 more for the gradient of its input if a layer before it is
+    trained, and 2 more for its own gradient if it is trained itself. N counts the parameters of matrix products,
+    without embeddings that are not also the head. As in PaLM, causal attention counts like full attention. Encoder
+    and decoder are assumed to have equally many layers.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -127,12 +127,12 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     whole, per_pair = forward + to_inputs + to_weights, 4.0 * (1 + backward) * layers * width
     if not getattr(config, "is_encoder_decoder", False):
         return ModelFlops(whole, per_pair)
-    of_source = sum(_matrix_flops(model, config, _meets_source))
+    of_source = sum(_matrix_flops(model, config, _runs_for_source))
     return ModelFlops(of_source, per_pair, whole - 2 * of_source)
 
 
-def _meets_source(path: str) -> bool:
-    """Whether a module of an encoder-decoder runs for the tokens of a source, by its path."""
+def _runs_for_source(path: str) -> bool:
+    """Tells by its path whether a module of an encoder-decoder runs for the tokens of a source."""
     names = path.split(".")
     crosses = any(name in ("EncDecAttention", "encoder_attn") for name in names)
     is_key_or_value = any(name in ("k", "v", "k_proj", "v_proj") for name in names)
@@ -142,10 +142,10 @@ def _meets_source(path: str) -> bool:
 def _matrix_flops(
     model: nn.Module, config: object, counts: Callable[[str], bool] = lambda _path: True
 ) -> tuple[float, float, float]:
-    """FLOPs of matrix products for a token: of forward, for the gradients of inputs, and for those of weights.
+    """Returns FLOPs of matrix products for a token: forward, gradients of inputs, and gradients of weights.
 
     Args:
-        counts: whether the module of this path is counted.
+        counts: tells whether the module of this path counts.
     """
     forward = to_inputs = to_weights = 0.0
     is_trained_before = False

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.training.profile import DATA, KINDS, PROFILED, UPDATE, Event, _events, _union, _without, attributed
+from toolkit.training.profile import DATA, KINDS, PROFILED, UPDATE, Event, _events_of, _subtract, _union, attributed
 
 CPU = [
     Event(PROFILED, 100, 200),
@@ -57,13 +57,13 @@ def test_a_label_on_the_device_is_no_compute_that_hides_communication() -> None:
             seen("void gemm_kernel", 140, 160, "CUDA"),  # 20
         ]
     )
-    assert attributed(_events(told)) == pytest.approx(
+    assert attributed(_events_of(told)) == pytest.approx(
         {"compute": 20e-6, "communication": 30e-6, "data": 0.0, "host": 50e-6}
     )
 
 
 def test_intervals() -> None:
     assert _union([(5, 6), (1, 3), (2, 4), (4, 5)]) == [(1, 6)]
-    assert _without([(0, 10), (20, 30)], [(-5, 1), (3, 4), (9, 22), (29, 40)]) == [(1, 3), (4, 9), (22, 29)]
-    assert _without([(0, 1)], []) == [(0, 1)]
-    assert _without([(0, 9)], [(0, 9)]) == []
+    assert _subtract([(0, 10), (20, 30)], [(-5, 1), (3, 4), (9, 22), (29, 40)]) == [(1, 3), (4, 9), (22, 29)]
+    assert _subtract([(0, 1)], []) == [(0, 1)]
+    assert _subtract([(0, 9)], [(0, 9)]) == []
