@@ -19,6 +19,10 @@ CHECKPOINT_FILE_BYTES = GIB
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".tar")
 BASE_FILE = "base.json"
 """The file of an exported adapter with the fingerprint of its base, and how that was quantised."""
+CHECKPOINTS = "checkpoints"
+"""The folder of a run, or of a store, that holds its checkpoints."""
+STEP_FOLDER = re.compile(r"step_(\d{8,})")
+"""The name of a checkpoint's folder."""
 ORIGIN = "training.json"
 """The file of an export that describes its run."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -110,9 +114,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def told_of_checkpoint(folder: Path) -> str | None:
-    """What to do with a checkpoint's folder where a run or a model is meant; None where it is no checkpoint's."""
-    step = re.fullmatch(r"step_(\d{8,})", folder.name)
-    if step is None or folder.parent.name != "checkpoints":
+    """Returns what to do with a checkpoint's folder if a run or a model is needed; None for any other folder."""
+    step = STEP_FOLDER.fullmatch(folder.name)
+    if step is None or folder.parent.name != CHECKPOINTS:
         return None
     export = ["toolkit", "export", str(folder.parent.parent), "--checkpoint", str(int(step[1])), "--to", "FOLDER"]
     return f"{str(folder)!r} is one checkpoint of a run; export it by `{shlex.join(export)}`"

@@ -28,10 +28,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, counted, first_line
-from toolkit.paths import STORES, is_store
+from toolkit.paths import CHECKPOINTS, STEP_FOLDER, STORES, is_store
 
 FORMAT = 1
-FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
 METRICS = "metrics.jsonl"
@@ -41,7 +40,6 @@ SET_ASIDE = ".set_aside"
 """The ending of the folder of a checkpoint that a run has passed over. It does not count any more."""
 PASSED_OVER = "PASSED_OVER"
 """The file that marks a checkpoint in a store as passed over, because folders in it cannot be renamed. It says why."""
-STEP_FOLDER = re.compile(r"step_(\d{8,})")
 # No separator and no leading dot, so that a name stays in its folder.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CHUNK_BYTES = 2**22
@@ -176,13 +174,13 @@ def place_named(name: str) -> Place:
 
 def step_folder(run: P, step: int) -> P:
     """Returns the folder of the checkpoint of a step."""
-    return run / FOLDER / f"step_{step:08d}"
+    return run / CHECKPOINTS / f"step_{step:08d}"
 
 
 def list_checkpoints(run: Place) -> list[Checkpoint]:
     """Returns all checkpoints of a run, by step. Those without a marker have that as their problem."""
     found = []
-    for folder in _list_folder(run / FOLDER):
+    for folder in _list_folder(run / CHECKPOINTS):
         match = STEP_FOLDER.fullmatch(folder.name)
         if match is not None and folder.is_dir():
             checkpoint = _read_folder(folder, int(match[1]))

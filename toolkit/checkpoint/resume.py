@@ -10,10 +10,8 @@ from toolkit import ranks
 from toolkit.checkpoint.fetch import fetch, incoming
 from toolkit.checkpoint.manifest import (
     COMPLETE,
-    FOLDER,
     PASSED_OVER,
     SET_ASIDE,
-    STEP_FOLDER,
     Checkpoint,
     Manifest,
     Place,
@@ -26,6 +24,7 @@ from toolkit.checkpoint.manifest import (
 from toolkit.checkpoint.reader import require_same_run
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError
+from toolkit.paths import CHECKPOINTS, STEP_FOLDER
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _candidates(run: Path, resume: str, store: StorePath | None) -> list[Checkpo
     if STEP_FOLDER.fullmatch(path.name) is not None:
         read_checkpoint(path)  # this one or none
         return [look_at(path)]
-    if (path / FOLDER).is_dir():
+    if (path / CHECKPOINTS).is_dir():
         found = list_checkpoints(path)[::-1]
         if found:
             return found

@@ -26,7 +26,6 @@ from toolkit import ranks
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.checkpoint.manifest import (
     COMPLETE,
-    FOLDER,
     MANIFEST,
     PASSED_OVER,
     UNFINISHED,
@@ -39,6 +38,7 @@ from toolkit.checkpoint.manifest import (
 from toolkit.checkpoint.rotation import superseded
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import ToolkitError, counted, first_line, in_words, without_secrets
+from toolkit.paths import CHECKPOINTS
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.durable_writes import RETRY_SECONDS, TELL_SECONDS
 
@@ -148,7 +148,7 @@ class Sender:
         (folder / COMPLETE).write_bytes(hashlib.sha256(text).hexdigest().encode())
         # Only now: until the marker is there, only the older checkpoints count.
         for old in superseded(list_checkpoints(self._store), self._settings):
-            remove(self._store / FOLDER / old.folder.name)
+            remove(self._store / CHECKPOINTS / old.folder.name)
 
     def _copy_model(self) -> None:
         """Copies the configuration and tokenizer, which turn a checkpoint into a model. Once per run."""
@@ -185,7 +185,7 @@ def clear_unfinished(store: StorePath) -> None:
     """Deletes what interrupted copies and deletions have left. One process calls it, before any copy."""
     for checkpoint in list_checkpoints(store):
         if checkpoint.unfinished:
-            (store / FOLDER / checkpoint.folder.name).remove_tree()
+            (store / CHECKPOINTS / checkpoint.folder.name).remove_tree()
 
 
 class Uploads:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from toolkit import ranks
 from toolkit.checkpoint.manifest import (
     COMPLETE,
-    FOLDER,
     MANIFEST,
     METRICS,
     SET_ASIDE,
@@ -44,7 +43,7 @@ from toolkit.checkpoint.state import described, first_failure, first_non_finite,
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.upload import Uploads
 from toolkit.errors import ToolkitError, first_line, is_lost_peer
-from toolkit.paths import CHECKPOINT_FILE_BYTES
+from toolkit.paths import CHECKPOINT_FILE_BYTES, CHECKPOINTS
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.shards import local_tensor
 
@@ -360,13 +359,13 @@ def _step_of(set_aside: Path) -> float:
 
 def clear_unfinished(run: Path) -> None:
     """Deletes what interrupted saves and deletions have left. One process calls it, before any save."""
-    leftovers = [path for ending in (UNFINISHED, DELETED) for path in (run / FOLDER).glob(f".step_*{ending}")]
+    leftovers = [path for ending in (UNFINISHED, DELETED) for path in (run / CHECKPOINTS).glob(f".step_*{ending}")]
     last = latest(run)
     # Earlier versions deleted the marker before the rest.
     old = [c.step for c in list_checkpoints(run) if c.unfinished and last is not None and c.step < last.step]
     leftovers += [step_folder(run, step) for step in old]
     # From a save that was killed between rename and marker. A damaged checkpoint has its marker, and stays.
-    aside = [path for path in (run / FOLDER).glob(f"step_*{SET_ASIDE}*") if not (path / COMPLETE).exists()]
+    aside = [path for path in (run / CHECKPOINTS).glob(f"step_*{SET_ASIDE}*") if not (path / COMPLETE).exists()]
     leftovers += [path for path in aside if last is not None and _step_of(path) <= last.step]
     for folder in leftovers:
         with contextlib.suppress(OSError):

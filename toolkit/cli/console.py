@@ -17,11 +17,7 @@ from rich.table import Table
 from toolkit.cli.entry import INTERRUPTED
 from toolkit.errors import BadInputError, RankError, StoppedError, ToolkitError, first_line, is_lost_peer
 from toolkit.terminal import Terminal
-
-try:
-    import resource
-except ImportError:  # Windows has none
-    resource = None  # type: ignore[assignment]
+from toolkit.unix import resource
 
 PATIENCE_SECONDS = 20.0
 """How long other ranks stay alive after an error, so that rank 0 gets to print it before a launcher ends it."""

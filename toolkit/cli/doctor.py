@@ -21,11 +21,7 @@ from toolkit.cli.arguments import AsJson
 from toolkit.cli.console import print_table
 from toolkit.errors import first_line
 from toolkit.paths import GIB, user_cache
-
-try:
-    import resource
-except ImportError:  # Windows has none
-    resource = None  # type: ignore[assignment]
+from toolkit.unix import resource
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.paths import BASE_FILE, fingerprint_of, require_folder, told_of_checkpoint
+from toolkit.paths import BASE_FILE, CHECKPOINTS, fingerprint_of, require_folder, told_of_checkpoint
 from toolkit.recipe.adapter_file import read_config
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def find_model(source: str) -> Place:
         return found
     if (told := told_of_checkpoint(folder)) is not None:
         raise BadInputError(told)
-    if any((folder / name).exists() for name in ("recipe.yaml", "checkpoints", "metrics.jsonl")):
+    if any((folder / name).exists() for name in ("recipe.yaml", CHECKPOINTS, "metrics.jsonl")):
         raise BadInputError(
             f"{source!r}: the run has no export; make one of its last checkpoint: "
             f"{shlex.join(['toolkit', 'export', source, '--to', str(folder / 'export')])}"

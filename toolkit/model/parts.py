@@ -107,6 +107,18 @@ def writer_of(config: PretrainedConfig, field: str) -> Any:
     return auto
 
 
+def needs_more_than_text(model: str, why: str) -> BadInputError:
+    """Returns the error for a model that cannot run on rows of text.
+
+    Args:
+        model: the field of the recipe and the class of the model.
+        why: continues the sentence.
+    """
+    return BadInputError(
+        f"{model} cannot run on rows of text alone{why}; name a model that reads text without other inputs"
+    )
+
+
 def require_text(model: PreTrainedModel, field: str) -> None:
     """Raises BadInputError for a model that reads more than text and cannot continue rows of text.
 
@@ -115,10 +127,7 @@ def require_text(model: PreTrainedModel, field: str) -> None:
     """
     name = type(model).__name__
     if model.main_input_name != "input_ids":
-        raise BadInputError(
-            f"{field}: {name} cannot run on rows of text alone: what it reads first is {model.main_input_name}; name a "
-            "model that reads text without other inputs"
-        )
+        raise needs_more_than_text(f"{field}: {name}", f": what it reads first is {model.main_input_name}")
     if type(model).forward is nn.Module.forward:  # Qwen's Omni models are several, which `generate` calls one by one
         raise BadInputError(f"{field}: {name} has no forward to train; name the model in it that writes text")
     if not hasattr(model, "prepare_inputs_for_generation"):  # which peft looks for, too

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.checkpoint.consolidate import MODEL_FILES, STORED_NAMES
 from toolkit.checkpoint.export import carry_over, write_configuration
-from toolkit.checkpoint.manifest import FOLDER as CHECKPOINTS
 from toolkit.checkpoint.manifest import latest
 from toolkit.checkpoint.reader import same_run
 from toolkit.checkpoint.resume import Resumption, set_aside
@@ -33,7 +32,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.weights import fit_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
-from toolkit.paths import atomic_write, clear_interrupted_writes, is_store
+from toolkit.paths import CHECKPOINTS, atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
 from toolkit.run import finished
 from toolkit.run.stages import OpenedRun, PreparedRun

@@ -16,7 +16,7 @@ from toolkit.data.samples import Batch, PairSamples, TextSamples, sample_of, sta
 from toolkit.errors import BadInputError, ToolkitError, first_line, is_lost_peer
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
-from toolkit.model.parts import sees
+from toolkit.model.parts import needs_more_than_text, sees
 from toolkit.objectives.objective import Objective
 from toolkit.sharding.fsdp import class_name
 
@@ -121,10 +121,8 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     except Exception as error:  # what a forward does without its picture, or with rows of another form
         if is_lost_peer(error):
             raise
-        raise BadInputError(
-            f"model.name_or_path: {class_name(base_of(inner))} cannot run on rows of text alone "
-            f"({type(error).__name__}: {first_line(error)}); name a model that reads text without other inputs"
-        ) from error
+        model_of_recipe = f"model.name_or_path: {class_name(base_of(inner))}"
+        raise needs_more_than_text(model_of_recipe, f" ({type(error).__name__}: {first_line(error)})") from error
     model.train(was_training)
     # Zero in a decoder, in 16 bits too: kernels and shapes are the same.
     if relative_difference(two, one) > TOLERANCE[False][0]:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
+from toolkit.paths import CHECKPOINTS
 from toolkit.terminal import Terminal, format_time
 
 LEASE = ".lease.json"
@@ -128,7 +129,7 @@ def owned(folder: Path) -> Iterator[None]:
                     each.rmdir()
 
 
-OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "report.html", "checkpoints", "export")
+OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "report.html", CHECKPOINTS, "export")
 """Names of which any one marks a folder as that of a run, whatever else is in it."""
 
 BESIDE_A_RUN = (".yaml", ".yml", ".sh", ".py", ".ipynb", ".log", ".out", ".err", ".md", ".txt")

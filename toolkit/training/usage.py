@@ -18,11 +18,7 @@ from transformers import PreTrainedModel
 from toolkit.data.samples import Batch
 from toolkit.model.quantised import QuantisedLinear, quantised_layers
 from toolkit.model.routers import experts_of_a_token
-
-try:
-    import resource
-except ImportError:  # Windows has none
-    resource = None  # type: ignore[assignment]
+from toolkit.unix import resource
 
 
 def forget_peaks(device: torch.device) -> None:

@@ -17,11 +17,7 @@ import torch
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.paths import GIB
-
-try:
-    import resource
-except ImportError:  # Windows has none
-    resource = None  # type: ignore[assignment]
+from toolkit.unix import resource
 
 # The files of cgroup version 2. Without them the figure of the host counts.
 CGROUP = Path("/sys/fs/cgroup")
