@@ -1,1 +1,1 @@
-"""Text from a trained model."""
+"""Generates text with a trained model."""

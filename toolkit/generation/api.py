@@ -1,4 +1,4 @@
-"""What `toolkit generate` and `toolkit sample` do, as functions."""
+"""The commands `toolkit generate` and `toolkit sample` as functions."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def generate(source: str | Path, prompts: str, **options: object) -> str: ...
 @overload
 def generate(source: str | Path, prompts: list[str] | list[list[Message]], **options: object) -> list[str]: ...
 def generate(source: str | Path, prompts: str | list[str] | list[list[Message]], **options: object) -> str | list[str]:
-    """What a model writes behind a prompt, or behind each of several.
+    """Returns a model's completion of a prompt, or of each of several.
 
     Args:
-        source: folder of a run, of an export or of an adapter, or a hub name.
+        source: folder of a run, an export or an adapter, or a hub name.
         prompts: each a text or a conversation's messages, whose parts may be images: their bytes, or paths in the
             current folder.
         options: `raw`, `system`, `max_new_tokens`, `temperature`, `top_p`, `seed`, `batch_size`, `dtype`, `device`, as
             the command's options of these names.
 
     Raises:
-        BadInputError: a model, a prompt or an option that cannot be used.
+        BadInputError: if a model, a prompt or an option cannot be used.
     """
     # A file of prompts in all but where they come from: what holds for --file holds here.
     chosen = Options(str(source), file=Path("prompts"), **options)  # type: ignore[arg-type]
@@ -44,16 +44,16 @@ def generate(source: str | Path, prompts: str | list[str] | list[list[Message]],
 
 
 def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluation:
-    """How many rows of a `.jsonl` file a model answers right.
+    """Counts the rows of a `.jsonl` file that a model answers right.
 
     Args:
-        source: as `generate` takes it.
+        source: as in `generate`.
         file: rows with a prompt and an `answer`, and perhaps `choices`; with `score` no answer is needed.
         options: `strict`, `extract`, `numeric`, `structured`, `score`, `raw`, `system`, `max_new_tokens`, `batch_size`,
             `dtype`, `device`, as the command's options of these names.
 
     Raises:
-        BadInputError: a model, a file or an option that cannot be used.
+        BadInputError: if a model, a file or an option cannot be used.
     """
     chosen = Options(str(source), evaluation=Path(file), **options)  # type: ignore[arg-type]
     rows = read_rows(Path(file), "--eval", with_answers=True, is_scored=chosen.score is not None)
@@ -62,19 +62,19 @@ def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluat
 
 
 def sample(source: str | Path, prompts: str | Path, to: str | Path, **options: object) -> Sampled:
-    """Writes several completions of each prompt of a file, scores them, and makes rows to train on of them.
+    """Writes several completions of each prompt of a file, scores them, and makes training rows of them.
 
-    On ranks that a launcher has started and that have met, each writes a share.
+    If a launcher has started ranks and their process group exists, each rank writes a share.
 
     Args:
-        source: as `generate` takes it.
+        source: as in `generate`.
         prompts: rows with a prompt and an `answer`; with `reward` or `score` none is needed.
-        to: folder of the files; what an earlier call has left there is gone on with.
+        to: folder of the files; a call continues the files of an earlier one.
         options: `samples`, `reward`, `strict`, `extract`, `numeric`, `structured`, `score`, `raw`, `system`,
             `max_new_tokens`, `temperature`, `top_p`, `seed`, `batch_size`, `dtype`, `device`, as the command's options
             of these names.
 
     Raises:
-        BadInputError: a model, a file or an option that cannot be used, or a folder that was begun with others.
+        BadInputError: if a model, a file or an option cannot be used, or the folder was begun with other ones.
     """
     return sampled(SampleOptions(str(source), Path(prompts), Path(to), **options))  # type: ignore[arg-type]

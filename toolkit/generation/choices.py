@@ -1,4 +1,4 @@
-"""Log-probabilities of given continuations of a prompt."""
+"""Computes log-probabilities of given continuations of a prompt."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ if TYPE_CHECKING:
     import torch
 
 Continued = tuple[list[int], int]
-"""Tokens of prompt and continuation, and how many of them are the continuation's."""
+"""The tokens of prompt and continuation, and the number of the continuation's tokens."""
 
 
 def encode_choices(
     loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool
 ) -> list[list[Continued]]:
-    """The choices of each row behind its prompt. Raises BadInputError that names the rows that cannot be encoded."""
+    """Encodes the choices of each row behind its prompt.
+
+    Raises:
+        BadInputError: names the rows that cannot be encoded.
+    """
     if loaded.encoder_decoder:
         raise BadInputError(
             f"{option}: choices are scored behind their prompt, and {loaded.name!r} is an encoder-decoder; give rows "
             "without choices"
         )
-    return all_right(option, [(row.place, partial(_encoded, loaded, row, system, raw)) for row in rows])
+    return all_right(option, [(row.place, partial(_encode_choices_of, loaded, row, system, raw)) for row in rows])
 
 
-def _encoded(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> list[Continued]:
+def _encode_choices_of(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> list[Continued]:
     encoded = []
     for choice in row.choices:
         prompt, continuation = encode_continuation(loaded, row.prompt, choice, system, raw, row.tools, row.arguments)
@@ -41,7 +45,7 @@ def _encoded(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> l
 
 
 def log_probabilities(loaded: Loaded, rows: list[list[Continued]], batch_size: int) -> Iterator[list[float]]:
-    """Of each row's choices, summed over a choice's tokens (nats); `batch_size` choices are run at a time."""
+    """Yields the log-probability (nats) of each row's choices; a forward takes `batch_size` choices."""
     for choices in rows:
         scores: list[float] = []
         for start in range(0, len(choices), batch_size):
@@ -50,7 +54,7 @@ def log_probabilities(loaded: Loaded, rows: list[list[Continued]], batch_size: i
 
 
 def scored(loaded: Loaded, choices: Sequence[Continued]) -> list[float]:
-    """The log-probability (nats) of each choice behind its prompt, in one forward."""
+    """Returns the log-probability (nats) of each choice behind its prompt, in one forward."""
     import torch
 
     width = max(len(ids) for ids, _ in choices)
@@ -60,11 +64,11 @@ def scored(loaded: Loaded, choices: Sequence[Continued]) -> list[float]:
     device = loaded.model.device
     with torch.no_grad():
         logits = loaded.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-    return [_summed(logits[i], ids[i], len(choice), count) for i, (choice, count) in enumerate(choices)]
+    return [_log_probability(logits[i], ids[i], len(choice), count) for i, (choice, count) in enumerate(choices)]
 
 
-def _summed(logits: torch.Tensor, ids: torch.Tensor, length: int, count: int) -> float:
-    """Of the last `count` of `length` tokens; logits (T, V), ids (T,)."""
+def _log_probability(logits: torch.Tensor, ids: torch.Tensor, length: int, count: int) -> float:
+    """Sums the log-probabilities of the last `count` of `length` tokens; logits (T, V), ids (T,)."""
     # The logits of a token's place foretell the next one.
     foretold = logits[length - count - 1 : length - 1].float().log_softmax(-1)
     targets = ids[length - count : length].to(logits.device)

@@ -1,4 +1,4 @@
-"""What `toolkit generate` does: a model's answers to a prompt, in a conversation, to a file, and how many are right."""
+"""The command `toolkit generate`: answers a prompt, a conversation or a file, and counts the right answers."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from toolkit.terminal import Terminal
 T = TypeVar("T")
 
 BATCH_SIZE = 8
-"""Prompts of a file that are completed at a time, unless the options say otherwise."""
+"""Prompts of a file in one batch, unless the options say otherwise."""
 
 
 def run(options: Options) -> None:
-    """Does what the options ask for, and prints it.
+    """Runs the command with these options, and prints the result.
 
     Raises:
-        BadInputError: a model, a prompt or a file that cannot be used.
-        ToolkitError: where the model fails.
+        BadInputError: if a model, a prompt or a file cannot be used.
+        ToolkitError: if the model fails.
     """
     place = find_model(options.source)
     path = options.file or options.evaluation
     # Before the model: a bad row or image is told in a moment, and loading takes much longer.
     is_scored = options.score is not None
-    rows = [] if path is None else read_rows(path, _mode(options), options.evaluation is not None, is_scored)
+    rows = [] if path is None else read_rows(path, _mode_of(options), options.evaluation is not None, is_scored)
     images = require_images(options.images)
     if place.on_hub:
-        _tell(f"{place.name}: a hub model, which is downloaded the first time")
-    with load_for(options) as loaded, _lines_to(options.output, options.file) as write:
+        _print_notice(f"{place.name}: a hub model, which is downloaded the first time")
+    with load_for(options) as loaded, _open_output(options.output, options.file) as write:
         if options.prompt is not None:
             _answer_prompt(loaded, options, options.prompt, images)
         elif options.chat:
@@ -59,19 +59,21 @@ def run(options: Options) -> None:
             _evaluate_rows(loaded, options, rows, write)
 
 
-def _mode(options: Options) -> str:
+def _mode_of(options: Options) -> str:
     return "--file" if options.file is not None else "--eval"
 
 
 @contextmanager
 def load_for(options: Options) -> Iterator[Loaded]:
-    """The model that the options name; libraries are quiet as long as it is in use."""
+    """Loads the model that the options name; libraries are quiet until the block ends."""
     with quiet():
         loaded = load_model(options.source, options.dtype, options.device)
         from toolkit.data.stops import turn_ends
 
         if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
-            _tell("the chat template closes no turn with a special token: answers may go on up to --max-new-tokens")
+            _print_notice(
+                "the chat template closes no turn with a special token: answers may go on up to --max-new-tokens"
+            )
         yield loaded
 
 
@@ -98,18 +100,22 @@ def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], writ
 
 
 def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evaluation:
-    """How many of the rows the model answers right. Raises BadInputError for rows that it cannot be given."""
+    """Counts the rows that the model answers right.
+
+    Raises:
+        BadInputError: names rows that cannot be encoded.
+    """
     if not rows[0].choices:
         return evaluate(rows, _completions(loaded, options, rows), scoring_of(rows, options))
     require_no_comparison(options)
-    encoded = encode_choices(loaded, rows, _mode(options), options.system, options.raw)
+    encoded = encode_choices(loaded, rows, _mode_of(options), options.system, options.raw)
     scores = log_probabilities(loaded, encoded, options.batch_size or BATCH_SIZE)
     return choose(rows, _with_bar(scores, len(rows), options))
 
 
 def _completions(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Iterable[Completion]:
-    """Of the rows, with a bar on the terminal where nothing else is written to it."""
-    prompts = encode_rows(loaded, rows, _mode(options), options.system, options.raw)
+    """Completes the rows, with a bar if nothing else is written to the terminal."""
+    prompts = encode_rows(loaded, rows, _mode_of(options), options.system, options.raw)
     size = options.batch_size or BATCH_SIZE
     return _with_bar(completions(loaded, prompts, options.sampling, size), len(prompts), options)
 
@@ -137,7 +143,7 @@ def _chat(loaded: Loaded, options: Options) -> None:
         sys.stdin.reconfigure(errors="replace")
     with suppress(ImportError):
         import readline  # noqa: F401 (input() then edits lines)
-    _tell("/reset: forget the conversation; /quit: end")
+    _print_notice("/reset: forget the conversation; /quit: end")
     try:
         converse(loaded, options.sampling, options.system, _read_line, _show)
     except KeyboardInterrupt:
@@ -151,24 +157,24 @@ def converse(
     read: Callable[[], str | None],
     write: Callable[[str], object],
 ) -> None:
-    """A conversation, up to `/quit` or the end of what `read` gives line by line (None)."""
+    """Runs a conversation until the user writes `/quit` or `read`, which returns the next line, returns None."""
     messages: list[Message] = []
     while (line := read()) is not None and line.strip() != "/quit":
         if line.strip() == "/reset":
             messages.clear()
-            _tell("the conversation is forgotten")
+            _print_notice("the conversation is forgotten")
         elif line.strip():
-            messages += _turns(loaded, sampling, system, [*messages, {"role": "user", "content": line}], write)
+            messages += _next_messages(loaded, sampling, system, [*messages, {"role": "user", "content": line}], write)
 
 
-def _turns(
+def _next_messages(
     loaded: Loaded, sampling: Sampling, system: str | None, messages: list[Message], write: Callable[[str], object]
 ) -> list[Message]:
-    """What a conversation grows by: its last message and the answer; nothing where it cannot be answered."""
+    """Returns a conversation's last message and the answer to it; nothing if it cannot be answered."""
     try:
         prompt = encode_prompt(loaded, messages, system)
     except BadInputError as problem:
-        _tell(f"{problem}; /reset forgets the conversation")
+        _print_notice(f"{problem}; /reset forgets the conversation")
         return []
     # Each turn draws numbers of its own.
     answer = stream(loaded, replace(prompt, row=len(messages)), sampling, write)
@@ -186,21 +192,21 @@ def _read_line() -> str | None:
 
 
 def _show(text: str) -> None:
-    """Writes to stdout at once, with a question mark for what its encoding lacks."""
+    """Writes to stdout at once, with a question mark for each character that its encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
-def _tell(line: str) -> None:
+def _print_notice(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _lines_to(output: Path | None, source: Path | None) -> Iterator[Callable[[str], None]]:
-    """Writes lines to stdout, or to a file that is there when it is whole.
+def _open_output(output: Path | None, source: Path | None) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes lines to stdout, or to a file that appears once it is whole.
 
     Raises:
-        BadInputError: where the file cannot be written, or is the one that is read.
+        BadInputError: if the file cannot be written, or is the one that is read.
     """
     if output is None:
         yield partial(print, flush=True)
@@ -228,7 +234,7 @@ def _lines_to(output: Path | None, source: Path | None) -> Iterator[Callable[[st
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps bars and warnings of the libraries from the terminal."""
+    """Hides bars and warnings of the libraries."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Prompts as tokens, and what a model writes behind them."""
+"""Encodes prompts and completes them with a model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 CONTEXT = 8
-"""Tokens before a continuation that are decoded with it, so that its first space shows."""
+"""Number of tokens before a continuation that are decoded with it, to keep its first space."""
 
 PROBED = 4
-"""Tokens of a prompt, and of padding, with which it is tried whether a model sees padding."""
+"""Tokens of the prompt and of the padding in the trial of `sees_padding`."""
 
 _FOUND_TO_SEE_PADDING: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
@@ -34,11 +34,11 @@ HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote.
+    """A completion that a model wrote.
 
     Attributes:
-        num_tokens: without the one that ends the text.
-        stopped: whether a token ended the text; else it was cut at the most tokens that it might have.
+        num_tokens: number of tokens, without the one that ends the text.
+        stopped: whether a token ended the text; otherwise it was cut at the limit of tokens.
     """
 
     text: str
@@ -51,9 +51,10 @@ class Prompt:
     """A prompt as tokens.
 
     Attributes:
-        context: its last tokens, where the completion goes on in the same text.
-        shown: makes what the model is given of the prompt's images, by the names of its arguments; None: it has none.
-        row, k: of its file, and of the row's completions, both from 0: with the seed they say what is drawn.
+        context: its last tokens, if the completion continues the same text.
+        shown: returns the model's arguments for the prompt's images, by name; None without images.
+        row, k: numbers of the row in its file and of the completion of the row, from 0. With the seed they decide
+            about the draws.
     """
 
     ids: list[int]
@@ -71,22 +72,23 @@ def encode_prompt(
     tools: list[dict[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """The tokens that a completion follows, as training has them.
+    """Encodes a prompt as training does.
 
-    A text is a user's turn, unless there is no chat template or it is `raw`; then it is plain text, behind the
-    begin-of-text token where the tokenizer adds it.
+    A text is a user's turn. Without a chat template or with `raw` it is plain text, after the begin-of-text token if
+    the tokenizer adds one.
 
     Args:
         system: put before messages that have no system text of their own.
-        arguments: of the chat template, such as `enable_thinking`.
+        arguments: arguments of the chat template, such as `enable_thinking`.
 
     Raises:
-        BadInputError: where it needs a chat template and there is none, the template refuses it, or it is too long.
+        BadInputError: if the prompt needs a chat template and the tokenizer has none, the template refuses it, or it
+            is too long.
     """
-    text, is_plain = _written(loaded, prompt, system, raw, tools, arguments or {})
+    text, is_plain = _prompt_text(loaded, prompt, system, raw, tools, arguments or {})
     if is_plain and loaded.encoder_decoder:  # the target is a text of its own
         return Prompt(fitting(loaded, loaded.tokenizer(text, verbose=False)["input_ids"]), [])
-    ids = _encoded(loaded.tokenizer, text, is_plain)
+    ids = _encode_text(loaded.tokenizer, text, is_plain)
     return Prompt(fitting(loaded, ids), ids[-CONTEXT:] if is_plain else [])
 
 
@@ -99,18 +101,22 @@ def encode_continuation(
     tools: list[dict[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a prompt, and those of a text behind it. Raises BadInputError as `encode_prompt` does."""
-    before, is_plain = _written(loaded, prompt, system, raw, tools, arguments or {})
-    ids = fitting(loaded, _encoded(loaded.tokenizer, before, is_plain))
+    """Returns the tokens of a prompt, and those of a text behind it.
+
+    Raises:
+        BadInputError: as `encode_prompt`.
+    """
+    before, is_plain = _prompt_text(loaded, prompt, system, raw, tools, arguments or {})
+    ids = fitting(loaded, _encode_text(loaded.tokenizer, before, is_plain))
     # Training has both in one text, where a tokenizer may write a word's beginning otherwise than at a text's start;
     # so both are encoded as one where that leaves the prompt's tokens.
-    whole = _encoded(loaded.tokenizer, before + text, is_plain)
+    whole = _encode_text(loaded.tokenizer, before + text, is_plain)
     if whole[: len(ids)] == ids:
         return ids, whole[len(ids) :]
     return ids, loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _written(
+def _prompt_text(
     loaded: Loaded,
     prompt: str | list[Message],
     system: str | None,
@@ -118,7 +124,7 @@ def _written(
     tools: list[dict[str, Any]] | None,
     arguments: Mapping[str, Any],
 ) -> tuple[str, bool]:
-    """The prompt's text, and whether it is plain: without a chat template."""
+    """Returns the prompt's text, and whether it is plain, that is without a chat template."""
     if raw or loaded.tokenizer.chat_template is None:
         if system is not None or not isinstance(prompt, str):
             what = "messages" if system is None else "a system text"
@@ -132,13 +138,13 @@ def _written(
 
 
 def after_system(messages: list[Message], system: str | None) -> list[Message]:
-    """The messages behind a system text, if there is one and they have none of their own."""
+    """Puts the system text before the messages, if it is given and they have none."""
     if system is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
     from toolkit.data.tokenizer import bos_of
 
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -153,7 +159,11 @@ def templated(
     tools: list[dict[str, Any]] | None = None,
     arguments: Mapping[str, Any] = NOTHING,
 ) -> str:
-    """What the chat template writes, up to where the answer begins. Raises BadInputError if it refuses."""
+    """Renders the chat template up to the beginning of the answer.
+
+    Raises:
+        BadInputError: if the template refuses the messages.
+    """
     from toolkit.data.problem import RowProblem
     from toolkit.data.template_arguments import require_taken
     from toolkit.data.templates import rendered
@@ -170,7 +180,11 @@ def templated(
 
 
 def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
-    """The tokens. Raises BadInputError where there are none, too many, or one that the model does not know."""
+    """Returns the tokens if the model can read them.
+
+    Raises:
+        BadInputError: if they are none or too many, or the model lacks one.
+    """
     rows = int(loaded.model.get_input_embeddings().weight.shape[0])
     if not ids:
         raise BadInputError("the prompt is empty")
@@ -187,7 +201,7 @@ def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
 
 
 def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[Completion]:
-    """A completion of each prompt, in one batch; those near the model's last position, and with images, in others."""
+    """Completes each prompt, in one batch except for prompts near the model's last position or with images."""
     batches: dict[tuple[int, int], list[int]] = {}
     # RWKV, which sees padding, also mixes rows of one length up.
     texts_alone = [prompt.ids for prompt in prompts if prompt.shown is None]
@@ -196,7 +210,7 @@ def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[
     for number, prompt in enumerate(prompts):
         # From 1 on, so that no prompt of its own shares the batch of the others.
         place = number + 1 if apart or prompt.shown is not None else 0
-        batches.setdefault((_room(loaded, prompt, sampling), place), []).append(number)
+        batches.setdefault((_room_of(loaded, prompt, sampling), place), []).append(number)
     written: dict[int, Completion] = {}
     for (room, _), numbers in batches.items():
         found = _generate(loaded, [prompts[number] for number in numbers], room, sampling)
@@ -207,15 +221,15 @@ def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[
 
 
 def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[str], object]) -> str:
-    """The completion of one prompt, which `write` is given piece by piece as it comes."""
-    pieces = _Pieces(loaded, prompt, write)
-    room = _room(loaded, prompt, sampling)
+    """Completes one prompt; calls `write` with each piece of the text as soon as it is known."""
+    pieces = _TextStreamer(loaded, prompt, write)
+    room = _room_of(loaded, prompt, sampling)
     ids, _ = _generate(loaded, [prompt], room, sampling, pieces)[0]
     return _continuation(loaded.tokenizer, prompt.context, ids)
 
 
-def _room(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
-    """Most tokens of the completion."""
+def _room_of(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
+    """Returns the most tokens that the completion can have."""
     # Before a target stands the token that it begins with.
     before = 1 if loaded.encoder_decoder else len(prompt.ids)
     free = math.inf if loaded.positions is None else loaded.positions - before
@@ -223,17 +237,17 @@ def _room(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
 
 
 def sees_padding(loaded: Loaded, ids: list[int]) -> bool:
-    """Whether padding beside a prompt changes what the model writes, as in RWKV, which knows no attention mask.
+    """Tells whether padding beside a prompt changes the completion, as in RWKV, which has no attention mask.
 
-    Found by trying, once for a model: its signature does not tell, as it may take a mask and ignore it.
+    It is tried once for each model. The signature does not tell: a model may take a mask and ignore it.
     """
     import torch
 
     if loaded.model not in _FOUND_TO_SEE_PADDING:
         row, found = ids[:PROBED], []
         for width in (len(row), len(row) + PROBED):
-            inputs = _filled(loaded, [row], width)
-            with _told(loaded):
+            inputs = _padded_inputs(loaded, [row], width)
+            with _explain_out_of_memory(loaded):
                 out = loaded.model.generate(
                     **inputs, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
                 )
@@ -246,8 +260,8 @@ def sees_padding(loaded: Loaded, ids: list[int]) -> bool:
     return _FOUND_TO_SEE_PADDING[loaded.model]
 
 
-def _filled(loaded: Loaded, rows: list[list[int]], width: int) -> dict[str, Any]:
-    """What `generate` takes for rows that are filled up to `width` tokens."""
+def _padded_inputs(loaded: Loaded, rows: list[list[int]], width: int) -> dict[str, Any]:
+    """Returns the arguments of `generate` for rows that are padded to `width` tokens, each (rows, width)."""
     import torch
 
     from toolkit.data.tokenizer import pad_id
@@ -262,11 +276,11 @@ def _filled(loaded: Loaded, rows: list[list[int]], width: int) -> dict[str, Any]
 
 
 def _generate(
-    loaded: Loaded, prompts: list[Prompt], room: int, sampling: Sampling, streamer: _Pieces | None = None
+    loaded: Loaded, prompts: list[Prompt], room: int, sampling: Sampling, streamer: _TextStreamer | None = None
 ) -> list[tuple[list[int], bool]]:
-    """At most `room` tokens for each prompt, up to the first that ends a text and without it, and whether there is one.
+    """Generates at most `room` tokens for each prompt. Returns those before the first stop, and whether there is one.
 
-    A prompt with images is one of its own.
+    A prompt with images must be the only one.
     """
     rows, shown = [prompt.ids for prompt in prompts], prompts[0].shown
     width = max(map(len, rows))
@@ -276,10 +290,10 @@ def _generate(
 
         seeds = [seed_of(sampling.seed, prompt.row, prompt.k) for prompt in prompts]
         drawn["logits_processor"] = drawing(sampling, seeds, loaded.model.device)
-    with _told(loaded):
+    with _explain_out_of_memory(loaded):
         found = loaded.model.generate(
-            **_filled(loaded, rows, width),
-            **({} if shown is None else {name: _given(loaded, tensor) for name, tensor in shown().items()}),
+            **_padded_inputs(loaded, rows, width),
+            **({} if shown is None else {name: _on_model_device(loaded, tensor) for name, tensor in shown().items()}),
             max_new_tokens=room,
             eos_token_id=sorted(loaded.stops) or None,
             streamer=streamer,
@@ -288,23 +302,23 @@ def _generate(
             **drawn,
         )
     # Rows that end early are filled up with padding.
-    return [_until(row, loaded.stops) for row in found[:, 1 if loaded.encoder_decoder else width :].tolist()]
+    return [_before_stop(row, loaded.stops) for row in found[:, 1 if loaded.encoder_decoder else width :].tolist()]
 
 
-def _given(loaded: Loaded, tensor: torch.Tensor) -> torch.Tensor:
-    """On the model's device, and pixels in its type."""
+def _on_model_device(loaded: Loaded, tensor: torch.Tensor) -> torch.Tensor:
+    """Moves a tensor to the model's device; pixels also get the model's dtype."""
     return tensor.to(loaded.model.device, loaded.model.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _until(ids: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
-    """The tokens before the first stop, and whether there is one."""
+def _before_stop(ids: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
+    """Returns the tokens before the first stop, and whether there is one."""
     end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
     return ids[:end], end < len(ids)
 
 
 @contextmanager
-def _told(loaded: Loaded) -> Iterator[None]:
-    """Says what can be done about too little memory."""
+def _explain_out_of_memory(loaded: Loaded) -> Iterator[None]:
+    """Adds what helps to errors about too little memory."""
     import torch
 
     try:
@@ -319,16 +333,16 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _continuation(tokenizer: PreTrainedTokenizerBase, context: list[int], ids: list[int]) -> str:
-    """The text of `ids` behind `context`: decoders take the space from the beginning of a text."""
+    """Decodes `ids` behind `context`: decoders drop the space at the beginning of a text."""
     head, whole = _decode(tokenizer, context), _decode(tokenizer, [*context, *ids])
     return whole[len(head) :] if whole.startswith(head) else _decode(tokenizer, ids)
 
 
-class _Pieces:
-    """A streamer for transformers' `generate`: passes text on when its characters are whole."""
+class _TextStreamer:
+    """A streamer for transformers' `generate` that passes text on when its characters are whole."""
 
     MAX_TOKENS = 64
-    """Tokens that are decoded anew at each step."""
+    """Number of tokens that are decoded again at each step."""
 
     def __init__(self, loaded: Loaded, prompt: Prompt, write: Callable[[str], object]) -> None:
         self._tokenizer = loaded.tokenizer
@@ -339,9 +353,9 @@ class _Pieces:
         self._is_prompt = True
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Takes the prompt first, then token after token."""
+        """Takes the prompt, (1, T), in the first call, and then one token, (1,), in each."""
         if not self._is_prompt:
-            self._ids += _until(tokens.flatten().tolist(), self._stops)[0]
+            self._ids += _before_stop(tokens.flatten().tolist(), self._stops)[0]
             self._show(is_last=False)
         self._is_prompt = False
 

@@ -1,4 +1,4 @@
-"""Random numbers of a completion's own, so that it does not depend on those that are written beside it."""
+"""Draws tokens from a generator for each completion, so that it does not depend on the others in its batch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,34 @@ from toolkit.generation.options import Sampling
 
 
 def seed_of(seed: int, row: int, k: int) -> int:
-    """The seed of a row's k-th completion, 0 to 2**63 - 1."""
+    """Returns the seed of a row's k-th completion, 0 to 2**63 - 1."""
     digest = hashlib.sha256(f"{seed} {row} {k}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 class Drawn(LogitsProcessor):  # type: ignore[misc]
-    """Adds Gumbel noise to logits, so that the highest of the sums is a draw from their softmax (Gumbel-max).
+    """Adds Gumbel noise to logits, so that the argmax of the sums is a draw from their softmax (Gumbel-max).
 
     Args:
-        seeds: of each row of the batch; a row's noise is that of its own generator, token after token.
+        seeds: a seed for each row of the batch, whose noise comes from a separate generator.
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The sums, (B, V), float32. Raises ToolkitError where a row's logits are no finite numbers."""
+        """Returns logits plus noise.
+
+        Args:
+            input_ids: (B, T).
+            scores: the logits of the next token, (B, V).
+
+        Returns:
+            The sums, (B, V), float32.
+
+        Raises:
+            ToolkitError: if logits of a row are not finite.
+        """
         if not scores.amax(dim=-1).isfinite().all():
             raise ToolkitError("the model's outputs are no finite numbers; try --dtype float32")
         waits = torch.empty(scores.shape, device=scores.device)
@@ -39,7 +50,7 @@ class Drawn(LogitsProcessor):  # type: ignore[misc]
 
 
 def drawing(sampling: Sampling, seeds: Sequence[int], device: torch.device) -> LogitsProcessorList:
-    """What `generate` is given so that its most likely token is one that is drawn."""
+    """Returns processors with which the most likely token of `generate` is a draw."""
     found = LogitsProcessorList()
     if sampling.temperature != 1:
         found.append(TemperatureLogitsWarper(float(sampling.temperature)))

@@ -1,4 +1,4 @@
-"""How many answers of a model are right: completions that are compared, or choices of which it takes one."""
+"""Counts right answers of a model: completions that are compared, or choices of which it takes one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.generation.rows import LENGTH_SHOWN, PromptRow
 from toolkit.generation.scorer import load_scorer
 
 MISMATCHES_SHOWN = 5
-"""Wrong answers that are printed."""
+"""Number of wrong answers that are printed."""
 
 NUMBER = re.compile(
     r"(?:(?<![A-Za-z0-9_.)\]%])-)?"  # behind a word or a number it is a dash: 3-5
@@ -28,13 +28,13 @@ NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Comparison:
-    """What of a completion has to equal what of an answer.
+    """Compares a completion with answers.
 
     Attributes:
-        strict: texts as they are; else without regard to case, and to whitespace but between words.
-        extract: what it matches last counts, of that its first group if it has one; None: the whole text.
-        numeric: the last number in it counts, as a number.
-        structured: it counts as JSON: the order of keys, whitespace, and how a number is written do not matter.
+        strict: compare texts as they are; otherwise case, and whitespace except between words, do not count.
+        extract: compare its last match, or the first group of that if it has one; None compares the whole text.
+        numeric: compare the last number.
+        structured: compare as JSON; the order of keys, whitespace, and the format of numbers do not count.
     """
 
     strict: bool = False
@@ -43,17 +43,17 @@ class Comparison:
     structured: bool = False
 
     def of_completion(self, text: str) -> Any:
-        """What counts in a completion; None where it has nothing of the kind, which equals no answer."""
+        """Returns the value of a completion that is compared; None, which equals no answer, if it has none."""
         part = text if self.extract is None else _last_match(self.extract, text)
         return None if part is None else self._value(part)
 
     def of_answer(self, text: str) -> Any:
-        """What counts in an answer of a file, which may be the bare value or hold it as a completion does."""
+        """Returns the value of an answer of a file, which may be bare or stand in a text as in a completion."""
         part = text if self.extract is None else _last_match(self.extract, text)
         return self._value(text if part is None else part)
 
     def score(self, completion: str, row: PromptRow) -> float:
-        """1 if a completion equals one of the row's answers, else 0."""
+        """Returns 1 if a completion equals one of the row's answers, else 0."""
         found = self.of_completion(completion)
         return float(found is not None and found in [self.of_answer(answer) for answer in row.answers])
 
@@ -62,16 +62,16 @@ class Comparison:
             found = NUMBER.findall(text)
             return Decimal(found[-1].replace(",", "")) if found else None
         if self.structured:
-            return _of_json(text)
+            return _comparable_json(text)
         return text if self.strict else normalised(text)
 
 
 COMPARES = ("strict", "extract", "numeric", "structured", "score")
-"""Settings of how completions are compared or scored, which choices are not."""
+"""Settings of comparison and scores, which have no meaning for choices."""
 
 
 class Scoring(Protocol):
-    """What scores completions: a comparison with answers, or a function of the user's."""
+    """Scores completions: a comparison with answers, or a user's function."""
 
     def score(self, completion: str, row: PromptRow) -> float: ...
 
@@ -92,14 +92,14 @@ class Compares(Protocol):
 
 
 def scoring_of(rows: list[PromptRow], how: Compares, prefix: str = "--") -> Scoring:
-    """What scores completions. A function of the user's is imported, which runs code of its module.
+    """Returns the scoring that the settings ask for. Imports a user's function, which runs code of its module.
 
     Args:
-        prefix: of the settings' names, for errors.
+        prefix: prefix of the settings' names in errors.
 
     Raises:
-        BadInputError: names rows whose answers have no number, or are no JSON, if that is asked for; or the function
-            cannot be imported.
+        BadInputError: if answers lack the number or the JSON that the settings compare, or the function cannot be
+            imported.
     """
     if how.score is not None:
         return load_scorer(how.score, f"{prefix}score")
@@ -114,7 +114,11 @@ def scoring_of(rows: list[PromptRow], how: Compares, prefix: str = "--") -> Scor
 
 
 def require_no_comparison(how: Compares, prefix: str = "--") -> None:
-    """Raises BadInputError if a comparison is asked for; for rows with choices, of which one is taken."""
+    """Refuses settings of comparison, for rows with choices.
+
+    Raises:
+        BadInputError: if such a setting is set.
+    """
     for name in COMPARES:
         if getattr(how, name):
             raise BadInputError(
@@ -122,25 +126,25 @@ def require_no_comparison(how: Compares, prefix: str = "--") -> None:
             )
 
 
-def _of_json(text: str) -> Any:
-    """A value that equals that of every other text of the same JSON; None if the text is none."""
+def _comparable_json(text: str) -> Any:
+    """Returns a value that is equal for all texts of the same JSON; None if the text is not JSON."""
     try:
-        found = json.loads(text, parse_int=Decimal, parse_float=Decimal, parse_constant=_refused)
-        return _tagged(found)
+        found = json.loads(text, parse_int=Decimal, parse_float=Decimal, parse_constant=_refuse_constant)
+        return _with_kind(found)
     except (ValueError, ArithmeticError, RecursionError):
         return None
 
 
-def _refused(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _tagged(value: Any) -> Any:
-    """With its kind: Python takes true for 1, and a list of pairs could be an object."""
+def _with_kind(value: Any) -> Any:
+    """Adds the kind to a value: in Python true equals 1, and a list of pairs could be an object."""
     if isinstance(value, dict):
-        return "object", {key: _tagged(each) for key, each in value.items()}
+        return "object", {key: _with_kind(each) for key, each in value.items()}
     if isinstance(value, list):
-        return "array", [_tagged(each) for each in value]
+        return "array", [_with_kind(each) for each in value]
     return type(value).__name__, value
 
 
@@ -151,7 +155,7 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A row whose completion is none of its answers, or has a score below 1."""
+    """A row whose completion equals none of its answers, or has a score below 1."""
 
     row: PromptRow
     completion: str
@@ -160,12 +164,12 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How many rows were answered right.
+    """Counts of rows that were answered right.
 
     Attributes:
-        normalised: of rows with choices, how many are right where log-probabilities are divided by the choices' length.
-        stopped: how many answers a token ended; the others were cut. None where choices were taken.
-        tokens: of all answers, without those that ended them.
+        normalised: number of right choices if log-probabilities are divided by the choices' lengths.
+        stopped: number of answers that a token ended; the others were cut. None for choices.
+        tokens: tokens of all answers, without those that ended them.
     """
 
     num_rows: int
@@ -180,11 +184,11 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Mean score of the rows, 0 to 1: where answers are compared, the share that is right."""
+        """Mean score of the rows, 0 to 1; for compared answers, the share of right ones."""
         return (self.exact + math.fsum(wrong.score for wrong in self.mismatches)) / self.num_rows
 
     def shares(self) -> dict[str, float]:
-        """The accuracy, and of choices that by their length, of answers the share that stops and the mean length."""
+        """Returns the accuracy, and by length for choices, or the share that stops and the mean length for answers."""
         found = {"accuracy": self.accuracy}
         if self.normalised is not None:
             found["accuracy_normalised"] = self.normalised / self.num_rows
@@ -193,7 +197,7 @@ class Evaluation:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns the fields of the command's JSON."""
         mismatches = [
             {"row": wrong.row.place, "prompt": wrong.row.given, "completion": wrong.completion}
             | {"answers": list(wrong.row.answers)}
@@ -207,7 +211,7 @@ def evaluate(rows: list[PromptRow], completions: Iterable[Completion], scoring: 
     """Scores each row's completion; `completions` are in the order of the rows.
 
     Raises:
-        BadInputError: a function of the user's fails on one.
+        BadInputError: if a user's function fails on one.
     """
     wrong, stopped, tokens = [], 0, 0
     for row, completion in zip(rows, completions, strict=True):
@@ -220,29 +224,29 @@ def evaluate(rows: list[PromptRow], completions: Iterable[Completion], scoring: 
 
 
 def choose(rows: list[PromptRow], scores: Iterable[Sequence[float]]) -> Evaluation:
-    """Takes the choice of the highest log-probability in each row; `scores` (nats) are in the order of the choices."""
+    """Takes the choice with the highest log-probability in each row; `scores` (nats) are in the choices' order."""
     wrong, by_length = [], 0
     for row, log_probabilities in zip(rows, scores, strict=True):
-        taken = _highest(row.choices, log_probabilities)
+        taken = _best_choice(row.choices, log_probabilities)
         if taken not in row.answers:
             wrong.append(Mismatch(row, taken))
         # Per byte, as lm-evaluation-harness has it in `acc_norm`: else the shortest choice has the best chances.
         per_byte = [score / len(choice.encode()) for choice, score in zip(row.choices, log_probabilities, strict=True)]
-        by_length += _highest(row.choices, per_byte) in row.answers
+        by_length += _best_choice(row.choices, per_byte) in row.answers
     return Evaluation(len(rows), wrong, by_length)
 
 
-def _highest(choices: Sequence[str], scores: Sequence[float]) -> str:
+def _best_choice(choices: Sequence[str], scores: Sequence[float]) -> str:
     return max(zip(scores, choices, strict=True), key=lambda pair: pair[0])[1]
 
 
 def normalised(text: str) -> str:
-    """Without case, and with one space for whitespace between words."""
+    """Returns the text in lower case, with one space between words."""
     return " ".join(text.casefold().split())
 
 
 def summary(found: Evaluation) -> str:
-    """The accuracy and the first wrong answers, as lines."""
+    """Returns lines with the accuracy and the first wrong answers."""
     what = "exact" if found.normalised is None else "right"
     lines = [f"accuracy: {found.accuracy:.1%} ({found.exact} of {counted(found.num_rows, 'row')} {what})"]
     if found.normalised is not None:

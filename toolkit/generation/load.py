@@ -1,6 +1,6 @@
-"""The model that generates text: an export, an adapter on its base, or a model of the hub.
+"""Loads a model that generates text: an export, an adapter on its base, or a model of the hub.
 
-torch and transformers are imported once the source is known to hold a model.
+It imports torch and transformers only after it has found a model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is.
+    """The place of a model.
 
     Attributes:
         name: a folder, or a hub name.
-        is_adapter: the folder holds an adapter, which names its base.
-        on_hub: it may be downloaded.
+        is_adapter: whether the folder holds an adapter, which names its base.
+        on_hub: whether it may be downloaded.
     """
 
     name: str
@@ -36,16 +36,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that generates text, with what belongs to it.
+    """A model that generates text, with its tokenizer and limits.
 
     Attributes:
-        name: for people.
-        model: of transformers, or of peft; in evaluation mode, without generation settings of its own.
+        name: the name in messages.
+        model: a model of transformers or peft, in evaluation mode and without its generation settings.
         stops: tokens that end a text.
-        positions: most tokens of prompt and completion, of an encoder-decoder of each; None: any number.
-        encoder_decoder: whether it writes a target for a prompt, and does not go on behind it.
-        collective: whether each of its forwards is one of all ranks, so that those whose texts have ended go on.
-        if_too_large: what to do where the GPU has too little memory.
+        positions: most tokens of prompt and completion together, for an encoder-decoder of each; None if any number.
+        encoder_decoder: whether it writes a target for a prompt, rather than a continuation.
+        collective: whether all ranks run each forward together, so that ranks with finished texts go on.
+        if_too_large: what to do if the GPU has too little memory.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Loaded:
 
 
 def find_model(source: str) -> Place:
-    """The model that is meant by a run's folder, an exported or an adapter's folder, or a hub name.
+    """Finds the model of a run's folder, an export's or an adapter's folder, or a hub name.
 
     Raises:
-        BadInputError: where the folder does not exist or holds no model.
+        BadInputError: if the folder does not exist or holds no model.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         _require_hub_name(source, folder)
         return Place(source, on_hub=True)
-    found = _in_folder(folder) or _in_folder(folder / "export")
+    found = _find_in_folder(folder) or _find_in_folder(folder / "export")
     if found is not None:
         return found
     if (told := told_of_checkpoint(folder)) is not None:
@@ -91,22 +91,22 @@ def _require_hub_name(source: str, folder: Path) -> None:
         raise BadInputError(f"SOURCE: the folder {source!r} does not exist; name a model's folder or a hub name")
 
 
-def _in_folder(folder: Path) -> Place | None:
+def _find_in_folder(folder: Path) -> Place | None:
     if (folder / "adapter_config.json").is_file():
         return Place(str(folder), is_adapter=True)
     return Place(str(folder)) if (folder / "config.json").is_file() else None
 
 
 def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded:
-    """The model and its tokenizer.
+    """Loads a model and its tokenizer.
 
     Args:
-        source: as `find_model` takes it. Only a hub name is ever downloaded.
-        dtype: of the weights while they are in use; auto: as they are saved.
-        device: auto: a GPU if there is one.
+        source: as in `find_model`. Only a hub name is downloaded.
+        dtype: the dtype of the weights in memory; `auto` keeps that of the files.
+        device: the device; `auto` takes a GPU if the host has one.
 
     Raises:
-        BadInputError: where it cannot be loaded or generates no text.
+        BadInputError: if it cannot be loaded or generates no text.
     """
     place = find_model(source)
     import torch
@@ -117,7 +117,7 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     base = _adapter_base(place) if place.is_adapter else place
-    model = _whole_model(base, dtype, _quantisation(place, base) if place.is_adapter else None)
+    model = _load_base(base, dtype, _quantisation(place, base) if place.is_adapter else None)
     tokenizer = tokenizer_of(place, base)
     stops = stop_tokens(model, tokenizer)
     model.generation_config = GenerationConfig(**beginning(model))  # the options say all else
@@ -128,19 +128,19 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
 
 
 def positions_of(model: Any) -> int | None:
-    """Most tokens that a model reads; None: any number."""
+    """Returns the most tokens that a model reads, or None if any number."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def beginning(model: Any) -> dict[str, Any]:
-    """What an encoder-decoder's target begins with: its own tokens, as of mBART's language."""
+    """Returns the settings of an encoder-decoder's first target tokens, such as mBART's language."""
     own = model.generation_config
     return {name: getattr(own, name, None) for name in ("decoder_start_token_id", "forced_bos_token_id")}
 
 
 def _quantisation(place: Place, base: Place) -> dict[str, Any] | None:
-    """How the adapter's base was quantised in training. Raises BadInputError where it was another base."""
+    """Returns how the adapter's base was quantised in training. Raises BadInputError for another base."""
     file = Path(place.name) / BASE_FILE
     if not file.is_file():  # of another program
         return None
@@ -158,8 +158,8 @@ def _quantisation(place: Place, base: Place) -> dict[str, Any] | None:
     return None if quantisation is None else dict(quantisation)
 
 
-def _quantised_as(quantisation: dict[str, Any] | None, config: Any, dtype: str) -> dict[str, Any]:
-    """Arguments by which transformers loads a base as it was held in training."""
+def _quantisation_arguments(quantisation: dict[str, Any] | None, config: Any, dtype: str) -> dict[str, Any]:
+    """Returns arguments with which transformers quantises a base as in training."""
     if quantisation is None:
         return {}
     from transformers import BitsAndBytesConfig
@@ -168,8 +168,8 @@ def _quantised_as(quantisation: dict[str, Any] | None, config: Any, dtype: str) 
     return {"quantization_config": BitsAndBytesConfig(**quantisation, bnb_4bit_compute_dtype=compute)}
 
 
-def _whole_model(place: Place, dtype: str, quantisation: dict[str, Any] | None) -> Any:
-    """A model that writes text, and whose every weight is in its files. Raises BadInputError."""
+def _load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None) -> Any:
+    """Loads a model. Raises BadInputError if it writes no text, or its files lack a weight."""
     from transformers import AutoConfig
 
     from toolkit.model.load import auto_class
@@ -178,7 +178,7 @@ def _whole_model(place: Place, dtype: str, quantisation: dict[str, Any] | None) 
     try:
         config = AutoConfig.from_pretrained(place.name, **where)
         _require_generative(config, place)
-        where |= _quantised_as(quantisation, config, dtype)
+        where |= _quantisation_arguments(quantisation, config, dtype)
         model, info = auto_class(config).from_pretrained(
             place.name, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True, **where
         )
@@ -205,7 +205,11 @@ def _require_generative(config: Any, place: Place) -> None:
 
 
 def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
-    """The adapter's own where it has one. Raises BadInputError."""
+    """Returns the tokenizer of the adapter if it has one, else of the base.
+
+    Raises:
+        BadInputError: if it cannot be loaded.
+    """
     own = any((Path(place.name) / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
     chosen = place if own or not place.is_adapter else base
     from transformers import AutoTokenizer
@@ -227,7 +231,7 @@ def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
 
 
 def _adapter_base(place: Place) -> Place:
-    """The base that an adapter names, as a folder. Raises BadInputError where it is not on this machine."""
+    """Returns the folder of an adapter's base. Raises BadInputError if it is not on this machine."""
     config = _adapter_config(place)
     name = config.get("base_model_name_or_path")
     task = config.get("task_type")
@@ -239,15 +243,15 @@ def _adapter_base(place: Place) -> Place:
     for folder in (Path(name).expanduser(), Path(place.name) / name):
         if (folder / "config.json").is_file():
             return Place(str(folder))
-    return Place(_cached(name, config.get("revision"), place))
+    return Place(_cached_folder(name, config.get("revision"), place))
 
 
 def _adapter_config(place: Place) -> dict[str, Any]:
     return read_config(Path(place.name), repr(place.name))
 
 
-def _cached(name: str, revision: str | None, place: Place) -> str:
-    """The folder of a hub model that has been downloaded before."""
+def _cached_folder(name: str, revision: str | None, place: Place) -> str:
+    """Returns the folder of a hub model that was downloaded before."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -269,12 +273,12 @@ def _with_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) 
         adapted = PeftModel.from_pretrained(model, place.name)
     except Exception as error:  # of peft, safetensors, torch
         raise BadInputError(f"{place.name!r}: the adapter does not fit its base: {first_line(error)}") from error
-    _require_whole(adapted, Path(place.name) / "adapter_model.safetensors")
+    _require_all_weights(adapted, Path(place.name) / "adapter_model.safetensors")
     return adapted
 
 
-def _require_whole(adapted: Any, file: Path) -> None:
-    """Raises BadInputError where the file's weights are not those of the adapter: peft loads what it finds."""
+def _require_all_weights(adapted: Any, file: Path) -> None:
+    """Raises BadInputError unless the file has exactly the adapter's weights: peft loads any subset."""
     from peft import get_peft_model_state_dict
     from safetensors import safe_open
 
@@ -292,7 +296,7 @@ def _require_whole(adapted: Any, file: Path) -> None:
 
 
 def stop_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a text: of the generation settings, of the tokenizer, and of an assistant's turn."""
+    """Returns the tokens that end a text: those of the generation settings, of the tokenizer, and of a turn."""
     configured = model.generation_config.eos_token_id
     ends = configured if isinstance(configured, list) else [configured]
     from toolkit.data.stops import turn_ends

@@ -24,7 +24,7 @@ BELONGS_TO = {
     "--json": ("--eval",),
     "--image": ("--prompt",),
 }
-"""Option -> the modes that it has a meaning in; others have one in all."""
+"""Option -> the modes in which it has an effect; all other options have one in every mode."""
 
 CONTRADICTIONS = {
     ("--raw", "--chat"): "a conversation needs the chat template",
@@ -41,20 +41,20 @@ CONTRADICTIONS = {
     ("--top-p", "--eval"): "an evaluation takes the most likely token",
     ("--seed", "--eval"): "an evaluation takes the most likely token",
 }
-"""Options that exclude each other -> why. The first is the one to leave out."""
+"""Options that exclude each other -> why. The first is the one to remove."""
 
 LEAST_TEMPERATURE = 0.001
-"""By which logits are divided without leaving the numbers that their type has."""
+"""Lowest temperature: logits divided by less could overflow their type."""
 
 CHOICES = {"--dtype": ("auto", "float32", "bfloat16", "float16"), "--device": ("auto", "cpu", "cuda")}
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command's options; None: not given.
+    """Options of the command; None for those that are not given.
 
     Raises:
-        BadInputError: where they contradict each other or one is out of range; all problems together.
+        BadInputError: if options contradict each other or are out of range; it names all problems.
     """
 
     source: str
@@ -81,14 +81,14 @@ class Options:
     images: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
-        given = self._given()
+        given = self._options_given()
         problems = [*_mode_problems(given), *_contradictions(given), *self._range_problems()]
         if problems:
             raise BadInputError("\n".join(problems))
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn, with the defaults of what is not given."""
+        """Settings of how tokens are drawn, with defaults for options that are not given."""
         if self.evaluation is not None:
             return Sampling(self.max_new_tokens, 0.0)
         default = Sampling()
@@ -99,7 +99,7 @@ class Options:
             default.seed if self.seed is None else self.seed,
         )
 
-    def _given(self) -> set[str]:
+    def _options_given(self) -> set[str]:
         values = {
             "--prompt": self.prompt,
             "--chat": self.chat or None,
@@ -155,13 +155,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Settings of how tokens are drawn.
 
     Attributes:
-        max_new_tokens: most tokens of one completion; fewer where the model's positions end.
-        temperature: 0: always the most likely token.
-        top_p: drawn from the most likely tokens that together have this probability.
-        seed: of all that is drawn.
+        max_new_tokens: most tokens of one completion; fewer if the model's positions end before.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p: draws from the most likely tokens that together have this probability.
+        seed: seed of all draws.
     """
 
     max_new_tokens: int = 256
@@ -198,5 +198,5 @@ def _text_problems(option: str, text: str | None) -> Iterator[str]:
 
 
 def encodable(text: str) -> str:
-    """The text with a question mark for each byte or half character that is no text."""
+    """Returns the text with a question mark for each byte or half character that UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Prompts with images, as training has them: a place for each in the chat template, and transformers' processor."""
+"""Encodes prompts with images as training does, by the chat template and transformers' processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def asked_of(text: str, images: int) -> list[Message]:
-    """A user's turn in which images stand before the text."""
+    """Returns a user's turn with the images before the text."""
     from toolkit.data.picture_places import PLACE
 
     return [{"role": "user", "content": PLACE * images + text}]
@@ -33,16 +33,17 @@ def encode_pictured(
     tools: list[dict[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """The tokens that a completion follows. Images are read again when the model is given them, and not kept.
+    """Encodes a prompt with images. They are read again for the forward, and not kept.
 
     Args:
-        messages: with `picture_places.PLACE` in their words for each image.
-        images: their files or contents, in the order of their places.
+        messages: messages with `picture_places.PLACE` in the text for each image.
+        images: files or contents of the images, in the order of their places.
         system: put before messages that have no system text of their own.
-        arguments: of the chat template.
+        arguments: arguments of the chat template.
 
     Raises:
-        BadInputError: an image cannot be read, the model or its chat template takes none, or the prompt is too long.
+        BadInputError: if an image cannot be read, the model or its chat template takes none, or the prompt is too
+            long.
     """
     from toolkit.data.picture_places import PICTURED
     from toolkit.data.pictures import Pictures
@@ -62,12 +63,12 @@ def encode_pictured(
             f"the chat template writes {written.count(pictures.token)} places for {len(images)} images; the "
             f"prompt must not hold {pictures.token}, and the template has to know images"
         )
-    inputs = partial(_processed, pictures, written, tuple(images))
-    return Prompt(fitting(loaded, inputs()["input_ids"][0].tolist()), [], partial(_shown, inputs))
+    inputs = partial(_process, pictures, written, tuple(images))
+    return Prompt(fitting(loaded, inputs()["input_ids"][0].tolist()), [], partial(_image_arguments, inputs))
 
 
-def _processed(pictures: Pictures, written: str, images: Sequence[Path | bytes]) -> dict[str, torch.Tensor]:
-    """What the processor makes of a text and its images. Raises BadInputError for an image that cannot be read."""
+def _process(pictures: Pictures, written: str, images: Sequence[Path | bytes]) -> dict[str, torch.Tensor]:
+    """Runs the processor on a text and its images. Raises BadInputError for an image that cannot be read."""
     from toolkit.data.picture_files import content_of, decoded
     from toolkit.data.problem import RowProblem
 
@@ -80,13 +81,17 @@ def _processed(pictures: Pictures, written: str, images: Sequence[Path | bytes])
     return dict(pictures.processor(text=[written], images=[found], return_tensors="pt", add_special_tokens=False))
 
 
-def _shown(inputs: partial[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What the model is given beside tokens."""
+def _image_arguments(inputs: partial[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Returns the arguments of the model besides tokens."""
     return {name: tensor for name, tensor in inputs().items() if name not in ("input_ids", "attention_mask")}
 
 
 def require_images(paths: Sequence[Path]) -> list[Path]:
-    """The images of the option. Raises BadInputError that names one that cannot be read."""
+    """Checks the images of the option `--image` and returns them.
+
+    Raises:
+        BadInputError: names an image that cannot be read.
+    """
     if not paths:
         return []
     from toolkit.data.picture_files import content_of, decoded

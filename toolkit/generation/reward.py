@@ -1,4 +1,4 @@
-"""Scores of completions by a reward model, on the tokens that it was trained on."""
+"""Scores completions with a reward model, on tokens made as in its training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RewardModel:
     """A decoder with a head of one score.
 
     Attributes:
-        name: for people.
+        name: the name in messages.
     """
 
     name: str
@@ -30,9 +30,10 @@ class RewardModel:
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> list[list[int]]:
-        """The tokens of rows with a `prompt` and a `completion`, as a run with these rows has them.
+        """Encodes rows with a `prompt` and a `completion` as a run would.
 
-        Raises BadInputError that says why a row cannot be used.
+        Raises:
+            BadInputError: if a row cannot be used; it says why.
         """
         from toolkit.data.encode import Encoder
         from toolkit.data.layouts import Layout
@@ -48,7 +49,11 @@ class RewardModel:
         return found
 
     def rewards(self, texts: Sequence[list[int]], batch_size: int) -> list[float]:
-        """The score of each text's last token that is no padding. Raises BadInputError where one is too long."""
+        """Returns the score of each text, which is that of its last token before padding.
+
+        Raises:
+            BadInputError: if a text is too long.
+        """
         import torch
 
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -64,10 +69,10 @@ class RewardModel:
             return [
                 float(reward)
                 for start in range(0, len(texts), size)
-                for reward in self.model(**self._padded(texts[start : start + size])).logits[:, 0].float()
+                for reward in self.model(**self._padded_inputs(texts[start : start + size])).logits[:, 0].float()
             ]
 
-    def _padded(self, texts: Sequence[list[int]]) -> dict[str, torch.Tensor]:
+    def _padded_inputs(self, texts: Sequence[list[int]]) -> dict[str, torch.Tensor]:
         import torch
 
         padding = self.model.config.get_text_config().pad_token_id or 0
@@ -79,7 +84,11 @@ class RewardModel:
 
 
 def find_reward_model(source: str) -> str:
-    """The folder of a reward model's run or export. Raises BadInputError where there is none."""
+    """Finds the folder of a reward model's run or export.
+
+    Raises:
+        BadInputError: if the folder holds no reward model.
+    """
     try:
         place = find_model(source)
     except BadInputError as problem:
@@ -106,7 +115,11 @@ def find_reward_model(source: str) -> str:
 
 @contextmanager
 def reward_model(source: str, dtype: str, device: str) -> Iterator[RewardModel]:
-    """The reward model of a folder. Raises BadInputError where it scores no completions."""
+    """Loads the reward model of a folder.
+
+    Raises:
+        BadInputError: if it does not score completions.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

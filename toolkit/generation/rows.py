@@ -1,4 +1,4 @@
-"""Files of prompts, with or without the answers that are right."""
+"""Reads files of prompts, with or without right answers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from toolkit.generation.pictured import encode_pictured
 T = TypeVar("T")
 
 COLUMNS = ("prompt", "messages", "question")
-"""Where a row's prompt may be; the first that is not null."""
+"""Columns of a row's prompt; the first that is not null counts."""
 
 COMPLETIONS = ("completion", "chosen")
-"""Where rows to train on have the answer to their prompt."""
+"""Columns in which training rows have the answer."""
 
 PROBLEMS_SHOWN = 10
-"""Bad rows that an error names."""
+"""Number of bad rows that an error names."""
 
 LENGTH_SHOWN = 80
-"""What is printed of an answer (characters)."""
+"""Characters of an answer that are printed."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class PromptRow:
     """A prompt of a file.
 
     Attributes:
-        place: file:line, for people.
+        place: file:line, for messages.
         given: the prompt as the file has it.
         prompt: a text, or checked messages.
-        tools: that the messages' assistant may call.
-        arguments: of the chat template (`chat_template_kwargs`), over those of the recipe.
-        answers: those that are right; none where it is not to be evaluated.
-        choices: among which the model takes one; none where it writes its answer.
+        tools: tools that the assistant may call.
+        arguments: arguments of the chat template (`chat_template_kwargs`), which override the recipe's.
+        answers: the right answers; empty if the row is not evaluated.
+        choices: the choices of which the model takes one; empty if it writes its answer.
         images: files or contents, in the order of their places in the messages.
         fields: the whole row, as the file has it.
     """
@@ -58,14 +58,15 @@ class PromptRow:
 
 
 def read_rows(path: Path, option: str, with_answers: bool, is_scored: bool = False) -> list[PromptRow]:
-    """The rows of a file of prompts (.txt or .jsonl), or of prompts with answers (.jsonl).
+    """Reads a file of prompts (.txt or .jsonl), or of prompts with answers (.jsonl).
 
     Args:
-        option: as errors name the file: `--eval`.
-        is_scored: by a function, which needs no answers; rows to train on are read all the same.
+        option: the name of the file in errors, such as `--eval`.
+        with_answers: whether rows need answers.
+        is_scored: whether a function scores, so that rows need no answers; answers of training rows are still read.
 
     Raises:
-        BadInputError: where it cannot be read, holds no row, or one that is wrong; each is named by its line.
+        BadInputError: if the file cannot be read or has no rows, or rows are wrong; it names their lines.
     """
     kinds = (".jsonl",) if with_answers and not is_scored else (".txt", ".jsonl")
     if path.suffix not in kinds:
@@ -91,7 +92,11 @@ def read_rows(path: Path, option: str, with_answers: bool, is_scored: bool = Fal
 
 
 def all_right(option: str, attempts: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
-    """What comes of the attempts, each with its row's place. Raises BadInputError that names the bad rows."""
+    """Calls each attempt, which has the place of its row, and returns the results.
+
+    Raises:
+        BadInputError: names the rows whose attempts failed.
+    """
     good, problems = [], []
     for place, attempt in attempts:
         try:
@@ -107,11 +112,11 @@ def all_right(option: str, attempts: Iterable[tuple[str, Callable[[], T]]]) -> l
 
 
 def _plain_row(place: str, line: bytes) -> PromptRow:
-    text = _decoded(line)
+    text = _decode_line(line)
     return PromptRow(place, text, text, fields={"prompt": text})
 
 
-def _decoded(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
     try:
         # Some editors begin a file with a byte order mark.
         return line.decode("utf-8-sig")
@@ -121,7 +126,7 @@ def _decoded(line: bytes) -> str:
 
 def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, line: bytes) -> PromptRow:
     try:
-        fields = json.loads(_decoded(line))
+        fields = json.loads(_decode_line(line))
     except (ValueError, RecursionError):
         raise BadInputError("not JSON") from None
     if not isinstance(fields, dict):
@@ -135,7 +140,7 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
     given, answer = fields[column], fields.get("answer")
     if with_answers and answer is None:
         given, answer = _trained_answer(given, fields)
-    row = replace(_asked(place, column, given, fields, folder), fields=fields)
+    row = replace(_checked_row(place, column, given, fields, folder), fields=fields)
     if not with_answers or (is_scored and answer is None and fields.get("choices") is None):
         return row
     choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
@@ -146,7 +151,7 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
 
 
 def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
-    """The prompt and the answer of a row to train on: its completion, or the last message if the assistant wrote it."""
+    """Returns prompt and answer of a training row; the answer is its completion or the assistant's last message."""
     completion = next((fields[name] for name in COMPLETIONS if fields.get(name) is not None), None)
     if completion is not None:
         if fields.get("label") in (False, 0):
@@ -158,15 +163,15 @@ def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _assistant_text(message: Any) -> Any:
-    """The content of a message that the assistant wrote; None if another did, or it has none."""
+    """Returns the content of an assistant's message; None for other messages."""
     return message.get("content") if isinstance(message, dict) and message.get("role") == "assistant" else None
 
 
 def row_of(place: str, prompt: str | list[Message]) -> PromptRow:
-    """A prompt as it is; messages with images are checked as those of a file, and paths start from the current folder.
+    """Makes a row of a prompt. Messages are checked as in a file, and paths of images start from the current folder.
 
     Raises:
-        BadInputError: an image is missing, or nothing is asked.
+        BadInputError: if an image is missing, or the prompt asks nothing.
     """
     from toolkit.data.picture_places import is_picture
 
@@ -174,17 +179,17 @@ def row_of(place: str, prompt: str | list[Message]) -> PromptRow:
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     if not any(is_picture(part) for content in contents if isinstance(content, list) for part in content):
         return PromptRow(place, prompt, prompt)
-    return _asked(place, "messages", prompt, {}, Path())
+    return _checked_row(place, "messages", prompt, {}, Path())
 
 
-def _asked(place: str, column: str, value: Any, fields: Mapping[str, Any], folder: Path) -> PromptRow:
-    """What a row asks: a text or messages, checked as training's rows are, with what belongs to them.
+def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any], folder: Path) -> PromptRow:
+    """Makes a row of a text or messages, which are checked as in training.
 
     Args:
-        folder: of the file, from which paths of images start.
+        folder: the folder of the file; paths of images start from it.
 
     Raises:
-        BadInputError: a row to train on would be refused like that.
+        BadInputError: if training would refuse the row.
     """
     from toolkit.data.examples import Conversation
     from toolkit.data.flags import MEDIA
@@ -221,11 +226,11 @@ def _choices(value: Any) -> tuple[str, ...]:
         raise BadInputError(f"choices: {json.dumps(value)[:LENGTH_SHOWN]}; needed: a list of at least two texts")
     if len(set(value)) < len(value):
         raise BadInputError("choices: one stands there twice; name each once")
-    return tuple(_whole(text, "a choice") for text in value)
+    return tuple(_encodable_text(text, "a choice") for text in value)
 
 
 def _right_choices(value: Any, choices: tuple[str, ...]) -> tuple[str, ...]:
-    """The choices that are right, named by themselves or by their place."""
+    """Returns the right choices, which the row gives by text or by number."""
     # bool first: in Python True is an int.
     if isinstance(value, int) and not isinstance(value, bool):
         if not 0 <= value < len(choices):
@@ -247,11 +252,11 @@ def _answers(value: Any) -> tuple[str, ...]:
             raise BadInputError(f"answer: {json.dumps(answer)[:LENGTH_SHOWN]} is no text; write it in quotes")
         if not answer.strip():
             raise BadInputError("answer is empty; needed: a text, or a list of texts that are right")
-    return tuple(_whole(answer, "answer") for answer in answers)
+    return tuple(_encodable_text(answer, "answer") for answer in answers)
 
 
-def _whole(text: str, what: str) -> str:
-    """The text. Raises BadInputError where no tokenizer could encode it."""
+def _encodable_text(text: str, what: str) -> str:
+    """Returns the text. Raises BadInputError if no tokenizer could encode it."""
     from toolkit.data.problem import RowProblem
     from toolkit.data.values import encodable
 
@@ -262,12 +267,16 @@ def _whole(text: str, what: str) -> str:
 
 
 def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool) -> list[Prompt]:
-    """The rows' tokens. Raises BadInputError that names the rows that the model cannot be given."""
-    prompts = all_right(option, [(row.place, partial(_encoded, loaded, row, system, raw)) for row in rows])
+    """Encodes the rows.
+
+    Raises:
+        BadInputError: names the rows that the model cannot take.
+    """
+    prompts = all_right(option, [(row.place, partial(_encode_row, loaded, row, system, raw)) for row in rows])
     return [replace(prompt, row=number) for number, prompt in enumerate(prompts)]
 
 
-def _encoded(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> Prompt:
+def _encode_row(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> Prompt:
     if not row.images:
         return encode_prompt(loaded, row.prompt, system, raw, row.tools, row.arguments)
     if raw:
@@ -277,6 +286,6 @@ def _encoded(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> P
 
 
 def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[Completion]:
-    """A completion of each prompt, in their order."""
+    """Yields a completion of each prompt, in order."""
     for start in range(0, len(prompts), batch_size):
         yield from complete(loaded, prompts[start : start + batch_size], sampling)

@@ -11,22 +11,22 @@ from toolkit.generation.evaluation import COMPARES
 from toolkit.generation.options import Options
 
 MOST_SAMPLES = 10_000
-"""Of one prompt, which a rank holds before it writes them."""
+"""Most samples of a prompt: a rank holds them in memory before it writes them."""
 
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """The command's options; None: not given.
+    """Options of the command; None for those that are not given.
 
     Attributes:
         prompts: file of prompts; with answers, unless a reward model or a function scores.
-        to: folder of what is written.
+        to: folder of the files that are written.
         samples: completions of each prompt.
-        reward: folder of a reward model's run or export; None: completions are compared with the rows' answers, or a
-            function scores.
+        reward: folder of a reward model's run or export; without it, completions are compared with the rows'
+            answers, or a function scores.
 
     Raises:
-        BadInputError: where they contradict each other or one is out of range; all problems together.
+        BadInputError: if options contradict each other or are out of range; it names all problems.
     """
 
     source: str
@@ -61,7 +61,7 @@ class SampleOptions:
 
     @property
     def writing(self) -> Options:
-        """How completions are written: as `toolkit generate --file` does it."""
+        """Returns the options for completions, those of `toolkit generate --file`."""
         return Options(
             self.source,
             file=self.prompts,
@@ -78,7 +78,7 @@ class SampleOptions:
 
     @property
     def comparing(self) -> Options:
-        """How they are compared with answers: as `toolkit generate --eval` does it."""
+        """Returns the options for comparing them with answers, those of `toolkit generate --eval`."""
         return Options(
             self.source,
             evaluation=self.prompts,

@@ -1,4 +1,4 @@
-"""From scored samples to rows to train on: the best for SFT, best and worst for DPO, all of them, judged, for KTO."""
+"""Makes training rows of scored samples: the best for SFT, best and worst for DPO, all with labels for KTO."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from toolkit.paths import atomic_write
 
 @dataclass(frozen=True)
 class Asked:
-    """How prompts were asked.
+    """The form of the prompts.
 
     Attributes:
-        chat_template: whether it wrote them; else they are plain text.
-        system: of messages that have no system text.
+        chat_template: whether a chat template wrote them; otherwise they are plain text.
+        system: the system text of messages that have none.
     """
 
     chat_template: bool
     system: str | None = None
 
     def row(self, row: PromptRow, **texts: str) -> dict[str, Any]:
-        """The row to train on, whose tokens are those that the model has read and written: column -> what it holds."""
+        """Returns the training row, by column. Its tokens are those that the model read and wrote."""
         if not self.chat_template:
             return {"prompt": row.prompt, **texts}
         prompt = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
@@ -42,18 +42,18 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What has been sampled.
+    """The result of sampling.
 
     Attributes:
-        folder: where the files are.
-        num_prompts, num_samples: how many there are.
-        by_reward: whether a reward model scored; else scores are 1 for a right completion and 0 for another.
-        mean_score: of all samples.
-        mean_best_score: of each prompt's best sample; where answers are compared, the share of prompts that have a
+        folder: the folder of the files.
+        num_prompts, num_samples: numbers of prompts and samples.
+        by_reward: whether a reward model scored; otherwise scores are 1 for a right completion and 0 for another.
+        mean_score: the mean over all samples.
+        mean_best_score: the mean over each prompt's best sample; for compared answers, the share of prompts with a
             right one.
-        left_out: samples that are in no file but samples.jsonl, as they were cut or are empty.
-        rows: file -> its rows; one without any is not written.
-        good: rows of labels.jsonl whose label is true.
+        left_out: number of samples that are only in samples.jsonl, because they were cut or are empty.
+        rows: file -> number of its rows; a file without rows is not written.
+        good: number of rows of labels.jsonl with a true label.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ class Sampled:
     good: int
 
     def summary(self) -> str:
-        """What there is, as lines."""
+        """Returns lines that say what was sampled and written."""
         how_many = f"{counted(self.num_samples, 'sample')} of {counted(self.num_prompts, 'prompt')}"
         mean, best = self.mean_score, self.mean_best_score
         lines = [
@@ -93,7 +93,7 @@ class Sampled:
 def write_rows(
     folder: Path, rows: Sequence[PromptRow], samples: Sequence[Sample], asked: Asked, by_reward: bool
 ) -> Sampled:
-    """Writes a file of rows for each kind of training, and removes one that would have none."""
+    """Writes a file of rows for each kind of training, and removes files that would have none."""
     of_rows: list[list[Sample]] = [[] for _ in rows]
     for sample in samples:
         of_rows[sample.row].append(sample)
@@ -101,7 +101,7 @@ def write_rows(
     for row, drawn in zip(rows, of_rows, strict=True):
         # Behind the end of a text that was cut, an end would be learned that the model has not written there.
         usable = [sample for sample in drawn if sample.stopped and not sample.is_empty]
-        for name, made in _made(row, usable, asked, by_reward):
+        for name, made in _rows_of_prompt(row, usable, asked, by_reward):
             files[name].append(made)
     for name, lines in files.items():
         if lines:
@@ -122,29 +122,29 @@ def write_rows(
     )
 
 
-def _made(
+def _rows_of_prompt(
     row: PromptRow, samples: Sequence[Sample], asked: Asked, by_reward: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of one prompt, each with its file. Of samples of one score the first counts."""
+    """Yields the rows of one prompt, each with its file. Of samples with equal scores the first counts."""
     if not samples:
         return
-    best, worst = max(samples, key=_score), min(samples, key=_score)
-    differ = _score(best) > _score(worst) and best.completion != worst.completion
-    if by_reward or _score(best) == 1:
+    best, worst = max(samples, key=_score_of), min(samples, key=_score_of)
+    differ = _score_of(best) > _score_of(worst) and best.completion != worst.completion
+    if by_reward or _score_of(best) == 1:
         yield SFT, asked.row(row, completion=best.completion)
     if differ:
         yield PAIRS, asked.row(row, chosen=best.completion, rejected=worst.completion)
     # Rewards are comparable for one prompt alone: good is what is above its mean.
-    bar = _mean([_score(sample) for sample in samples]) if by_reward else 0.5
+    bar = _mean([_score_of(sample) for sample in samples]) if by_reward else 0.5
     if differ or not by_reward:
         for sample in samples:
-            yield LABELS, {**asked.row(row, completion=sample.completion), "label": _score(sample) > bar}
+            yield LABELS, {**asked.row(row, completion=sample.completion), "label": _score_of(sample) > bar}
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _score(sample: Sample) -> float:
+def _score_of(sample: Sample) -> float:
     assert sample.score is not None
     return sample.score

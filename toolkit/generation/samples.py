@@ -1,4 +1,4 @@
-"""The file of samples: appended while they are written, and gone on with after an end."""
+"""The file of samples, which is appended to while they are written and continued after an interruption."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Sample:
     """A completion of a prompt.
 
     Attributes:
-        row, k: of the file of prompts, and of the row's completions, both from 0.
-        prompt: as its file has it.
-        tokens: without the one that ends the text.
-        stopped: whether a token ended the text; else it was cut.
-        score: 1 or 0 where it was compared with answers, else the reward; None: not scored yet, or nothing to reward.
+        row, k: numbers of the row in the file of prompts and of the completion of the row, from 0.
+        prompt: the prompt as its file has it.
+        tokens: number of tokens, without the one that ends the text.
+        stopped: whether a token ended the text; otherwise it was cut.
+        score: 1 or 0 if it was compared with answers, else the reward; None before scoring, or if the sample is empty.
     """
 
     row: int
@@ -49,14 +49,15 @@ class Sample:
 
 
 def settings_of(options: SampleOptions) -> dict[str, Any]:
-    """What decides about a sample beside its prompt: the option's name -> its value.
+    """Returns the options that decide about a sample, by name.
 
-    Raises BadInputError where there is no model, or its files cannot be read.
+    Raises:
+        BadInputError: if there is no model, or its files cannot be read.
     """
     writing = options.writing
     sampling = writing.sampling
     return {
-        "SOURCE": _identity(options.source),
+        "SOURCE": _model_identity(options.source),
         "--samples": options.samples,
         "--temperature": sampling.temperature,
         "--top-p": sampling.top_p,
@@ -68,8 +69,8 @@ def settings_of(options: SampleOptions) -> dict[str, Any]:
     }
 
 
-def _identity(source: str) -> str:
-    """Tells a model from others: a hub name, or the fingerprint of the weights."""
+def _model_identity(source: str) -> str:
+    """Returns what tells a model from others: a hub name, or the fingerprint of the weights."""
     place = find_model(source)
     if place.on_hub:
         return place.name
@@ -83,19 +84,21 @@ def _identity(source: str) -> str:
 
 
 def begin(options: SampleOptions, rows: Sequence[PromptRow]) -> tuple[list[Sample], bool | None]:
-    """The samples that are there, of whole batches of rows, and whether they were written with a chat template.
+    """Returns the samples in the file, of whole batches of rows, and whether a chat template wrote the prompts.
 
-    What a kill has left of another batch is taken out of the file. Both are empty, and None, where nothing was begun.
+    Samples of a batch that was interrupted are removed from the file. For a new file, there are no samples, and None.
 
     Raises:
-        BadInputError: the folder cannot be made, was begun with other settings or prompts, or holds odd lines.
+        BadInputError: if the folder cannot be made, was begun with other settings or prompts, or holds odd lines.
     """
     folder = options.to
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clear_interrupted_writes(folder)
-        _require_own(folder)
-        settings = _json(folder / SETTINGS, (folder / SETTINGS).read_text("utf-8")) if _is_there(folder) else None
+        _require_own_files(folder)
+        settings = (
+            _read_object(folder / SETTINGS, (folder / SETTINGS).read_text("utf-8")) if _is_begun(folder) else None
+        )
         lines = (folder / SAMPLES).read_bytes().splitlines(keepends=True) if settings is not None else []
     except OSError as error:
         raise BadInputError(f"--to: {str(folder)!r} cannot be used: {error.strerror}; name another folder") from error
@@ -104,7 +107,7 @@ def begin(options: SampleOptions, rows: Sequence[PromptRow]) -> tuple[list[Sampl
     _require_same(folder, settings, settings_of(options))
     # A kill may have torn the last line.
     whole = [line for line in lines if line.endswith(b"\n")]
-    found = [_sample(folder, number, line, rows, options.samples) for number, line in enumerate(whole)]
+    found = [_read_sample(folder, number, line, rows, options.samples) for number, line in enumerate(whole)]
     if len(found) < len(rows) * options.samples:
         found = found[: len(found) - len(found) % (rows_at_a_time(options) * options.samples)]
     if len(found) < len(lines):
@@ -112,8 +115,8 @@ def begin(options: SampleOptions, rows: Sequence[PromptRow]) -> tuple[list[Sampl
     return found, settings["chat_template"]
 
 
-def _require_own(folder: Path) -> None:
-    """Raises BadInputError for a folder with visible files that this command has not written."""
+def _require_own_files(folder: Path) -> None:
+    """Raises BadInputError for a folder with visible files that this command did not write."""
     others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     if others and not {SETTINGS, SAMPLES, SFT, PAIRS, LABELS}.intersection(others):
         raise BadInputError(
@@ -122,17 +125,17 @@ def _require_own(folder: Path) -> None:
 
 
 def give_back(folder: Path) -> None:
-    """Takes away the folder of a command that has written nothing."""
+    """Removes the folder if the command has written nothing into it."""
     with contextlib.suppress(OSError):  # it is not empty, or gone
         folder.rmdir()
 
 
 def rows_at_a_time(options: SampleOptions) -> int:
-    """Rows whose completions a rank writes before it hands them over: always the same ones, so that batches are."""
+    """Returns how many rows a rank completes before it hands them over; a constant, so that batches stay the same."""
     return max(1, options.batch_size // options.samples)
 
 
-def _is_there(folder: Path) -> bool:
+def _is_begun(folder: Path) -> bool:
     has = {name: (folder / name).exists() for name in (SETTINGS, SAMPLES)}
     if len({*has.values()}) > 1:
         there, missing = sorted(has, key=lambda name: not has[name])
@@ -159,11 +162,11 @@ def _require_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
         raise BadInputError("\n".join([*problems, "set that again, or name another folder with --to"]))
 
 
-def _sample(folder: Path, number: int, line: bytes, rows: Sequence[PromptRow], samples: int) -> Sample:
-    """A line of the file. Raises BadInputError where it is no sample, or one of another prompt."""
+def _read_sample(folder: Path, number: int, line: bytes, rows: Sequence[PromptRow], samples: int) -> Sample:
+    """Reads a line of the file. Raises BadInputError if it is no sample, or one of another prompt."""
     place = f"{folder / SAMPLES}:{number + 1}"
     try:
-        found = Sample(**_json(place, line))
+        found = Sample(**_read_object(place, line))
     except TypeError:
         raise BadInputError(f"{place}: no sample; remove the file, or name another folder with --to") from None
     row, k = divmod(number, samples)
@@ -176,7 +179,7 @@ def _sample(folder: Path, number: int, line: bytes, rows: Sequence[PromptRow], s
     return found
 
 
-def _json(place: Any, text: str | bytes) -> dict[str, Any]:
+def _read_object(place: Any, text: str | bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError:
@@ -187,14 +190,18 @@ def _json(place: Any, text: str | bytes) -> dict[str, Any]:
 
 
 def start_file(options: SampleOptions, chat_template: bool) -> None:
-    """Makes the empty file of samples, beside how they are made."""
+    """Makes the empty file of samples, and the file with the settings."""
     settings = {**settings_of(options), "chat_template": chat_template}
     write(options.to, [])
     atomic_write(options.to / SETTINGS, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
 
 
 def append(folder: Path, samples: Sequence[Sample]) -> None:
-    """Adds samples to the file. Raises ToolkitError where the disk is full."""
+    """Appends samples to the file.
+
+    Raises:
+        ToolkitError: if the disk is full.
+    """
     try:
         with (folder / SAMPLES).open("a", encoding="utf-8") as file:
             file.write("".join(sample.line() for sample in samples))
@@ -206,5 +213,5 @@ def append(folder: Path, samples: Sequence[Sample]) -> None:
 
 
 def write(folder: Path, samples: Sequence[Sample]) -> None:
-    """Writes the file anew."""
+    """Replaces the file by one with these samples."""
     atomic_write(folder / SAMPLES, "".join(sample.line() for sample in samples))

@@ -1,4 +1,4 @@
-"""What `toolkit sample` does: several completions of each prompt, their scores, and rows to train on."""
+"""The command `toolkit sample`: writes several completions of each prompt, scores them, and makes training rows."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 def read_prompts(options: SampleOptions) -> list[PromptRow]:
-    """The rows that are asked, with the answers that are right if completions are compared with them.
+    """Reads the prompts, with right answers if completions are compared with them.
 
     Raises:
-        BadInputError: the file cannot be read, or rows of it cannot be used.
+        BadInputError: if the file cannot be read, or its rows cannot be used.
     """
     rows = read_rows(options.prompts, "PROMPTS", options.reward is None, options.score is not None)
     for row in rows:
@@ -44,37 +44,37 @@ def read_prompts(options: SampleOptions) -> list[PromptRow]:
 
 
 def sample(options: SampleOptions) -> Sampled:
-    """Samples, scores, and writes the files; goes on where an earlier call ended. Collective.
+    """Samples, scores, and writes the files; continues if an earlier call was interrupted. Collective.
 
     Raises:
-        BadInputError: a model, a prompt, a folder or an option that cannot be used.
-        ToolkitError: where the model fails.
+        BadInputError: if a model, a prompt, a folder or an option cannot be used.
+        ToolkitError: if the model fails.
     """
     rows = ranks.on_first_rank(lambda: read_prompts(options))
     try:
         found, chat_template = ranks.on_first_rank(lambda: begin(options, rows))
         if len(found) < len(rows) * options.samples:
-            found, chat_template = _go_on(options, rows, found)
+            found, chat_template = _complete_missing(options, rows, found)
     finally:
         if ranks.rank() == 0:
             give_back(options.to)
     assert chat_template is not None
     asked = Asked(chat_template, options.system)
-    scored = _scored(options, rows, found, asked)
+    scored = _score_all(options, rows, found, asked)
 
     def files() -> Sampled:
         write(options.to, scored)
         written = write_rows(options.to, rows, scored, asked, options.reward is not None)
         write_samples_page(
-            options.to / SAMPLES_PAGE, options.to.name, written.summary().splitlines(), _shown(rows, scored)
+            options.to / SAMPLES_PAGE, options.to.name, written.summary().splitlines(), _by_prompt(rows, scored)
         )
         return written
 
     return ranks.on_first_rank(files)
 
 
-def _shown(rows: list[PromptRow], scored: list[Sample]) -> list[SampledPrompt]:
-    """The samples by their prompts, for people."""
+def _by_prompt(rows: list[PromptRow], scored: list[Sample]) -> list[SampledPrompt]:
+    """Groups the samples by their prompts, for the page."""
     of_rows: list[list[Sample]] = [[] for _ in rows]
     for sample in scored:
         of_rows[sample.row].append(sample)
@@ -88,8 +88,8 @@ def _shown(rows: list[PromptRow], scored: list[Sample]) -> list[SampledPrompt]:
     ]
 
 
-def _go_on(options: SampleOptions, rows: list[PromptRow], found: list[Sample]) -> tuple[list[Sample], bool]:
-    """All samples, and whether a chat template writes the prompts; each rank writes a share of those that lack."""
+def _complete_missing(options: SampleOptions, rows: list[PromptRow], found: list[Sample]) -> tuple[list[Sample], bool]:
+    """Returns all samples, and whether a chat template writes the prompts. Each rank writes a share of the missing."""
     with load_for(options.writing) as loaded:
         prompts = encode_rows(loaded, rows, "PROMPTS", options.system, options.raw)
         chat_template = not options.raw and loaded.tokenizer.chat_template is not None
@@ -112,10 +112,10 @@ def _go_on(options: SampleOptions, rows: list[PromptRow], found: list[Sample]) -
     return found, chat_template
 
 
-def _scored(options: SampleOptions, rows: list[PromptRow], found: list[Sample], asked: Asked) -> list[Sample]:
-    """The samples with their scores. Collective."""
+def _score_all(options: SampleOptions, rows: list[PromptRow], found: list[Sample], asked: Asked) -> list[Sample]:
+    """Returns the samples with their scores. Collective."""
     if options.reward is not None:
-        return _rewarded(options, options.reward, rows, found, asked)
+        return _reward_all(options, options.reward, rows, found, asked)
 
     def scored() -> list[Sample]:
         scoring = scoring_of(rows, options.comparing)
@@ -124,10 +124,10 @@ def _scored(options: SampleOptions, rows: list[PromptRow], found: list[Sample], 
     return ranks.on_first_rank(scored)
 
 
-def _rewarded(
+def _reward_all(
     options: SampleOptions, reward: str, rows: list[PromptRow], found: list[Sample], asked: Asked
 ) -> list[Sample]:
-    """The samples with their rewards, which each rank finds for a share of them. Collective."""
+    """Returns the samples with their rewards; each rank computes a share. Collective."""
     # An empty completion is none that a reward model knows.
     size, texts = options.batch_size, [sample for sample in found if not sample.is_empty]
     with reward_model(reward, options.dtype, options.device) as judge:
@@ -142,7 +142,7 @@ def _rewarded(
 
 
 def in_rounds(items: Sequence[int], work: Callable[[int], list[T]], what: str) -> Iterator[list[T]]:
-    """What `work` makes of the next items, one for each rank, on every rank and in the items' order. Collective."""
+    """Yields on every rank the results of `work` for the next items, one for each rank, in order. Collective."""
     size = ranks.world_size()
     rounds = range(0, len(items), size)
     hidden = ranks.rank() > 0 or not sys.stderr.isatty()

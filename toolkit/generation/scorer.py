@@ -1,4 +1,4 @@
-"""A function of the user's that scores completions, named `module:function` and found on Python's path."""
+"""A user's function that scores completions, named `module:function` and found on Python's path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.generation.rows import PromptRow
 
 LENGTH_SHOWN = 80
-"""What is printed of a value that is no score (characters)."""
+"""Characters of a wrong score that are printed."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Scorer:
 
     Attributes:
         name: `module:function`.
-        function: is given a completion and its row as the file has it; returns True, False or a number from 0 to 1.
-        fingerprint: of its source file as it was when it was imported (SHA-256, in hexadecimal).
-        option: as errors name it.
+        function: takes a completion and its row as the file has it; returns True, False or a number from 0 to 1.
+        fingerprint: SHA-256 of its source file at the import, in hexadecimal.
+        option: the name of the option in errors.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Scorer:
     option: str
 
     def score(self, completion: str, row: PromptRow) -> float:
-        """A score of a row's completion, 0 to 1.
+        """Returns the score of a row's completion, 0 to 1.
 
         Raises:
-            BadInputError: the function fails, or returns something else; names the row.
+            BadInputError: if the function fails or returns something else; it names the row.
         """
         try:
             # A copy, so that one score does not depend on those before it.
@@ -66,20 +66,20 @@ def load_scorer(name: str, option: str) -> Scorer:
 
     Args:
         name: `module:function`.
-        option: as errors name it.
+        option: the name of the option in errors.
 
     Raises:
-        BadInputError: there is no such module or function, or importing it fails.
+        BadInputError: if there is no such module or function, or importing it fails.
     """
     try:
-        function, fingerprint = _imported(name)
+        function, fingerprint = _import_function(name)
     except BadInputError as problem:
         raise BadInputError(f"{option}: {problem}") from problem
     return Scorer(name, function, fingerprint, option)
 
 
 @functools.cache  # as Python does: a file that changes later is not what runs
-def _imported(name: str) -> tuple[Callable[..., Any], str]:
+def _import_function(name: str) -> tuple[Callable[..., Any], str]:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)

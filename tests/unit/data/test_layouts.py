@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from toolkit.data import build, tokenizer
 from toolkit.data.templates import MARKERS, use_template
 from toolkit.errors import BadInputError, DataError
-from toolkit.generation.complete import _encoded
+from toolkit.generation.complete import _encode_text
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.schema import DataSection
 
@@ -341,7 +341,7 @@ def test_plain_text_begins_as_the_tokenizer_does(
         assert (
             targets == ("the fox" if begins else text.removeprefix(with_bos.tokenize("the fox")[0])[: -len(end)]) + end
         )
-    assert (_encoded(with_bos, "the fox", True)[0] == with_bos.bos_token_id) == adds_it, "as generation does"
+    assert (_encode_text(with_bos, "the fox", True)[0] == with_bos.bos_token_id) == adds_it, "as generation does"
 
 
 def test_add_bos_without_effect(tmp_path: Path, chatml: Any) -> None:

@@ -46,8 +46,8 @@ from toolkit.generation.complete import (
     Completion,
     Prompt,
     _continuation,
-    _Pieces,
-    _room,
+    _room_of,
+    _TextStreamer,
     complete,
     encode_continuation,
     encode_prompt,
@@ -166,7 +166,7 @@ def test_the_batch_size_changes_nothing(plain: Path) -> None:
     loaded = load_model(str(plain))
     long = ["the king " * count for count in (26, 27, 29)]
     prompts = [encode_prompt(loaded, text) for text in [*PROMPTS, *long, *PROMPTS[:2]]]
-    rooms = {_room(loaded, prompt, GREEDY) for prompt in prompts}
+    rooms = {_room_of(loaded, prompt, GREEDY) for prompt in prompts}
     assert len(rooms) > 2, "some end at the model's last position"
     alone = [complete(loaded, [prompt], GREEDY)[0] for prompt in prompts]
     for size in (2, 3, 64):
@@ -325,7 +325,7 @@ def test_no_half_characters_are_shown(template: ChatTemplate, context: str) -> N
     before = loaded.tokenizer(context, add_special_tokens=False)["input_ids"]
     ids = loaded.tokenizer(context + text, add_special_tokens=False)["input_ids"][len(before) :]
     shown: list[str] = []
-    pieces = _Pieces(loaded, Prompt(before, before[-CONTEXT:]), shown.append)
+    pieces = _TextStreamer(loaded, Prompt(before, before[-CONTEXT:]), shown.append)
     pieces.put(torch.tensor([before]))
     for token in ids:
         pieces.put(torch.tensor([token]))
