@@ -242,7 +242,7 @@ def _print_longest(recipe: Recipe, hardware: Hardware, ranks: int, accelerated: 
     from toolkit.planning.longest import longest_rows
     from toolkit.planning.table import precision_of
 
-    rows = longest_rows(recipe, hardware, ranks, precision_of(recipe, accelerated.mixed_precision, hardware))
+    rows = longest_rows(recipe, hardware, ranks, precision_of(recipe.training, accelerated.mixed_precision, hardware))
     if as_json:
         told = {
             v: {"tokens": found.tokens, "settings": found.settings, "model_positions": found.num_positions}

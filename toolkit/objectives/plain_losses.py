@@ -15,6 +15,7 @@ from toolkit.data.samples import Batch
 from toolkit.model.sight import kinds_of_text
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import ModelSection
 
 IGNORED = -100
 """transformers' value, written out so that a wrong constant of ours would show."""
@@ -116,17 +117,18 @@ class PlainSeq2Seq:
 PLAIN_LOSSES: dict[str, Callable[[Recipe, torch.device], PlainLoss]] = {
     "causal_lm": lambda recipe, device: PlainCausal(),
     "seq2seq": lambda recipe, device: PlainSeq2Seq(),
-    "distillation": lambda recipe, device: PlainDistillation(_plain_teacher(recipe, device), recipe.objective),
+    "distillation": lambda recipe, device: PlainDistillation(
+        _plain_teacher(recipe.objective, recipe.model, device), recipe.objective
+    ),
 }
 """Plain loss by `objective.kind`, for the objectives that can be verified."""
 
 
-def _plain_teacher(recipe: Recipe, device: torch.device) -> nn.Module:
+def _plain_teacher(section: ObjectiveSection, student: ModelSection, device: torch.device) -> nn.Module:
     """Returns the teacher as transformers loads it, cast to float32."""
-    section = recipe.objective
-    settings: dict[str, Any] = {"dtype": getattr(torch, recipe.model.dtype)}
-    if recipe.model.attention != "auto":
-        settings["attn_implementation"] = recipe.model.attention
+    settings: dict[str, Any] = {"dtype": getattr(torch, student.dtype)}
+    if student.attention != "auto":
+        settings["attn_implementation"] = student.attention
     teacher: nn.Module = AutoModelForCausalLM.from_pretrained(
         section.teacher, revision=section.teacher_revision, use_safetensors=True, **settings
     )

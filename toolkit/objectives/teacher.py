@@ -19,6 +19,7 @@ from toolkit.model.load import NoTokens, fingerprint, load, load_without_weights
 from toolkit.objectives.causal_lm import CausalLM, rows_of
 from toolkit.objectives.divergence import TeacherSide
 from toolkit.objectives.fused_linear_cross_entropy import HeadLoss
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.paths import is_hub_name
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ModelSection, SourceSection
@@ -94,14 +95,13 @@ def require_head_loss(causal: CausalLM, field: str) -> HeadLoss:
     return causal.head_loss
 
 
-def teacher_section(recipe: Recipe, mixed_precision: str) -> ModelSection:
+def teacher_section(section: ObjectiveSection, student: ModelSection, mixed_precision: str) -> ModelSection:
     """Returns the teacher as the `model` section of a recipe."""
-    section = recipe.objective
     return ModelSection(
         name_or_path=section.teacher,
         revision=section.teacher_revision,
-        dtype=DTYPES.get(mixed_precision, recipe.model.dtype),
-        attention=recipe.model.attention,
+        dtype=DTYPES.get(mixed_precision, student.dtype),
+        attention=student.attention,
     )
 
 
@@ -116,7 +116,7 @@ def load_teacher(recipe: Recipe, tokens: PreTrainedTokenizerBase | None, mixed_p
     """
     if recipe.objective.teacher is None:
         return None
-    section = teacher_section(recipe, mixed_precision)
+    section = teacher_section(recipe.objective, recipe.model, mixed_precision)
     with told_of_teacher():
         if tokens is None:
             model: Any = load_without_weights(section, NoTokens())
@@ -190,9 +190,9 @@ def shard_teacher(
     apply(model, teacher_units(model, unit_classes), by_unit, mesh, mixed_precision, lambda: True)
 
 
-def teacher_fact(recipe: Recipe, model: nn.Module) -> str:
+def teacher_fact(section: ObjectiveSection, model: nn.Module) -> str:
     """Describes the teacher for the run summary; a folder is named without its path."""
-    name = str(recipe.objective.teacher)
+    name = str(section.teacher)
     shown = name if is_hub_name(name) else Path(name).name
     parameters = list(model.parameters())
     dtype = str(parameters[0].dtype).removeprefix("torch.")

@@ -22,6 +22,7 @@ from toolkit.model.fake_tensors import unset_fake_temporarily
 from toolkit.model.parts import LANGUAGE, asked_parts, sees
 from toolkit.planning.workload import Workload, workload_of
 from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import DataSection
 
 
 def workload_on_rows(recipe: Recipe, mixed_precision: str) -> Workload:
@@ -38,21 +39,21 @@ def workload_on_rows(recipe: Recipe, mixed_precision: str) -> Workload:
         return workload
     samples = _samples_with_images(recipe)
     # For rows that are not on this machine, the recipe decides.
-    shows = samples is not None or (recipe.model.train is not None and _is_remote(recipe))
+    shows = samples is not None or (recipe.model.train is not None and _is_remote(recipe.data))
     parts = asked_parts(recipe.model, recipe.adapter, shows)
     if set(parts) != {LANGUAGE}:
         workload = workload_of(recipe, mixed_precision, parts)
     return workload if samples is None else with_pictures(workload, samples)
 
 
-def _is_remote(recipe: Recipe) -> bool:
+def _is_remote(data: DataSection) -> bool:
     """Returns whether some training rows are not on this machine, or are streamed."""
-    return recipe.data.streaming or any(not glob(os.path.expanduser(source.path)) for source in recipe.data.train)
+    return data.streaming or any(not glob(os.path.expanduser(source.path)) for source in data.train)
 
 
 def _samples_with_images(recipe: Recipe) -> PictureSamples | None:
     """Returns the training samples if rows have images, or None if not or if they are not on this machine."""
-    if not recipe.objective.spec.sees_pictures or _is_remote(recipe):
+    if not recipe.objective.spec.sees_pictures or _is_remote(recipe.data):
         return None
     if not any(has_pictures(open_source(source, "data.train")) for source in recipe.data.train):
         return None

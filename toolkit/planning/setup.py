@@ -10,6 +10,7 @@ from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import ShardingSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
@@ -146,18 +147,20 @@ def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk
     Args:
         can_chunk: whether the model has parts that may run in chunks.
     """
-    for change, smaller in _smaller_setups(recipe, setup, can_chunk):
+    for change, smaller in _smaller_setups(recipe.data.max_length, recipe.sharding, setup, can_chunk):
         if not refusals(settings_of(recipe, smaller, mixed_precision)):
             yield change, smaller
 
 
-def _smaller_setups(recipe: Recipe, setup: Setup, can_chunk: bool) -> Iterator[tuple[str, Setup]]:
+def _smaller_setups(
+    max_length: int, section: ShardingSection, setup: Setup, can_chunk: bool
+) -> Iterator[tuple[str, Setup]]:
     if setup.checkpointing is None:
         yield "sharding.activation_checkpointing=1", replace(setup, checkpointing=Checkpointing(1))
     elif not setup.checkpointing.offload:
         offloaded = replace(setup.checkpointing, offload=True)
         yield "sharding.offload_checkpoints=true", replace(setup, checkpointing=offloaded)
-    tokens = setup.micro_batch_size * recipe.data.max_length // recipe.sharding.sequence
+    tokens = setup.micro_batch_size * max_length // section.sequence
     if setup.checkpointing is not None and setup.checkpointing.chunk_tokens is None and can_chunk:
         chunked = replace(setup.checkpointing, chunk_tokens=CHUNK_TOKENS)
         if tokens > CHUNK_TOKENS:
@@ -173,7 +176,7 @@ def _smaller_setups(recipe: Recipe, setup: Setup, can_chunk: bool) -> Iterator[t
         yield "sharding.reshard_after_forward=null", replace(setup, mesh=mesh_of(zero3, setup.ranks, 1))
     if setup.strategy != zero3 and setup.ranks > 1:
         yield "strategy zero3", replace(setup, strategy=zero3, mesh=mesh_of(zero3, setup.ranks, 1))
-    if not setup.offload and recipe.sharding.offload != "none":
+    if not setup.offload and section.offload != "none":
         yield "sharding.offload=optimizer", replace(setup, offload=True)
-    if setup.strategy == zero3 and recipe.sharding.experts == 1:  # twice the ranks may not divide the experts
+    if setup.strategy == zero3 and section.experts == 1:  # twice the ranks may not divide the experts
         yield f"{2 * setup.ranks} devices", replace(setup, mesh=MeshShape(1, 2 * setup.ranks, setup.mesh.node))

@@ -21,7 +21,7 @@ from toolkit.planning.workload import Workload, with_rows_of
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import AdapterSection
+from toolkit.recipe.schema import AdapterSection, ShardingSection, TrainingSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.expert_parallel import require_experts
 from toolkit.sharding.sequence_parallel import require_groups
@@ -105,7 +105,7 @@ def plan(
             and Accelerate config cannot go together.
     """
     require_ranks(ranks, hardware)
-    precision = precision_of(recipe, mixed_precision, hardware)
+    precision = precision_of(recipe.training, mixed_precision, hardware)
     planner = Planner(recipe, workload_on_rows(recipe, precision), hardware)
     require_positions(planner.workload.model, recipe.data)
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
@@ -115,7 +115,7 @@ def plan(
     _require_spreadable(planner, asked)
     if recipe.sharding.accumulate == "auto":
         asked, _ = settle(planner, asked, lambda row: row.verdict == "fits")
-    rows = [planner.row(setup) for setup in _setups(recipe, ranks, asked, planner)]
+    rows = [planner.row(setup) for setup in _setups(planner, ranks, asked)]
     rows.sort(key=_sort_key)
     asked_row = planner.row(asked)
     recommended, reason = recommend(rows, hardware)
@@ -140,9 +140,9 @@ def plan(
     )
 
 
-def precision_of(recipe: Recipe, configured: str | None, hardware: Hardware) -> str:
+def precision_of(training: TrainingSection, configured: str | None, hardware: Hardware) -> str:
     """Returns the recipe's precision, else the Accelerate config's, else bf16 on GPUs and none on CPU ranks."""
-    return recipe.training.mixed_precision or configured or ("bf16" if hardware.device_type == "cuda" else "no")
+    return training.mixed_precision or configured or ("bf16" if hardware.device_type == "cuda" else "no")
 
 
 def _require_spreadable(planner: Planner, asked: Setup) -> None:
@@ -163,11 +163,12 @@ def _is_spreadable(planner: Planner, mesh: MeshShape) -> bool:
 # The table
 
 
-def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Iterator[Setup]:
+def _setups(planner: Planner, ranks: int, asked: Setup) -> Iterator[Setup]:
     """Yields every strategy with and without offload, every checkpointing, several micro-batches of the same step."""
     # `dict.fromkeys` and not a set: rows that tie keep this order.
     checkpointings = list(dict.fromkeys([None, Checkpointing(1), asked.checkpointing]))
-    offloads = (False,) if recipe.sharding.offload == "none" else (False, True)
+    section = planner.recipe.sharding
+    offloads = (False,) if section.offload == "none" else (False, True)
     for strategy, mesh in _strategies(ranks, asked):
         if not _is_spreadable(planner, mesh):
             continue
@@ -177,15 +178,13 @@ def _setups(recipe: Recipe, ranks: int, asked: Setup, planner: Planner) -> Itera
             for checkpointing in checkpointings:
                 for size, accumulation in _micro_batches(asked):
                     setup = Setup(strategy, mesh, offload, checkpointing, size, accumulation)
-                    yield from (found for found in _with_by_block(recipe, setup) if not planner.refusals(found))
-    yield from _on_shared_rows(recipe, ranks, asked, planner, offloads)
+                    yield from (found for found in _with_by_block(section, setup) if not planner.refusals(found))
+    yield from _on_shared_rows(planner, ranks, asked, offloads)
 
 
-def _on_shared_rows(
-    recipe: Recipe, ranks: int, asked: Setup, planner: Planner, offloads: Sequence[bool]
-) -> Iterator[Setup]:
+def _on_shared_rows(planner: Planner, ranks: int, asked: Setup, offloads: Sequence[bool]) -> Iterator[Setup]:
     """Yields zero3 with every block checkpointed on rows that ranks share, one at a time; a step keeps its samples."""
-    if recipe.data.max_length < LONG_ROW or recipe.sharding.experts > 1:
+    if planner.recipe.data.max_length < LONG_ROW or planner.recipe.sharding.experts > 1:
         return
     zero3, before = STRATEGIES["zero3"], planner.workload.sequence
     every_block = Checkpointing(1)
@@ -208,10 +207,10 @@ def _on_shared_rows(
         )
 
 
-def _with_by_block(recipe: Recipe, setup: Setup) -> Iterator[Setup]:
+def _with_by_block(section: ShardingSection, setup: Setup) -> Iterator[Setup]:
     """Yields the setup by micro-batch, and by block if the recipe allows it."""
     yield setup
-    if recipe.sharding.accumulate != "by_micro_batch":
+    if section.accumulate != "by_micro_batch":
         yield replace(setup, by_block=True)
 
 

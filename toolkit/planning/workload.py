@@ -25,9 +25,11 @@ from toolkit.model.parts import LANGUAGE
 from toolkit.model.positions import takes_positions
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
+from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.objectives.specs.spec import ObjectiveSpec
 from toolkit.objectives.teacher import load_teacher
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.schema import DataSection
+from toolkit.recipe.schema import DataSection, ModelSection
 
 UNMASKED = "unmasked_sdpa"
 """Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.
@@ -126,8 +128,8 @@ def workload_of(recipe: Recipe, mixed_precision: str, parts: Sequence[str] = (LA
     Raises:
         BadInputError: if there is no such model.
     """
-    labels = _labels(recipe)
-    tokens, kind = _tokenizer(recipe), recipe.objective.kind
+    labels, kind = _labels(recipe.objective), recipe.objective.kind
+    tokens = _tokenizer(recipe.model, recipe.data, kind)
     model = load_without_weights(recipe.model, tokens, labels, recipe.adapter, kind, parts)
     teacher = load_teacher(recipe, None, mixed_precision)
     return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None, teacher)
@@ -159,10 +161,10 @@ def workload_of_model(
         objective,
         lambda size: _empty_batch(recipe, size),
         mixed_precision,
-        _tokens_of_sample(recipe),
+        _tokens_of_sample(recipe.data, recipe.objective.spec),
         recipe.sharding.unit_classes,
         recipe.sharding.sequence,
-        _attention(recipe, attention_of(base_of(model)), packed),
+        _attention(recipe.objective.spec, attention_of(base_of(model)), packed),
         teacher,
         recipe.sharding.experts,
     )
@@ -183,41 +185,42 @@ def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
     if sequence > 1:
         require_sequence(workload.model, sequence, recipe.data.max_length)
     return replace(
-        workload, batch=lambda size: _empty_batch(recipe, size), tokens=_tokens_of_sample(recipe), sequence=sequence
+        workload,
+        batch=lambda size: _empty_batch(recipe, size),
+        tokens=_tokens_of_sample(recipe.data, recipe.objective.spec),
+        sequence=sequence,
     )
 
 
-def _tokens_of_sample(recipe: Recipe) -> int:
+def _tokens_of_sample(data: DataSection, spec: ObjectiveSpec) -> int:
     """Returns the tokens of one full sample, or of a source and its target together."""
-    return recipe.data.max_length + (_target_length(recipe.data) if recipe.objective.spec.encoder_decoder else 0)
+    return data.max_length + (_target_length(data) if spec.encoder_decoder else 0)
 
 
 def _target_length(data: DataSection) -> int:
     return data.max_target_length or data.max_length
 
 
-def _labels(recipe: Recipe) -> list[str] | None:
+def _labels(section: ObjectiveSection) -> list[str] | None:
     """Returns the names of a new head's outputs; two stand for classes that only the data names."""
-    spec = recipe.objective.spec
-    if not spec.has_classes:
-        return list(spec.head_names) or None
-    return list(recipe.objective.labels or ("0", "1"))
+    if not section.spec.has_classes:
+        return list(section.spec.head_names) or None
+    return list(section.labels or ("0", "1"))
 
 
-def _tokenizer(recipe: Recipe) -> SpecialTokens:
-    section = recipe.model
+def _tokenizer(section: ModelSection, data: DataSection, kind: str) -> SpecialTokens:
     if section.train_tokenizer_vocab_size is not None:
         return PlannedTokenizer(section.train_tokenizer_vocab_size)
     # Read nothing that is not needed: a tokenizer may have to come from the hub.
     if section.name_or_path is not None and section.add_tokens is None:
         return PlannedTokenizer(0)  # the configuration says it all
-    loaded: SpecialTokens = tokenizer.load(section, recipe.data, recipe.objective.kind)
+    loaded: SpecialTokens = tokenizer.load(section, data, kind)
     return loaded
 
 
-def _attention(recipe: Recipe, chosen: str, packed: bool) -> str | None:
+def _attention(spec: ObjectiveSpec, chosen: str, packed: bool) -> str | None:
     """Returns `UNMASKED`, or None: rows that share a sample need a mask with sdpa, but not with flash or flex."""
-    if recipe.objective.spec.padded or chosen == "eager":
+    if spec.padded or chosen == "eager":
         return None
     # sdpa with a mask of packed rows uses the memory-efficient kernel and keeps (B, 1, T, T).
     return None if chosen in ("sdpa", BY_DOCUMENT) and packed else UNMASKED

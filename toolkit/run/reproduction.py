@@ -33,7 +33,9 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
     """
     models = [("model.name_or_path", recipe.model, origin.base)]
     if recipe.objective.teacher is not None:
-        models.append(("objective.teacher", teacher_section(recipe, origin.precision), origin.teacher))
+        models.append(
+            ("objective.teacher", teacher_section(recipe.objective, recipe.model, origin.precision), origin.teacher)
+        )
     for field, model, recorded in models:
         if recorded is not None and fingerprint(model) != recorded:
             raise BadInputError(

@@ -48,7 +48,7 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
     if run.asked.scorer is not None:
         facts["answers"] = f"scored by {recipe.answers.score} (SHA-256 of its source {run.asked.scorer[:16]})"
     if run.teacher is not None:
-        facts["teacher"] = teacher_fact(recipe, run.teacher)
+        facts["teacher"] = teacher_fact(recipe.objective, run.teacher)
     if told := inner.fit.describe():
         facts["weights"] = told
     if recipe.notes:

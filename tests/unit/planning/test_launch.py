@@ -44,7 +44,7 @@ def read_back(found: Plan, command: str) -> tuple[Setup, str]:
     ranks = int(flags.get("--num_processes") or flags.get("--gpus") or flags["--cpu"])
     shard = flags.get("--parallelism_config_dp_shard_size")
     setup = asked_setup(recipe, ranks, found.hardware, strategy, offload, None if shard is None else int(shard))
-    return setup, precision_of(recipe, precision, found.hardware)
+    return setup, precision_of(recipe.training, precision, found.hardware)
 
 
 BY_BLOCK = [
