@@ -1,1 +1,1 @@
-"""The model that is trained: loading, weights, adapters, attention."""
+"""Loads the model that is trained: weights, adapters, attention."""

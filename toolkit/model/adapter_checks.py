@@ -1,4 +1,4 @@
-"""Adapters that a run could not train, export or merge correctly, refused before it trains."""
+"""Refuses adapters that a run could not train, export or merge correctly, before it trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from toolkit.recipe.schema import ExportSection
 
 
 def require_mergeable(model: nn.Module) -> None:
-    """Raises BadInputError where merging would change more than what was trained."""
+    """Checks that merging changes only what was trained.
+
+    Raises:
+        BadInputError: if it would change more.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -38,7 +42,11 @@ def require_mergeable(model: nn.Module) -> None:
 
 
 def require_readable(model: nn.Module, export: ExportSection) -> None:
-    """Raises BadInputError where peft would not read all of an adapter's tensors again."""
+    """Checks that peft can read all of an adapter's tensors again.
+
+    Raises:
+        BadInputError: if it would miss one.
+    """
     if not has_adapter(model) or not export.enabled or export.merge:
         return
     from peft import get_peft_model_state_dict
@@ -50,7 +58,11 @@ def require_readable(model: nn.Module, export: ExportSection) -> None:
 
 
 def require_one_type(model: nn.Module, dtype: str, mixed_precision: str) -> None:
-    """Raises BadInputError where modules that are trained whole, in float32, would meet the base's 16 bits."""
+    """Checks that modules which are trained whole, in float32, do not compute with the base's 16 bits.
+
+    Raises:
+        BadInputError: if they would.
+    """
     if not has_adapter(model) or dtype == "float32" or mixed_precision != "no":
         return
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -64,7 +76,11 @@ def require_one_type(model: nn.Module, dtype: str, mixed_precision: str) -> None
 
 
 def require_kept(model: Any, export: ExportSection) -> None:
-    """Raises BadInputError where an adapter would not hold all that was drawn at random. Collective."""
+    """Checks that an adapter's file holds every weight that was drawn at random. Collective.
+
+    Raises:
+        BadInputError: if it would lack one.
+    """
     if not has_adapter(model) or not export.enabled or export.merge:
         return
     drawn: list[str] = ranks.on_first_rank(lambda: model.fit.drawn)

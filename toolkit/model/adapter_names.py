@@ -1,8 +1,8 @@
-"""Names of an adapter's tensors in its file: those under which peft finds them again.
+"""Names the tensors of an adapter's file so that peft finds them again.
 
 peft renames what it reads by the rules of transformers for the base's files. Of some types these rules break the names
-that the model itself has: Laguna's `mlp.shared_experts.up_proj` becomes `mlp.shared_experts..up_proj`, and peft goes on
-without the tensor and without a word. Such tensors are written under the names of the base's files.
+that the model itself has: Laguna's `mlp.shared_experts.up_proj` becomes `mlp.shared_experts..up_proj`, and peft
+silently ignores the tensor. Such tensors are written under the names of the base's files.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     import peft
 
 PREFIX = "base_model.model."
-"""What peft puts before the names of the model's parameters."""
+"""The prefix that peft puts before the names of the model's parameters."""
 
 NAME = "default"
 """peft's name of the adapter."""
 
 
 def names_in_file(model: peft.PeftModel, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Name of each tensor in the adapter's file, by the name that peft gives it.
+    """Returns the name of each tensor in the adapter's file, by the name that peft gives it.
 
     Args:
-        tensors: of peft's state, on any device; only their shapes are looked at.
+        tensors: tensors of peft's state, on any device; only their shapes are used.
 
     Raises:
-        BadInputError: for tensors that peft would not find under any name.
+        BadInputError: if peft would not find a tensor under any name.
     """
     # Without values: experts would be joined, which takes memory.
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     names = {name: name for name in tensors}
-    if lost := _lost(model, empty, names):
+    if lost := _not_found_again(model, empty, names):
         names |= {name: _as_in_base_files(model, name) for name in lost}
-    if len(set(names.values())) < len(names) or (lost := _lost(model, empty, names)):
+    if len(set(names.values())) < len(names) or (lost := _not_found_again(model, empty, names)):
         raise BadInputError(
             f"adapter.target_modules: of {type(model.get_base_model()).__name__} peft would not read "
             f"{some(lost)} again, as transformers gives them other names; leave them out of "
@@ -50,8 +50,8 @@ def names_in_file(model: peft.PeftModel, tensors: dict[str, torch.Tensor]) -> di
     return names
 
 
-def _lost(model: peft.PeftModel, tensors: dict[str, torch.Tensor], names: dict[str, str]) -> list[str]:
-    """Those that peft does not give their own names again when it reads them."""
+def _not_found_again(model: peft.PeftModel, tensors: dict[str, torch.Tensor], names: dict[str, str]) -> list[str]:
+    """Returns the tensors to which peft gives other names when it reads them."""
     from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 
     stored = {names[name]: tensor for name, tensor in tensors.items()}

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether the model is one of peft's."""
+    """Tells whether the model is one of peft's."""
     # Whoever made one has imported it. Runs without adapters do not: it takes seconds, and brings in bitsandbytes,
     # after which Accelerate starts no ranks from a notebook.
     imported = sys.modules.get("peft")
@@ -53,26 +53,26 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def has_new_adapter(model: nn.Module) -> bool:
-    """Whether the model with its adapters switched off is the one before its first step."""
+    """Tells whether the model without its adapters is the one before its first step."""
     return has_adapter(model) and started_of(model) is None
 
 
 def base_of(model: Any) -> Any:
-    """The model without peft's wrapper; its forward says what the model takes."""
+    """Returns the model without peft's wrapper; the signature of its forward lists the inputs."""
     return model.get_base_model() if has_adapter(model) else model
 
 
 def add_adapter(
     model: PreTrainedModel, section: AdapterSection, base: str | None, revision: str | None = None
 ) -> peft.PeftModel:
-    """The model with adapters, everything else frozen; what is trained is held in float32.
+    """Adds adapters to the model and freezes everything else; trained parameters are held in float32.
 
     Args:
-        model: on the meta device, where the adapters' parameters will be, too.
-        base, revision: the model's name or folder, for who loads the adapter later.
+        model: the model on the meta device, on which the adapters are made, too.
+        base, revision: the model's name or folder, which the adapter's file will name.
 
     Raises:
-        BadInputError: where the targets match nothing, or not what can be adapted.
+        BadInputError: if the targets match nothing, or a module that cannot be adapted.
     """
     import peft
 
@@ -89,7 +89,7 @@ def add_adapter(
         target_modules=section.target_modules if targets is None else targets.modules,
         target_parameters=None if targets is None else targets.parameters,
         modules_to_save=section.modules_to_save,
-        exclude_modules=_excluded(model, section),
+        exclude_modules=_without_gradient_paths(model, section),
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
     )
@@ -110,10 +110,10 @@ def add_adapter(
     return adapted
 
 
-def _excluded(model: PreTrainedModel, section: AdapterSection) -> list[str] | None:
-    """What no adapter is put on, whatever the targets: with names of layers, those that get no gradient.
+def _without_gradient_paths(model: PreTrainedModel, section: AdapterSection) -> list[str] | None:
+    """Returns the layers that get no gradient, so that names of layers do not adapt them.
 
-    Of an adapter that is gone on from, the names may be what peft has made of `all-linear`.
+    With `adapter.start_from` the names may be those that peft made of `all-linear`.
     """
     if section.target_modules == "all-linear" or section.start_from is not None:
         return left_out_of_all_linear(model)
@@ -121,10 +121,10 @@ def _excluded(model: PreTrainedModel, section: AdapterSection) -> list[str] | No
 
 
 def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:
-    """Makes the frozen linear layers of a model on the meta device quantised ones, if the recipe asks for it.
+    """Quantises the frozen linear layers of a model on the meta device, if the recipe asks for it.
 
     Raises:
-        BadInputError: as of `quantise_layers`.
+        BadInputError: as `quantise_layers`.
     """
     quantisation = quantisation_of(section)
     if section is None or quantisation is None:
@@ -135,10 +135,10 @@ def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:
 
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> Targets | None:
-    """What `all-linear` or a pattern means in a model with stacked experts; None: peft finds it.
+    """Returns the targets of `all-linear` or of a pattern in a model with stacked experts; None if peft finds them.
 
     Raises:
-        BadInputError: for settings that peft does not have for experts.
+        BadInputError: for settings that peft does not support for experts.
     """
     frozen = untrained(model)
     experts = [name for name in stacked_experts(model) if name not in frozen]
@@ -157,7 +157,7 @@ def _targets(model: PreTrainedModel, section: AdapterSection) -> Targets | None:
 
 
 def _require_modules(model: nn.Module, section: AdapterSection) -> None:
-    """Raises BadInputError for a name in a list that no module ends with; peft looks for one match among all."""
+    """Raises BadInputError for a listed name that no module ends with; peft only requires one match among all."""
     named = {"target_modules": section.target_modules, "modules_to_save": section.modules_to_save}
     for field, names in named.items():
         for name in names if isinstance(names, list) else []:
@@ -169,7 +169,7 @@ def _require_modules(model: nn.Module, section: AdapterSection) -> None:
 
 
 def _linear_names(model: nn.Module) -> str:
-    """Last parts of the names of what LoRA can adapt."""
+    """Lists the last parts of the names of layers that LoRA can adapt."""
     names = {path.rpartition(".")[2] for path, module in model.named_modules() if _is_matrix(module)}
     return ", ".join(sorted(names))
 
@@ -186,10 +186,10 @@ def _child_names(model: nn.Module) -> str:
 
 @contextmanager
 def adapters_off(model: peft.PeftModel) -> Iterator[None]:
-    """The base's forward, for a reference.
+    """Switches the adapters off until the block ends, for the base's forward.
 
-    peft's own `disable_adapter` also switches `requires_grad` of whatever parameters stand in the modules just
-    then, sharded ones or gathered ones; what FSDP2 makes of these meanwhile would stay so.
+    peft's `disable_adapter` also changes `requires_grad` of the parameters that are in the modules at the time,
+    sharded or gathered; those that FSDP2 puts there in between would keep the change.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -206,7 +206,7 @@ def adapters_off(model: peft.PeftModel) -> Iterator[None]:
 
 
 def trainable_share(model: nn.Module) -> tuple[int, int]:
-    """Parameters that are trained, and all."""
+    """Returns the numbers of trained parameters and of all parameters."""
     packed = {id(parameter) for _, layer in quantised_layers(model) for parameter in layer.bytes()}
     counts = [
         (parameter.numel(), parameter.requires_grad) for parameter in model.parameters() if id(parameter) not in packed
@@ -216,16 +216,16 @@ def trainable_share(model: nn.Module) -> tuple[int, int]:
 
 
 class AdapterWeights:
-    """Where an adapted model's parameters come from: the base's from its own source, new adapters' from the seed.
+    """Reads the base's parameters from their source, and draws new adapters from the seed.
 
-    A is uniform in +-1 / sqrt(inputs) (kaiming, as peft has it) and B is zero, so that the first forward is
-    the base's; each from a generator seeded by its name, so that every rank finds the same rows. DoRA's
-    magnitudes are the norms of the base's rows.
+    A is uniform in +-1 / sqrt(inputs) (kaiming, as in peft) and B is zero, so that the first forward is the base's.
+    Each comes from a generator seeded by its name, so that every rank draws the same rows. DoRA's magnitudes are the
+    norms of the base's rows.
 
     Args:
-        base: what the model's own parameters are read from.
-        model: with its adapters.
-        started: the adapter that is gone on from, whose file has all that is trained; None: the adapters are new.
+        base: the source of the base's parameters.
+        model: the model with its adapters.
+        started: the adapter to continue, whose file has all trained parameters; None for new adapters.
     """
 
     def __init__(self, base: Any, model: nn.Module, seed: int, started: StartedAdapter | None = None) -> None:
@@ -248,7 +248,7 @@ class AdapterWeights:
         if ".lora_embedding_B." in name:
             return torch.randn(like.shape, generator=self._generator(name))[rows]
         if ".lora_magnitude_vector." in name:
-            return self._norms(name)[rows]
+            return self._row_norms(name)[rows]
         return self._base.read(base_name(name), like, rows)  # type: ignore[no-any-return]
 
     def _generator(self, name: str) -> torch.Generator:
@@ -256,7 +256,7 @@ class AdapterWeights:
         mixed = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()[:8]
         return torch.Generator().manual_seed(int.from_bytes(mixed) >> 1)
 
-    def _norms(self, name: str) -> torch.Tensor:
+    def _row_norms(self, name: str) -> torch.Tensor:
         owner = name.partition(".lora_magnitude_vector.")[0]
         path = f"{owner}.base_layer"
         layer = self._modules[path]
@@ -270,25 +270,25 @@ class AdapterWeights:
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in the model before it was adapted."""
+    """Returns a parameter's name in the model before it was adapted."""
     # Wrappers of parameters stand in one another: experts.base_layer.base_layer.down_proj.
     name = name.removeprefix(PREFIX).replace(".base_layer", "").replace(".original_module.", ".")
     return name.replace(f".modules_to_save.{NAME}.", ".")
 
 
 def trained_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that a checkpoint of an adapted model holds: the base's are where they were."""
+    """Returns names of the parameters in checkpoints of an adapted model; the base's stay in their files."""
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def base_fingerprint(model: nn.Module) -> str | None:
-    """Of the files that the frozen weights are from; None where there are none, or nothing is frozen."""
+    """Returns the fingerprint of the frozen weights' files; None without files or without frozen weights."""
     fit: Any = getattr(model, "fit", None)
     return None if fit is None else fit.fingerprint
 
 
 def _write_base(model: peft.PeftModel, fingerprint: str | None, folder: Path) -> None:
-    """What the adapter's base was: peft's own file has its name alone."""
+    """Writes the fingerprint and quantisation of the adapter's base: peft's file only has its name."""
     base = base_of(model)
     layer = next((layer for _, layer in quantised_layers(base)), None)
     kept = getattr(base, "kept_layers", None)
@@ -301,10 +301,10 @@ def _write_base(model: peft.PeftModel, fingerprint: str | None, folder: Path) ->
 def write_adapter(
     model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tensor | None]], folder: Path, base: str | None = None
 ) -> None:
-    """Writes `adapter_model.safetensors` and `adapter_config.json` as peft does; on rank 0, where the tensors are.
+    """Writes `adapter_model.safetensors` and `adapter_config.json` as peft does; on rank 0, which has the tensors.
 
     Args:
-        tensors: whole, by name in the model; others than the adapter's are passed over.
+        tensors: whole tensors by their names in the model; those of the base are ignored.
         base: fingerprint of the base, for `base.json`, which also says how it was quantised.
     """
     from peft import get_peft_model_state_dict
@@ -330,9 +330,9 @@ def write_adapter(
 def merged(
     model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tensor | None]]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """The base's tensors under their own names, with the adapters' products added in float32.
+    """Yields the base's tensors under their own names, with the adapters' products added in float32.
 
-    W + s B A; with DoRA its rows scaled to the magnitudes. A layer's tensors must come one after another.
+    They are W + s B A; with DoRA, its rows are scaled to the magnitudes. A layer's tensors must come one after another.
     """
     layer: dict[str, torch.Tensor | None] = {}
     current = ""
@@ -351,7 +351,7 @@ def merged(
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Path of the adapted layer, and the part of it that the tensor is; empty where it is no part of one."""
+    """Splits a tensor's name into the path of the adapted layer and the part of it; empty for other tensors."""
     for part in ("base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
         owner, found, rest = name.partition(f".{part}.")
         if found:
@@ -371,7 +371,7 @@ def _merged_layer(
             yield name, tensor
             continue
         prefix, layer = wrapper
-        a, b = (_factor(parts, f"{prefix}lora_", half) for half in "AB")
+        a, b = (_lora_matrix(parts, f"{prefix}lora_", half) for half in "AB")
         if tensor.ndim == 3:
             inputs_first = getattr(layer.get_base_layer(), "is_transposed", False)
             yield name, _merged_experts(tensor, a, b, layer.scaling[NAME], inputs_first)
@@ -379,8 +379,8 @@ def _merged_layer(
         yield name, _merged_weight(tensor, a, b, parts.get(_MAGNITUDE), layer.scaling[NAME], _inputs_first(layer))
 
 
-def _factor(parts: dict[str, torch.Tensor | None], prefix: str, half: str) -> torch.Tensor:
-    """A, (rank, inputs), or B, (outputs, rank); an embedding's have a name of their own."""
+def _lora_matrix(parts: dict[str, torch.Tensor | None], prefix: str, half: str) -> torch.Tensor:
+    """Returns A, (rank, inputs), or B, (outputs, rank); those of embeddings have other names."""
     name = f"{prefix}{half}.{NAME}.weight"
     factor = parts[name if name in parts else f"{prefix}embedding_{half}.{NAME}"]
     assert factor is not None
@@ -388,9 +388,9 @@ def _factor(parts: dict[str, torch.Tensor | None], prefix: str, half: str) -> to
 
 
 def wrappers_of(layer: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Name of the adapted parameter -> (what stands before its adapter's names, peft's layer), the outermost first.
+    """Yields the name of each adapted parameter, with the prefix of its adapter's names and peft's layer.
 
-    Experts have several adapted parameters, and a wrapper around the wrapper before for each.
+    The outermost comes first: experts have several adapted parameters, with nested wrappers.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -406,7 +406,7 @@ _MAGNITUDE = f"lora_magnitude_vector.{NAME}.weight"
 def _merged_experts(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, inputs_first: bool
 ) -> torch.Tensor:
-    """W + s B A for each expert, in float32, then rounded as W is held.
+    """Returns W + s B A for each expert, computed in float32 and rounded to the dtype of W.
 
     Args:
         weight: (experts, outputs, inputs), or (experts, inputs, outputs) with `inputs_first`.
@@ -421,7 +421,7 @@ def _merged_experts(
 
 
 def _inputs_first(layer: Any) -> bool:
-    """Whether the weight that a LoRA layer wraps is (inputs, outputs); the shape of a square one does not tell."""
+    """Tells whether the weight that a LoRA layer wraps is (inputs, outputs); a square one's shape does not say."""
     return isinstance(layer.get_base_layer(), nn.Embedding) or bool(getattr(layer, "fan_in_fan_out", False))
 
 
@@ -433,7 +433,7 @@ def _merged_weight(
     scaling: float,
     inputs_first: bool,
 ) -> torch.Tensor:
-    """W + s B A in float32, (outputs, inputs) or, `inputs_first`, transposed; then rounded as W is held."""
+    """Returns W + s B A, (outputs, inputs) or transposed if `inputs_first`, rounded from float32 to W's dtype."""
     whole = (weight.T if inputs_first else weight).float()
     whole = whole + scaling * (b.float() @ a.float())
     if magnitude is not None:
@@ -442,5 +442,5 @@ def _merged_weight(
 
 
 def state_in_layers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`state_once`, the tensors of each adapted layer one after another."""
+    """Returns `state_once`, ordered so that the tensors of each adapted layer come one after another."""
     return dict(sorted(state_once(model).items(), key=lambda item: _split(item[0])[0] or item[0]))

@@ -1,4 +1,4 @@
-"""The attention implementation of a run: the recipe's, or the best that is there, named with its reason."""
+"""Chooses the attention implementation of a run: the recipe's, or the best available, named with its reason."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from toolkit.model.spans import TAKE_SPANS, sees_in_spans
 from toolkit.sharding.sequence_parallel import rows_under_way
 
 TRIED_TOKENS = 128
-"""Of the row for which torch is asked for its kernel."""
+"""Tokens of the row with which torch is asked for its kernel."""
 
 NOT_INSTALLED = "neither flash-attn nor flash-attn-3 is installed for this GPU"
 
 
 def attention_of(model: nn.Module) -> str:
-    """The attention implementation that transformers has chosen; empty where it does not say."""
+    """Returns the attention implementation that transformers has chosen; empty if it does not say."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
 
 
 def is_flash(model: nn.Module) -> bool:
-    """Whether its kernels are flash attention's, which transformers also takes from the hub, under other names."""
+    """Tells whether the model uses flash attention, which transformers also takes from the hub under other names."""
     return "flash" in attention_of(model)
 
 
 @contextmanager
 def known_packing(shares_rows: bool) -> Iterator[None]:
-    """A forward whose rows hold several documents, or one each, as the host knows.
+    """Tells transformers during a forward whether rows hold several documents, which the host knows.
 
-    transformers asks the device, in every forward and for each of its masks, and the device is far behind the host:
-    until it has answered, nothing more is handed to it.
+    Otherwise it asks the device in every forward for each mask, and the host waits until the device, which is far
+    behind, has answered.
     """
 
     mask_by_what_is_known()
@@ -51,38 +51,38 @@ def known_packing(shares_rows: bool) -> Iterator[None]:
 
 
 def mask_by_what_is_known() -> None:
-    """Has transformers make its masks of what `known_packing` and the rows under way tell; again changes nothing."""
+    """Makes transformers build masks from `known_packing` and the rows under way. A second call changes nothing."""
     # The module's own names, which its functions look up at each call.
     masking_utils.find_packed_sequence_indices = _indices
     if _masked is not None:
         masking_utils.packed_sequence_compatibility_function = _mask_of_documents
 
 
-class _Here(threading.local):
-    """What is known in this thread: micro-batches that run by block are in several forwards at the same time."""
+class _ForwardFacts(threading.local):
+    """Facts of this thread's forward: with by_block, several forwards are under way at the same time."""
 
     shares_rows: bool | None = None
 
 
-_here = _Here()
+_here = _ForwardFacts()
 _asked: Callable[[torch.Tensor], torch.Tensor | None] = masking_utils.find_packed_sequence_indices
 _masked: Callable[..., Any] | None = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-"""None before transformers 5.23, whose masks ask for the documents alone."""
+"""None before transformers 5.23, whose masks only ask for the documents."""
 
 
-def _of_whole_rows(position_ids: torch.Tensor) -> torch.Tensor:
-    """Positions of all tokens of the rows, of which a forward may have a part."""
+def _whole_row_positions(position_ids: torch.Tensor) -> torch.Tensor:
+    """Returns positions of all tokens of the rows, (B, T), if a forward has a part, (B, T / n)."""
     rows = rows_under_way()
     return position_ids if rows is None else rows.positions
 
 
 def _mask_of_documents(mask: Callable[..., Any], position_ids: torch.Tensor, documents: torch.Tensor) -> Any:
     assert _masked is not None  # otherwise this is called by nobody
-    return _masked(mask, _of_whole_rows(position_ids), documents)
+    return _masked(mask, _whole_row_positions(position_ids), documents)
 
 
 def _indices(position_ids: torch.Tensor) -> torch.Tensor | None:
-    position_ids = _of_whole_rows(position_ids)
+    position_ids = _whole_row_positions(position_ids)
     if _here.shares_rows is None:
         return _asked(position_ids)
     return (position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1) if _here.shares_rows else None
@@ -97,20 +97,19 @@ def settle_attention(
     compiled: bool,
     has_pictures: bool = False,
 ) -> str:
-    """Gives `model` the best attention where `asked` is auto; what it has now, and why.
+    """Gives `model` the best attention if `asked` is auto. Returns which it has, and why.
 
-    Flash attention sees the documents of a packed row one by one, and so do we on a CPU. `sdpa` computes all
-    pairs of a row and masks them; it is what there is elsewhere. flex_attention skips masked blocks too, but is
-    not chosen by itself: it compiles a kernel for each shape, and we have no measurement where it was the faster
-    one.
+    Flash attention runs each document of a packed row alone, and so does `BY_DOCUMENT` on a CPU. `sdpa` computes all
+    pairs of a row and masks them; it is the choice elsewhere. flex_attention skips masked blocks too, but `auto`
+    does not choose it: it compiles a kernel for each shape, and no measurement here showed it to be faster.
 
     Args:
-        packed: documents share rows.
-        compiled: blocks are compiled, for one shape; documents have many.
-        has_pictures: rows have pictures, and the model sees them.
+        packed: whether documents share rows.
+        compiled: whether blocks are compiled, for one shape; documents have many.
+        has_pictures: whether rows have pictures, and the model sees them.
 
     Raises:
-        BadInputError: `asked` cannot let the tokens of a picture see each other, as they do in this model.
+        BadInputError: if `asked` cannot let the tokens of a picture see each other, as they do in this model.
     """
     needs_masks = has_pictures and sees_in_spans(model)
     if needs_masks and asked not in ("auto", *TAKE_SPANS):
@@ -119,7 +118,7 @@ def settle_attention(
             f"other; set it to auto, or to one of {', '.join(TAKE_SPANS)}"
         )
     if asked != "auto":
-        return f"{_named(model, device, in_16_bits, packed)} (model.attention)"
+        return f"{_described(model, device, in_16_bits, packed)} (model.attention)"
     wanted, why = best_flash(model, device, in_16_bits)
     if needs_masks:
         wanted, why = None, "the tokens of an image see each other, which takes a mask"
@@ -131,11 +130,11 @@ def settle_attention(
             model.set_attn_implementation(wanted)
         except (ImportError, ValueError) as error:
             why = f"{wanted} refused: {first_line(error)}"
-    return f"{_named(model, device, in_16_bits, packed)} ({why})"
+    return f"{_described(model, device, in_16_bits, packed)} ({why})"
 
 
-def _named(model: PreTrainedModel, device: torch.device, in_16_bits: bool, packed: bool) -> str:
-    """The implementation; of `sdpa` on a device, which stands for several kernels, the one that torch chooses."""
+def _described(model: PreTrainedModel, device: torch.device, in_16_bits: bool, packed: bool) -> str:
+    """Names the implementation, and for `sdpa` on a device the kernel that torch chooses."""
     name = attention_of(model)
     if name != "sdpa" or device.type == "cpu":
         return name or "its own"
@@ -144,10 +143,10 @@ def _named(model: PreTrainedModel, device: torch.device, in_16_bits: bool, packe
 
 
 def sdpa_kernel(model: PreTrainedModel, device: torch.device, in_16_bits: bool, packed: bool) -> str | None:
-    """The kernel that torch's attention takes for rows of this model, by its name in `SDPBackend`.
+    """Returns the kernel that torch's attention takes for rows of this model, by its name in `SDPBackend`.
 
     On capability 9.0 torch 2.14 takes cuDNN's, which has a workspace of its own.
-    None if the model tells no heads, or the device no kernel.
+    None if the configuration names no heads, or torch no kernel for the device.
     """
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -165,7 +164,7 @@ def sdpa_kernel(model: PreTrainedModel, device: torch.device, in_16_bits: bool, 
 
 
 def best_flash(model: PreTrainedModel, device: torch.device, in_16_bits: bool) -> tuple[str | None, str]:
-    """The flash attention to use, by transformers' name, or None; and the reason."""
+    """Returns the flash attention to use, by transformers' name, or None; and the reason."""
     if device.type != "cuda":
         return None, "no GPU"
     if not in_16_bits:

@@ -25,16 +25,20 @@ from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence_parallel import WholeRows, heads_for_tokens, own_part, rows_under_way, tokens_for_heads
 
 WITHIN_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers, as configurations name them, that mix tokens in attention alone."""
+"""Kinds of layers, as configurations name them, that mix tokens only in attention."""
 
 BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the longest position of a forward, of which a rank has a part."""
+"""Rotary embeddings whose frequencies depend on the longest position of a forward; a rank sees a part of them."""
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def require_sequence(model: nn.Module, parts: int, max_length: int) -> None:
-    """Raises BadInputError where `parts` ranks cannot share the rows of this model, by what its configuration says."""
+    """Checks by the configuration that `parts` ranks can share the rows of this model.
+
+    Raises:
+        BadInputError: if they cannot.
+    """
     name, config = class_name(base_of(model)), base_of(model).config.get_text_config()
     if "Classification" in name and not hasattr(base_of(model), "score"):
         raise BadInputError(
@@ -55,7 +59,7 @@ def require_sequence(model: nn.Module, parts: int, max_length: int) -> None:
     if not isinstance(heads, int):
         raise BadInputError(f"sharding.sequence: {name} does not tell its number of attention heads; remove it")
     if heads % parts:
-        raise BadInputError(_no_share(parts, heads, name))
+        raise BadInputError(_cannot_share(parts, heads, name))
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     known = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
     if kind in BY_LENGTH and max_length > known:
@@ -65,7 +69,7 @@ def require_sequence(model: nn.Module, parts: int, max_length: int) -> None:
         )
 
 
-def _no_share(parts: int, heads: int, name: str) -> str:
+def _cannot_share(parts: int, heads: int, name: str) -> str:
     allowed = [number for number in range(1, heads + 1) if heads % number == 0]
     return (
         f"sharding.sequence: {parts} does not divide the {heads} attention heads of {name}; "
@@ -81,13 +85,13 @@ def attend_by_heads(model: nn.Module) -> None:
         # "eager" is each model's own function, which transformers takes where it knows no other by that name.
         own = AttentionInterface().get(name)
         if not hasattr(own, "by_heads"):
-            AttentionInterface.register(name, _attention(own))
+            AttentionInterface.register(name, _wrapped_attention(own))
         mask = AttentionMaskInterface().get(name)
         if mask is not None and not hasattr(mask, "by_heads"):
-            AttentionMaskInterface.register(name, _mask(mask))
+            AttentionMaskInterface.register(name, _wrapped_mask(mask))
 
 
-def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_mask(own: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         rows = rows_under_way()
         if rows is not None:
@@ -98,7 +102,7 @@ def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
     return mask
 
 
-def _attention(own: Attention | None) -> Attention:
+def _wrapped_attention(own: Attention | None) -> Attention:
     def attend(
         module: nn.Module,
         query: torch.Tensor,
@@ -108,7 +112,7 @@ def _attention(own: Attention | None) -> Attention:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        base, rows = own or _eager(module), rows_under_way()
+        base, rows = own or _eager_attention_of(module), rows_under_way()
         if rows is None:
             return base(module, query, key, value, attention_mask, *args, **kwargs)
         shared: tuple[torch.Tensor, None] = _by_heads(
@@ -120,8 +124,8 @@ def _attention(own: Attention | None) -> Attention:
     return attend
 
 
-def _eager(module: nn.Module) -> Attention:
-    """The function of the module that defines the model."""
+def _eager_attention_of(module: nn.Module) -> Attention:
+    """Returns the eager function of the module that defines the model."""
     forward = inspect.unwrap(type(module).forward)
     found: Attention = forward.__globals__["eager_attention_forward"]
     return found
@@ -139,24 +143,24 @@ def _by_heads(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What `base` gives for this rank's tokens, (B, T / n, H, E).
+    """Computes `base` for this rank's tokens: (B, T / n, H, E).
 
     Args:
         base: attention of whole rows.
-        query: of this rank's tokens, (B, H, T / n, D).
+        query: queries of this rank's tokens, (B, H, T / n, D).
         key: (B, K, T / n, D).
         value: (B, K, T / n, E).
-        attention_mask: of whole rows.
+        attention_mask: the mask of whole rows.
     """
     heads, parts = query.shape[1], rows.parts
     if heads % parts:
-        raise BadInputError(_no_share(parts, heads, type(module).__name__))
+        raise BadInputError(_cannot_share(parts, heads, type(module).__name__))
     # Each rank needs keys for its queries: heads that are fewer than ranks are held by several.
     common = math.lcm(key.shape[1], parts)
     repeats = common // key.shape[1]
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    share = _Share(module, heads, parts, heads // common)
+    share = _WithRankHeads(module, heads, parts, heads // common)
     kwargs = {name: share.own(argument) for name, argument in kwargs.items()}
     if kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = rows.positions.view(query.shape[0], -1)
@@ -167,18 +171,18 @@ def _by_heads(
 
 
 def _all_tokens(local: torch.Tensor, rows: WholeRows) -> torch.Tensor:
-    """(B, H / n, T, D) of (B, H, T / n, D); several rows may stand in one, as flash attention has them."""
+    """Exchanges (B, H, T / n, D) for (B, H / n, T, D); several rows may stand in one, as for flash attention."""
     num_rows, tokens = rows.positions.shape
     of_rows = local.transpose(1, 2).reshape(num_rows, tokens // rows.parts, *local.shape[1::2])
     whole = heads_for_tokens(of_rows, rows.parts)
     return whole.reshape(local.shape[0], -1, *whole.shape[2:]).transpose(1, 2)
 
 
-class _Share:
-    """An attention module with this rank's heads alone: what it has one of for each head is cut, the rest is its own.
+class _WithRankHeads:
+    """An attention module with only this rank's heads: tensors with an entry for each head are cut.
 
     Args:
-        groups: queries of a key, of those on this rank.
+        groups: number of queries for each key on this rank.
     """
 
     def __init__(self, module: nn.Module, heads: int, parts: int, groups: int) -> None:
@@ -190,6 +194,6 @@ class _Share:
         return self.own(getattr(self._module, name))
 
     def own(self, value: Any) -> Any:
-        """A tensor (H,), as of attention sinks, cut to this rank's heads."""
+        """Cuts a tensor (H,), such as attention sinks, to this rank's heads."""
         is_by_head = isinstance(value, torch.Tensor) and value.shape == (self._heads,)
         return value[self._mine] if is_by_head else value

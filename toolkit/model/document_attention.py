@@ -1,7 +1,7 @@
 """Attention of packed rows on a CPU, document by document.
 
 `sdpa` computes all T x T pairs of a packed row and masks those of different documents. Here the mask is cut into
-its diagonal blocks, and each is computed alone: the same numbers from sum(t^2) pairs, half of these where a block
+its diagonal blocks, and each is computed alone: the same numbers from sum(t^2) pairs, half of these if a block
 is causal. The blocks are read from the mask that transformers makes, so that whatever it forbids, such as
 what lies outside a sliding window, stays forbidden.
 """
@@ -22,12 +22,12 @@ from transformers.masking_utils import sdpa_mask
 from toolkit.model.fake_tensors import has_values
 
 BY_DOCUMENT = "sdpa_by_document"
-"""What transformers calls it in a model's configuration."""
+"""The name in a model's configuration."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens of one row that see no others; `causal`: each sees itself and all before it."""
+    """Tokens of one row that see no others. `causal` says that each sees itself and all before it."""
 
     row: int
     tokens: slice
@@ -39,10 +39,10 @@ class Block:
 
 
 def diagonal_blocks(mask: torch.Tensor) -> list[Block]:
-    """The smallest blocks on the diagonal outside of which nothing is seen, row by row.
+    """Returns the smallest diagonal blocks, row by row, outside of which no token sees another.
 
     Args:
-        mask: (B, T, T), bool; `mask[b, i, j]`: token i sees token j. A token that sees nothing ends no block.
+        mask: (B, T, T), bool; `mask[b, i, j]` says that token i sees token j. A token that sees nothing ends no block.
     """
     count = mask.sum(dim=2)
     seen = mask.to(torch.uint8)
@@ -74,10 +74,10 @@ def attend_by_document(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' `sdpa_attention_forward` gives, to rounding.
+    """Computes transformers' `sdpa_attention_forward`, to rounding.
 
-    It is called where there is nothing to cut: no mask, a cache, a position bias, or dropout, whose draws would
-    be others.
+    It calls that function if there is nothing to cut: without a mask, and with a cache, a position bias, or dropout,
+    whose draws would differ.
 
     Args:
         query: (B, H, T, D).
@@ -113,7 +113,7 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    """(t, H, E) of a block's query (t, H, D), key (t, K, D) and value (t, K, E)."""
+    """Computes (t, H, E) from a block's query (t, H, D), key (t, K, D) and value (t, K, E)."""
     # The mask may have one row for all of the batch.
     own = None if block.causal else mask[block.row % mask.shape[0], 0, block.tokens, block.tokens]
     output = F.scaled_dot_product_attention(
@@ -129,12 +129,12 @@ def _attend(
 
 
 def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
-    """(B, H, T, D) as (B T, H, D)."""
+    """Reshapes (B, H, T, D) to (B T, H, D)."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
 def _blocks_of(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> list[Block] | None:
-    """The mask's blocks in all rows; None where it has one in each, or where it cannot be cut."""
+    """Returns the mask's blocks in all rows; None if each row has one, or the mask cannot be cut."""
     if mask is None or not has_values(mask) or mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
     if not mask.shape[2] == mask.shape[3] == query.shape[2] == key.shape[2]:

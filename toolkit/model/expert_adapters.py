@@ -30,16 +30,16 @@ class StackedOutputs(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """What peft's wrapper reads: (outputs, rank, experts), to which it would reshape its own; of one expert 2-D."""
+        """The weight for peft's wrapper: (outputs, rank, experts), as it reshapes its own, or 2-D for one expert."""
         return self.by_outputs(self.stacked).squeeze(2)
 
     def by_outputs(self, stacked: torch.Tensor) -> torch.Tensor:
-        """(experts x outputs, rank), of any number of experts, as (outputs, rank, experts)."""
+        """Reshapes (experts x outputs, rank), for any number of experts, to (outputs, rank, experts)."""
         return stacked.view(-1, self.num_outputs, stacked.shape[1]).permute(1, 2, 0)
 
 
 def hold_by_expert(model: nn.Module, adapter: str) -> None:
-    """Has the adapters of stacked experts hold B by expert."""
+    """Makes the adapters of stacked experts hold B by expert."""
     from peft.tuners.lora.layer import ParamWrapper
 
     for layer in list(model.modules()):
@@ -50,19 +50,19 @@ def hold_by_expert(model: nn.Module, adapter: str) -> None:
 
 
 def by_experts(saved: torch.Tensor, rank: int) -> torch.Tensor:
-    """B of stacked experts as peft saves it, (outputs, rank x experts), as (experts x outputs, rank)."""
+    """Reshapes B of stacked experts as peft saves it, (outputs, rank x experts), to (experts x outputs, rank)."""
     return saved.reshape(saved.shape[0], rank, -1).permute(2, 0, 1).reshape(-1, rank)
 
 
 def peft_name(name: str) -> str:
-    """What peft calls a parameter."""
+    """Returns peft's name of a parameter."""
     return f"{name.removesuffix(LEAF)}weight" if name.endswith(f".{LEAF}") else name
 
 
 def as_peft_has_them(
     model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor | None]]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Whole tensors under peft's names and in its shapes; others as they are."""
+    """Yields whole tensors under peft's names and in its shapes; tensors that peft has so are unchanged."""
     for name, tensor in tensors:
         if tensor is not None and peft_name(name) != name:
             tensor = model.get_submodule(name.rpartition(".")[0]).by_outputs(tensor).flatten(1)  # type: ignore[operator]

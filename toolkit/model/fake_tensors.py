@@ -1,4 +1,4 @@
-"""Tensors without memory and without values, with which the planner runs a model. The names are torch's private ones.
+"""Tensors without memory and values, with which the planner runs a model. The names are private ones of torch.
 
 tests/unit/planning/memory/test_planning_private_names.py says when one of them moves.
 """
@@ -31,7 +31,7 @@ __all__ = [
 
 @contextmanager
 def without_logs() -> Iterator[None]:
-    """An operator without a kernel for such tensors is told by its exception alone; torch would log a traceback."""
+    """Hides the traceback that torch logs for an operator without such a kernel; its exception is enough."""
     logger = logging.getLogger(FakeTensor.__module__)
     was_disabled = logger.disabled
     logger.disabled = True
@@ -43,7 +43,7 @@ def without_logs() -> Iterator[None]:
 
 @contextmanager
 def grouped_products() -> Iterator[None]:
-    """Has experts in float32 run by transformers' own product: torch 2.13's, without values, is for bf16 alone."""
+    """Runs experts in float32 by transformers' own product: torch 2.13's, without values, only takes bf16."""
     can_use = experts._can_use_grouped_mm
 
     def in_16_bits(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> bool:
@@ -57,10 +57,10 @@ def grouped_products() -> Iterator[None]:
 
 
 def lacks_products() -> bool:
-    """Whether `grouped_products` has no backward: before transformers 5.23 it looks at the numbers of tokens."""
+    """Tells whether `grouped_products` has no backward: before transformers 5.23 it reads the numbers of tokens."""
     return not hasattr(experts, "_grouped_mm_fallback_backward_fake")
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether one can look at what the tensor holds."""
+    """Tells whether the tensor has values that can be read."""
     return not isinstance(tensor, FakeTensor)

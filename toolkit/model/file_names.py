@@ -1,4 +1,4 @@
-"""Names of weights in a model's files, which transformers names otherwise in memory: fused experts, other prefixes.
+"""Names weights as in a model's files; transformers has other names in memory: fused experts, other prefixes.
 
 transformers maps the files' names to its own and back. Servers and converters (vLLM, SGLang, llama.cpp) go by the names
 in the files, so an export has those of the base that it was trained from.
@@ -19,7 +19,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from toolkit.model.on_meta import build_on_meta
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
-"""Tensors of a block are converted together: one name in memory may stand for several in the files, or the reverse."""
+"""Tensors of a block are converted together: a name in memory may stand for several in files, or the reverse."""
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -28,9 +28,9 @@ class FileNames:
     """Gives tensors the names and shapes that they have in files.
 
     Args:
-        model: of transformers, sharded or not; its class and configuration are looked at.
-        stored: the names in the files of the base; None if there are none, as of random weights: then the names are
-            those that `save_pretrained` writes.
+        model: a model of transformers, sharded or not; only its class and configuration are used.
+        stored: the names in the files of the base; None for random weights, which get the names of
+            `save_pretrained`.
     """
 
     def __init__(self, model: PreTrainedModel, stored: Set[str] | None) -> None:
@@ -45,9 +45,9 @@ class FileNames:
         self._conversions = saved
         if stored is not None:
             # The last of equally good ones is transformers' own names: nothing is converted without a need.
-            self._conversions = max((saved, everything, []), key=lambda each: len(self._names(each) & stored))
+            self._conversions = max((saved, everything, []), key=lambda each: len(self._converted_names(each) & stored))
 
-    def _names(self, conversions: list[Any]) -> Set[str]:
+    def _converted_names(self, conversions: list[Any]) -> Set[str]:
         state = {name: torch.empty(tensor.shape, device="meta") for name, tensor in self._model.state_dict().items()}
         return self._converted(state, conversions).keys()
 
@@ -58,7 +58,7 @@ class FileNames:
         return revert_weight_conversion(self._model, state)  # type: ignore[no-any-return]
 
     def in_files(self, tensors: Tensors) -> Tensors:
-        """The tensors as files hold them, a block of the model in memory at a time."""
+        """Yields the tensors as files hold them; one block of the model is in memory at a time."""
         group: dict[str, torch.Tensor] = {}
         group_key: str | None = None
         for tied, tensor in tensors:
@@ -66,12 +66,12 @@ class FileNames:
             found = _BLOCK.match(name)
             key = found[1] if found is not None else name.rpartition(".")[0]
             if group and key != group_key:
-                yield from self._of_group(group)
+                yield from self._convert_block(group)
                 group = {}
             group[name], group_key = tensor, key
-        yield from self._of_group(group)
+        yield from self._convert_block(group)
 
-    def _of_group(self, group: dict[str, torch.Tensor]) -> Tensors:
+    def _convert_block(self, group: dict[str, torch.Tensor]) -> Tensors:
         for name, tensor in self._converted(group, self._conversions).items():
             # Parts of a fused tensor share its memory, which no file can.
             is_part = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()

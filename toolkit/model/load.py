@@ -1,7 +1,7 @@
-"""The model: from the hub, a folder, or a configuration with random weights.
+"""Loads a model from the hub, a folder, or a configuration with random weights.
 
-A model is built on the meta device, without memory for its parameters. It carries
-`materialize_weights()`, which the sharding backend calls once every parameter has its shard.
+A model is built on the meta device, without memory for its parameters. The sharding backend calls its method
+`materialize_weights()` once every parameter has its shard.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ from toolkit.sharding.apply import KeepsMasters
 from toolkit.terminal import Pass, Terminal
 
 PROCESSORS = "*processor_config.json"
-"""Files of a base that say how images and sound are read."""
+"""Files of a base with the settings for images and sound."""
 
 CARRIED = (PROCESSORS, "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Files of a base that neither weights, configuration nor tokenizer make; an export has them, too."""
+"""Other files of a base than weights, configuration and tokenizer; an export has them, too."""
 
 
 class SpecialTokens(Protocol):
-    """What of a tokenizer a configuration needs."""
+    """The part of a tokenizer that a configuration needs."""
 
     bos_token_id: int | None
     eos_token_id: int | None
@@ -90,7 +90,7 @@ class SpecialTokens(Protocol):
 
 
 class NoTokens:
-    """Of a pretrained model, whose configuration says it all."""
+    """Special tokens for a pretrained model, whose configuration already has them."""
 
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -109,22 +109,22 @@ def load(
     objective: str = "causal_lm",
     parts: Sequence[str] = (LANGUAGE,),
 ) -> PreTrainedModel:
-    """The recipe's model, on the meta device, with `materialize_weights`.
+    """Returns the recipe's model, on the meta device, with `materialize_weights`.
 
     Args:
         tokenizer: gives a model with random weights its vocabulary size and special tokens.
-        seed: of random weights.
-        label_names: of the classes that it tells apart; None: it writes text.
-        adapter: of its adapters; None: none.
+        seed: seed of random weights.
+        label_names: names of the classes of a classifier; None for a model that writes text.
+        adapter: settings of the adapters; None without adapters.
         objective: `objective.kind` of the recipe.
-        parts: what is trained of a model that reads more than text, in words of `model.train`.
+        parts: the trained parts of a model that reads more than text, in words of `model.train`.
 
     Raises:
-        BadInputError: where there is no such model.
+        BadInputError: if there is no such model.
     """
-    auto, config, settings, rows = _settings(model, tokenizer, label_names, objective)
+    auto, config, settings, rows = _model_settings(model, tokenizer, label_names, objective)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
-    built = _without_weights(auto, config, settings, rows, _field(model), parts)
+    built = _without_weights(auto, config, settings, rows, _model_field(model), parts)
     fit, values = Fit(all_drawn=model.name_or_path is None), Values(model.name_or_path or "", built)
     weights: Weights
     if stored is not None:
@@ -162,7 +162,7 @@ def load(
 
 
 def take_generation_settings(model: PreTrainedModel, source: str, revision: str | None = None) -> None:
-    """Gives a model that writes text the generation settings of `source`, whose files are on this host already."""
+    """Gives a model that writes text the generation settings of `source`, whose files must be on this host."""
     if not model.can_generate():
         return
     # Many a folder has none, or broken ones: nothing here generates by them, so the configuration's serve as well.
@@ -178,14 +178,10 @@ def load_without_weights(
     objective: str = "causal_lm",
     parts: Sequence[str] = (LANGUAGE,),
 ) -> PreTrainedModel:
-    """As `load`, of the configuration alone, for who wants to know sizes; it cannot be given weights.
-
-    Raises:
-        BadInputError: where there is no such model.
-    """
-    auto, config, settings, rows = _settings(model, tokenizer, label_names, objective)
+    """Returns the same as `load` from the configuration alone, for sizes; it cannot get weights. Raises as `load`."""
+    auto, config, settings, rows = _model_settings(model, tokenizer, label_names, objective)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
-    built = _without_weights(auto, config, settings, rows, _field(model), parts)
+    built = _without_weights(auto, config, settings, rows, _model_field(model), parts)
     if stored is not None:
         quantise_as_stored(built, stored)
     else:
@@ -197,7 +193,7 @@ def load_without_weights(
 
 
 def is_encoder_decoder(model: ModelSection) -> bool:
-    """Of a model at a name or path. Raises BadInputError where there is none."""
+    """Tells whether a model is an encoder-decoder. Raises BadInputError if there is no such model."""
     assert model.name_or_path is not None
     require_folder(model.name_or_path, "model.name_or_path")
     return bool(_configuration(model, NoTokens()).is_encoder_decoder)
@@ -206,10 +202,11 @@ def is_encoder_decoder(model: ModelSection) -> bool:
 def load_stored(
     name: str, revision: str | None, config: PretrainedConfig, stored: dict[str, Any], dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A model that was quantised before it was saved, on the host, with its weights. Not collective.
+    """Loads a model that was quantised before it was saved, with its weights, on the host. Not collective.
 
     Args:
-        config: without what it says of quantisation, which is `stored`.
+        config: the configuration without its section about quantisation.
+        stored: that section.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -221,10 +218,10 @@ def load_stored(
     return built
 
 
-def _settings(
+def _model_settings(
     model: ModelSection, tokenizer: SpecialTokens, label_names: list[str] | None, objective: str
 ) -> tuple[Any, PretrainedConfig, dict[str, Any], int]:
-    """Auto class, configuration, settings of its constructor, and the rows that its embeddings need."""
+    """Returns auto class, configuration, settings of the constructor, and the rows that the embeddings need."""
     if model.name_or_path is not None:
         require_folder(model.name_or_path, "model.name_or_path")
         if model.revision is not None and Path(model.name_or_path).expanduser().is_dir():
@@ -235,7 +232,7 @@ def _settings(
     if label_names is not None:
         _name_labels(config, label_names, tokenizer)
     name = SPECS[objective].auto_class
-    auto = writer_of(config, _field(model)) if name is None else getattr(transformers, name)
+    auto = writer_of(config, _model_field(model)) if name is None else getattr(transformers, name)
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     dtype = getattr(torch, model.dtype)
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
@@ -250,28 +247,28 @@ def _without_weights(
     field: str,
     parts: Sequence[str] = (LANGUAGE,),
 ) -> PreTrainedModel:
-    """The model on the meta device. `field`: of the recipe, for errors."""
+    """Returns the model on the meta device. `field` is the recipe's, for errors."""
 
     def build() -> PreTrainedModel:
-        built = _of_kind(auto, copy.deepcopy(config), settings, field)  # resizing changes the configuration
-        _make_rows(built, rows, mean_resizing=False)
+        built = _build(auto, copy.deepcopy(config), settings, field)  # resizing changes the configuration
+        _enlarge_embeddings(built, rows, mean_resizing=False)
         return built
 
     # Computed buffers, such as rotary frequencies, are in no file: they need their values now.
-    require_few_layers(config.to_dict(), field, _where(field))
+    require_few_layers(config.to_dict(), field, _config_place(field))
     built = build_on_meta(build)
     # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
     if auto in WHOLE:
         require_text(built, field)
-    require_lasting_rows(built, field, _where(field))
+    require_lasting_rows(built, field, _config_place(field))
     train_parts(built, parts)
     freeze_untrained(built)
     return built
 
 
-def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any], field: str) -> PreTrainedModel:
+def _build(auto: Any, config: PretrainedConfig, settings: dict[str, Any], field: str) -> PreTrainedModel:
     writers = dict.fromkeys((AutoModelForCausalLM, *WHOLE), "generate text")
     writers[AutoModelForSeq2SeqLM] = "write a target for a source"
     what = writers.get(auto, "classify texts")
@@ -287,20 +284,22 @@ def _of_kind(auto: Any, config: PretrainedConfig, settings: dict[str, Any], fiel
         raise
     except Exception as error:  # whatever a model's code makes of sizes and names that do not fit each other
         reads_sources = auto is AutoModelForCausalLM and config.is_encoder_decoder
-        mend = "Set objective.kind=seq2seq for an encoder-decoder" if reads_sources else f"Correct {_where(field)}"
+        mend = (
+            "Set objective.kind=seq2seq for an encoder-decoder" if reads_sources else f"Correct {_config_place(field)}"
+        )
         raise BadInputError(
             f"{field}: there is no model of type {config.model_type} that can {what}: {in_words(error)}. {mend}, or "
             "name another model"
         ) from error
 
 
-def _field(model: ModelSection) -> str:
-    """The field that says what model it is."""
+def _model_field(model: ModelSection) -> str:
+    """Returns the field of the recipe that names the model."""
     return "model.config" if model.name_or_path is None else "model.name_or_path"
 
 
-def _where(field: str) -> str:
-    """Where a configuration stands."""
+def _config_place(field: str) -> str:
+    """Returns the place of the configuration, for errors."""
     return "model.config" if field == "model.config" else "its config.json"
 
 
@@ -326,7 +325,7 @@ def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialT
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of transformers that loads a model like that of the configuration."""
+    """Returns the class of transformers that loads a model with this configuration."""
     spec = classifier_of((config.architectures or [""])[0])
     if spec is not None and spec.auto_class is not None:
         return getattr(transformers, spec.auto_class)
@@ -353,7 +352,7 @@ def _weights(
 
 
 def _below_new_head(model: nn.Module) -> str | None:
-    """The prefix of what a classifier has from a language model; its head is new, and the other one is left out."""
+    """Returns the key prefix of the backbone that a classifier takes from a language model's files."""
     return str(model.base_model_prefix) if is_classifier(model) else None
 
 
@@ -367,7 +366,7 @@ def _whole_model(
     fit: Fit,
     values: Values,
 ) -> nn.Module:
-    """The model with its weights, on the host of this rank; `fit` is told which of them are new."""
+    """Returns the model with its weights, on this rank's host, and notes in `fit` which of them are new."""
     # The seed is for the weights: the run's own random state must not depend on who made them.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -395,12 +394,12 @@ def _whole_model(
             for key, tensor in whole.state_dict().items():
                 if key not in fit.drawn:
                     values.look(key, tensor)
-        _make_rows(whole, rows, mean_resizing=True)
+        _enlarge_embeddings(whole, rows, mean_resizing=True)
         return whole
 
 
-def _make_rows(model: PreTrainedModel, rows: int, mean_resizing: bool) -> None:
-    """Embeddings, and a head of its own, of at least so many rows; new ones are drawn around the mean of the old.
+def _enlarge_embeddings(model: PreTrainedModel, rows: int, mean_resizing: bool) -> None:
+    """Enlarges embeddings, and an untied head, to at least `rows` rows; new ones are drawn around the old ones' mean.
 
     Reference: Hewitt, "Initializing new word embeddings for pretrained language models", 2021.
     """
@@ -409,7 +408,7 @@ def _make_rows(model: PreTrainedModel, rows: int, mean_resizing: bool) -> None:
 
 
 def fingerprint(model: ModelSection) -> str | None:
-    """Of the model's files; None where its weights are drawn."""
+    """Returns the fingerprint of the model's files; None if its weights are drawn."""
     if model.name_or_path is None:
         return None
     folder = _model_folder(model)
@@ -418,14 +417,14 @@ def fingerprint(model: ModelSection) -> str | None:
 
 
 def _model_folder(model: ModelSection) -> Path:
-    """The folder of a pretrained model."""
+    """Returns the folder of a pretrained model."""
     assert model.name_or_path is not None
     # No pickles: those of a stranger could run anything.
     return _folder(model.name_or_path, model.revision, ["*.safetensors", "*.json", *CARRIED])
 
 
 def _folder(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """A folder; of a name on the hub, the one with files of these patterns, downloaded once for each host."""
+    """Returns a folder. For a hub name it holds the files of these patterns, downloaded once for each host."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -436,7 +435,7 @@ def _folder(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
 
 def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedConfig:
-    field = _field(model)
+    field = _model_field(model)
     try:
         if model.name_or_path is not None:
             require_safe_stored(model.name_or_path, model.revision, field)
@@ -450,14 +449,14 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
     except Exception as error:  # transformers checks a configuration with exceptions of a great many kinds
         raise BadInputError(
             f"{field}: no model can be built from {model.name_or_path or 'it'!r}: {in_words(error)}. Correct "
-            f"{_where(field)}, or name another model"
+            f"{_config_place(field)}, or name another model"
         ) from error
-    require_possible(config, field, model.name_or_path or "it", _where(field))
+    require_possible(config, field, model.name_or_path or "it", _config_place(field))
     return config
 
 
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:
-    """A configuration whose vocabulary and special tokens are the tokenizer's, unless it says otherwise."""
+    """Returns a configuration with the tokenizer's vocabulary and special tokens, unless `fields` sets them."""
     require_few_layers(fields, "model.config", "it")
     default = AutoConfig.for_model(fields["model_type"])
     # A model that reads more than text has them in a configuration of its own for its language model.
@@ -473,21 +472,21 @@ def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> P
     if default.is_encoder_decoder:
         # As T5's, a target begins behind padding. A type's own defaults are numbers in a vocabulary of its own.
         fields.setdefault("decoder_start_token_id", fields["pad_token_id"])
-        if "forced_eos_token_id" in _known(default):
+        if "forced_eos_token_id" in _known_fields(default):
             fields.setdefault("forced_eos_token_id", None)
     _require_known(fields, default, "model.config")
     return AutoConfig.for_model(**fields)
 
 
-def _known(default: PretrainedConfig) -> set[str]:
+def _known_fields(default: PretrainedConfig) -> set[str]:
     known = {*default.to_dict(), *default.attribute_map}
     # T5's configuration takes them, and does not list them.
     return known | {"bos_token_id", "decoder_start_token_id"} if default.is_encoder_decoder else known
 
 
 def _require_known(fields: dict[str, Any], default: PretrainedConfig, where: str) -> None:
-    """Raises BadInputError for a field that its model type does not know, also in a configuration of a part."""
-    known = _known(default)
+    """Raises BadInputError for a field that the model type does not know, also in the configuration of a part."""
+    known = _known_fields(default)
     if unknown := [key for key in fields if key not in known]:
         raise BadInputError(
             f"{where}: {', '.join(unknown)}: unknown to the model type {default.model_type}; "

@@ -1,7 +1,7 @@
-"""Models without memory for their parameters, whose computed buffers have their values.
+"""Builds models without memory for their parameters; computed buffers have their values.
 
-accelerate's `init_empty_weights` takes a parameter to the meta device once it is there. Until then each exists on the
-host: a stack of experts of DeepSeek V3 or Llama 4 is 28 GiB.
+accelerate's `init_empty_weights` moves a parameter to the meta device only after it was made on the host. There a stack
+of experts of DeepSeek V3 or Llama 4 takes 28 GiB.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.overrides import TorchFunctionMode
 Built = TypeVar("Built", bound=nn.Module)
 
 LARGE = 2**22
-"""Elements from which on a parameter is never made on the host."""
+"""Parameters with at least so many elements are never made on the host."""
 
 MAKERS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
-"""Functions by which models make parameters."""
+"""Functions with which models make parameters."""
 
 
 def build_on_meta(build: Callable[[], Built]) -> Built:
-    """Calls `build` so that parameters are made on the meta device, and buffers on the host."""
+    """Calls `build` so that it makes parameters on the meta device, and buffers on the host."""
     with _OnMeta(_large_shapes(build)), init_empty_weights(include_buffers=False):
         return build()
 
 
 def _large_shapes(build: Callable[[], nn.Module]) -> set[tuple[int, ...]]:
-    """Shapes of the large parameters; none if the model's code needs values to be built."""
+    """Returns shapes of the large parameters; none if the model's code needs values while it is built."""
     try:
         with torch.device("meta"):
             model = build()
@@ -54,7 +54,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Of the tensor that one of `MAKERS` is asked for: given as numbers, or as one sequence of them."""
+    """Returns the size that one of `MAKERS` is called with, as numbers or as one sequence."""
     size = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
     # Inkling's width is a tensor of one number.
     return tuple(int(number) for number in size if isinstance(number, int | torch.Tensor))

@@ -1,4 +1,4 @@
-"""Rows of embeddings that transformers sets to zero whenever it loads a model: no export can keep what they learned.
+"""Finds rows of embeddings that transformers sets to zero at every load, so that no export can keep their values.
 
 A type's `_init_weights` zeroes the row of the padding token in embeddings that it draws. Youtu's does so in loaded
 ones, too, as it writes to `weight.data`, which does not say that it was loaded.
@@ -14,11 +14,14 @@ from toolkit.errors import BadInputError
 
 
 def require_lasting_rows(model: PreTrainedModel, field: str, where: str) -> None:
-    """Raises BadInputError where transformers would set the row of the padding token to zero again.
+    """Checks that transformers does not set the row of the padding token to zero when it loads an export.
 
     Args:
-        field: of the recipe that names the model.
-        where: its configuration stands.
+        field: the field of the recipe that names the model.
+        where: the place of its configuration.
+
+    Raises:
+        BadInputError: if it would.
     """
     indices = {m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None}
     for index in sorted(indices):
@@ -32,7 +35,7 @@ def require_lasting_rows(model: PreTrainedModel, field: str, where: str) -> None
 
 @torch.no_grad()
 def _is_kept(model: PreTrainedModel, index: int) -> bool:
-    """Whether the type leaves alone a row of embeddings that are marked as loaded."""
+    """Tells whether the type keeps a row of embeddings that are marked as loaded."""
     # Made of values, as nothing is to be drawn for it.
     loaded = nn.Embedding.from_pretrained(torch.ones(index + 1, 1), padding_idx=index)  # type: ignore[no-untyped-call]
     loaded.weight._is_hf_initialized = True

@@ -29,7 +29,7 @@ WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
 
 def writer_class(config: PretrainedConfig) -> Any:
-    """The auto class of a model that writes text: of the whole one, if that is what the configuration names.
+    """Returns the auto class of a model that writes text: of the whole one, if the configuration names that.
 
     transformers' class for causal models maps some of these types (Qwen 3.5, Llama 4) to their language model alone,
     and does not know others (Qwen 3 VL, Mistral 3), which are whole also if the configuration names no class.
@@ -45,33 +45,33 @@ def writer_class(config: PretrainedConfig) -> Any:
 
 
 LANGUAGE, PROJECTOR, VISION = "language", "projector", "vision"
-"""Words of `model.train`: the language model with embeddings and head; what maps what is seen to it; the towers."""
+"""Words of `model.train`: the language model with embeddings and head, the projectors, the towers."""
 
 _PROJECTOR = re.compile(
     r"(^|\.)(\w*projector|visual_projection|connector|merger|deepstack_merger_list|aligner|embed_vision)(\.|$)"
 )
 _BESIDE_WORDS = re.compile(r"\.layers\.\d+\.(.+\.)?vision_\w+\.")
-"""Within a layer of the language model what only the tokens of images enter, as Ernie's `vision_moe`."""
+"""Modules in a layer of the language model that only tokens of images enter, such as Ernie's `vision_moe`."""
 
 _TRAINED = "trained_parts"
 
 
 def train_parts(model: nn.Module, parts: Sequence[str]) -> None:
-    """Notes which parts of a model that reads more than text are trained, for the functions of this file."""
+    """Notes the trained parts of a model that reads more than text, for the functions of this file."""
     setattr(model, _TRAINED, tuple(parts))
 
 
 def trained_parts(model: nn.Module) -> tuple[str, ...]:
-    """Which parts are trained, in words of `model.train`."""
+    """Returns the trained parts, in words of `model.train`."""
     found: tuple[str, ...] = getattr(model, _TRAINED, (LANGUAGE,))
     return found
 
 
 def asked_parts(model: ModelSection, adapter: AdapterSection, has_pictures: bool) -> Sequence[str]:
-    """What is trained of a model that reads more than text, in words of `model.train`.
+    """Returns the parts to train of a model that reads more than text, in words of `model.train`.
 
     Raises:
-        BadInputError: a part that no row reaches.
+        BadInputError: if no row reaches a part.
     """
     train = model.train
     if train is None:
@@ -84,18 +84,18 @@ def asked_parts(model: ModelSection, adapter: AdapterSection, has_pictures: bool
 
 
 def sees(model: nn.Module) -> bool:
-    """Whether the model reads more than text."""
+    """Tells whether the model reads more than text."""
     return isinstance(model, PreTrainedModel) and writer_class(model.config) is not AutoModelForCausalLM
 
 
 def writer_of(config: PretrainedConfig, field: str) -> Any:
-    """As `writer_class`.
+    """Returns the same as `writer_class`.
 
     Args:
-        field: of the recipe, that names the model.
+        field: the field of the recipe that names the model.
 
     Raises:
-        BadInputError: the type reads more than text, and its files name a class that does not write any.
+        BadInputError: if the type reads more than text, and its files name a class that does not write any.
     """
     auto, named = writer_class(config), (config.architectures or [""])[0]
     is_whole = any(type(config) in whole._model_mapping for whole in WHOLE)
@@ -120,10 +120,13 @@ def needs_more_than_text(model: str, why: str) -> BadInputError:
 
 
 def require_text(model: PreTrainedModel, field: str) -> None:
-    """Raises BadInputError for a model that reads more than text and cannot continue rows of text.
+    """Checks that a model that reads more than text can continue rows of text.
 
     Args:
-        field: of the recipe, that names the model.
+        field: the field of the recipe that names the model.
+
+    Raises:
+        BadInputError: if it cannot.
     """
     name = type(model).__name__
     if model.main_input_name != "input_ids":
@@ -139,13 +142,13 @@ def require_text(model: PreTrainedModel, field: str) -> None:
 
 
 def untrained(model: nn.Module) -> set[str]:
-    """Names of the parameters that are not trained, in a model that reads more than text: of the other parts."""
+    """Returns names of the parameters of parts that are not trained, in a model that reads more than text."""
     trained = trained_parts(model)
     return {name for name, part in parts_of(model).items() if part not in trained}
 
 
 def parts_of(model: nn.Module) -> dict[str, str]:
-    """The part of each parameter, in words of `model.train`; empty if the model reads text alone."""
+    """Returns the part of each parameter, in words of `model.train`; empty if the model only reads text."""
     if not isinstance(model, PreTrainedModel) or not sees(model):
         return {}
     readers: list[Any] = [model.get_decoder(), *([model.get_encoder()] if model.config.is_encoder_decoder else [])]
@@ -163,9 +166,9 @@ def parts_of(model: nn.Module) -> dict[str, str]:
 
 
 def _towers_within(decoder: nn.Module) -> list[nn.Module]:
-    """Children of a decoder or encoder that hold a model of another kind of configuration, and projectors beside them.
+    """Returns children of a decoder that hold a model with another class of configuration, and their projectors.
 
-    What GIT and Phi-4 call their decoder has the towers in it.
+    The decoders of GIT and Phi-4 contain the towers.
     """
     config: Any = getattr(decoder, "config", None)
     if config is None:
@@ -181,7 +184,7 @@ def _towers_within(decoder: nn.Module) -> list[nn.Module]:
 
 
 def freeze_untrained(model: nn.Module) -> None:
-    """Freezes what text rows do not reach."""
+    """Freezes the parts that are not trained."""
     names = untrained(model)
     for name, parameter in model.named_parameters():
         if name in names:
@@ -189,15 +192,15 @@ def freeze_untrained(model: nn.Module) -> None:
 
 
 def may_leave_unused(model: nn.Module) -> bool:
-    """Whether a forward may leave trained parameters out, which torch's DistributedDataParallel has to be told.
+    """Tells whether a forward may leave trained parameters out, which torch's DistributedDataParallel must know.
 
-    Besides branches those of towers, whose last layers LLaVA does not use, and whose pooling Gemma 3 does not.
+    Besides branches, these are layers of towers: LLaVA does not use the last ones, nor Gemma 3 the pooling.
     """
     return has_branches(model) or VISION in trained_parts(model)
 
 
 def untrained_modules(model: nn.Module) -> list[str]:
-    """Paths of the modules that have none but such parameters, where an adapter would get no gradient."""
+    """Returns paths of modules whose parameters are all `untrained`; an adapter on them would get no gradient."""
     names = untrained(model)
     if not names:
         return []
@@ -206,7 +209,7 @@ def untrained_modules(model: nn.Module) -> list[str]:
 
 
 def untrained_fact(model: nn.Module) -> str | None:
-    """What is not trained, in words; None if everything is."""
+    """Describes what is not trained; None if everything is."""
     names = untrained(model)
     if not names:
         return None

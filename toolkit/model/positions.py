@@ -1,4 +1,4 @@
-"""Whether a model takes positions, where its own begin, and how many it has."""
+"""Finds whether a model takes positions, its first position, and their number."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from toolkit.recipe.schema import DataSection
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether a forward can be told that positions restart, without which rows that share a sample see each other."""
+    """Tells whether a forward takes positions that restart; otherwise documents in a packed row see each other."""
     return "position_ids" in inspect.signature(base_of(model).forward).parameters
 
 
 def first_position(model: nn.Module) -> int:
-    """The position of a text's first token: 0, but padding_idx + 1 in RoBERTa's family, as fairseq counts.
+    """Returns the position of a text's first token: 0, or padding_idx + 1 in RoBERTa's family, as in fairseq.
 
-    transformers counts so itself where it is given no positions, and takes those that it is given as they are.
+    transformers uses it if it is given no positions, and takes given ones as they are.
     """
     for module in model.modules():
         padding = getattr(module, "padding_idx", None)
@@ -30,7 +30,7 @@ def first_position(model: nn.Module) -> int:
 
 
 def num_positions(model: nn.Module) -> int | None:
-    """The longest row that the model's configuration allows (tokens); None where it sets no limit."""
+    """Returns the longest row that the model's configuration allows (tokens); None without a limit."""
     config: Any = base_of(model).config
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None or positions < 1:
@@ -39,7 +39,11 @@ def num_positions(model: nn.Module) -> int | None:
 
 
 def require_positions(model: nn.Module, data: DataSection) -> None:
-    """Raises BadInputError where samples are longer than the model's positions."""
+    """Checks that samples fit the model's positions.
+
+    Raises:
+        BadInputError: if they are longer.
+    """
     positions = num_positions(model)
     for key in ("max_length", "max_target_length"):
         length = getattr(data, key)

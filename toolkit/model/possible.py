@@ -1,4 +1,4 @@
-"""Configurations of which no model can be made, or none that learns."""
+"""Refuses configurations of which no model can be made, or none that learns."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from transformers import PretrainedConfig
 from toolkit.errors import BadInputError
 
 MOST_DROPOUT, MOST_EPS = 0.5, 0.1
-"""Of a configuration; transformers' own have at most 0.3 and 0.001. More drowns what the model has learned."""
+"""Highest values in a configuration; those in transformers are at most 0.3 and 0.001. More spoils a model."""
 
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
-"""Of a configuration; with none of them below one could a model be made."""
+"""Sizes of a configuration; no model can be made if one of them is below one."""
 
 
 def require_possible(config: PretrainedConfig, field: str, name: str, where: str) -> None:
-    """Raises BadInputError for sizes that no model has, and for a model that transformers computes wrong.
+    """Checks that a model with this configuration can be made and learn.
 
     Args:
-        where: to correct the configuration.
+        field: the field of the recipe that names the model.
+        name: the model's name.
+        where: the place of the configuration.
+
+    Raises:
+        BadInputError: if a size is impossible, or transformers computes the model wrong.
     """
     if config.model_type == "prophetnet":
         # get_predict_relative_pos_embeddings gives each token the numbers of other ones, later ones among them.
@@ -75,7 +80,7 @@ def _size(text: PretrainedConfig | dict[str, Any], key: str) -> Any:
 
 
 def _odd_numbers(values: dict[str, Any]) -> list[str]:
-    """Numbers of a configuration that spoil the first step, and that building the model does not meet."""
+    """Returns numbers of a configuration that spoil the first step, but do not fail when the model is built."""
     needs: dict[tuple[str, ...], tuple[str, Callable[[float], bool]]] = {
         ("dropout", "pdrop", "dropout_prob"): (f"from 0 to {MOST_DROPOUT}", lambda value: 0 <= value <= MOST_DROPOUT),
         ("_eps", "_epsilon"): (f"from 0 to {MOST_EPS}", lambda value: 0 <= value <= MOST_EPS),

@@ -34,26 +34,26 @@ BLOCK = 64
 """Weights that share a scale, one after another in a matrix's rows; bitsandbytes' default."""
 
 NESTED_BLOCK = 256
-"""Scales that share one, where they are quantised themselves."""
+"""Number of scales that share one in double quantisation."""
 
 PIECE = 2**20
-"""Weights that are quantised at a time: on a CPU bitsandbytes holds some 20 bytes for each meanwhile."""
+"""Number of weights that are quantised at a time: on a CPU bitsandbytes needs some 20 bytes for each."""
 
 SCALE_BYTES = 4
-"""Of a float32 scale. Scales are held as bytes, as FSDP2 would cast them to the type of compute."""
+"""Bytes of a float32 scale. Scales are held as bytes because FSDP2 would cast floats to the compute dtype."""
 
 
 PARTS = ("weight", "weight_absmax", "weight_nested")
-"""Names of the parameters that stand for a matrix; the last in double quantisation alone."""
+"""Names of the parameters of a matrix; the last one exists only in double quantisation."""
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How frozen linear layers are held.
+    """The quantisation of frozen linear layers.
 
     Attributes:
-        kind: nf4: 4 bits, a scale for each block of 64 weights. int8: 8 bits, a scale for each row.
-        double: the scales of nf4 are held in 8 bits, with a scale for each 256 of them.
+        kind: nf4 for 4 bits and a scale for each block of 64 weights, int8 for 8 bits and a scale for each row.
+        double: whether the scales of nf4 are held in 8 bits, with a scale for each 256 of them.
     """
 
     kind: Literal["nf4", "int8"]
@@ -72,7 +72,7 @@ class Quantisation:
 
 
 def quantisation_of(section: AdapterSection | None) -> Quantisation | None:
-    """What a recipe asks for."""
+    """Returns the quantisation that a recipe asks for, or None."""
     if section is None or section.quantize == "none":
         return None
     return Quantisation(section.quantize, section.double_quantization)
@@ -81,12 +81,12 @@ def quantisation_of(section: AdapterSection | None) -> Quantisation | None:
 class QuantisedLinear(nn.Linear):
     """A frozen linear layer, on the meta device until it is given its bytes.
 
-    Parameters, all of them bytes and frozen: `weight`, (blocks, 32) or in 8 bits (outputs, inputs); `weight_absmax`,
-    the largest of each block or row, (blocks, 4) or, in double quantisation, (blocks, 1); `weight_nested`, there
-    alone, (1 + blocks / 256, 4): what was taken from each of those, and the largest of each 256 of them.
+    Its parameters are frozen bytes: `weight`, (blocks, 32) or in 8 bits (outputs, inputs); `weight_absmax`, the
+    largest value of each block or row, (blocks, 4) or, in double quantisation, (blocks, 1); and, only in double
+    quantisation, `weight_nested`, (1 + blocks / 256, 4): the offset of the scales, and the largest of each 256.
 
     Args:
-        linear: whose shape and bias it has.
+        linear: the layer whose shape and bias it takes.
     """
 
     weight_absmax: nn.Parameter
@@ -97,7 +97,7 @@ class QuantisedLinear(nn.Linear):
         nn.Module.__init__(self)  # no weights of 16 bits are made
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.quantisation = quantisation
-        for name, (shape, dtype) in _packed(linear, quantisation).items():
+        for name, (shape, dtype) in _parameter_shapes(linear, quantisation).items():
             empty = torch.empty(shape, dtype=dtype, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.register_parameter("bias", linear.bias)
@@ -123,7 +123,7 @@ class QuantisedLinear(nn.Linear):
     def matrix(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The float32 matrix of such bytes as `bytes` gives."""
         code = [self.nested_code.to(parts[0].device)] if self.quantisation.double else []
-        return _matrix(self.quantisation, self.shape, torch.float32, [*parts, *code])
+        return _dequantise(self.quantisation, self.shape, torch.float32, [*parts, *code])
 
     def read_matrix(self, weights: Weights, path: str) -> torch.Tensor:
         """The float32 matrix, read as a run reads it; the layer itself may be on the meta device or sharded."""
@@ -137,7 +137,7 @@ class QuantisedLinear(nn.Linear):
         return [cast(nn.Parameter, self._parameters[name]) for name in PARTS[: 3 if self.quantisation.double else 2]]
 
     def packed(self) -> list[torch.Tensor]:
-        """The same as `_matrix` takes them."""
+        """The same as `_dequantise` takes them."""
         return [*self.bytes(), *([self.nested_code] if self.quantisation.double else [])]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -151,13 +151,13 @@ class QuantisedLinear(nn.Linear):
 
 @contextmanager
 def weights_as_numbers(model: nn.Module, dtype: torch.dtype) -> Iterator[set[str]]:
-    """Quantised layers compute with their matrices, and who reads a `weight` gets the matrix, (outputs, inputs).
+    """Makes the `weight` of quantised layers the matrix, (outputs, inputs), until the block ends.
 
     Args:
-        dtype: of the matrices that are read.
+        dtype: dtype of the matrices that are read.
 
     Yields:
-        The paths of those layers whose weights are read meanwhile.
+        A set that collects the paths of the layers whose weights are read.
     """
     layers, read = dict(quantised_layers(model)), set[str]()
     paths = {layer: path for path, layer in layers.items()}
@@ -185,8 +185,8 @@ def weights_as_numbers(model: nn.Module, dtype: torch.dtype) -> Iterator[set[str
             layer.__class__ = QuantisedLinear
 
 
-def _packed(linear: nn.Linear, quantisation: Quantisation) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
-    """Shapes and types of what stands for a matrix."""
+def _parameter_shapes(linear: nn.Linear, quantisation: Quantisation) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+    """Returns shapes and types of the parameters of a matrix."""
     outputs, inputs = linear.out_features, linear.in_features
     if quantisation.kind == "int8":
         return {"weight": ((outputs, inputs), torch.int8), "weight_absmax": ((outputs, SCALE_BYTES), torch.uint8)}
@@ -202,7 +202,7 @@ def _packed(linear: nn.Linear, quantisation: Quantisation) -> dict[str, tuple[tu
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b, and the gradient of x. W is made anew in backward: kept, it would take its 16 bits until then."""
+    """x W^T + b and the gradient of x. W is computed again in backward; kept, it would take 16 bits a weight."""
 
     @staticmethod
     def forward(
@@ -215,19 +215,19 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.quantisation, ctx.shape = quantisation, shape
         ctx.save_for_backward(*packed)
-        return F.linear(inputs, _matrix(quantisation, shape, inputs.dtype, packed), bias)
+        return F.linear(inputs, _dequantise(quantisation, shape, inputs.dtype, packed), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         packed = ctx.saved_tensors  # once: checkpointing refuses a second look
-        matrix = _matrix(ctx.quantisation, ctx.shape, gradient.dtype, packed)
+        matrix = _dequantise(ctx.quantisation, ctx.shape, gradient.dtype, packed)
         return gradient @ matrix, *(None for _ in range(3 + len(packed)))
 
 
-def _matrix(
+def _dequantise(
     quantisation: Quantisation, shape: tuple[int, int], dtype: torch.dtype, packed: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """(outputs, inputs), computed in float32 and rounded to `dtype`."""
+    """Returns the matrix, (outputs, inputs), computed in float32 and rounded to `dtype`."""
     weight, absmax = packed[:2]
     if quantisation.kind == "int8":
         return (weight * (absmax.view(torch.float32) / 127)).to(dtype)
@@ -247,13 +247,14 @@ def _matrix(
 
 
 def quantise_layers(model: nn.Module, quantisation: Quantisation, paths: list[str]) -> None:
-    """Puts a `QuantisedLinear` in the place of each of these linear layers.
+    """Replaces each of these linear layers by a `QuantisedLinear`.
 
     Args:
-        model: on the meta device.
+        model: the model, on the meta device.
+        paths: paths of the layers.
 
     Raises:
-        BadInputError: no bitsandbytes, no layer, or one whose weights do not fill blocks.
+        BadInputError: if bitsandbytes is missing, `paths` is empty, or the weights of a layer do not fill blocks.
     """
     require_bitsandbytes()
     if not paths:
@@ -272,7 +273,7 @@ def quantise_loaded(model: nn.Module, how: dict[str, Any] | None) -> None:
     """Quantises the layers of a model that has its weights, one after another.
 
     Args:
-        how: what `Quantisation.for_transformers` gave; None: nothing is.
+        how: the result of `Quantisation.for_transformers`; with None, nothing is quantised.
     """
     if how is None:
         return
@@ -290,7 +291,7 @@ def quantise_loaded(model: nn.Module, how: dict[str, Any] | None) -> None:
 
 
 def _require_blocks(layers: dict[str, Any]) -> None:
-    """Raises BadInputError for matrices that are not whole blocks: the rest would have no scale of its own."""
+    """Raises BadInputError for matrices that are not whole blocks: the rest would have no scale."""
     odd = [
         f"{path} {[layer.out_features, layer.in_features]}"
         for path, layer in layers.items()
@@ -308,7 +309,11 @@ OLDEST_TORCH = Version("2.13")
 
 
 def require_bitsandbytes() -> None:
-    """Raises BadInputError where bitsandbytes is not there or does not start, or torch is too old; imports it."""
+    """Imports bitsandbytes.
+
+    Raises:
+        BadInputError: if it is missing or does not start, or torch is too old.
+    """
     if Version(Version(torch.__version__).base_version) < OLDEST_TORCH:
         raise BadInputError(
             f"adapter.quantize: torch {torch.__version__} cannot shard quantised weights; install torch {OLDEST_TORCH} "
@@ -330,14 +335,14 @@ def require_bitsandbytes() -> None:
 
 
 def quantised_layers(model: nn.Module) -> Iterator[tuple[str, QuantisedLinear]]:
-    """The quantised layers with their paths."""
+    """Yields the quantised layers with their paths."""
     for path, module in model.named_modules():
         if isinstance(module, QuantisedLinear):
             yield path, module
 
 
 def quantised_fact(model: nn.Module) -> str | None:
-    """How many weights are quantised, in how many bytes, and which matrices are not; None where none are."""
+    """Describes how many weights are quantised, their bytes, and the other matrices; None if none are."""
     layers = dict(quantised_layers(model))
     if not layers:
         return None
@@ -358,7 +363,7 @@ def quantised_fact(model: nn.Module) -> str | None:
 def dequantised(
     model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor | None]]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """The tensors with float32 matrices in the place of their bytes, which must come one after another."""
+    """Yields the tensors, with float32 matrices in place of their bytes, which must come one after another."""
     layers, ready = dict(quantised_layers(model)), list[Any]()
     for name, tensor in tensors:
         path, _, part = name.rpartition(".")
@@ -376,12 +381,12 @@ def dequantised(
 
 
 class QuantisedWeights:
-    """Quantises matrices as they are read: each rank the blocks that it will hold, with the bytes of one process.
+    """Quantises matrices while they are read: each rank the blocks that it will hold, with the bytes of one process.
 
     Args:
-        base: where the matrices come from.
-        model: with its quantised layers, under the names that `base` knows.
-        dtype: to which matrices are rounded before they are quantised, as if they had been loaded so.
+        base: the source of the matrices.
+        model: the model with its quantised layers, under the names that `base` knows.
+        dtype: matrices are rounded to it before they are quantised, as if they had been loaded so.
     """
 
     def __init__(self, base: Weights, model: nn.Module, dtype: torch.dtype) -> None:

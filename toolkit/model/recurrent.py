@@ -1,7 +1,7 @@
 """Layers that carry a state along a row (gated delta rules, state spaces, short convolutions), and their kernels.
 
-Kernels of `fla`, `mamba_ssm` and `causal_conv1d` start anew at each document if they are told where it begins.
-transformers hands that on, and raises a ValueError where it has its own slow functions in their place.
+Kernels of `fla`, `mamba_ssm` and `causal_conv1d` restart at each document if they are told where it begins.
+transformers passes that on, and raises a ValueError if it uses its own slow functions instead.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 from toolkit.model.adapters import base_of
 
 _MARK = "is_new_implementation"
-"""What transformers notes for each function in `use_kernel_func_from_hub_with_fallback`: a kernel took its place."""
+"""transformers sets it in `use_kernel_func_from_hub_with_fallback` if a kernel has replaced the function."""
 
 
 def kernels_take_documents(model: nn.Module) -> bool:
-    """Whether a model has such layers, and a kernel for each of their functions."""
+    """Tells whether a model has such layers, and a kernel for each of their functions."""
     files = {type(module).__module__ for module in base_of(model).modules()}
     marks = [mark for file in files for mark in _marks(sys.modules[file])]
     return bool(marks) and all(marks)

@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts, found by what transformers records of a model: `router_logits`."""
+"""Finds the routers of a mixture of experts by the outputs that transformers records: `router_logits`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BIAS = "e_score_correction_bias"
 """The buffer that DeepSeek V3 and its kin add to a router's scores before they choose (arXiv 2412.19437)."""
 
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-"""What configurations call the number of experts of a token."""
+"""Names of the number of experts of a token in configurations."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Router:
     """A module that chooses experts for tokens.
 
     Attributes:
-        path: dotted.
-        index: where its logits stand among its outputs; they are (..., experts).
-        top_k: experts of a token, where its outputs do not say which these are.
+        path: dotted path.
+        index: index of its logits, (..., experts), among its outputs.
+        top_k: number of experts of a token, if the outputs do not name them.
     """
 
     path: str
@@ -36,19 +36,19 @@ class Router:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """What is added to its scores before experts are chosen, (experts,); None: nothing.
+        """The bias of its scores before experts are chosen, (experts,), or None.
 
-        Looked up anew: a buffer is another tensor once the model has its weights.
+        It is read at each call: a buffer is another tensor once the model has its weights.
         """
         return next((tensor for name, tensor in self.module.named_buffers() if name.endswith(BIAS)), None)
 
     def logits(self, output: Any) -> torch.Tensor:
-        """Its logits, (tokens, experts)."""
+        """Returns its logits, (tokens, experts)."""
         logits: torch.Tensor = output if torch.is_tensor(output) else output[self.index]
         return logits.flatten(0, -2)
 
     def chosen(self, output: Any) -> torch.Tensor:
-        """The experts of each token, (tokens, k)."""
+        """Returns the experts of each token, (tokens, k)."""
         logits = self.logits(output)
         parts = () if torch.is_tensor(output) else output
         for part in parts:
@@ -62,18 +62,18 @@ class Router:
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """The model's routers, in the order of its modules; none where it has no experts."""
+    """Returns the model's routers, in the order of its modules; none for a model without experts."""
     base: Any = base_of(model)
     config: Any = getattr(base, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found: dict[int, Router] = {}
-    for path, module, index in _recorded(base):
+    for path, module, index in _recorded_modules(base):
         found.setdefault(id(module), Router(path, module, index, experts_of_a_token(text, path)))
     return list(found.values())
 
 
 def experts_of_a_token(config: Any, path: str) -> int:
-    """How many experts a token has in the layer that a path names, by the model's configuration."""
+    """Returns the number of experts of a token in the layer of a path, by the model's configuration."""
     value = next((value for name in CHOSEN if (value := getattr(config, name, None))), 1)
     if not isinstance(value, list | tuple):
         return int(value)
@@ -83,15 +83,15 @@ def experts_of_a_token(config: Any, path: str) -> int:
 
 
 def own_coefficient(model: nn.Module) -> float | None:
-    """`router_aux_loss_coef` of the model's configuration; None where it has no balance loss of its own."""
+    """Returns `router_aux_loss_coef` of the model's configuration; None if it has no balance loss."""
     config: Any = getattr(base_of(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     value = getattr(text, "router_aux_loss_coef", None)
     return None if value is None else float(value)
 
 
-def _recorded(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Path, module and the logits' index for each module whose router logits transformers records."""
+def _recorded_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Yields path, module and index of the logits for each module whose router logits transformers records."""
     names = {id(module): path for path, module in base.named_modules()}
     for owner in base.modules():
         told = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits", [])
@@ -105,7 +105,7 @@ def _recorded(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def _spelled_out(recorder: Any) -> tuple[Any, int, str | None]:
-    """Class, index and part of the path. A bare class stands for the second output, as in transformers."""
+    """Returns class, index and part of the path. A bare class stands for the second output, as in transformers."""
     if isinstance(recorder, OutputRecorder):
         return recorder.target_class, recorder.index, recorder.layer_name
     return recorder, 1, None

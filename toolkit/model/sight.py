@@ -1,4 +1,4 @@
-"""What a model takes beside tokens if rows have pictures: the processor's tensors, positions of axes, token types.
+"""Makes the inputs besides tokens of a model that sees pictures: processor's tensors, positions of axes, token types.
 
 Reference: the forwards and `get_rope_index` of transformers' models.
 """
@@ -17,13 +17,13 @@ from toolkit.model.adapters import base_of
 from toolkit.model.spans import masks_of, sees_in_spans
 
 AXES = "positions_of_axes"
-"""In a batch: positions of text, time, height and width, (4, B, T), restarting with each document."""
+"""Batch key of positions of text, time, height and width, (4, B, T), which restart with each document."""
 
 NAMES_OF_KINDS = ("mm_token_type_ids", "token_type_ids")
-"""What models call the kinds of tokens."""
+"""Names of the kinds of tokens among models' inputs."""
 
 WANT_KINDS = ("molmo2",)
-"""Types that want the kinds of tokens while they train, of rows of text too, whose kinds are all zero."""
+"""Types that need the kinds of tokens in training, even for rows of text, whose kinds are all zero."""
 
 HIDE_DOCUMENTS = ("qwen2_vl", "qwen2_5_vl", "glm4v")
 """Types that make three axes of positions (B, T), and their mask without them: rows that share a sample see each other.
@@ -31,17 +31,17 @@ Given four rows of positions, they take the first one for the mask."""
 
 
 def kinds_of_text(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Kinds of the tokens of text alone, (B, T) as `ids`, for a model that wants them; of other models nothing."""
+    """Returns the kinds of tokens of text, (B, T) as `ids`, for a model that needs them; empty for other models."""
     if getattr(getattr(base_of(model), "config", None), "model_type", None) not in WANT_KINDS:
         return {}
     return {NAMES_OF_KINDS[0]: torch.zeros_like(ids)}
 
 
 class Sight:
-    """Knows how one model is given pictures.
+    """Makes the inputs of one model for pictures.
 
     Args:
-        model: may be on the meta device.
+        model: the model, which may be on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,21 +73,21 @@ class Sight:
         return {AXES: positions}
 
     def _axes(self, ids: torch.Tensor, kinds: torch.Tensor, grids: torch.Tensor | None) -> torch.Tensor:
-        """Of one document, (3, T); of text alone the three are its places."""
+        """Returns positions of one document, (3, T); for text, all three count its tokens."""
         if grids is None:
             return torch.arange(len(ids)).expand(3, -1)
         found, _ = self._rope(ids[None], mm_token_type_ids=kinds[None].int(), image_grid_thw=grids)  # type: ignore[misc]
         return found[:, 0]  # type: ignore[no-any-return]
 
     def positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions of text, (B, T), as the model takes them: of rows that share a sample, maybe (4, B, T)."""
+        """Returns positions of text, (B, T), as the model takes them: (4, B, T) if it needs that for packed rows."""
         return positions.expand(4, -1, -1) if self._hides_documents else positions
 
     def inputs(self, batch: Batch, in_one_row: bool) -> dict[str, Any]:
-        """Of the model's forward, beside `input_ids`; nothing of what it does not take.
+        """Returns the inputs of the model's forward besides `input_ids`, as far as it takes them.
 
         Args:
-            in_one_row: the rows of the batch are given as one.
+            in_one_row: whether the rows of the batch are given as one.
         """
         if COUNTS not in batch:
             ids = batch["input_ids"]

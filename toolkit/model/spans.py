@@ -1,4 +1,4 @@
-"""Masks of models in which the tokens of a picture see each other: Gemma 3, larger Gemma 4.
+"""Makes masks for models in which the tokens of a picture see each other: Gemma 3, larger Gemma 4.
 
 transformers makes such masks itself. In 5.23 those of sliding windows are wrong if rows share samples: it looks for the
 tokens of pictures at the positions of their documents instead of their places in the sample.
@@ -14,33 +14,33 @@ import torch
 from torch import nn
 
 Masks = dict[str, torch.Tensor]
-"""By the type of a layer: bool, or to be added to scores, (B, 1, T, T)."""
+"""Masks by the type of a layer, (B, 1, T, T): bool, or numbers that are added to scores."""
 
 TAKE_SPANS = ("eager", "sdpa")
-"""What `model.attention` may be. Flash attention takes no such mask, and would leave these tokens causal."""
+"""Allowed values of `model.attention`. Flash attention takes no such mask, and would leave these tokens causal."""
 
 
 def sees_in_spans(model: nn.Module) -> bool:
-    """Whether the tokens of a picture see each other in this model, those behind them too."""
-    return _maker(model) is not None
+    """Tells whether the tokens of a picture see each other in this model, later ones too."""
+    return _mask_function(model) is not None
 
 
 def masks_of(model: nn.Module, kinds: torch.Tensor, positions: torch.Tensor) -> Masks:
-    """transformers' masks of whole rows, without what a document sees of another.
+    """Returns transformers' masks of whole rows, restricted to documents.
 
     Args:
-        kinds: 1 for tokens of pictures, (B, T).
-        positions: restart with each document, (B, T).
+        kinds: (B, T), 1 for tokens of pictures.
+        positions: (B, T), which restart with each document.
     """
-    make = _maker(model)
+    make = _mask_function(model)
     assert make is not None, "not for models without spans"
     documents = (positions == 0).cumsum(dim=1)
     shared = documents[:, None, :, None] == documents[:, None, None, :]
     masks: dict[str, torch.Tensor | None] = make(kinds)
-    return {kind: _inside(shared, mask) for kind, mask in masks.items()}
+    return {kind: _within_documents(shared, mask) for kind, mask in masks.items()}
 
 
-def _inside(shared: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _within_documents(shared: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     if mask is None:  # sdpa's own causal one
         return shared.tril()
     if mask.dtype == torch.bool:
@@ -48,8 +48,8 @@ def _inside(shared: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return mask.masked_fill(~shared, torch.finfo(mask.dtype).min)
 
 
-def _maker(model: Any) -> Callable[[torch.Tensor], Any] | None:
-    """transformers' function in the model's own file, from the kinds of tokens."""
+def _mask_function(model: Any) -> Callable[[torch.Tensor], Any] | None:
+    """Returns transformers' function in the model's file that takes kinds of tokens, or None."""
     # A sharded model's class is FSDP2's, made from transformers'.
     files = [sys.modules[kind.__module__] for kind in type(model).__mro__]
     module: Any = next((file for file in files if hasattr(file, "create_masks_for_vision_model")), None)

@@ -1,6 +1,6 @@
-"""The weights of the adapter that a run goes on from (`adapter.start_from`): found, compared with the model, and read.
+"""Finds and reads the weights of the adapter that a run continues (`adapter.start_from`).
 
-Each rank reads its own rows, as of the base. `toolkit.recipe.adapter_file` reads the configuration.
+Each rank reads its own rows, as for the base. `toolkit.recipe.adapter_file` reads the configuration.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class StartedAdapter:
     """The tensors of an adapter's file, by the names of the model's parameters.
 
     Args:
-        model: with adapters, on the meta device.
+        model: the model with adapters, on the meta device.
 
     Attributes:
-        folder: of the adapter.
-        config: what its adapter_config.json says.
-        other_base: a sentence if its file names another base than the recipe; None: it names that, or nobody looked.
+        folder: the folder of the adapter.
+        config: the fields of its adapter_config.json.
+        other_base: a sentence if its file names another base than the recipe; else, and before the check, None.
 
     Raises:
-        BadInputError: an adapter that cannot be trained here, or other modules or shapes than the model's; on every
-            rank. Collective.
+        BadInputError: on every rank, if the adapter cannot be trained here, or its modules or shapes differ from the
+            model's. Collective.
     """
 
     def __init__(self, model: peft.PeftModel, section: AdapterSection) -> None:
@@ -50,13 +50,13 @@ class StartedAdapter:
         self.folder = Path(section.start_from).expanduser()
         self._place = f"adapter.start_from: {section.start_from!r}"
         self.other_base: str | None = None
-        ranks.on_every_rank(lambda: self._look(model, section), "read the adapter")
+        ranks.on_every_rank(lambda: self._find(model, section), "read the adapter")
 
-    def _look(self, model: peft.PeftModel, section: AdapterSection) -> None:
+    def _find(self, model: peft.PeftModel, section: AdapterSection) -> None:
         self.config = started_config(str(section.start_from))
         with self._readable():
             stored = self._stored_shapes()
-        shapes, self._files = _names(model, set(stored))
+        shapes, self._files = _names_and_shapes(model, set(stored))
         lost = sorted(name for name in self._files if self._files[name] not in stored)
         odd = sorted(stored.keys() - set(self._files.values()))
         if lost or odd:
@@ -79,13 +79,13 @@ class StartedAdapter:
             return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
     def require_usable(self, model: ModelSection, base: str | None) -> None:
-        """Looks at the values and at the base; `other_base` is known afterwards. Collective.
+        """Checks the values and the base, and sets `other_base`. Collective.
 
         Args:
             base: fingerprint of the base's files.
 
         Raises:
-            BadInputError: values that are not finite, or an adapter of other weights, as its own folder says.
+            BadInputError: if values are not finite, or the adapter's folder names other weights.
         """
         ranks.on_first_rank(self._require_finite)
         known = ranks.on_first_rank(self._known_base)
@@ -129,7 +129,7 @@ class StartedAdapter:
             return by_experts(file.get_tensor(self._files[name]), like.shape[1])[rows].float()
 
     def fingerprint(self) -> str | None:
-        """Tells its weights from those of another adapter. Collective."""
+        """Returns the fingerprint of its weights. Collective."""
         return ranks.on_first_rank(lambda: fingerprint_of(self.folder, WEIGHTS))
 
     def _known_base(self) -> str | None:
@@ -149,11 +149,11 @@ def _is_same(one: str, other: str) -> bool:
     return one == other or Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
 
 
-def _names(model: peft.PeftModel, stored: set[str]) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Parameter's name -> its shape in an adapter's file, and its name there.
+def _names_and_shapes(model: peft.PeftModel, stored: set[str]) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Returns the shape of each parameter in an adapter's file, and its name in the file.
 
     Args:
-        stored: names in the file. Some types have two, see `toolkit.model.adapter_names`.
+        stored: names in the file. Some types have two; see `toolkit.model.adapter_names`.
     """
     from peft import get_peft_model_state_dict
 
@@ -171,23 +171,23 @@ def _names(model: peft.PeftModel, stored: set[str]) -> tuple[dict[str, list[int]
 
 
 def go_on(model: Any, section: AdapterSection) -> StartedAdapter | None:
-    """Looks for the adapter that `model` goes on from, and notes it there; None if its adapters are new.
+    """Finds the adapter that `model` continues, and notes it on the model; None if its adapters are new. Collective.
 
     Raises:
-        BadInputError: as `StartedAdapter`. Collective.
+        BadInputError: as `StartedAdapter`.
     """
     model.started = None if section.start_from is None else StartedAdapter(model, section)
     return started_of(model)
 
 
 def started_of(model: nn.Module) -> StartedAdapter | None:
-    """The adapter that a model goes on from; None if it has none, or new ones."""
+    """Returns the adapter that a model continues; None without adapters or with new ones."""
     found = getattr(model, "started", None)
     return found if isinstance(found, StartedAdapter) else None
 
 
 def start_fact(model: nn.Module, section: AdapterSection) -> str | None:
-    """Which adapter the run goes on from, in words; None if it begins with new ones. Of folders the last name alone."""
+    """Describes the adapter that the run continues, without the path of its folder; None for new adapters."""
     started = started_of(model)
     if started is None:
         return None

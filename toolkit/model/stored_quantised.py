@@ -1,6 +1,6 @@
-"""Models that were quantised before they were saved: NF4 as transformers and bitsandbytes write it, read as it is.
+"""Reads models that were quantised before they were saved: NF4 as transformers and bitsandbytes write it.
 
-Of a matrix the files hold the packed values, the scales, a JSON text of the rest (`quant_state`), and in double
+For a matrix the files hold the packed values, the scales, a JSON text of the rest (`quant_state`), and in double
 quantisation the scales' own scales. A rank reads its rows of each.
 """
 
@@ -33,16 +33,16 @@ from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.shards import Rows
 
 ITEM_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}
-"""Of safetensors' types in which bytes are stored; bitsandbytes calls it the storage of a quantised weight."""
+"""Bytes of an item of safetensors' types that can hold quantised weights, `quant_storage` in bitsandbytes."""
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 def take_quantisation(config: PretrainedConfig, section: AdapterSection | None, name: str) -> dict[str, Any] | None:
-    """Takes out of a configuration how its weights are quantised; None where they are not.
+    """Removes the section about quantisation from a configuration and returns it; None if it has none.
 
     Raises:
-        BadInputError: where weights that are quantised so cannot be held, or adapters are not what is trained.
+        BadInputError: if weights of this quantisation are not supported, or the recipe does not train adapters.
     """
     found = config.__dict__.pop("quantization_config", None)
     if found is None:
@@ -71,7 +71,7 @@ def take_quantisation(config: PretrainedConfig, section: AdapterSection | None, 
 
 
 def quantise_as_stored(model: PreTrainedModel, how: dict[str, Any]) -> None:
-    """Puts quantised layers where transformers did when it saved the model."""
+    """Quantises the layers that transformers had quantised when it saved the model."""
     skipped = how.get("llm_int8_skip_modules")
     head = model.get_output_embeddings()
     paths = [
@@ -84,15 +84,15 @@ def quantise_as_stored(model: PreTrainedModel, how: dict[str, Any]) -> None:
 
 
 class StoredNF4:
-    """The bytes of a folder that transformers has written, under the names of quantised layers.
+    """Reads the bytes of a folder that transformers has written, under the names of quantised layers.
 
     Args:
         source: the model's name, for errors.
-        model: with its quantised layers, on the meta device.
-        look: is given what is read that is not quantised.
+        model: the model with its quantised layers, on the meta device.
+        look: called with each tensor that is read and not quantised.
 
     Raises:
-        BadInputError: where tensors are missing or are not what the layers hold.
+        BadInputError: if tensors are missing or do not fit the layers.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class StoredNF4:
         return torch.cat([offset, largest])[rows]
 
     def _bytes(self, name: str, rows: slice, width: int) -> torch.Tensor:
-        """Rows of so many bytes each of a stored tensor, whatever the type it is stored in: (rows, width)."""
+        """Returns rows of `width` bytes of a stored tensor of any type: (rows, width)."""
         path, stored = self._files[name]
         with safe_open(path, framework="pt") as file:
             found = file.get_slice(stored)

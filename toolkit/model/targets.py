@@ -1,4 +1,4 @@
-"""Which weights of a model with experts get adapters: `all-linear` for what peft's own `all-linear` does not know.
+"""Finds the weights of a model with experts that get adapters, as peft's `all-linear` does not know experts.
 
 Experts are one parameter of three dimensions, (experts, rows, columns), which peft adapts by
 `LoraConfig.target_parameters`. Of some families peft takes the names `gate_proj`, `up_proj` and `down_proj` for
@@ -24,12 +24,12 @@ from toolkit.objectives.specs.spec import ObjectiveSpec
 from toolkit.recipe.schema import AdapterSection
 
 ROUTERS = ("gate", "router")
-"""Last words of a router's name, or of the module that holds it."""
+"""Last words of the name of a router, or of the module that holds it."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What peft is asked to adapt.
+    """Targets that peft is given.
 
     Attributes:
         modules: paths of linear layers.
@@ -41,13 +41,13 @@ class Targets:
 
 
 def stacked_experts(model: PreTrainedModel) -> list[str]:
-    """Names of the parameters that hold one matrix for each expert."""
+    """Returns names of the parameters that hold a matrix for each expert."""
     counts = _expert_counts(model.config.to_dict())
     stacks = {
         name: parameter.shape[0] in counts
         for name, parameter in model.named_parameters()
         # A convolution's kernel has three dimensions, too.
-        if parameter.ndim == 3 and not type(_owner(model, name)).__module__.startswith("torch.nn")
+        if parameter.ndim == 3 and not type(_module_of(model, name)).__module__.startswith("torch.nn")
     }
     # One of LongCat's two stacks has rows for its experts without weights, too.
     owners = {name.rpartition(".")[0] for name, is_counted in stacks.items() if is_counted}
@@ -60,15 +60,15 @@ def _expert_counts(config: dict[str, Any]) -> set[int]:
     return own.union(*(_expert_counts(value) for value in nested))
 
 
-def _owner(model: nn.Module, name: str) -> nn.Module:
+def _module_of(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
 def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Targets:
-    """Every linear layer and all experts; no router, no head, no embedding."""
+    """Returns every linear layer and all experts, without routers, head and embeddings."""
     without_effect = {*read_weights(model, numbers=True), *never_reached(model)}
     linear = [path for path in _linear_layers(model) if path not in without_effect]
-    misread = _misread(model, linear)
+    misread = _taken_for_experts(model, linear)
     return Targets(
         modules=[path for path in linear if path not in misread],
         parameters=experts + [f"{path}.weight" for path in linear if path in misread],
@@ -76,9 +76,9 @@ def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Target
 
 
 def targets_of_pattern(model: PreTrainedModel, pattern: str, experts: list[str]) -> Targets | None:
-    """What a pattern of whole paths matches; None: nothing, or what is none, which peft tells.
+    """Returns the targets that a pattern of whole paths matches; None without a match, which peft reports.
 
-    Of some families peft itself takes but the last word of each path that it matches, and adapts all blocks.
+    For some families peft itself only takes the last word of each matching path, and adapts all blocks.
     """
     try:
         matched = [path for path, _ in model.named_modules() if re.fullmatch(pattern, path)]
@@ -88,7 +88,7 @@ def targets_of_pattern(model: PreTrainedModel, pattern: str, experts: list[str])
     if not matched and not parameters:
         return None
     # With all others: peft takes no half of what it would fuse.
-    misread = _misread(model, [*_linear_layers(model), *matched])
+    misread = _taken_for_experts(model, [*_linear_layers(model), *matched])
     return Targets(
         modules=[path for path in matched if path not in misread],
         parameters=parameters + [f"{path}.weight" for path in matched if path in misread],
@@ -96,12 +96,12 @@ def targets_of_pattern(model: PreTrainedModel, pattern: str, experts: list[str])
 
 
 def is_classifier(model: nn.Module) -> bool:
-    """Whether a model of transformers tells classes apart, of texts or of words."""
+    """Tells whether a model of transformers is a classifier of texts or words."""
     return classifier_of(type(model).__name__) is not None
 
 
 def classifier_of(architecture: str) -> ObjectiveSpec | None:
-    """The objective whose new head a class of transformers has, such as `BertForTokenClassification`; None: none."""
+    """Returns the objective whose head a class of transformers has, such as `BertForTokenClassification`, or None."""
     heads = {
         spec.auto_class.removeprefix("AutoModel"): spec
         for spec in SPECS.values()
@@ -111,7 +111,7 @@ def classifier_of(architecture: str) -> ObjectiveSpec | None:
 
 
 def names_of_heads(model: nn.Module) -> list[str]:
-    """Last words of the paths that peft trains in full of a classifier: whatever ends so, `pre_classifier` too."""
+    """Returns last words of the paths that peft trains in full in a classifier; `pre_classifier` ends so, too."""
     if not is_classifier(model):
         return []
     heads = {path.rpartition(".")[2] for path, _ in model.named_modules() if path.endswith(("classifier", "score"))}
@@ -119,28 +119,28 @@ def names_of_heads(model: nn.Module) -> list[str]:
 
 
 def left_out_of_all_linear(model: nn.Module) -> list[str] | None:
-    """Names that `all-linear` leaves out, beside the head; None: none.
+    """Returns the names that `all-linear` leaves out besides the head, or None.
 
-    A classifier's heads, which peft trains in full without knowing all of them. Layers whose weights the model's code
-    takes without calling the layer, where an adapter would have no effect. Layers that get no gradient.
+    These are a classifier's heads, which peft trains in full without knowing all of them; layers whose weights the
+    model's code reads without calling the layer, so that an adapter would have no effect; and layers without gradient.
     """
     return [*names_of_heads(model), *sorted(read_weights(model, numbers=True)), *never_reached(model)] or None
 
 
 def never_reached(model: nn.Module) -> list[str]:
-    """Paths of the layers that get no gradient: of parts that are not trained, and of indexers."""
+    """Returns paths of the layers that get no gradient: in parts that are not trained, and in indexers."""
     return [*untrained_modules(model), *sorted(without_gradients(model))]
 
 
 def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple[list[str], list[str]]:
-    """Paths of the linear layers that can be held in fewer bits, and of those that stay as they are.
+    """Returns paths of the linear layers that can be quantised, and of those that stay as they are.
 
-    The head, routers and what is trained in full stay. So do layers that peft adapts as parameters, since the product
-    of an adapter is added to their weights themselves, and layers whose weights the model's own code reads.
+    The head, routers and layers that are trained in full stay. So do layers that peft adapts as parameters, because
+    the product of an adapter is added to their weights, and layers whose weights the model's own code reads.
     """
     asked = section.target_modules
     by_path = isinstance(asked, str) and stacked_experts(model)
-    stay: set[str] = _misread(model, list(_linear_layers(model))) if by_path else set()
+    stay: set[str] = _taken_for_experts(model, list(_linear_layers(model))) if by_path else set()
     if by_path and asked != "all-linear":
         stay = {path for path in stay if re.fullmatch(str(asked), path)}
     stay |= read_weights(model)
@@ -170,8 +170,8 @@ def _is_router(path: str) -> bool:
     return is_held or (own.rpartition("_")[2] in ROUTERS and not own.startswith("output_"))
 
 
-def _misread(model: PreTrainedModel, paths: list[str]) -> set[str]:
-    """Those layers which peft would take for experts, by their names."""
+def _taken_for_experts(model: PreTrainedModel, paths: list[str]) -> set[str]:
+    """Returns the layers that peft would take for experts, by their names."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 

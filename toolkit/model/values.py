@@ -1,4 +1,4 @@
-"""What the files of a model hold: a weight that is not finite is refused, and a matrix of zeros is told."""
+"""Checks the values in a model's files: refuses weights that are not finite, and reports matrices of zeros."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from toolkit import ranks
 from toolkit.errors import BadInputError
 
 NAMES_SHOWN = 5
-"""Tensors that a message lists."""
+"""Number of tensors that a message lists."""
 
 
 class Values:
-    """Looks at the parameters of a model's files while they are read, which costs no reading of their own.
+    """Checks the parameters of a model's files while they are read, so nothing is read twice.
 
     Args:
-        source: the model, for errors.
-        model: before adapters are added; its buffers, which may be masks of minus infinity, are not looked at.
+        source: the model's name, for errors.
+        model: the model before adapters are added. Its buffers are not checked: they may be masks of minus infinity.
     """
 
     def __init__(self, source: str, model: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Values:
         self._not_finite: set[str] = set()
 
     def look(self, name: str, tensor: torch.Tensor) -> None:
-        """At the rows of a parameter that this rank has read."""
+        """Checks the rows of a parameter, (rows, ...), that this rank has read."""
         if name not in self._names or not tensor.is_floating_point():
             return
         # One pass without a copy; NaN is both the least and the largest.
@@ -41,10 +41,10 @@ class Values:
             self._zero[name] = self._zero.get(name, True) and low == high == 0
 
     def zero(self) -> list[str]:
-        """The matrices that hold nothing but zeros, on all ranks together. Collective.
+        """Returns the matrices that are zero on all ranks. Collective.
 
         Raises:
-            BadInputError: on every rank; a parameter is not finite.
+            BadInputError: on every rank, if a parameter is not finite.
         """
         found = ranks.gather_objects(
             (sorted(self._not_finite), {name for name, zero in self._zero.items() if zero}, bool(self._zero))
@@ -64,6 +64,6 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first names of a list."""
+    """Lists the first of the names."""
     listed = list(names)
     return ", ".join(listed[:NAMES_SHOWN]) + (", ..." if len(listed) > NAMES_SHOWN else "")

@@ -1,7 +1,7 @@
-"""Where a model's parameters come from, and how each rank is given its own rows of them.
+"""Reads a model's parameters and gives each rank its own rows of them.
 
-Each rank reads its own slices of the safetensors files. Where the files do not hold the parameters as the model
-names them (a conversion, a missing head, random weights), rank 0 makes them and sends them out one at a time.
+Each rank reads its own slices of the safetensors files. If the files do not hold the parameters as the model names
+them (a conversion, a missing head, random weights), rank 0 makes them and broadcasts them one at a time.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from toolkit.sharding.shards import Rows, shard_rows
 
 @dataclass
 class Fit:
-    """How a model's files fit it; on rank 0, and where one rank reads for all, once the weights are there.
+    """How a model's files fit it, on rank 0; if one rank reads for all, only after the weights are read.
 
     Attributes:
-        all_drawn: there are no files.
-        drawn: names of what was drawn at random.
-        unused: names of what the files hold and the model has no place for.
-        zero: names of matrices that hold nothing but zeros; on every rank.
-        fingerprint: of the files of a base that adapters are trained on; see `fingerprint_of`.
-        origin: fingerprint of the files that training began with; None: there are none.
-        adapter: fingerprint of the adapter that training goes on from; None: there is none.
-        stored: names of the tensors in its files; None: there are none.
-        folder: where its files are, or without any those of its processor; None: there are none.
+        all_drawn: whether there are no files.
+        drawn: names of parameters that were drawn at random.
+        unused: names of tensors in the files that the model has no place for.
+        zero: names of matrices of zeros, on every rank.
+        fingerprint: fingerprint of the files of a base that adapters are trained on; see `fingerprint_of`.
+        origin: fingerprint of the files that training began with, or None without files.
+        adapter: fingerprint of the adapter that training continues, or None.
+        stored: names of the tensors in its files, or None without files.
+        folder: the folder of its files, or else of its processor's, or None without either.
     """
 
     all_drawn: bool = False
@@ -57,7 +57,7 @@ class Fit:
     zero: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
-        """For people; empty where the files hold exactly the model."""
+        """Describes the differences; empty if the files hold exactly the model."""
         if self.all_drawn:
             return "all drawn at random (model.config)"
         told = {"drawn at random": self.drawn, "left unused": self.unused, "nothing but zeros": self.zero}
@@ -65,16 +65,21 @@ class Fit:
 
 
 def fit_of(model: nn.Module) -> Fit:
-    """Of a model that `load` has made; of another one nothing is known."""
+    """Returns the fit of a model that `load` has made; an empty one for other models."""
     found = getattr(model, "fit", None)
     return found if isinstance(found, Fit) else Fit()
 
 
 class Weights(Protocol):
-    """Where parameters come from."""
+    """A source of parameters."""
 
     def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Rows of the parameter `name`, on the host. Every rank calls this for every name, in one order."""
+        """Returns rows of the parameter `name`, on the host. Every rank calls this for every name, in one order.
+
+        Args:
+            like: has the shape of the whole parameter, and the dtype and device of the result.
+            rows: the rows to read.
+        """
 
 
 def materialize(model: nn.Module, weights: Weights, keep_master: KeepsMasters | None = None) -> None:
@@ -83,13 +88,13 @@ def materialize(model: nn.Module, weights: Weights, keep_master: KeepsMasters | 
     Tied parameters stay one object.
 
     Args:
-        keep_master: is given the rows of each trainable DTensor before they are rounded to its type.
+        keep_master: called with the rows of each trainable DTensor before they are rounded to its dtype.
     """
     made: dict[int, nn.Parameter] = {}
     state: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in made:
-            made[id(parameter)] = _made(name, parameter, weights, keep_master)
+            made[id(parameter)] = _materialized(name, parameter, weights, keep_master)
         state[name] = made[id(parameter)]
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
@@ -101,10 +106,12 @@ def materialize(model: nn.Module, weights: Weights, keep_master: KeepsMasters | 
     del model.materialize_weights
 
 
-def _made(name: str, parameter: nn.Parameter, weights: Weights, keep_master: KeepsMasters | None) -> nn.Parameter:
+def _materialized(
+    name: str, parameter: nn.Parameter, weights: Weights, keep_master: KeepsMasters | None
+) -> nn.Parameter:
     if not isinstance(parameter, DTensor):
         whole = weights.read(name, parameter, all_rows(parameter))
-        return nn.Parameter(_own(whole, parameter.dtype, torch.device("cpu")), requires_grad=parameter.requires_grad)
+        return nn.Parameter(_copied(whole, parameter.dtype, torch.device("cpu")), requires_grad=parameter.requires_grad)
     if keep_master is not None and parameter.requires_grad:
         # Says which type is wanted: rank 0 would round what it sends to the type of compute.
         unrounded = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
@@ -112,7 +119,7 @@ def _made(name: str, parameter: nn.Parameter, weights: Weights, keep_master: Kee
         keep_master(name, local)
     else:
         local = weights.read(name, parameter, shard_rows(parameter))
-    local = _own(local, parameter.dtype, torch.device(parameter.device_mesh.device_type))
+    local = _copied(local, parameter.dtype, torch.device(parameter.device_mesh.device_type))
     # With shape and stride, as torch would take all shards to be as long as this one; unchecked, as a check is an
     # exchange for each parameter.
     sharded = DTensor.from_local(
@@ -126,22 +133,22 @@ def _made(name: str, parameter: nn.Parameter, weights: Weights, keep_master: Kee
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-def _own(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy: what safetensors reads is a view of the mapped file, which may change or go away."""
+def _copied(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a copy: safetensors reads views of the mapped file, which may change or be removed."""
     return tensor.to(device=device, dtype=dtype, copy=True)
 
 
 def all_rows(tensor: torch.Tensor) -> Rows:
-    """All that a tensor has."""
+    """Returns the index of all rows of a tensor."""
     return (slice(0, tensor.shape[0] if tensor.ndim else 1),)
 
 
 class SafetensorsWeights:
-    """Slices of the safetensors files of a folder.
+    """Reads slices of the safetensors files of a folder.
 
     Args:
         files: parameter's name in the model -> (file, name in the file).
-        look: is given the name and the rows of all that is read.
+        look: called with the name and the rows of everything that is read.
     """
 
     def __init__(self, files: dict[str, tuple[Path, str]], look: Callable[[str, torch.Tensor], None]) -> None:
@@ -159,9 +166,9 @@ class SafetensorsWeights:
 
 
 class RankZeroWeights:
-    """Parameters of a whole model that rank 0 makes and broadcasts one at a time.
+    """Broadcasts the parameters of a whole model that rank 0 makes, one at a time.
 
-    Host memory: the whole model on rank 0, one parameter on the others.
+    The host of rank 0 holds the whole model, the others one parameter.
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -175,17 +182,17 @@ class RankZeroWeights:
             self._state = ranks.alone_on_first_rank(lambda: self._make().state_dict())
             self._is_made = True
         if ranks.world_size() == 1:
-            return self._whole(name)[rows] if like.ndim else self._whole(name)
+            return self._whole_parameter(name)[rows] if like.ndim else self._whole_parameter(name)
         # NCCL sends from device to device alone.
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         if ranks.rank() == 0:
-            whole = self._whole(name).to(device=device, dtype=like.dtype).contiguous()
+            whole = self._whole_parameter(name).to(device=device, dtype=like.dtype).contiguous()
         else:
             whole = torch.empty(like.shape, dtype=like.dtype, device=device)
         dist.broadcast(whole, src=0)
         return whole[rows] if like.ndim else whole
 
-    def _whole(self, name: str) -> torch.Tensor:
+    def _whole_parameter(self, name: str) -> torch.Tensor:
         assert self._state is not None
         return self._state[name]
 
@@ -198,12 +205,15 @@ def require_fitting(
     allowed: Sequence[str],
     prefix: str | None,
 ) -> None:
-    """Raises BadInputError for weights that a model lacks in its files, or that its files hold in vain.
+    """Checks that the files hold all weights of a model and no others.
 
     Args:
-        reshaped: those whose shape in the files is another than the model's, with both.
-        allowed: patterns of those that are meant.
-        prefix: of the model below a new head, which is meant too; None: no new head.
+        reshaped: weights with another shape in the files than in the model, with both shapes.
+        allowed: patterns of names that may be missing or unused.
+        prefix: prefix of the model below a new head, which may be missing, too; None without a new head.
+
+    Raises:
+        BadInputError: if weights are missing, unused or of another shape.
     """
 
     def is_meant(name: str) -> bool:
@@ -232,25 +242,28 @@ def require_fitting(
 def require_values(
     source: str, folder: Path, model: PreTrainedModel, files: dict[str, tuple[Path, str]], allowed: Sequence[str]
 ) -> None:
-    """Raises BadInputError for files that hold nothing but zeros, whole numbers, or two values for a tied weight.
+    """Checks that files hold weights: not only zeros, no whole numbers, and one value for each tied weight.
 
     Args:
-        files: as of `stored_names`.
+        files: the result of `stored_names`.
         allowed: patterns of weights that may be left unused.
+
+    Raises:
+        BadInputError: if they do not.
     """
     state = model.state_dict()
     with readable(source):
-        whole = [name for name, stored in files.items() if _is_whole(*stored) and state[name].is_floating_point()]
+        whole = [name for name, stored in files.items() if _is_not_float(*stored) and state[name].is_floating_point()]
         if whole:
             raise BadInputError(
                 f"model.name_or_path: {len(whole)} of the weights of {source!r} are stored as integers or in 8 bits, "
                 f"as in quantised models, without the scales that they need: {some(whole)}; name the model that "
                 "they were quantised from"
             )
-        require_some_values(source, _pieces(stored for name, stored in files.items() if state[name].ndim > 1))
-        stored = _index(folder)
+        require_some_values(source, _stored_pieces(stored for name, stored in files.items() if state[name].ndim > 1))
+        stored = _files_of_tensors(folder)
         for alias, name in _first_names(model).items():
-            other = None if alias == name else _lookup(alias, stored, model.base_model_prefix)
+            other = None if alias == name else _place_of(alias, stored, model.base_model_prefix)
             is_meant = any(fnmatchcase(alias, pattern) for pattern in allowed)
             if other is not None and not is_meant and not _is_same(files[name], other):
                 raise BadInputError(
@@ -261,7 +274,11 @@ def require_values(
 
 
 def require_some_values(source: str, matrices: Iterable[torch.Tensor]) -> None:
-    """Raises BadInputError where all matrices are zero; looks no further than the first that is not."""
+    """Checks that a matrix is not zero; stops at the first such matrix.
+
+    Raises:
+        BadInputError: if all are zero.
+    """
     if not any(bool(tensor.float().any()) for tensor in matrices):  # `any` is not there for 8 bits
         raise BadInputError(
             f"model.name_or_path: every matrix in the files of {source!r} is zero, so nothing can be learned from "
@@ -270,13 +287,13 @@ def require_some_values(source: str, matrices: Iterable[torch.Tensor]) -> None:
 
 
 INDEX = "model.safetensors.index.json"
-"""The file that says in which of several files each tensor is."""
+"""The file that maps each tensor to one of several files."""
 
 PIECE_ROWS = 4096
-"""Rows of a stored tensor that a check holds at a time."""
+"""Number of rows of a stored tensor that a check holds at a time."""
 
 
-def _pieces(stored: Iterable[tuple[Path, str]]) -> Iterator[torch.Tensor]:
+def _stored_pieces(stored: Iterable[tuple[Path, str]]) -> Iterator[torch.Tensor]:
     for path, name in stored:
         with safe_open(path, framework="pt") as file:
             rows = file.get_slice(name)
@@ -284,8 +301,8 @@ def _pieces(stored: Iterable[tuple[Path, str]]) -> Iterator[torch.Tensor]:
                 yield rows[start : start + PIECE_ROWS]
 
 
-def _is_whole(path: Path, name: str) -> bool:
-    """Whether a tensor is stored as whole numbers, as truth values, or in 8 bits, which need a scale."""
+def _is_not_float(path: Path, name: str) -> bool:
+    """Tells whether a tensor is stored as whole numbers, as truth values, or in 8 bits, which need a scale."""
     with safe_open(path, framework="pt") as file:
         return file.get_slice(name).get_dtype() not in FLOATS
 
@@ -295,15 +312,15 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def _is_same(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
-    """Whether two stored tensors of one shape hold the same numbers."""
+    """Tells whether two stored tensors of one shape hold the same numbers."""
     return first == second or all(
-        torch.equal(one, other) for one, other in zip(_pieces([first]), _pieces([second]), strict=False)
+        torch.equal(one, other) for one, other in zip(_stored_pieces([first]), _stored_pieces([second]), strict=False)
     )
 
 
 @contextmanager
 def told_by_us() -> Iterator[None]:
-    """transformers' own report of missing tensors stays unsaid: our error lists them, or they are meant."""
+    """Hides transformers' report of missing tensors: an error here lists them, or they may be missing."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -314,12 +331,12 @@ def told_by_us() -> Iterator[None]:
 
 
 def unused_names(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Tensors of the folder that the model has no place for, but for those that transformers passes over, too."""
+    """Returns tensors of the folder that the model has no place for, except those that transformers ignores, too."""
     known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
     passed = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
     return [
         name
-        for name in _index(folder)
+        for name in _files_of_tensors(folder)
         if name not in known
         and f"{model.base_model_prefix}.{name}" not in known
         and not any(re.search(pattern, name) for pattern in passed)
@@ -327,13 +344,13 @@ def unused_names(folder: Path, model: PreTrainedModel) -> list[str]:
 
 
 def stored_names(folder: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]] | None:
-    """Where each parameter and buffer of `model` is stored; None where one is not stored as it is named."""
-    stored = _index(folder)
+    """Returns the place of each stored parameter and buffer of `model`; None if one has no place under its name."""
+    stored = _files_of_tensors(folder)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tied_to = _first_names(model)
     files: dict[str, tuple[Path, str]] = {}
     for name, shape in shapes.items():
-        found = _lookup(tied_to.get(name, name), stored, model.base_model_prefix)
+        found = _place_of(tied_to.get(name, name), stored, model.base_model_prefix)
         if found is None or _stored_shape(*found) != list(shape):
             return None
         files[name] = found
@@ -341,34 +358,34 @@ def stored_names(folder: Path, model: PreTrainedModel) -> dict[str, tuple[Path, 
 
 
 def names_in_files(folder: Path) -> frozenset[str]:
-    """Names of all tensors in a model's folder."""
-    return frozenset(_index(folder))
+    """Returns names of all tensors in a model's folder."""
+    return frozenset(_files_of_tensors(folder))
 
 
 def places_of(folder: Path, model: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple[Path, str]]:
-    """Where tensors of these names are stored, as far as they are: file and name in the file."""
-    stored, tied_to = _index(folder), _first_names(model)
-    found = {name: _lookup(tied_to.get(name, name), stored, model.base_model_prefix) for name in names}
+    """Returns the file, and the name in the file, of each of these tensors that is stored."""
+    stored, tied_to = _files_of_tensors(folder), _first_names(model)
+    found = {name: _place_of(tied_to.get(name, name), stored, model.base_model_prefix) for name in names}
     return {name: place for name, place in found.items() if place is not None}
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Parameter's name -> the first name of the same parameter, under which tied weights are stored."""
+    """Returns each parameter's first name, under which tied weights are stored, by its name."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
-def _lookup(name: str, stored: dict[str, Path], prefix: str) -> tuple[Path, str] | None:
-    """A checkpoint of the bare model (gpt2) names its tensors without the prefix of the model with a head."""
+def _place_of(name: str, stored: dict[str, Path], prefix: str) -> tuple[Path, str] | None:
+    """Finds a tensor, also without the prefix that a checkpoint of a model without a head (gpt2) lacks."""
     for candidate in (name, name.removeprefix(f"{prefix}.")):
         if candidate in stored:
             return stored[candidate], candidate
     return None
 
 
-def _index(folder: Path) -> dict[str, Path]:
-    """Tensor's name -> file, of every safetensors file of a model's folder."""
+def _files_of_tensors(folder: Path) -> dict[str, Path]:
+    """Returns the safetensors file of each tensor in a model's folder, by name."""
     index = folder / INDEX
     if index.is_file():
         return _indexed_files(folder, json.loads(index.read_text(encoding="utf-8")))
@@ -380,7 +397,7 @@ def _index(folder: Path) -> dict[str, Path]:
 
 
 def _indexed_files(folder: Path, index: object) -> dict[str, Path]:
-    """Tensor's name -> file. Raises BadInputError for an index that is none, or that leads out of its folder."""
+    """Returns the file of each tensor. Raises BadInputError for a malformed index, or one that leaves its folder."""
     named = index.get("weight_map") if isinstance(index, dict) else None
     wrong = None
     if not isinstance(named, dict) or not named:
@@ -399,7 +416,11 @@ def _indexed_files(folder: Path, index: object) -> dict[str, Path]:
 
 
 def require_safetensors(name: str, folder: Path) -> None:
-    """Raises BadInputError where a folder's weights are pickles alone, which can run code when they are read."""
+    """Checks that a folder's weights are not only pickles, which can run code when they are read.
+
+    Raises:
+        BadInputError: if they are.
+    """
     pickles = [path.name for ending in ("pytorch_model*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(ending))]
     if pickles and not any(folder.glob("*.safetensors")):
         raise BadInputError(
@@ -411,7 +432,11 @@ def require_safetensors(name: str, folder: Path) -> None:
 
 @contextmanager
 def readable(source: str) -> Iterator[None]:
-    """Tells what is wrong with files that hold no weights: a Git-LFS pointer, one cut short, another format."""
+    """Explains errors of files without weights: a Git-LFS pointer, a truncated file, another format.
+
+    Raises:
+        BadInputError: in place of the library's error.
+    """
     try:
         yield
     except torch.OutOfMemoryError:

@@ -99,12 +99,12 @@ def test_documents_are_seen_by_themselves_where_there_are_several_and_shapes_are
 def test_asked_for_but_not_installed() -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from toolkit.model.load import _of_kind
+    from toolkit.model.load import _build
 
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
     asked = ModelSection(name_or_path="m", attention="flash_attention_3").attention
     with pytest.raises(BadInputError, match=r"model.attention: flash_attention_3 .*auto"):
-        _of_kind(AutoModelForCausalLM, config, {"attn_implementation": asked}, "model.name_or_path")
+        _build(AutoModelForCausalLM, config, {"attn_implementation": asked}, "model.name_or_path")
 
 
 @pytest.mark.parametrize(
