@@ -18,7 +18,7 @@ from toolkit.recipe.section import Section
 DEFAULT_RECIPE = "quickstart"
 
 DEFAULT_GPU_CONFIG, DEFAULT_CPU_CONFIG = "zero3", "cpu_2"
-"""Accelerate configs that `toolkit train` starts from where none is named."""
+"""Accelerate configs that `toolkit train` starts from if none is named."""
 
 MOST_CPU_RANKS = 1024
 """Of one machine: each takes half a GiB before its model, and a port."""
@@ -110,7 +110,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 
 def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tuple[str, list[str]]:
-    """The recipe's name or path, and the overrides. Raises BadInputError where two recipes are given."""
+    """Returns the recipe's name or path, and the overrides.
+
+    Raises:
+        BadInputError: if two recipes are given.
+    """
     overrides = list(arguments or [])
     named = overrides.pop(0) if overrides and "=" not in overrides[0] else None
     if named is not None and option is not None:
@@ -119,7 +123,7 @@ def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tupl
 
 
 def load_recipe(arguments: Sequence[str] | None, option: str | None) -> Recipe:
-    """The recipe that a command's arguments name; tells on stderr which settings an override replaces."""
+    """Loads the recipe that a command's arguments name; prints to stderr which settings an override replaces."""
     recipe = Recipe.load(*split_arguments(arguments, option))
     for note in recipe.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -127,7 +131,11 @@ def load_recipe(arguments: Sequence[str] | None, option: str | None) -> Recipe:
 
 
 def parse_dtype(text: str, *others: str) -> str:
-    """torch's name of a type, or one of `others` as it is. Raises BadInputError that lists the names."""
+    """Returns torch's name of a dtype, or one of `others` as it is.
+
+    Raises:
+        BadInputError: for another name; it lists the allowed ones.
+    """
     if text in others:
         return text
     if text not in DTYPES:

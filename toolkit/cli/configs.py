@@ -21,12 +21,16 @@ configs_app = typer.Typer(invoke_without_command=True)
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name -> path of every shipped Accelerate config."""
+    """Returns a dictionary from the name of every shipped Accelerate config to its path."""
     return shipped_files("accelerate_configs")
 
 
 def find_config(name_or_path: str) -> Path:
-    """The file of an Accelerate config. Raises BadInputError that lists the shipped ones."""
+    """Returns the file of an Accelerate config.
+
+    Raises:
+        BadInputError: if there is none; it lists the shipped configs.
+    """
     path, shipped = Path(name_or_path).expanduser(), shipped_configs()
     if path.is_file():
         return path

@@ -1,4 +1,4 @@
-"""What all commands print the same way: tables and errors."""
+"""Prints tables and errors in the same way for all commands."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MORE_MEMORY = (
 ONE_TYPE = "if the model does not compute in 16 bits, set training.mixed_precision=no"
 
 _TWO_TYPES = re.compile(r"expected scalar type|(have|has) the same dtype")
-"""What torch says of a product of two types."""
+"""torch's message about a product of two dtypes."""
 
 WORD = 45
-"""Columns; what is longer than the longest key of a recipe is a path or a list, and may be folded."""
+"""Columns of a word; a longer text than the longest key of a recipe is a path or a list, and may be folded."""
 
 PATIENCE_WHEN_STOPPED = 2.0
-"""The same where all ranks end for one reason at one time."""
+"""The same if all ranks end for one reason at one time."""
 
 
 NOISY = ("torchao", "torch.utils._pytree", "torch.utils.cpp_extension", "bitsandbytes.backends.cpu.ops")
@@ -83,7 +83,7 @@ def require_files() -> None:
 
 
 def _leave_garbage() -> None:
-    """Has the end of the process look for no garbage. Triton, where it is, would report what is left, in 60 lines."""
+    """Disables the garbage collection at the end of the process; Triton, if installed, would print 60 lines then."""
     if "triton" not in sys.modules:
         gc.freeze()
 
@@ -128,13 +128,13 @@ def print_failure(error: Exception) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Of the device (torch.OutOfMemoryError) or of the host, for which torch has a RuntimeError alone."""
+    """Tells whether device (torch.OutOfMemoryError) or host, for which torch raises RuntimeError, lack memory."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool({"OutOfMemoryError", "MemoryError"} & names) or "can't allocate memory" in str(error)
 
 
 def print_table(columns: list[str], rows: list[list[str]]) -> None:
-    """Prints rows so that no key and no number is cut: a line each in pipes, and blocks where a terminal is narrow."""
+    """Prints rows without cutting a key or a number: a line for each in pipes, and blocks in narrow terminals."""
     console = Terminal(stderr=False, soft_wrap=False)
     cells = list(zip(columns, *rows, strict=True))
     if not console.is_terminal:

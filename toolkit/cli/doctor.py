@@ -41,7 +41,7 @@ MEETING_SECONDS = 60
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `fix` says what to do where the verdict is not ok."""
+    """A line of the report; `fix` says what to do if the verdict is not ok."""
 
     what: str
     verdict: str
@@ -147,7 +147,7 @@ def _disk(name: str, folder: Path, least: int, fix: str) -> Finding:
 
 
 def _meetings() -> Iterator[Finding]:
-    """Two ranks add numbers over each backend that runs here would use."""
+    """Lets two ranks add numbers over each backend that a run on this machine would use."""
     import torch
     from torch.multiprocessing.spawn import spawn
 

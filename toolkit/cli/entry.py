@@ -1,4 +1,4 @@
-"""Where the `toolkit` command and recipes/finetune.py begin: Ctrl-C is met before anything else is imported."""
+"""Entry points of the `toolkit` command and recipes/finetune.py, which handle Ctrl-C before any other import."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def finetune(arguments: list[str]) -> int:
 
 
 def end_at_interrupts() -> None:
-    """Has Ctrl-C end the process at once while a module is imported, and raise KeyboardInterrupt otherwise.
+    """Makes Ctrl-C end the process at once during an import, and raise KeyboardInterrupt otherwise.
 
-    An exception inside an import comes out as any other one, or is taken for a missing package: transformers tries
-    imports, and goes on. A run that trains has a handler of its own, which saves the state.
+    An exception inside an import may come out as another one, or count as a missing package: transformers tries
+    imports, and goes on. A run that trains has its own handler, which saves the state.
     """
     # Not if it is ignored, as behind `nohup`.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""What recipes/finetune.py runs on every rank."""
+"""The entry of recipes/finetune.py, which runs on every rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def finetune_command(arguments: list[str]) -> int:
 
 
 def as_rank(action: Callable[[], object]) -> int:
-    """Does what a rank is there for; returns the exit code, or ends the rank where it fails alone."""
+    """Runs the action of a rank. Returns the exit code, or ends the rank if it fails alone."""
     try:
         require_files()
         action()
@@ -56,7 +56,7 @@ def as_rank(action: Callable[[], object]) -> int:
 
 
 def _print_started() -> None:
-    """Says, once for all ranks, what the seconds of silence that follow are for."""
+    """Prints, once for all ranks, why some seconds of silence follow."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if os.environ.get("RANK", "0") == "0":
@@ -64,7 +64,7 @@ def _print_started() -> None:
 
 
 def _leave(code: int) -> int:
-    """Ends this rank at once, where it fails alone; a single process ends as usual, with `code`."""
+    """Ends this rank at once if it may have failed alone; a single process ends as usual, with `code`."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Python's own end would take the process group down, which waits for ranks that know nothing of the error.
         sys.stdout.flush()

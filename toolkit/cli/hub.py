@@ -20,10 +20,10 @@ ANSWER_SECONDS = 5.0
 
 
 def settle_hub(recipe: Recipe) -> None:
-    """Says what is asked of the hub; where it cannot be reached, everything comes from the cache.
+    """Prints what is asked of the hub. If it cannot be reached, everything comes from the cache.
 
     Raises:
-        BadInputError: it cannot be reached, and a model or a tokenizer is not in the cache.
+        BadInputError: if it cannot be reached, and a model or a tokenizer is not in the cache.
     """
     named = {"model.name_or_path": recipe.model.name_or_path, "model.tokenizer": recipe.model.tokenizer}
     revision = {"model.name_or_path": recipe.model.revision}
@@ -32,7 +32,11 @@ def settle_hub(recipe: Recipe) -> None:
 
 
 def settle_names(named: Mapping[str, str], sources: Iterable[str], revisions: Mapping[str, str | None]) -> None:
-    """The same for models and tokenizers by the field that names them, and for the sources of data."""
+    """Does the same for models and tokenizers, by the field that names them, and for sources of data.
+
+    Raises:
+        BadInputError: as `settle_hub`.
+    """
     models = {field: name for field, name in named.items() if is_hub_name(name)}
     data = [path for path in sources if not is_file_source(path)]
     if not (models or data):
@@ -62,7 +66,7 @@ def settle_names(named: Mapping[str, str], sources: Iterable[str], revisions: Ma
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Why there is no answer; None: there is one, whatever it says. Proxies are used as the environment says."""
+    """Returns why the hub does not answer; None for any answer. Proxies are used as the environment says."""
     if not endpoint.startswith(("http://", "https://")):
         return f"{ENDPOINT} is not a web address"
     asked = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310 - the line above

@@ -1,4 +1,4 @@
-"""Starting ranks by Accelerate's own launcher, in this process, with its exit code and without its traceback."""
+"""Starts ranks by Accelerate's launcher, in this process, with its exit code and without its traceback."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SECONDS_TO_SAVE = 600
 
 
 def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> int:
-    """`accelerate launch ARGUMENTS`; returns the exit code of the rank that failed first, 0 where none did.
+    """Runs `accelerate launch ARGUMENTS`. Returns the exit code of the rank that failed first, or 0.
 
-    Asked to stop by a signal, it hands the signal on, and waits until the ranks have saved their state.
+    A signal that asks it to stop is passed on, and it waits until the ranks have saved their state.
 
     Args:
-        output_dir: of the run, where that state is looked for.
-        stores: of the run, if it has one: that state may be there.
+        output_dir: output folder of the run, which may hold that state.
+        stores: store of the run, if it has one, which may hold that state.
 
     Raises:
-        BadInputError: where the launcher refuses its arguments or the config.
-        RankLostError: where a signal ended a rank.
+        BadInputError: if the launcher refuses its arguments or the config.
+        RankLostError: if a signal ended a rank.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -96,7 +96,7 @@ def _signals_handed_on() -> Iterator[None]:
 
 
 def _has_saved(place: str | Path, since: float) -> bool:
-    """Whether a run has a checkpoint that is no older than `since` (seconds since the epoch)."""
+    """Tells whether a run has a checkpoint that is not older than `since` (seconds since the epoch)."""
     from toolkit.checkpoint.manifest import latest, place_of
 
     last = latest(place_of(place))

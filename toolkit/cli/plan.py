@@ -154,7 +154,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def _require_meant(alone: dict[str, bool], others: dict[str, bool]) -> None:
-    """Raises BadInputError where an option is given beside one that leaves it without effect."""
+    """Raises BadInputError if an option is given with another one that leaves it without effect."""
     for option in [option for option, given in alone.items() if given]:
         if idle := [other for other, given in others.items() if given]:
             raise BadInputError(f"{idle[0]} has no effect with {option}; leave one of them out")
@@ -172,14 +172,14 @@ def _cpu_ranks_of_a_node(cpu: int) -> int:
 
 
 def _cpu_alone(gpus: int | None, hardware: str | None) -> str:
-    """The preset of CPU ranks. Raises BadInputError where GPUs are asked for, too."""
+    """Returns the preset of CPU ranks. Raises BadInputError if GPUs are given, too."""
     if gpus is not None or hardware not in (None, "cpu"):
         raise BadInputError("--cpu excludes --gpus and --hardware; leave one of them out")
     return "cpu"
 
 
 def _share(num_ranks: int) -> float:
-    """What this machine's memory gives each of its CPU ranks (GiB)."""
+    """Returns the share of this machine's memory for each of its CPU ranks (GiB)."""
     from toolkit.sharding.offload.host import host_gib_of_a_rank  # torch is imported only for a recipe that is right
 
     return host_gib_of_a_rank(num_ranks)
@@ -187,7 +187,7 @@ def _share(num_ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Shown:
-    """What is printed beside the table."""
+    """Options of what is printed besides the table."""
 
     every_row: bool = False
     explain: bool = False
@@ -198,7 +198,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Accelerated:
-    """What an Accelerate config says about a plan."""
+    """The settings of an Accelerate config that a plan needs."""
 
     strategy: str | None = None
     offload: bool = False
@@ -208,7 +208,11 @@ class Accelerated:
 
 
 def accelerated_by(path: Path) -> Accelerated:
-    """Raises BadInputError where the file is none, or no Accelerate config."""
+    """Reads the settings of an Accelerate config.
+
+    Raises:
+        BadInputError: if the file does not exist, or is no Accelerate config.
+    """
     from toolkit.sharding.accelerate_config import read_accelerate_config
     from toolkit.sharding.strategy import asks_for_offload, parse_strategy
 
@@ -279,7 +283,7 @@ def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> N
 
 
 def _trace(found: Plan, row: PlanRow) -> dict[str, Any]:
-    """Runs the real FSDP2 on ranks that are not there, in a process of its own: a process group is global."""
+    """Runs the real FSDP2 on simulated ranks, in a separate process because a process group is global."""
     from toolkit.planning.workload import shared_by
 
     if not row.setup.strategy.sharded or row.setup.offload:

@@ -1,4 +1,4 @@
-"""A plan for people: table, formulas with the numbers in, bars; and for programs: JSON."""
+"""Shows a plan as a table, formulas with numbers, bars, or JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from toolkit.planning.setup import Setup
 from toolkit.planning.table import Plan
 
 SHOWN = 24
-"""Rows of a table on the console."""
+"""Most rows of a table on the console."""
 
 FIRST_TO_GO = (
     *("peak in", "bound by", "comm", "logits", "gathered", "grads", "params", "exchange s", "exchanged"),
     *("sent", "host", "low to high", "acts", "state", "s/step"),
 )
-"""Columns that a narrow terminal goes without, in this order."""
+"""Columns that a narrow terminal leaves out, in this order."""
 GAP = 2
 """Spaces between two columns."""
 WORDS = ("", "strategy", "checkpoints", "micro-batch", "bound by", "peak in")
@@ -43,14 +43,14 @@ COLORS = {
 
 
 def gib(num_bytes: float) -> str:
-    """GiB, with fewer digits the more they are."""
+    """Formats bytes as GiB, with fewer digits for larger numbers."""
     if not num_bytes:
         return "0"
     return f"{num_bytes / GIB:.1f}" if num_bytes >= GIB else f"{num_bytes / GIB:.3g}"
 
 
 def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: bool) -> None:
-    """Prints the table, the row to pick, and what would help where nothing fits."""
+    """Prints the table, the row to pick, and what would help if nothing fits."""
     hardware = plan.hardware
     trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained:,} trained"
     console.print(
@@ -102,7 +102,7 @@ def _shared(setup: Setup) -> str:
 
 
 def said(row: PlanRow) -> str:
-    """The moment of the peak, with what is largest in it."""
+    """Describes the moment of the peak, with its largest parts."""
     kind, num_bytes = row.peak.largest
     return f"{row.peak.moment}: {kind} {gib(num_bytes)} GiB"
 
@@ -126,7 +126,7 @@ def _table(rows: Sequence[PlanRow], plan: Plan, width: int) -> Table:
 
 
 def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
-    """What a table says of a row, by column."""
+    """Returns the cells of a row, by column."""
     setup, parts, speed = row.setup, row.peak.parts(), row.tokens_per_second
     return {
         "": f"{row.verdict}{'*' if row is plan.recommended else ''}",
@@ -229,7 +229,7 @@ def _largest(row: PlanRow) -> list[Any]:
 
 
 def as_json(plan: Plan, launch: LaunchCommand | None) -> dict[str, Any]:
-    """Everything, in bytes and seconds."""
+    """Returns the whole plan as JSON, in bytes and seconds."""
     return {
         "parameters": plan.num_parameters,
         "trained": plan.num_trained,
@@ -281,7 +281,7 @@ def plot(plan: Plan, path: Path) -> None:
     """Draws the fastest rows' peaks as bars, by what is in them.
 
     Raises:
-        BadInputError: a file of a kind that cannot be drawn, or that cannot be written.
+        BadInputError: if the kind of file cannot be drawn, or the file cannot be written.
     """
     import matplotlib  # takes a second
 

@@ -37,7 +37,7 @@ def list_recipes(as_json: AsJson = False) -> None:
 
 
 def recipe_rows() -> list[dict[str, str]]:
-    """Name and description of every shipped recipe."""
+    """Returns name and description of every shipped recipe."""
     return [{"name": name, "description": Recipe.load(path).description} for name, path in shipped_recipes().items()]
 
 
@@ -54,7 +54,11 @@ def copy_recipe(
 
 
 def new_yaml(path: Path, source: Path) -> Path:
-    """The file that a copy of `source` is written to; its folder is made. Raises BadInputError where it exists."""
+    """Returns the file for a copy of `source`, and makes its folder.
+
+    Raises:
+        BadInputError: if the file exists.
+    """
     target = path / source.name if path.is_dir() else path
     if target.suffix not in (".yaml", ".yml"):
         raise BadInputError(f"{str(target)!r}: the name of a YAML file ends in .yaml or .yml")

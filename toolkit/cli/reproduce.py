@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from toolkit.run.reproduction import Difference
 
 NOT_AGAIN = ("export.push_to_hub=null", "export.hub_private=true", "logging.trackers=[]", "checkpoint.to=null")
-"""What a run did beside its training, and is not done twice."""
+"""Overrides that turn off what a run did besides its training."""
 
 
 def reproduce(
@@ -86,7 +86,7 @@ def reproduce(
 
 
 def _require_no_code(recipe: Recipe) -> None:
-    """Raises BadInputError where the recipe, which may be a stranger's, would run Python code of its choice."""
+    """Raises BadInputError if the recipe, which may be a stranger's, would run Python code."""
     named = {"answers.score": recipe.answers.score, "model.trust_remote_code": recipe.model.trust_remote_code or None}
     if found := [f"{field} ({value})" for field, value in named.items() if value is not None]:
         raise BadInputError(

@@ -17,7 +17,11 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
 
 
 def require_useful(recipe: Recipe, retries: int, dry_run: bool) -> None:
-    """Raises BadInputError where restarts would have no effect, or would begin at the first step."""
+    """Checks that restarts can have an effect.
+
+    Raises:
+        BadInputError: if they cannot, or would begin at the first step.
+    """
     if retries and dry_run:
         raise BadInputError("--retries has no effect with --dry-run; leave one of them out")
     if retries and recipe.checkpoint.every_steps is None and recipe.checkpoint.minutes is None:
@@ -35,11 +39,14 @@ def with_retries(
     saved_step: Callable[[], int],
     pause: Callable[[float], None] = lambda seconds: time.sleep(seconds),
 ) -> int:
-    """The exit code of the last `launch`, which is repeated after a lost rank and after a stall.
+    """Repeats `launch` after a lost rank and after a stall. Returns the exit code of the last one.
 
     Args:
-        launch: starts the ranks; gives their exit code, or raises RankLostError.
-        saved_step: of the newest checkpoint; -1 where there is none.
+        launch: starts the ranks; returns their exit code, or raises RankLostError.
+        saved_step: returns the step of the newest checkpoint, or -1 without one.
+
+    Raises:
+        RankLostError: of the last `launch`, if no more restarts follow.
     """
     fruitless, step = 0, saved_step()
     for number in range(retries + 1):

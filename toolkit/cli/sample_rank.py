@@ -25,7 +25,7 @@ def start(options: SampleOptions, gpus: int | None, cpu: int | None, as_json: bo
     """Samples on so many ranks of this machine; without a number on all GPUs, or on one process.
 
     Raises:
-        BadInputError: too few GPUs, or an option, a model, a prompt or a folder that cannot be used.
+        BadInputError: if there are too few GPUs, or an option, a model, a prompt or a folder cannot be used.
         typer.Exit: with the exit code of ranks that were started.
     """
     from toolkit.cli.train import count_gpus, launcher_options
@@ -57,7 +57,7 @@ def _print(found: Sampled, as_json: bool) -> None:
 
 
 def rank_main(job: dict[str, Any]) -> None:
-    """What a rank does."""
+    """Runs a rank."""
     from toolkit import ranks
     from toolkit.generation.sampling import sample
 

@@ -73,7 +73,7 @@ def _print_result(run: Path) -> None:
 
 
 def _gone(run: Path, silent: list[float]) -> str | None:
-    """Since when nothing was heard of a run that was killed, which its report is made to say; None: it is not gone."""
+    """Returns since when a killed run is silent, and writes that into its report; None for other runs."""
     from toolkit.pages.status import mark_ended
     from toolkit.supervise.rank_status import GONE_SECONDS, REPORT
 

@@ -127,7 +127,7 @@ def ranks_on_stderr() -> Iterator[None]:
 
 
 def _saved_step(*places: str | Path) -> int:
-    """Of the newest checkpoint in a run's folder and its store; -1 where there is none."""
+    """Returns the step of the newest checkpoint in a run's folder and its store, or -1 without one."""
     from toolkit.checkpoint.manifest import latest, place_of
 
     found = [latest(place_of(place)) for place in places]
@@ -135,7 +135,7 @@ def _saved_step(*places: str | Path) -> int:
 
 
 def _outcome(folder: Path) -> dict[str, Any]:
-    """What a run has left: where, how many steps, and the first and the last loss of each split."""
+    """Returns the results of a run: its folder, its steps, and the first and the last loss of each split."""
     file = folder / "metrics.jsonl"
     records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
     losses = {
@@ -158,12 +158,13 @@ def _losses(records: list[dict[str, Any]], split: str) -> list[float]:
 def launcher_options(
     recipe: Recipe | None, gpus: int | None, cpu: int | None, strategy: str | None, config: str | None
 ) -> list[str]:
-    """Options of `accelerate launch`: config file, number of processes, strategy.
+    """Returns options of `accelerate launch`: config file, number of processes, strategy.
 
     Args:
-        recipe: what is trained; None: nothing is.
+        recipe: the recipe to train, or None if nothing is trained.
 
-    Raises BadInputError where they contradict each other or this machine has too few GPUs.
+    Raises:
+        BadInputError: if the options contradict each other, or this machine has too few GPUs.
     """
     if gpus is not None and cpu is not None:
         raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
@@ -196,7 +197,7 @@ def launcher_options(
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """What an Accelerate config says. Raises BadInputError for values that no run could have, before ranks start."""
+    """Reads an Accelerate config. Raises BadInputError for values that no run can have, before ranks start."""
     from toolkit.sharding.accelerate_config import read_accelerate_config
     from toolkit.sharding.strategy import parse_strategy
 
