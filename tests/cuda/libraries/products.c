@@ -162,4 +162,11 @@ PRODUCT(cublasSgemm_v2, float)
 PRODUCT(cublasDgemm_v2, double)
 BATCHED(cublasSgemmStridedBatched, float)
 BATCHED(cublasDgemmStridedBatched, double)
+#define DOT(name, type)                                                                                                \
+  cublasStatus_t name(cublasHandle_t handle, int n, const type *x, int step_x, const type *y, int step_y, type *found) { \
+    (void)n, (void)step_x, (void)step_y;                                                                               \
+    return with_handle(handle, #name, x, y, found);                                                                    \
+  }
+DOT(cublasSdot_v2, float)
+DOT(cublasDdot_v2, double)
 #endif

@@ -45,25 +45,31 @@ def load(folder: str, largest: int) -> None:
     for name in SONAMES:
         _loaded[name] = ctypes.CDLL(str(Path(folder, name)), ctypes.RTLD_GLOBAL)
     if largest:
-        sys.meta_path.insert(0, _AfterTorch(largest))
+        sys.meta_path[:0] = [_After(package, namespace, largest) for package, namespace in OPERATORS.items()]
 
 
-class _AfterTorch(importlib.abc.MetaPathFinder):
-    def __init__(self, largest: int) -> None:
-        self._largest = largest
+OPERATORS = {"torch": "aten", "bitsandbytes": "bitsandbytes"}
+"""Packages, and the namespace of the operators that each brings."""
+
+
+class _After(importlib.abc.MetaPathFinder):
+    """Takes a package's operators over as soon as it is imported."""
+
+    def __init__(self, package: str, namespace: str, largest: int) -> None:
+        self._package, self._namespace, self._largest = package, namespace, largest
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch":
+        if name != self._package:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
-        assert spec is not None
-        assert spec.loader is not None
-        load_torch = spec.loader.exec_module
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        load_package = spec.loader.exec_module
 
         def load_and_install(module: Any) -> None:
-            load_torch(module)
-            install(self._largest)
+            load_package(module)
+            install(self._namespace, self._largest)
 
         spec.loader.exec_module = load_and_install  # type: ignore[method-assign]
         return spec
@@ -114,17 +120,17 @@ SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_c
 """The host side of these reads what the kernel wrote; so they are computed first, inside of other operators, too."""
 
 
-def install(largest: int) -> None:
+def install(namespace: str, largest: int) -> None:
     import torch
 
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library(namespace, "IMPL")
     _kept.append(library)
     names = {*torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"), "aten::copy_"}
-    for name in sorted(name for name in names if name.startswith("aten::")):
-        base, _, overload = name.removeprefix("aten::").partition(".")
+    for name in sorted(name for name in names if name.startswith(f"{namespace}::")):
+        base, _, overload = name.removeprefix(f"{namespace}::").partition(".")
         if base in LEFT_ALONE or base.startswith(PREFIXES_LEFT_ALONE):
             continue
-        packet = getattr(torch.ops.aten, base, None)
+        packet = getattr(getattr(torch.ops, namespace), base, None)
         operator = getattr(packet, overload or "default", None)
         if operator is None or _gives_views(operator._schema):
             continue
@@ -132,7 +138,7 @@ def install(largest: int) -> None:
             continue
         kernel = torch.library.get_kernel(name, "CUDA")
         implementation = _Computed(name, base, operator, kernel, largest)
-        library.impl(name.removeprefix("aten::"), implementation, "CUDA", with_keyset=True, allow_override=True)
+        library.impl(name.removeprefix(f"{namespace}::"), implementation, "CUDA", with_keyset=True, allow_override=True)
 
 
 def _gives_views(schema: Any) -> bool:
@@ -147,7 +153,7 @@ class _Computed:
 
     def __init__(self, name: str, base: str, operator: Any, kernel: Any, largest: int) -> None:
         self._name, self._base, self._kernel, self._largest = name, base, kernel, largest
-        self._compute = ATTENTION.get(base, operator)
+        self._compute = OTHERWISE.get(base, operator)
         self._operator = operator
         self._is_in_place = operator._schema.is_mutable
         self._tensors_at = [
@@ -302,7 +308,15 @@ def _backward(out_at: int, bias_at: int | None, causal_at: int) -> Callable[...,
     return attend
 
 
-ATTENTION = {
+def _histogram(values: Any, bins: int = 100, low: float = 0, high: float = 0) -> Any:
+    """The CPU's counts no integers."""
+    import torch
+
+    return torch.histc(values if values.is_floating_point() else values.double(), bins, low, high).to(values.dtype)
+
+
+OTHERWISE = {
+    "histc": _histogram,
     "_scaled_dot_product_flash_attention": _forward(None, 1),
     "_scaled_dot_product_efficient_attention": _forward(0, 3),
     "_scaled_dot_product_cudnn_attention": _forward(0, 3),
