@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from safetensors.torch import load_file
 from support.peft_by_hand import adapted
 from support.ranks import meet, run_on_ranks
@@ -20,7 +21,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 STEPS, ROWS, SEED, RATE = 3, 4, 3, 3e-3
 TEXTS = [" ".join(text.split()[: 2 + i % 7]) for i, text in enumerate(make_texts(STEPS * ROWS, seed=4))]
-CASES = {"full": {}, "lora": {"kind": "lora", "r": 2, "target_modules": ["q_proj", "down_proj"]}}
+LORA = {"kind": "lora", "r": 2, "target_modules": ["q_proj", "down_proj"]}
+CASES = {"full": {}, "lora": LORA, "merged": LORA}
 FAST = ("qwen3_5", "qwen3_vl", "mistral3", "gemma3", "llama4")
 TRAINED = [kind for kind in FAMILIES if kind != "paligemma"]
 LANGUAGE = ("language_model", "lm_head", "embed_tokens", "text_model")
@@ -33,7 +35,7 @@ def plain_losses(folder: Path, case: str) -> list[float]:
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(word in name for word in LANGUAGE))
-    if case == "lora":
+    if CASES[case]:
         paths = [path for path, _ in model.named_modules() if path.rpartition(".")[2] in ("q_proj", "down_proj")]
         paths = [path for path in paths if any(word in path for word in LANGUAGE)]
         model = adapted(model, {"r": 2, "lora_alpha": 4, "target_modules": paths})
@@ -64,6 +66,7 @@ def runs(folder: Path, kinds: list[str]) -> dict[str, Any]:
             values = recipe_values(folder / kind, folder / "rows.jsonl", folder / f"{kind}-{case}", folder / "cache")
             values["data"] |= {"max_length": 64, "packing": False}
             values["adapter"] = adapter
+            values["export"] = {"merge": case == "merged"}
             values["optimizer"] = {"learning_rate": RATE, "weight_decay": 0.0, "eps": 1e-4}
             values["schedule"] = {"kind": "constant"}
             values["training"] = {
@@ -130,6 +133,29 @@ def test_no_adapter_and_no_state_is_where_text_does_not_reach(found: tuple[Path,
             adapter = load_file(folder / name / "export/adapter_model.safetensors")
             assert adapter
             assert not any("visi" in tensor for tensor in adapter), name
+
+
+@torch.no_grad()
+def test_adapters_load_in_peft_on_the_bases_own_files_and_merged_ones_alone(found: tuple[Path, dict[str, Any]]) -> None:
+    """Both give the same logits, which are not the base's. What was not merged is the base's, bit for bit."""
+    folder, losses = found
+    for kind in {name.rsplit("-", 1)[0] for name in losses}:
+        merged_to = folder / f"{kind}-merged/export"
+        tokenizer = AutoTokenizer.from_pretrained(folder / kind)
+        ids = torch.tensor([tokenizer(TEXTS[6])["input_ids"]])
+        base: Any = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float32).eval()
+        before = base(input_ids=ids).logits
+        adapted: Any = PeftModel.from_pretrained(base, folder / f"{kind}-lora/export").eval()
+        merged: Any = AutoModelForImageTextToText.from_pretrained(merged_to, dtype=torch.float32).eval()
+        by_peft, alone = adapted(input_ids=ids).logits, merged(input_ids=ids).logits
+        assert (by_peft - before).abs().max() > 1e-3, kind
+        torch.testing.assert_close(alone, by_peft, rtol=0, atol=1e-5)
+        own, whole = load_file(folder / kind / "model.safetensors"), load_file(merged_to / "model.safetensors")
+        assert own.keys() == whole.keys(), kind
+        changed = {name for name in own if not torch.equal(own[name], whole[name])}
+        assert changed, kind
+        assert all(any(word in name for word in ("q_proj", "down_proj", "gate_up_proj")) for name in changed), kind
+        assert not any("visi" in name for name in changed), kind
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused(tmp_path: Path) -> None:

@@ -65,14 +65,17 @@ REFUSED: dict[str, str] = {
 }
 """By type, a part of what is said."""
 
+_MIXES, _CANNOT_SHARE = "which mix the tokens of a row", "mixes the tokens of a row elsewhere than in attention"
 REFUSED_WITH: dict[str, dict[str, str]] = {
     "shared_rows": {
-        "dots3_note": "has layers of the kind indexed_attention, which mix the tokens of a row",
-        "gemma4_unified": "mixes the tokens of a row elsewhere than in attention that can be shared",
-        "git": "mixes the tokens of a row elsewhere than in attention that can be shared",
-        "qwen3_5": "has layers of the kind linear_attention, which mix the tokens of a row",
+        **dict.fromkeys(("dots3_note", "glm5_next", "inkling2", "inkling_mm_model", "lfm3_vl", "minicpm_ocr"), _MIXES),
+        **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "mistral_large4", "nemotron_h_omni", "qwen3_5"), _MIXES),
+        **dict.fromkeys(("qwen3_5_moe", "qwen4_exp", "unlimited_ocr"), _MIXES),
+        **dict.fromkeys(("gemma4_unified", "git", "kosmos-2.5", "molmo2"), _CANNOT_SHARE),
     },
     "by_block": {"git": "changes in place what its embeddings or a block return"},
+    "experts": {"muse_spark": "has no row for each of the 4 experts"},
+    "nf4": {"inkling2": "peft would not read", "ovis2": "nf4 needs matrices of a multiple of 64 weights"},
 }
 """By case of `support.whole_models` and type, a part of what is said beside `REFUSED`."""
 

@@ -25,7 +25,9 @@ def require_mergeable(model: nn.Module) -> None:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     base = base_of(model)
-    if not base.config.get_text_config().tie_word_embeddings:
+    # Of Qwen's VL types the whole configuration says it, and not that of the language model.
+    said_by = (base.config.get_text_config(), base.config)
+    if not next((config.tie_word_embeddings for config in said_by if hasattr(config, "tie_word_embeddings")), False):
         return
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     for one, other, name in (embedding, "the head", "the input embeddings"), (head, "the input embeddings", "the head"):
