@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -17,6 +18,8 @@ from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values
 from support.tiny_multimodal import FAMILIES, save_multimodal
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 STEPS, ROWS, SEED, RATE = 3, 4, 3, 3e-3
@@ -56,10 +59,21 @@ def plain_losses(folder: Path, case: str) -> list[float]:
     return losses
 
 
+def bytes_of_frozen(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes of the frozen parameters of this process, and of their gradients and their state in the optimizer."""
+    parameters = [each for each in gc.get_objects() if isinstance(each, nn.Parameter) and not each.is_meta]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    state = [tensor for parameter in frozen for tensor in optimizer.state.get(parameter, {}).values()]
+    gradients = [parameter.grad for parameter in frozen if parameter.grad is not None]
+    return sum(parameter.nbytes for parameter in frozen), sum(tensor.nbytes for tensor in gradients + state)
+
+
 def runs(folder: Path, kinds: list[str]) -> dict[str, Any]:
     from toolkit import Recipe, finetune
 
     found: dict[str, Any] = {}
+    held: list[tuple[int, int]] = []
+    register_optimizer_step_post_hook(lambda optimizer, *_: held.append(bytes_of_frozen(optimizer)))
     for kind in kinds:
         for case, adapter in CASES.items():
             meet()
@@ -79,6 +93,9 @@ def runs(folder: Path, kinds: list[str]) -> dict[str, Any]:
             values["checkpoint"] = {"every_steps": STEPS}
             result = finetune(Recipe.from_mapping(values))
             found[f"{kind}-{case}"] = [record["loss"] for record in result.metrics if record["split"] == "train"]
+            assert len(held) == STEPS
+            assert all(frozen > 0 and beside == 0 for frozen, beside in held), held
+            held.clear()
     return found
 
 
