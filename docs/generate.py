@@ -121,16 +121,17 @@ def _usual(parameter: Any) -> str:
 
 COMBINED_HEAD = """# What goes together
 
-Every feature goes with every other one, but for the pairs on this page. The recipe, the backend, `toolkit plan` and
-`toolkit init` refuse them with the same sentence. Written from `toolkit/recipe/combinations.py`, which they all ask.
+Every feature works with every other one, except for the pairs on this page. The recipe, the backend, `toolkit plan` and
+`toolkit init` refuse these pairs with the same sentence. The page is written from the table that they all use,
+`toolkit/recipe/combinations.py`.
 
-x: they cannot go together. A dot: they can. The second matrix is about single fields.
+An x marks a pair that cannot be combined, a dot one that can. The second matrix is about single fields.
 """
 
 REASONS = {
-    Reason.DEFINITION: "One leaves nothing for the other to do, or contradicts it",
-    Reason.LIBRARY: "A library that does the work cannot do both",
-    Reason.NOT_BUILT: "Possible, but not built yet",
+    Reason.DEFINITION: "Pairs in which one setting has no effect or contradicts the other",
+    Reason.LIBRARY: "Pairs that a library does not support",
+    Reason.NOT_BUILT: "Pairs that are possible, but not implemented yet",
 }
 
 
@@ -164,23 +165,25 @@ def _combined(reason: Reason) -> str:
 def _clause(found: Combination) -> str:
     """Why, as a phrase of its own."""
     if not found.why:
-        return "it would do nothing" if found.is_idle else "no other than that it is not built"
+        if found.is_idle:
+            return "it would have no effect"
+        return "not implemented" if found.reason is Reason.NOT_BUILT else "they contradict each other"
     clause = re.sub("^(as|which|and|where|under) ", "", found.why)
     return re.sub("^whose ", "its ", clause)
 
 
 MODELS_HEAD = """# Models
 
-What came out for each type of transformers 5.23 (torch 2.13, CPU, float32) at tiny size: three optimizer steps on rows
-of unequal lengths beside transformers' own model, which sees each row alone and unpadded. Losses and the changes of all
-weights agree within 2e-3.
+A tiny model of each model type of transformers 5.23 was trained for three optimizer steps on rows of unequal lengths
+(torch 2.13, CPU, float32), and compared with transformers' own model, which gets each row alone and unpadded. The table says
+whether losses and the changes of all weights agree within 2e-3.
 
 - right: they agree.
-- refused: the run says before its first step why it does not train so; the reason is below.
-- wrong, crashed: they do not agree, or the run ends in an error that says nothing of the type; the reason is below.
+- refused: before its first step the run says why it cannot train this type in this way; the reason is below.
+- wrong: they do not agree. crashed: the run ends in an error that does not name the type. The details are below.
 - no entry: not tried, without experts, or hidden by rounding: transformers' own model is as far from itself in float64.
 
-Written from `tests/zoo/results.json`, which `tests/zoo/grid.py` writes. Types that are missing were not tried at all.
+Written from `tests/zoo/results.json`, which `tests/zoo/grid.py` writes. Types that are missing were not tried.
 """
 RESULTS = DOCS.parent / "tests/zoo/results.json"
 
