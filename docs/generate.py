@@ -175,8 +175,8 @@ def _clause(found: Combination) -> str:
 MODELS_HEAD = """# Models
 
 A tiny model of each model type of transformers 5.23 was trained for three optimizer steps on rows of unequal lengths
-(torch 2.13, CPU, float32), and compared with transformers' own model, which gets each row alone and unpadded. The table says
-whether losses and the changes of all weights agree within 2e-3.
+(torch 2.13, CPU, float32), and compared with transformers' own model, which gets each row alone and unpadded. The table
+says whether losses and the changes of all weights agree within 2e-3.
 
 - right: they agree.
 - refused: before its first step the run says why it cannot train this type in this way; the reason is below.
