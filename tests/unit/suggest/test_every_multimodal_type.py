@@ -26,6 +26,7 @@ CANNOT_RUN = {
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glmga"), "split_with_sizes"),
     "glm5_next": "DynamicOutputShapeException",
     "step3p7": "sliding_window",
+    "inkling_mm_model": "nf4 needs matrices of a multiple of 64 weights",
     **dict.fromkeys(("qwen3_omni_moe_thinker", "kyutai_speech_to_text"), "broadcast"),
     **dict.fromkeys(("idefics", "voxtral_realtime"), "cannot run on tensors without values"),
 }
