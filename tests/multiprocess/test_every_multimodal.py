@@ -54,6 +54,10 @@ def test_experts_of_a_whole_model_are_on_two_ranks(tmp_path: Path) -> None:
     assert all_wrong(tmp_path, ["qwen3_vl_moe"], ["experts"]) == {}
 
 
+def test_ngrams_of_tokens_run_by_block_and_what_changes_in_place_is_refused(tmp_path: Path) -> None:
+    assert all_wrong(tmp_path, ["qwen4_exp", "git"], ["by_block"]) == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
 def test_text_rows_train_every_type_as_a_plain_loop_does(batch: int, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def _refusal(model: nn.Module) -> str:
 
 
 def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    logits: Any = model(input_ids=ids).logits
+    logits: Any = model(input_ids=ids, use_cache=False).logits  # as training does: a cache can lack what blocks keep
     return logits.float()  # type: ignore[no-any-return]
 
 

@@ -92,6 +92,22 @@ def test_one_that_does_not_is_not() -> None:
     assert model.training
 
 
+def test_the_check_asks_for_no_cache() -> None:
+    """As training does: the cache of `qwen4_exp` lacks a state that its blocks would keep there."""
+    given: list[Any] = []
+
+    def forward(_number: int, own: Any, hidden: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+        given.append(past_key_values)
+        return own(hidden, past_key_values=past_key_values, **kwargs)
+
+    model = around_blocks(llama(num_hidden_layers=3, use_cache=True), forward)
+    runner = by_block(model)
+    model.config.use_cache = True  # checkpointing turns it off, where it finds it
+    check_forwards(model, runner, torch.device("cpu"))
+    assert given
+    assert given == [None] * len(given)
+
+
 def test_a_loss_of_what_a_block_does_not_return_is_refused() -> None:
     """As balance losses of routers are, which hooks collect inside of the blocks."""
     model: Any = llama(num_hidden_layers=3)
