@@ -79,6 +79,7 @@ CASES: dict[int, dict[str, Case]] = {
         "packed": Case(sections={"data": {"packing": True, "max_length": 64}}),
         "LoRA, merged": Case(sections={"adapter": LORA, "export": {"merge": True}}),
         "int8": Case(sections={"adapter": LORA | {"quantize": "int8"}}, close=IN_BF16),
+        "nf4": Case(sections={"adapter": LORA | {"quantize": "nf4"}}),
         "muon": Case(sections={"optimizer": {"kind": "muon", "learning_rate": 2e-3}}, close=1e-4),
         "resumed": Case(resumed=True),
         "resumed, offload": Case(OFFLOAD, BF16, close=IN_BF16, resumed=True),

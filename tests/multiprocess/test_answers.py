@@ -12,7 +12,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from bitsandbytes.functional import quantize_4bit
+from support.four_bits import matrix_of
 from support.moe import mixture
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
@@ -193,7 +194,7 @@ def loaded(export: Path) -> tuple[Any, Any]:
         for path, layer in model.named_modules():
             if isinstance(layer, nn.Linear) and path != "lm_head":
                 packed, state = quantize_4bit(layer.weight.data, quant_type="nf4", compress_statistics=True)
-                layer.weight.data = dequantize_4bit(packed, state)
+                layer.weight.data = matrix_of(packed, state)
     return tokenizer, peft.PeftModel.from_pretrained(model, export).eval()
 
 

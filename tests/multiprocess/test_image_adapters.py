@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from support.four_bits import read_by_hand
 from support.peft_by_hand import SEED, adapted
 from support.ranks import meet, run_on_ranks
 from support.sights import EYES, picture, save_rows, save_seeing
@@ -74,6 +75,7 @@ def row_loss(model: Any, processor: Any, text: str, numbers: list[int]) -> tuple
 def plain(folder: Path, case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.set_num_threads(1)
     processor = AutoProcessor.from_pretrained(folder / "model")
+    read_by_hand()
     how = {"quantization_config": NF4} if case == "nf4" else {}
     base = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32, **how)
     model = adapted(base, {"r": 2, "lora_alpha": 4, **CASES[case][1]}).train()

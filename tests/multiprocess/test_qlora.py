@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.four_bits import matrix_of, read_by_hand
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
 from support.ranks import meet, run_on_ranks
 from support.tiny import recipe_values, save_llama, unfinish
@@ -73,6 +74,7 @@ def quantised_by_hand(folder: Path, case: str) -> nn.Module:
             bnb_4bit_use_double_quant=case == "double",
             bnb_4bit_compute_dtype=torch.float32,
         )
+        read_by_hand()
         return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, quantization_config=how)
     from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
 
@@ -225,10 +227,8 @@ def test_the_adapter_and_the_merged_model_are_what_was_trained(others: dict[str,
     base = quantised_by_hand(folder, "double")
     adapter = load_file(folder / "whole/export/adapter_model.safetensors")
     merged = load_file(folder / "merged/export/model.safetensors")
-    from bitsandbytes.functional import dequantize_4bit
-
     for path, layer in base.named_modules():
         if type(layer).__name__ == "Linear4bit":
             a, b = (adapter[f"base_model.model.{path}.lora_{half}.weight"] for half in "AB")
-            by_hand = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float() + 2 * b @ a
+            by_hand = matrix_of(layer.weight.data, layer.weight.quant_state).float() + 2 * b @ a
             assert torch.equal(merged[f"{path}.weight"], by_hand.to(torch.bfloat16)), path

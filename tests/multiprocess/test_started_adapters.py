@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from support.four_bits import read_by_hand
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, loop_of
 from support.ranks import meet, run_on_ranks
 from support.tiny import recipe_values, save_llama, unfinish
@@ -63,6 +64,7 @@ def base_of(folder: Path, adapter: str, in_4_bits: bool = False) -> Any:
         llm_int8_skip_modules=["lm_head"],
     )
     more: dict[str, Any] = {"quantization_config": how} if in_4_bits else {}
+    read_by_hand()
     return AutoModelForCausalLM.from_pretrained(model_of(folder, adapter), dtype=torch.float32, **more)
 
 

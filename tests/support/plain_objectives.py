@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
+from support.four_bits import read_by_hand
 from support.peft_by_hand import adapted
 from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, save_llama
@@ -212,6 +213,7 @@ def _base(path: Path, auto_class: str, in_4_bits: bool) -> Any:
         llm_int8_skip_modules=heads,
     )
     more: dict[str, Any] = {"quantization_config": how} if in_4_bits else {}
+    read_by_hand()
     if "experts" in path.name:
         more["experts_implementation"] = "eager"
     return getattr(transformers, auto_class).from_pretrained(path, dtype=torch.float32, **more)

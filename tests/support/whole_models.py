@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
+from support.four_bits import matrix_of
 from support.peft_by_hand import adapted
 from support.ranks import meet
 from support.tiny import recipe_values
@@ -200,4 +201,4 @@ def as_dequantised(model: nn.Module, how: dict[str, Any]) -> None:
     assert chosen
     for module in chosen:
         packed, state = functional.quantize_4bit(module.weight.contiguous(), blocksize=64, quant_type="nf4")
-        module.weight.copy_(functional.dequantize_4bit(packed, state).view_as(module.weight))
+        module.weight.copy_(matrix_of(packed, state))

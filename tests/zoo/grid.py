@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.four_bits import matrix_of
 from support.ranks import run_on_ranks
 from torch import nn
 
@@ -252,7 +253,7 @@ def as_dequantised(model: nn.Module, how: dict[str, Any]) -> None:
     for path, module in model.named_modules():
         if type(module) is nn.Linear and path not in how["llm_int8_skip_modules"]:
             packed, state = functional.quantize_4bit(module.weight.contiguous(), blocksize=64, quant_type="nf4")
-            module.weight.copy_(functional.dequantize_4bit(packed, state).view_as(module.weight))
+            module.weight.copy_(matrix_of(packed, state))
 
 
 def main(name: str, kinds: list[str]) -> None:

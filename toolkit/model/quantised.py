@@ -239,8 +239,11 @@ def _dequantise(
         scales += nested[0]
     else:
         scales = absmax.view(torch.float32).view(-1)
-    found: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(weight.view(-1, 1), scales, BLOCK, "nf4", shape, dtype)
-    return found
+    # One block a row: bitsandbytes' kernel for CPUs gives a block that lies in two rows the scale of another one.
+    blocks = (len(scales), BLOCK)
+    dequantise = torch.ops.bitsandbytes.dequantize_4bit
+    found: torch.Tensor = dequantise(weight.view(-1, 1), scales, BLOCK, "nf4", blocks, dtype)
+    return found.view(shape)
 
 
 # Which layers

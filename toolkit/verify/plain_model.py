@@ -6,6 +6,7 @@ values: bitsandbytes quantises whole matrices, which become ordinary linear laye
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from pathlib import Path
@@ -59,7 +60,7 @@ def _load_whole(recipe: Recipe, built: Any) -> PreTrainedModel:
 @torch.no_grad()
 def _quantise(layer: nn.Module, recipe: Recipe) -> None:
     """Quantises the weights of a linear layer to 4 or 8 bits and back."""
-    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_quant, quantize_4bit
+    from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
     weight: Any = layer.weight
     if recipe.adapter.quantize == "int8":
@@ -68,22 +69,30 @@ def _quantise(layer: nn.Module, recipe: Recipe) -> None:
         return
     double = recipe.adapter.double_quantization
     packed, state = quantize_4bit(weight.data, blocksize=64, compress_statistics=double, quant_type="nf4")
-    state.dtype = torch.float32
-    weight.data = dequantize_4bit(packed, state)
+    weight.data = _of_4_bits(packed, state)
+
+
+def _of_4_bits(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    """Returns the float32 matrix that bitsandbytes has packed, (outputs, inputs)."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    shape = state.shape
+    # One block a row: on a CPU bitsandbytes takes other blocks' scales where rows are no whole number of blocks.
+    blocks = copy.copy(state)
+    blocks.shape, blocks.dtype = (math.prod(shape) // state.blocksize, state.blocksize), torch.float32
+    matrix: torch.Tensor = dequantize_4bit(packed, blocks)
+    return matrix.view(shape)
 
 
 @torch.no_grad()
 def _dequantise_stored(model: nn.Module) -> None:
     """Replaces the bitsandbytes layers that transformers has loaded by ordinary linear layers."""
-    from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
     for path, layer in list(model.named_modules()):
         if isinstance(layer, Linear4bit):
             plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-            state: Any = layer.weight.quant_state
-            state.dtype = torch.float32
-            plain.weight.data = dequantize_4bit(layer.weight.data, state)
+            plain.weight.data = _of_4_bits(layer.weight.data, layer.weight.quant_state)
             if layer.bias is not None:
                 plain.bias.data = layer.bias.data
             model.set_submodule(path, plain)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import load_file, save_file
+from support.four_bits import matrix_of
 from support.tiny import llama, save_llama
 from torch import nn
 from transformers import (
@@ -83,7 +84,7 @@ def test_the_bytes_are_those_of_bitsandbytes_whatever_rows_are_read(double: bool
     assert torch.equal(absmax.flatten() if double else absmax.view(torch.float32).flatten(), state.absmax)
     if not double:
         assert source.most <= 48 * (math.ceil(25 * 64 / 48) + 1), "rows of its own blocks alone"
-    assert torch.equal(layer.read_matrix(weights, "layer"), dequantize_4bit(expected, state))
+    assert torch.equal(layer.read_matrix(weights, "layer"), matrix_of(expected, state))
 
 
 def _scales(weights: QuantisedWeights, layer: QuantisedLinear, rows: Rows) -> torch.Tensor:
@@ -91,6 +92,19 @@ def _scales(weights: QuantisedWeights, layer: QuantisedLinear, rows: Rows) -> to
     if layer.quantisation.double:
         weights.read("layer.weight_nested", layer.weight_nested, all_rows(layer.weight_nested))
     return found
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_blocks_that_lie_in_two_rows_keep_their_scale(double: bool) -> None:
+    for outputs, inputs in [(48, 48), (64, 32), (24, 96), (10, 64), (8, 200)]:
+        model, source, linear = quantised(double, outputs, inputs)
+        layer: Any = model["layer"]
+        matrix = layer.read_matrix(QuantisedWeights(source, model, torch.float32), "layer")
+        assert torch.equal(
+            matrix, matrix_of(*quantize_4bit(linear.weight, quant_type="nf4", compress_statistics=double))
+        )
+        # Half of the widest step of NF4 is 0.152 of the largest weight of a block; doubly quantised scales are rounded.
+        assert (matrix - linear.weight).abs().max() < 0.16 * linear.weight.abs().max()
 
 
 def test_forward_and_backward_are_those_of_the_dequantised_matrix() -> None:

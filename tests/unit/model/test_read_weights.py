@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from bitsandbytes.functional import quantize_4bit
 from support.every_multimodal import small_config
+from support.four_bits import matrix_of
 from support.tiny import llama, recipe_values, save_llama, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
@@ -62,7 +63,7 @@ def test_a_quantised_model_computes_with_its_dequantised_weights(kind: str) -> N
     assert chosen
     for path in chosen:
         layer: Any = plain.get_submodule(path)
-        layer.weight.data = dequantize_4bit(*quantize_4bit(layer.weight.data, quant_type="nf4")).view_as(layer.weight)
+        layer.weight.data = matrix_of(*quantize_4bit(layer.weight.data, quant_type="nf4"))
     ids = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(quantised(ids, use_cache=False).logits, plain(ids, use_cache=False).logits)
