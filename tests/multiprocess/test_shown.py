@@ -15,6 +15,21 @@ from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from toolkit.cli.app import app
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "zero3": {"sharding": {"strategy": "zero3"}},
+    "zero2": {"sharding": {"strategy": "zero2"}},
+    "ddp": {"sharding": {"strategy": "ddp"}, "training": {"ema": 0.5}},
+    "offload": {"sharding": {"strategy": "zero3", "offload": "optimizer", "offload_executor": "cpu_torch"}},
+    "by-block": {
+        "sharding": {"strategy": "zero3", "accumulate": "by_block"},
+        "training": {"micro_batch_size": 1, "gradient_accumulation_steps": 2},
+    },
+}
+"""Runs that continue held-out prompts."""
 
 
 def runs(folder: Path) -> dict[str, Any]:
@@ -27,6 +42,7 @@ def runs(folder: Path) -> dict[str, Any]:
     live.FIRST_SECONDS, live.EVERY_SECONDS, live.COST_SHARE = 0.0, 1e-9, 1e9
     pages: list[str] = []
     found: dict[str, Any] = {"pages": pages}
+    fails_at = 2
     write_report, train_step = live.write_report, Trainer.train_step
 
     def writing(path: Path, summary: Any) -> None:
@@ -34,7 +50,7 @@ def runs(folder: Path) -> dict[str, Any]:
         write_report(path, summary)
 
     def failing(self: Any, window: Any) -> Any:
-        if self.global_step == 2:
+        if self.global_step == fails_at:
             raise ValueError("<the disk> is on fire")
         return train_step(self, window)
 
@@ -71,8 +87,27 @@ def runs(folder: Path) -> dict[str, Any]:
     run("patient", training={**evaluated, "patience": 2}, **slow)
     run("impatient", training={**evaluated, "max_steps": 4}, schedule={"kind": "constant"}, **slow)
     asked = {"train": str(folder / "asked.jsonl"), "validation": str(folder / "asked.jsonl"), "max_length": 64}
-    run("unsampled", data=asked)
-    run("sampled", data=asked, logging={"held_out_samples": 2}, export={"enabled": True})
+    for kind, sections in SAMPLED.items():
+        sections = {
+            **sections,
+            "optimizer": {"learning_rate": 0.03},
+            "data": asked,
+            "training": {"eval_every_steps": 1, **sections.get("training", {})},
+        }
+        run(f"unsampled-{kind}", **sections)
+        saves = {"checkpoint": {"every_steps": 1, "keep_last": 9}} if kind == "zero3" else {}
+        run(f"sampled-{kind}", **sections, **saves, logging={"held_out_samples": 2}, export={"enabled": True})
+    fails_at = 3
+    for name in ("sampled-again", "sampled-torn"):
+        sections = {**SAMPLED["zero3"], "optimizer": {"learning_rate": 0.03}, "data": asked}
+        sections |= {"training": {"eval_every_steps": 1}, "logging": {"held_out_samples": 2}}
+        sections |= {"checkpoint": {"every_steps": 2, "keep_last": 9}}
+        Trainer.train_step = failing  # type: ignore[method-assign]
+        run(name, ValueError, **sections)
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+        if name == "sampled-torn" and os.environ["RANK"] == "0":
+            (folder / name / "samples.json").write_text("[{")
+        run(name, **sections)
     pairs = {"train": str(folder / "pairs.jsonl"), "validation": str(folder / "pairs.jsonl"), "max_length": 64}
     objective = {"kind": "preference"}
     run("compared", data=pairs, objective=objective, logging={"held_out_samples": 1}, training={"max_steps": 1})
@@ -164,17 +199,50 @@ def greedy(folder: Path, prompt: str) -> str:
     return tokenizer.decode(ids[asked:])  # type: ignore[no-any-return]
 
 
-def test_held_out_prompts_are_continued_before_and_after(found: dict[str, Any], folder: Path) -> None:
-    assert found["losses-sampled"] == found["losses-unsampled"], "training is as if nothing had been sampled"
-    samples = json.loads((folder / "sampled/samples.json").read_text())
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_held_out_prompts_are_continued_before_and_after(kind: str, found: dict[str, Any], folder: Path) -> None:
+    assert found[f"losses-sampled-{kind}"] == found[f"losses-unsampled-{kind}"], "as if nothing had been sampled"
+    samples = json.loads((folder / f"sampled-{kind}/samples.json").read_text())
     assert [sample["expected"] for sample in samples] == [" and the king"] * 2
     for sample in samples:
         assert sample["before"] == greedy(folder / "model", sample["prompt"])
-        assert sample["after"] == greedy(folder / "sampled/export", sample["prompt"])
-    page = (folder / "sampled/report.html").read_text()
-    assert page.index("Before training") < page.index("After training") < page.index("In the data")
+        assert [step for step, _ in sample["between"]] == [1, 2, 3]
+        assert sample["after"] == greedy(folder / f"sampled-{kind}/export", sample["prompt"])
+    page = (folder / f"sampled-{kind}/report.html").read_text()
+    titles = ["Before training", *(f"After step {step}<" for step in (1, 2, 3)), "After training", "In the data"]
+    places = [page.index(title) for title in titles]
+    assert places == sorted(places)
     assert html.escape(samples[0]["prompt"]) in page
+
+
+def test_what_is_written_at_an_evaluation_is_what_the_checkpoint_writes(folder: Path) -> None:
+    """Every strategy writes the same, but the one with averages, which are evaluated."""
+    samples = json.loads((folder / "sampled-zero3/samples.json").read_text())
+    for step in (1, 2, 3):
+        model = folder / f"after-{step}"
+        arguments = ["export", str(folder / "sampled-zero3"), "--checkpoint", str(step), "--to", str(model)]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+        for sample in samples:
+            assert dict(sample["between"])[step] == greedy(model, sample["prompt"])
+    assert len({text for sample in samples for _, text in sample["between"]}) > 2, "which training changes"
+    for kind in ("zero2", "offload"):
+        assert json.loads((folder / f"sampled-{kind}/samples.json").read_text()) == samples
+
+
+def test_a_resumed_run_goes_on_with_its_samples(folder: Path) -> None:
+    """It failed behind the evaluation after step 3, and goes on after step 2.
+
+    Where its file is damaged, it shows what is written from there on.
+    """
+    whole, again, torn = (
+        json.loads((folder / f"sampled-{name}/samples.json").read_text()) for name in ("zero3", "again", "torn")
+    )
+    assert again == whole
+    assert torn == [{**sample, "before": None, "between": sample["between"][2:]} for sample in whole]
+
+
+def test_pairs_are_continued_behind_their_prompt(folder: Path) -> None:
     [pair] = json.loads((folder / "compared/samples.json").read_text())
     assert (pair["prompt"], pair["expected"]) == ("the moon", " was high")
     assert pair["before"] == greedy(folder / "model", "the moon")
-    assert not (folder / "unsampled/samples.json").exists()
+    assert not (folder / "unsampled-zero3/samples.json").exists()

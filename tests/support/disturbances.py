@@ -17,6 +17,7 @@ from pathlib import Path
 from support.stand_in import NUM_RANKS, Attempt, attempt
 from support.two_hosts import Host
 from toolkit.checkpoint import list_checkpoints
+from toolkit.checkpoint.manifest import COMPLETE
 from toolkit.supervise.lease import LEASE
 
 LIMIT_SECONDS = 120.0
@@ -35,7 +36,8 @@ class Site:
     Attributes:
         folder: the run's output folder.
         has_disk: whether that is a small file system of its own.
-        damaged: names of checkpoints that were damaged.
+        damaged: names of checkpoints that were damaged, and whether their mark is left. Without it a checkpoint counts
+            as an interrupted save, which is cleared away.
         excused: exit codes of a rank that the faults of this attempt may lead to, though it could have gone on.
     """
 
@@ -47,7 +49,7 @@ class Site:
     hosts: list[Host]
     has_disk: bool
     chance: random.Random
-    damaged: set[str] = field(default_factory=set)
+    damaged: dict[str, bool] = field(default_factory=dict)
     excused: set[int] = field(default_factory=set)
 
     def end(self) -> str:
@@ -185,7 +187,7 @@ def newest_checkpoint_damaged(site: Site) -> str:
     if len(whole) < 2:
         return f"{ended}, too early"
     damage(whole[-1], site.chance)
-    site.damaged.add(whole[-1].name)
+    site.damaged[whole[-1].name] = (whole[-1] / COMPLETE).exists()
     return ended
 
 

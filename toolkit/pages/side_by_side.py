@@ -1,4 +1,4 @@
-"""Shows on the page of a run what the model writes: a continuation, and held-out prompts before and after training."""
+"""Shows on the page of a run what the model writes: a continuation, and held-out prompts over the run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ class SideBySide:
     """A held-out prompt, its answer in the data, and what the model writes, None if it has not yet.
 
     Attributes:
+        between: steps between the first and the last, and what the model writes after each.
         images: small copies of the prompt's images, as `data:` URIs.
     """
 
     prompt: str
     expected: str
     before: str | None = None
+    between: Sequence[tuple[int, str]] = ()
     after: str | None = None
     images: Sequence[str] = ()
 
 
 def prompts_and_answers(samples: Sequence[SideBySide]) -> list[tuple[str, Sequence[str], list[tuple[str, str]]]]:
-    """Returns each prompt with its images, what the model writes before and after training, and the data's answer."""
+    """Returns each prompt with its images, what the model writes over the run, and the data's answer."""
     return [(_end_of(sample.prompt), sample.images, _answers(sample)) for sample in samples]
 
 
@@ -38,6 +40,7 @@ def _end_of(prompt: str) -> str:
 def _answers(sample: SideBySide) -> list[tuple[str, str]]:
     return [
         ("Before training", MISSING if sample.before is None else sample.before),
+        *((f"After step {step:,}", text) for step, text in sample.between),
         ("After training", MISSING if sample.after is None else sample.after),
         ("In the data", sample.expected),
     ]

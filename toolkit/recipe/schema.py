@@ -780,7 +780,10 @@ class LoggingSection(Section):
     sample_prompt: str | None = Field(None, description="Print a continuation of this prompt at the end; null: none.")
     sample_max_new_tokens: PositiveInt = Field(80, description="Stop that continuation after N tokens.")
     held_out_samples: int = Field(
-        0, ge=0, description="Show in the report how the model continues N held-out prompts, before and after training."
+        0,
+        ge=0,
+        description="Show in the report how the model continues N held-out prompts: before training, at up to four "
+        "evaluations, and after it.",
     )
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import inner_optimizer
 from toolkit.run.answers import Answers
 from toolkit.run.folder import write_beginning, write_data_report
-from toolkit.run.held_out_samples import first_samples, last_samples
+from toolkit.run.held_out_samples import HeldOutSamples
 from toolkit.run.live import LiveReport
 from toolkit.run.rows import build_evaluation
 from toolkit.run.stages import OpenedRun, PreparedRun
@@ -94,17 +94,17 @@ def fit(
         ) as metrics,
     ):
         checkpoints = _checkpoints_of(opened, run, metrics, store, heartbeat)
+        samples = HeldOutSamples(opened, run, metrics, heartbeat)
         extensions = _extensions_of(opened, run, metrics, checkpoints, profile, heartbeat)
-        trainer = _build_trainer(opened, run, [stop, *extensions])
+        trainer = _build_trainer(opened, run, [stop, *extensions, samples])
         if found.start is not None:
             checkpoints.restore(*found.start, trainer, trainer.schedule, run.num_positions)
-        count = recipe.logging.held_out_samples
-        prompts = first_samples(accelerator, run, count, output_dir, resumed=found.start is not None)
+        samples.begin(trainer.global_step)
         with checkpoints:
             trainer.fit()
         if opened.plugin.engine is not None:
             opened.plugin.engine.flush()  # the last step may still fail
-        last_samples(accelerator, run, prompts, output_dir)
+        samples.end()
     # On all ranks: inside a collective the others would time out while rank 0 waits for a full disk.
     require_output_dir(output_dir)
     ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn, heartbeat.wait))

@@ -1,10 +1,12 @@
-"""Lets the model continue held-out prompts before the first step and after the last."""
+"""Lets the model continue held-out prompts before the first step, at evaluations, and after the last step."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +22,26 @@ from toolkit.data.tokenizer import pad_id
 from toolkit.objectives.objective import Objective
 from toolkit.pages.side_by_side import SideBySide
 from toolkit.paths import atomic_write
-from toolkit.run.stages import PreparedRun
+from toolkit.run.stages import OpenedRun, PreparedRun
 from toolkit.terminal import Pass, Terminal
+from toolkit.training.durable_writes import patiently
+from toolkit.training.extension import Extension
+from toolkit.training.heartbeat import Heartbeat
+from toolkit.training.metrics import Metrics
+from toolkit.training.phase import Phase
+from toolkit.training.trainer import Trainer
 
 SAMPLES_FILE = "samples.json"
 """File of a run's folder from which a resumed run reads what its model wrote at first."""
 
 NEW_TOKENS = 40
 """The most tokens of a continuation; each takes a forward of all prompts, without a cache, as in training."""
+
+MOST_BETWEEN = 4
+"""The most evaluations between the first step and the last at which prompts are continued, however long the run is."""
+
+SHOWN = 100
+"""Characters of the first continuation that the console shows at an evaluation."""
 
 PLAIN_PROMPT = 16
 """Tokens of a row that are its prompt if all of it is learned, as in plain text."""
@@ -88,11 +102,16 @@ def _prompt(ids: np.ndarray, targets: np.ndarray) -> Prompt | None:
 
 
 @torch.no_grad()
-def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prompt]) -> list[str]:
+def continuations(
+    accelerator: Accelerator, run: PreparedRun, prompts: list[Prompt], beat: Callable[[], None]
+) -> list[str]:
     """Returns the most likely tokens behind each prompt, as text. Every rank calls this.
 
     The model runs as it is trained, sharded and without a cache, so that nothing is copied; every rank runs the same
     forwards. Without dropout no random number is drawn, so training is not affected.
+
+    Args:
+        beat: called before each forward, so that slow ones do not count as a stall.
     """
     # An encoder-decoder's rows are targets, which begin with the token that begins a target.
     begun = isinstance(run.data.validation, SourceTargetSamples)
@@ -104,10 +123,12 @@ def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prom
     samples = run.data.validation
     shown = samples.shown_tensors([[p.images] for p in prompts]) if isinstance(samples, PictureSamples) else {}
     never = sorted(_placeholders(samples))  # no further image can be generated
+    was_training = run.model.training
     run.model.eval()
     tell = Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts")
     for number in range(length):
         tell(number, length)
+        beat()
         batch = _padded_batch(rows, width, padding)
         if isinstance(samples, PictureSamples):
             batch = samples.with_kinds(batch) | shown
@@ -119,7 +140,7 @@ def continuations(accelerator: Accelerator, run: PreparedRun, prompts: list[Prom
         chosen = last.argmax(dim=-1).tolist()
         for row, token in zip(rows, chosen, strict=True):
             row.append(token)
-    run.model.train()
+    run.model.train(was_training)
     return [_text_up_to_end(run, row[start:]) for row, start in zip(rows, starts, strict=True)]
 
 
@@ -152,59 +173,117 @@ def _text_up_to_end(run: PreparedRun, ids: list[int]) -> str:
     return text
 
 
-def first_samples(
-    accelerator: Accelerator, run: PreparedRun, count: int, output_dir: Path, resumed: bool
-) -> list[Prompt]:
-    """Puts what the model writes before its first step into `run.shown`; a resumed run reads it. Collective.
+def steps_between(num_steps: int, every: int | None) -> list[int]:
+    """Returns the steps whose evaluations continue the prompts: at most `MOST_BETWEEN`, spread evenly over the run.
 
-    Returns:
-        The prompts, for the end of the run; none if the recipe wants none, or a resumed run did not begin with any.
+    Args:
+        num_steps: steps of the run, whose last one is left out.
+        every: steps from one evaluation to the next; None: there are none in between.
     """
-    path = output_dir / SAMPLES_FILE
-    if count == 0 or (resumed and not ranks.on_first_rank(path.exists)):
-        return []
-    prompts = held_out_prompts(run, count)
-    if not prompts:
-        told = f"logging.held_out_samples: no held-out row leaves room for {NEW_TOKENS} tokens within data.max_length"
-        Terminal(quiet=ranks.rank() != 0).warn(told)
-        return []
-    if resumed:
-        saved = ranks.on_first_rank(lambda: json.loads(path.read_text(encoding="utf-8")))
-        run.shown.side_by_side = [SideBySide(**sample) for sample in saved]
-        return prompts
-    before = continuations(accelerator, run, prompts)
-    run.shown.side_by_side = [
-        SideBySide(
-            _prompt_text(run, prompt),
-            _text_up_to_end(run, prompt.answer),
-            text,
-            images=tuple(map(preview, prompt.images)),
+    due = list(range(every, num_steps, every)) if every is not None else []
+    chosen = [(place + 1) * (len(due) + 1) // (MOST_BETWEEN + 1) - 1 for place in range(MOST_BETWEEN)]
+    return due if len(due) <= MOST_BETWEEN else [due[number] for number in chosen]
+
+
+class HeldOutSamples(Extension):
+    """Puts what the model writes behind held-out prompts into `run.shown`, and into a file of the run's folder.
+
+    Args:
+        opened, run: the run whose model writes, with the weights that are evaluated.
+        metrics: prints what it writes behind the first prompt.
+        heartbeat: told before each forward outside of an evaluation, and while a write waits for room.
+    """
+
+    def __init__(self, opened: OpenedRun, run: PreparedRun, metrics: Metrics, heartbeat: Heartbeat) -> None:
+        self._run, self._accelerator, self._console = run, opened.accelerator, opened.console
+        self._metrics, self._heartbeat = metrics, heartbeat
+        self._path = opened.output_dir / SAMPLES_FILE
+        self._count = opened.recipe.logging.held_out_samples
+        self._steps = steps_between(run.num_steps, opened.recipe.training.eval_every_steps)
+        self._prompts: list[Prompt] = []
+
+    def begin(self, step: int) -> None:
+        """Continues the prompts before the first step. A run that resumes after `step` reads what it wrote. Collective.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        if self._count == 0:
+            return
+        self._prompts = held_out_prompts(self._run, self._count)
+        if not self._prompts:
+            self._console.warn(
+                f"logging.held_out_samples: no held-out row leaves room for {NEW_TOKENS} tokens within data.max_length"
+            )
+            return
+        shown = [_unanswered(self._run, prompt) for prompt in self._prompts]
+        if step > 0:
+            self._run.shown.side_by_side = ranks.on_first_rank(lambda: self._written_until(step, shown))
+            return
+        before = self._continuations(lambda: self._heartbeat.enter_phase(Phase.RESTORE))  # it may compile
+        self._run.shown.side_by_side = [
+            replace(sample, before=text) for sample, text in zip(shown, before, strict=True)
+        ]
+        ranks.on_first_rank(self._write)
+
+    def _written_until(self, step: int, shown: list[SideBySide]) -> list[SideBySide]:
+        """Returns `shown` with what the file says of the steps up to this one."""
+        try:
+            saved = [SideBySide(**sample) for sample in json.loads(self._path.read_text(encoding="utf-8"))]
+            kept = [
+                replace(sample, before=old.before, between=[(at, text) for at, text in old.between if at <= step])
+                for sample, old in zip(shown, saved, strict=True)
+                if (old.prompt, old.expected) == (sample.prompt, sample.expected)
+            ]
+        except (OSError, ValueError, TypeError, RecursionError):  # whatever may stand in a file
+            kept = []
+        if len(kept) == len(shown):
+            return kept
+        self._console.warn(
+            f"{self._path} is gone, or not of these held-out prompts: the report shows what the model writes from step "
+            f"{step} on"
         )
-        for prompt, text in zip(prompts, before, strict=True)
-    ]
-    _save_samples(run, output_dir)
-    return prompts
+        return shown
+
+    def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
+        step = trainer.global_step
+        if self._prompts and step in self._steps:
+            texts = self._continuations(lambda: trainer.enter_phase(Phase.EVALUATE))
+            self._run.shown.side_by_side = [
+                replace(sample, between=[*sample.between, (step, text)])
+                for sample, text in zip(self._run.shown.side_by_side, texts, strict=True)
+            ]
+            self._metrics.progress.line(step, f"writes {texts[0][:SHOWN]!r}")
+            ranks.on_first_rank(self._write_if_possible)
+        return {}
+
+    def end(self) -> None:
+        """Continues the prompts after the last step. Collective."""
+        if self._prompts:
+            after = self._continuations(lambda: self._heartbeat.enter_phase(Phase.EVALUATE))
+            self._run.shown.side_by_side = [
+                replace(sample, after=text) for sample, text in zip(self._run.shown.side_by_side, after, strict=True)
+            ]
+            waits = self._heartbeat.wait
+            ranks.on_first_rank(lambda: patiently(self._write, SAMPLES_FILE, self._console.warn, waits))
+
+    def _continuations(self, beat: Callable[[], None]) -> list[str]:
+        return continuations(self._accelerator, self._run, self._prompts, beat)
+
+    def _write_if_possible(self) -> None:
+        # A full disk costs this file, which is written again at the end, and not the run.
+        with suppress(OSError):
+            self._write()
+
+    def _write(self) -> None:
+        text = json.dumps([asdict(sample) for sample in self._run.shown.side_by_side], indent=1)
+        atomic_write(self._path, text)
 
 
-def _prompt_text(run: PreparedRun, prompt: Prompt) -> str:
-    """Decodes the prompt; one token stands for all those of an image."""
+def _unanswered(run: PreparedRun, prompt: Prompt) -> SideBySide:
+    """Returns a prompt with its answer in the data; one token stands for all those of an image."""
     hidden = _placeholders(run.data.validation)
     before = [None, *prompt.asked]
     kept = [token for token, last in zip(prompt.asked, before, strict=False) if token != last or token not in hidden]
-    text: str = run.tokenizer.decode(kept)
-    return text
-
-
-def _save_samples(run: PreparedRun, output_dir: Path) -> None:
-    text = json.dumps([asdict(sample) for sample in run.shown.side_by_side], indent=1)
-    ranks.on_first_rank(lambda: atomic_write(output_dir / SAMPLES_FILE, text))
-
-
-def last_samples(accelerator: Accelerator, run: PreparedRun, prompts: list[Prompt], output_dir: Path) -> None:
-    """Puts what the model writes after its last step beside what it wrote before. Collective."""
-    if prompts:
-        after = continuations(accelerator, run, prompts)
-        run.shown.side_by_side = [
-            replace(sample, after=text) for sample, text in zip(run.shown.side_by_side, after, strict=True)
-        ]
-        _save_samples(run, output_dir)
+    images = tuple(map(preview, prompt.images))
+    return SideBySide(run.tokenizer.decode(kept), _text_up_to_end(run, prompt.answer), images=images)
