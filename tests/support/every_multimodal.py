@@ -66,6 +66,8 @@ REFUSED: dict[str, str] = {
 """By type, a part of what is said."""
 
 _MIXES, _CANNOT_SHARE = "which mix the tokens of a row", "mixes the tokens of a row elsewhere than in attention"
+NO_EXPERTS = "holds its experts as stacked parameters"
+"""A part of what is said of types without any, and of those whose class transformers does not mark."""
 REFUSED_WITH: dict[str, dict[str, str]] = {
     "shared_rows": {
         **dict.fromkeys(("dots3_note", "glm5_next", "inkling2", "inkling_mm_model", "lfm3_vl", "minicpm_ocr"), _MIXES),
@@ -75,13 +77,10 @@ REFUSED_WITH: dict[str, dict[str, str]] = {
         **dict.fromkeys(("moss_transcribe_diarize", "vibevoice_asr"), "takes no position_ids, and a part of a row"),
     },
     "by_block": {"git": "changes in place what its embeddings or a block return"},
-    "experts": {"muse_spark": "has no row for each of the 4 experts"},
+    "experts": {"llama4": NO_EXPERTS, "muse_spark": "has no row for each of the 4 experts"},
     "nf4": {"inkling2": "peft would not read", "ovis2": "nf4 needs matrices of a multiple of 64 weights"},
 }
 """By case of `support.whole_models` and type, a part of what is said beside `REFUSED`."""
-
-NO_EXPERTS = "holds its experts as stacked parameters"
-"""A part of what is said of types without any."""
 
 WITHOUT_SIZES = {
     *("aya_vision", "chameleon", "cohere_compass", "deepseek_ocr2", "diffusion_gemma", "emu3", "granite4_vision"),

@@ -6,7 +6,9 @@ without a cache, and not in every model and kernel; if they do not, logits are s
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -97,6 +99,24 @@ def check_leaks(
 
 
 @torch.no_grad()
+@contextlib.contextmanager
+def on_text_alone(inner: nn.Module) -> Iterator[None]:
+    """Says of any error of a forward inside that the model needs more than text.
+
+    Raises:
+        BadInputError: in place of what the forward raised, but for our own errors, a lost peer and too little memory.
+    """
+    try:
+        yield
+    except (ToolkitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # what a forward does without its picture, or with rows of another form
+        if is_lost_peer(error):
+            raise
+        model_of_recipe = f"model.name_or_path: {class_name(base_of(inner))}"
+        raise needs_more_than_text(model_of_recipe, f" ({type(error).__name__}: {first_line(error)})") from error
+
+
 def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, device: torch.device) -> None:
     """Tests whether a token's logits depend on later ones, if the configuration leaves that open. All ranks call it.
 
@@ -114,15 +134,8 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     ids = torch.arange(1, 17, device=device)[None] % config.vocab_size
     other = ids.clone()
     other[0, -1] = (ids[0, -1] + 1) % config.vocab_size
-    try:
+    with on_text_alone(inner):
         one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
-    except (ToolkitError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # what a forward does without its picture, or with rows of another form
-        if is_lost_peer(error):
-            raise
-        model_of_recipe = f"model.name_or_path: {class_name(base_of(inner))}"
-        raise needs_more_than_text(model_of_recipe, f" ({type(error).__name__}: {first_line(error)})") from error
     model.train(was_training)
     # Zero in a decoder, in 16 bits too: kernels and shapes are the same.
     if relative_difference(two, one) > TOLERANCE[False][0]:
