@@ -17,6 +17,9 @@ from support.whole_models import CASES, TEXTS, Outcome, runs, tensors_of, write_
 
 FAST = ("qwen3_5", "qwen3_vl", "mistral3", "gemma3", "llama4")
 FAST_CASES = ("by_block", "shared_rows", "nf4")
+NOT_ENTERED = ("got_ocr2", "phi4_multimodal", "moss_transcribe_diarize")
+"""Beside Gemma 3, types with blocks that a row of text never enters."""
+
 NUM_BATCHES = 24
 KINDS = [kind for kind in multimodal_kinds() if kind not in UNTRIED]
 
@@ -48,6 +51,11 @@ def all_wrong(folder: Path, kinds: list[str], cases: list[str]) -> dict[str, str
 @pytest.mark.parametrize("kind", FAST)
 def test_text_rows_train_five_families_by_block_in_shared_rows_and_over_four_bits(kind: str, tmp_path: Path) -> None:
     assert all_wrong(tmp_path, [kind], list(FAST_CASES)) == {}
+
+
+def test_blocks_that_text_never_enters_train_by_block_and_in_shared_rows_and_git_is_refused(tmp_path: Path) -> None:
+    assert all_wrong(tmp_path, [*NOT_ENTERED, "git"], ["by_block"]) == {}
+    assert all_wrong(tmp_path, [NOT_ENTERED[0], "git"], ["shared_rows"]) == {}
 
 
 def test_experts_of_a_whole_model_are_on_two_ranks(tmp_path: Path) -> None:

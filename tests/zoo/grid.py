@@ -20,7 +20,7 @@ from support.ranks import run_on_ranks
 from torch import nn
 
 from zoo.kinds import LENGTHS, MAX_LENGTH, Rows, kinds_of, rows_of, save_tiny, write_rows
-from zoo.reference import loaded, trained
+from zoo.reference import loaded, trained, trained_in_bf16
 
 RESULTS = Path(__file__).parent / "results.json"
 STEPS, SAMPLES = 3, 4
@@ -55,6 +55,11 @@ class Feature:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     tolerance: float = TOLERANCE
     adapted: bool = False
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether it is compared with a reference in bf16, whose rounding is held against float32."""
+        return self.changes.get("training", {}).get("mixed_precision") == "bf16"
 
 
 CHECKPOINTED = {"activation_checkpointing": 1}
@@ -158,7 +163,10 @@ def compared(feature: Feature, folder: Path, records: list[dict[str, Any]]) -> s
         else:
             model = loaded(feature.objective, folder / "model")
             before = state_of(model)
-            losses = trained(feature.objective, model, windows, SETTINGS)
+            if feature.in_bf16:
+                model, losses = trained_in_bf16(feature.objective, folder / "model", windows, SETTINGS)
+            else:
+                losses = trained(feature.objective, model, windows, SETTINGS)
             expected, found = state_of(model), state_of(loaded(feature.objective, folder / "run/export"))
     except Exception as error:
         return f"untried: the reference fails: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
@@ -167,20 +175,27 @@ def compared(feature: Feature, folder: Path, records: list[dict[str, Any]]) -> s
         return f"wrong: losses differ by {worst:.1e} of them"
     name, difference = largest_difference(found, expected, before)
     if not difference <= feature.tolerance:
-        if (rounded := moved_by_rounding(feature.objective, folder, windows)) > max(feature.tolerance, difference / 2):
-            return f"untried: transformers' own model differs by {rounded:.1e} in float64: rounding hides the rest"
+        if (rounded := moved_by_rounding(feature, folder, windows)) > max(feature.tolerance, difference / 2):
+            finer = "float32" if feature.in_bf16 else "float64"
+            return f"untried: transformers' own model differs by {rounded:.1e} in {finer}: rounding hides the rest"
         return f"wrong: the change of {name} differs by {difference:.1e} of the largest"
     return "right"
 
 
-def moved_by_rounding(objective: str, folder: Path, windows: list[Rows]) -> float:
-    """How far transformers' own model is in float32 from what it learns in float64, see `largest_difference`."""
-    states = []
-    for dtype in (torch.float32, torch.float64):
+def moved_by_rounding(feature: Feature, folder: Path, windows: list[Rows]) -> float:
+    """How far transformers' own model is from what it learns with finer numbers, see `largest_difference`.
+
+    In float32 from float64, or in bf16 from float32.
+    """
+    objective, states = feature.objective, []
+    for dtype in (torch.float32, torch.float64)[: 1 if feature.in_bf16 else 2]:
         model = loaded(objective, folder / "model").to(dtype)
         before = state_of(model)
         trained(objective, model, windows, SETTINGS)
         states.append({name: tensor.double() for name, tensor in state_of(model).items()})
+    if feature.in_bf16:
+        model, _ = trained_in_bf16(objective, folder / "model", windows, SETTINGS)
+        states.insert(0, {name: tensor.double() for name, tensor in state_of(model).items()})
     return largest_difference(states[0], states[1], {name: tensor.double() for name, tensor in before.items()})[1]
 
 

@@ -73,12 +73,12 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def loaded(objective: str, folder: Path) -> Any:
-    """A model as transformers loads it in float32, ready to be trained; dropout is 0."""
+def loaded(objective: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A model as transformers loads it in a type, ready to be trained; dropout is 0."""
     labels: dict[str, Any] = {"num_labels": 1} if objective == "reward" else {}
     if objective in ("sequence_classification", "token_classification"):
         labels = {"num_labels": len(CLASSES)}
-    model = AUTO[objective].from_pretrained(folder, dtype=torch.float32, **labels)
+    model = AUTO[objective].from_pretrained(folder, dtype=dtype, **labels)
     model.config.get_text_config().use_cache = False  # which Jamba's classifier fills and cannot use
     return model.train()
 
@@ -87,14 +87,7 @@ def trained(objective: str, model: nn.Module, windows: list[Rows], settings: dic
     """Trains in place; the loss of each step, a mean over the terms of its rows."""
     if objective == "preference":
         model.before = (copy.deepcopy(model).eval(),)  # type: ignore[assignment]  # a tuple is no submodule
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters,
-        lr=settings["learning_rate"],
-        betas=(settings["beta1"], settings["beta2"]),
-        eps=settings["eps"],
-        weight_decay=0.0,
-    )
+    optimizer = _adamw(model, settings)
     losses = []
     for rows in windows:
         found = [LOSSES[objective](model, row) for row in rows]
@@ -105,3 +98,45 @@ def trained(objective: str, model: nn.Module, windows: list[Rows], settings: dic
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def trained_in_bf16(objective: str, folder: Path, windows: list[Rows], settings: dict[str, float]) -> tuple[Any, Any]:
+    """The trained float32 weights, as a model, and the loss of each step.
+
+    A copy that transformers loads in bf16 runs each row; its gradients are summed in float32, and step the weights. The
+    copy has in float32 what its authors keep there (routers and norms of some types).
+    """
+    weights, copied = loaded(objective, folder), loaded(objective, folder, torch.bfloat16)
+    pairs = list(zip(weights.parameters(), copied.parameters(), strict=True))
+    optimizer = _adamw(weights, settings)
+    losses = []
+    for rows in windows:
+        for weight, rounded in pairs:
+            rounded.data.copy_(weight.data)
+        total, count = 0.0, 0
+        for row in rows:
+            loss, terms = LOSSES[objective](copied, row)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total, count = total + loss.item(), count + terms
+            for weight, rounded in pairs:
+                if rounded.grad is not None:
+                    gradient = rounded.grad.float()
+                    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+                    rounded.grad = None
+        for weight, _ in pairs:
+            if weight.grad is not None:
+                weight.grad /= count
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / count)
+    return weights, losses
+
+
+def _adamw(model: nn.Module, settings: dict[str, float]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=settings["learning_rate"],
+        betas=(settings["beta1"], settings["beta2"]),
+        eps=settings["eps"],
+        weight_decay=0.0,
+    )

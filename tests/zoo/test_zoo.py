@@ -24,6 +24,9 @@ QUICK = [
     ("lora", "jamba"),
     ("plain", "llama"),
     ("shared_rows", "ctrl"),  # scales in place what is embedded
+    ("by_block", "ctrl"),
+    ("bf16", "llama"),
+    ("bf16", "glm4_moe"),  # its authors keep the bias of its router in float32
     ("checkpointing", "llama4_text"),  # its router tells logits alone, and the experts are found from them
 ]
 """Feature and type."""
@@ -41,6 +44,14 @@ def outcome(text: str) -> str:
 @pytest.mark.parametrize(("feature", "kind"), QUICK)
 def test_types_that_cover_the_mechanisms_train_as_each_row_alone(feature: str, kind: str, tmp_path: Path) -> None:
     assert judged(kind, FEATURES[feature], tmp_path) == "right"
+
+
+@pytest.mark.parametrize("feature", ["by_block", "shared_rows"])
+def test_xlm_which_fills_a_cache_is_refused_before_its_first_step(feature: str, tmp_path: Path) -> None:
+    said = judged("xlm", FEATURES[feature], tmp_path)
+    assert outcome(said) == "refused"
+    assert "XLMWithLMHeadModel" in said or "MultiHeadAttention fills a cache" in said
+    assert not list((tmp_path / "run").glob("checkpoint*"))
 
 
 @pytest.mark.slow
