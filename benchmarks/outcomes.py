@@ -111,10 +111,10 @@ def train(trainer: str, work: Path, seed: int) -> None:
         train_by_trl(work, seed, tuned=trainer == "trl_tuned")
 
 
-def measure(trainer: str, work: Path, seed: int, folder: Path) -> dict[str, float]:
-    """Trains in a process of its own, in `folder`; minutes of CPU and of the clock, and the peak of memory in GiB."""
+def measure(script: Path, trainer: str, work: Path, seed: int, folder: Path) -> dict[str, float]:
+    """Trains in a process of `script`, in `folder`; minutes of CPU and of the clock, and the peak of memory in GiB."""
     folder.mkdir()
-    words = [sys.executable, str(Path(__file__).resolve()), "--train", trainer, "--work", str(work)]
+    words = [sys.executable, str(script.resolve()), "--train", trainer, "--work", str(work)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     start = time.perf_counter()
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
@@ -215,7 +215,7 @@ def run(arguments: argparse.Namespace, work: Path) -> None:
     for seed in arguments.seeds:
         for trainer in arguments.trainers:
             folder = work / f"{trainer}-{seed}"
-            figures = measure(trainer, work, seed, folder)
+            figures = measure(Path(__file__), trainer, work, seed, folder)
             records.append({"trainer": trainer, "seed": seed, **figures, **score(folder / "model", held_out), **about})
             tell(records[-1], arguments.output)
     tabulate(records)

@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.errors import BadInputError
 
 GIB = 2**30
-CHECKPOINT_FILE_BYTES = GIB
+CHECKPOINT_FILE_BYTES = GIB // 4
 """The approximate size of a checkpoint file. Saving holds this much in memory beside the state; planning counts it."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".tar")
 BASE_FILE = "base.json"

@@ -24,14 +24,16 @@ OURS_WITHIN = {"stop_token": 1e-3}
 
 
 def test_the_table_has_a_row_for_each_program() -> None:
-    assert sorted(TABLE) == sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "wall")
+    assert sorted(TABLE) == sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "_common")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_a_program_prints_the_numbers_of_the_table(name: str) -> None:
-    if "from trl" in (FOLDER / f"{name}.py").read_text() and find_spec("trl") is None:
-        pytest.skip("TRL is not installed")
+    program = (FOLDER / f"{name}.py").read_text()
+    for package in ("trl", "deepspeed"):
+        if f"from {package}" in program and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     environment = clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     done = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py")],

@@ -105,7 +105,9 @@ class RunCheckpoints(Extension):
         ranks.on_first_rank(lambda: clear_unfinished(run))
         if store is not None:
             ranks.on_first_rank(lambda: upload.clear_unfinished(store))
-        self._checkpointer = Checkpointer(run, section, metrics.warn, store, heartbeat.wait)
+        self._checkpointer = Checkpointer(
+            run, section, metrics.warn, store, heartbeat.wait, device_type=accelerator.device.type
+        )
         self._told = time.monotonic()
         self._saved_step = -1
         self._saved_at = time.monotonic()

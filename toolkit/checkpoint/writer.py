@@ -77,8 +77,9 @@ class Job:
 class Checkpointer:
     """Writes the checkpoints of a run.
 
-    Every rank calls `save` at the same steps. With asynchronous saving, a thread writes a copy of the state on the
-    host, over a separate process group. The next save waits for it.
+    Every rank calls `save` at the same steps. A thread writes the state, over a separate process group. With
+    asynchronous saving it writes a copy on the host, and the next save waits for it; else `save` waits, and nothing is
+    copied.
 
     Args:
         run: the run's folder, which all ranks see unless there is a store.
@@ -86,6 +87,7 @@ class Checkpointer:
         warn: called if a save fails. The run goes on, and the last whole checkpoint stays.
         store: the store to which a thread copies each rank's files, or None to keep the checkpoints in `run`.
         waits: called while this rank waits for a save that makes progress, so that the wait is no stall.
+        device_type: torch's type of the ranks' devices.
 
     Attributes:
         uploads: copies checkpoints to the store. None without a store.
@@ -98,9 +100,11 @@ class Checkpointer:
         warn: Callable[[str], None],
         store: StorePath | None = None,
         waits: Callable[[], None] = lambda: None,
+        device_type: str = "cpu",
     ) -> None:
         self._run = run
         self._settings = settings
+        self._copies = settings.copies_from(device_type)
         self._warn = warn
         self._waits = waits
         self._place: Path | None = None  # the folder of the current save
@@ -122,16 +126,16 @@ class Checkpointer:
             wait: whether to return only when it is written, for the end of a run.
         """
         whole = self.wait()
-        if self._settings.asynchronous and not wait:
+        waits = wait or not self._copies
+        if not waits:
             # Copy before this returns: the next step changes the tensors, and adds to the records.
             job = replace(job, tensors=host_copy(job.tensors), records=list(job.records))
-            self._thread = threading.Thread(
-                target=ranks.on_this_device(self._write_checkpoint), args=(job,), name="checkpoint", daemon=True
-            )
-            self._thread.start()
-            return whole
-        self._write_checkpoint(job)
-        return self._report_problem()
+        # Also if this rank waits, so that it can tell a slow disk from one that hangs.
+        self._thread = threading.Thread(
+            target=ranks.on_this_device(self._write_checkpoint), args=(job,), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        return self.wait() if waits else whole
 
     def wait(self) -> bool:
         """Waits until the save that is being written has ended. Returns whether it counts."""
@@ -147,8 +151,6 @@ class Checkpointer:
 
     def _note_progress(self) -> None:
         self._num_done += 1
-        if threading.current_thread() is not self._thread:
-            self._waits()
 
     def _report_problem(self) -> bool:
         # The writing thread only leaves its problem. This thread, which writes the metrics, reports it.

@@ -51,6 +51,9 @@ WORKSPACE_BYTES = 32 * 2**20
 ANSWERS = "answers to held-out prompts"
 """Name of the moment of an evaluation in which answers are written."""
 
+SAVE = "save"
+"""Name of the moment between two steps in which a CPU rank writes a checkpoint."""
+
 FORWARDS = ("gather", "forward")
 """Prefixes of the moments in which units are gathered for a forward."""
 
@@ -212,23 +215,31 @@ class Planner:
         return 4 * sum(unit.trainable_numel(setup.mesh.shard) for unit in self.units)
 
     def moments(self, setup: Setup) -> list[Memory]:
-        """Returns what a rank holds during a step, over all batches of the workload, and while it answers."""
+        """Returns what a rank holds during a step, over all batches of the workload, while it saves and answers."""
         found = [
             moment
             for planner in (self, *self._planners_of_other_batches)
             for moment in planner._moments_of_own_batch(setup)
         ]
-        return found if self.recipe.answers.file is None else [*found, self._answers(setup, found)]
+        between = next(moment for moment in found if moment.moment == OPTIMIZER_STEP)
+        # DDP's buckets stay; other gradients are freed when the step is done.
+        between = replace(between, gradients=0 if setup.strategy.sharded else between.gradients)
+        if self._pauses_to_save:
+            saved = replace(between, moment=SAVE, optimizer=between.optimizer + self._saving_bytes(setup))
+            found = [*found, saved] if saved.total > between.total else found
+        return found if self.recipe.answers.file is None else [*found, self._answers(setup, found, between)]
 
-    def _answers(self, setup: Setup, step: Sequence[Memory]) -> Memory:
+    @property
+    def _pauses_to_save(self) -> bool:
+        """Whether a save is over before the next step takes memory for itself."""
+        return self.hardware.device_type == "cpu" and not self.recipe.checkpoint.copies_from("cpu")
+
+    def _answers(self, setup: Setup, step: Sequence[Memory], between: Memory) -> Memory:
         """Returns the moment of writing a batch of answers: state between steps, gathered units, and the cache."""
-        between = next(moment for moment in step if moment.moment == OPTIMIZER_STEP)
         forwards = [moment for moment in step if moment.moment.startswith(FORWARDS)]
         return replace(
             between,
             moment=ANSWERS,
-            # DDP's buckets stay; other gradients are freed when the step is done.
-            gradients=0 if setup.strategy.sharded else between.gradients,
             gathered=max(moment.gathered + moment.communication for moment in forwards),
             activations=self._answering(not setup.strategy.sharded).peak,
         )
@@ -251,7 +262,7 @@ class Planner:
         beside = self._streamed_bytes(setup) if setup.offload else self._average_bytes(setup)
         if self.hardware.device_type == "cpu":
             # Host and device are one memory: what is offloaded or copied stays in it.
-            beside += self.rank_host_bytes(setup)
+            beside += self.rank_host_bytes(setup) - (self._saving_bytes(setup) if self._pauses_to_save else 0)
         return [replace(moment, optimizer=moment.optimizer + beside) for moment in found]
 
     def peak(self, setup: Setup) -> Memory:
@@ -351,7 +362,7 @@ class Planner:
             for parameter in unit.parameters
             if parameter.trainable or not is_adapted
         )
-        copied = state if section.asynchronous else 0
+        copied = state if section.copies_from(self.hardware.device_type) else 0
         return int(copied + min(state, CHECKPOINT_FILE_BYTES))
 
     def _hosted_elements(self, setup: Setup) -> list[int]:

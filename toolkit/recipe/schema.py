@@ -698,8 +698,10 @@ class CheckpointSection(Section):
     keep_best: bool = Field(
         False, description="Also keep the checkpoint with the lowest held-out loss, or as training.best_by says."
     )
-    asynchronous: bool = Field(
-        True, description="Copy the state to the host and continue training while it is written."
+    asynchronous: bool | None = Field(
+        None,
+        description="Copy the state to the host and continue training while it is written; null: on GPUs, while CPU "
+        "ranks, whose memory the copy would double, wait until it is written.",
     )
     resume: str = Field(
         "auto",
@@ -737,6 +739,10 @@ class CheckpointSection(Section):
         if self.every_minutes is None:
             return DEFAULT_MINUTES if self.every_steps is None else None
         return None if self.every_minutes == "never" else self.every_minutes
+
+    def copies_from(self, device_type: str) -> bool:
+        """Returns whether a save copies the state, so that training continues, on one of torch's types of devices."""
+        return device_type != "cpu" if self.asynchronous is None else self.asynchronous
 
     @property
     def num_kept(self) -> int | None:

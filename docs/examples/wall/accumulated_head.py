@@ -10,9 +10,9 @@ from __future__ import annotations
 import tempfile
 
 import torch
+from _common import SIZES, on_ranks, run_recipe, save, show, text, tokenizer, unequal_rows
 from transformers import DataCollatorWithPadding, LlamaConfig, Trainer, TrainingArguments
 from transformers import LlamaForSequenceClassification as Classifier
-from wall import SIZES, on_ranks, run_recipe, save, show, text, tokenizer, unequal_rows
 
 ROWS, LABELS = unequal_rows(8), [0, 1, 1, 0, 1, 0, 0, 1]
 

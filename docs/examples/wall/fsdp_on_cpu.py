@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from _common import SIZES, on_ranks, show
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM
-from wall import SIZES, on_ranks, show
 
 from toolkit import sharding_kwargs
 

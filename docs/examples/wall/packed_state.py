@@ -10,10 +10,10 @@ from __future__ import annotations
 import tempfile
 
 import torch
+from _common import END, SIZES, on_ranks, run_recipe, save, show, text, tokenizer, unequal_rows
 from datasets import Dataset
 from transformers import MiniMaxConfig, MiniMaxForCausalLM
 from trl import SFTConfig, SFTTrainer
-from wall import END, SIZES, on_ranks, run_recipe, save, show, text, tokenizer, unequal_rows
 
 ROWS = [[*row, END] for row in unequal_rows(8, longest=8)]
 LAYERS = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_local_experts": 2}

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 
 import torch
+from _common import on_ranks, show, unequal_rows
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from transformers import GPT2Config, GPT2LMHeadModel
-from wall import on_ranks, show, unequal_rows
 
 from toolkit import sharding_kwargs
 from toolkit.sharding import Checkpointing

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _common import END, SIZES, on_ranks, run_recipe, save, show, text
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from wall import END, SIZES, on_ranks, run_recipe, save, show, text
 
 ROWS = [[first, 40, END] for first in range(2, 18)]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import tempfile
 
 import torch
+from _common import END, SIZES, on_ranks, run_recipe, save, show, text, tokenizer, unequal_rows
 from transformers import DataCollatorForSeq2Seq, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
-from wall import END, SIZES, on_ranks, run_recipe, save, show, text, tokenizer, unequal_rows
 
 ROWS = [[*row, END] for row in unequal_rows(8, longest=8)]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}

@@ -10,8 +10,8 @@ from __future__ import annotations
 import tempfile
 
 import torch
+from _common import END, SIZES, on_ranks, run_recipe, save, show, text, tokenizer, unequal_rows
 from transformers import DataCollatorForLanguageModeling, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from wall import END, SIZES, on_ranks, run_recipe, save, show, text, tokenizer, unequal_rows
 
 ROWS = [[*row, END] for row in unequal_rows(8, longest=6)]
 STEPS, RATE = 60, 1e-2

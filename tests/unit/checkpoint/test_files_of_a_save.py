@@ -38,6 +38,36 @@ def test_tensors_are_written_a_file_at_a_time(tmp_path: Path, monkeypatch: pytes
     assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
 
 
+@pytest.mark.parametrize(
+    ("asynchronous", "device_type", "copied"),
+    [(None, "cpu", 0), (None, "cuda", 1), (True, "cpu", 1), (False, "cuda", 0)],
+)
+def test_cpu_ranks_write_the_state_from_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool | None, device_type: str, copied: int
+) -> None:
+    """A copy would double what they hold. Only a save that copies returns before it is written."""
+    copies: list[int] = []
+    done, original = threading.Event(), writer.host_copy
+    monkeypatch.setattr(writer, "host_copy", lambda tensors: copies.append(1) or original(tensors))
+    settings = CheckpointSection(asynchronous=asynchronous)
+    checkpointer = Checkpointer(tmp_path, settings, pytest.fail, device_type=device_type)
+    written: list[dict[str, torch.Tensor]] = []
+
+    def write(job: Job) -> None:
+        done.wait(0.1 if copied == 0 else 10)
+        written.append(job.tensors)
+
+    monkeypatch.setattr(checkpointer, "_write_checkpoint", write)
+    state = {"model.a": torch.arange(4.0)}
+    monkeypatch.setattr(writer, "replace", lambda job, **changes: SimpleNamespace(**{**vars(job), **changes}))
+    job: Any = SimpleNamespace(tensors=state, records=[])
+    checkpointer.save(job)
+    assert (len(copies), len(written)) == (copied, 1 - copied)
+    done.set()
+    checkpointer.wait()
+    assert (written[0]["model.a"].data_ptr() == state["model.a"].data_ptr()) == (copied == 0)
+
+
 def test_of_more_ranks_each_writes_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "CHECKPOINT_FILE_BYTES", 1000)
     state = {f"layer.{i}": torch.zeros(100) for i in range(10)}
@@ -50,7 +80,7 @@ def test_a_wait_for_a_save_is_told_while_it_goes_on(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(writer, "WAIT_SECONDS", 0.02)
     waits: list[float] = []
     checkpointer = Checkpointer(
-        tmp_path, CheckpointSection(), pytest.fail, waits=lambda: waits.append(time.monotonic())
+        tmp_path, CheckpointSection(asynchronous=True), pytest.fail, waits=lambda: waits.append(time.monotonic())
     )
     hangs, last = threading.Event(), [0.0]
 

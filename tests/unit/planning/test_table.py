@@ -441,6 +441,25 @@ def test_a_save_is_counted_on_the_host_as_long_as_it_may_last() -> None:
     assert host_bytes(True, every_minutes="never") == 0
 
 
+def test_a_cpu_rank_pauses_for_a_save_and_holds_no_copy() -> None:
+    """Between two steps it holds weights, moments and the file that is written: here 12 bytes a parameter once more."""
+
+    def peaks(**saves: Any) -> tuple[int, dict[str, int]]:
+        own = recipe(checkpoint=saves)
+        planner = Planner(own, workload_of(own, "no"), hardware_of("cpu"))
+        return planner.peak(_asked()).total, {moment.moment: moment.total for moment in planner.moments(_asked())}
+
+    never, paused, copied = (
+        peaks(**saves)
+        for saves in ({"every_minutes": "never"}, {"every_steps": 1}, {"every_steps": 1, "asynchronous": True})
+    )
+    assert "save" not in never[1]
+    assert "save" not in copied[1]
+    assert paused[1].pop("save") == pytest.approx(24 * P / 2, rel=0.02)
+    assert paused[1] == never[1], "steps hold what they hold without saves"
+    assert copied[0] - never[0] == pytest.approx(24 * P / 2, rel=0.02)
+
+
 def test_state_that_streams_through_the_device_takes_buffers_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the longest unit where that is shorter; also where `auto` may have it stream."""
     longest = VOCABULARY * HIDDEN + HIDDEN

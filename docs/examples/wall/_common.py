@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
+import logging
 import multiprocessing
 import os
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+os.environ |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
 
 import torch  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from toolkit import finetune  # noqa: E402
 from toolkit.errors import StoppedError  # noqa: E402
@@ -33,6 +38,7 @@ SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.2, "bos_token_id
 """Of a small model of Llama's kind; large first weights make differences large."""
 
 torch.set_num_threads(1)
+disable_progress_bar()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -60,7 +66,9 @@ def save(model: PreTrainedModel, folder: str) -> str:
 
 
 def on_ranks(function: Callable[..., Any], *arguments: Any, count: int = 2) -> Any:
-    """What the first of `count` forked ranks returns from `function(*arguments)`.
+    """What the first of `count` forked ranks returns from `function(*arguments)`: a number, or little more.
+
+    What the ranks print is shown only if one fails.
 
     Raises:
         SystemExit: a rank failed.
@@ -71,18 +79,22 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, count: int = 2) -> A
     def rank_main(rank: int) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        with contextlib.redirect_stdout(io.StringIO()):  # what a run tells on its way
-            answer = function(*arguments)
+        for stream in (1, 2):
+            os.dup2(told.fileno(), stream)
+        answer = function(*arguments)
         if rank == 0:
             answers.put(answer)
 
     ranks = [fork.Process(target=rank_main, args=(rank,)) for rank in range(count)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    if any(rank.exitcode for rank in ranks):
-        raise SystemExit("a rank failed")
+    with tempfile.TemporaryFile("w+") as told:
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            told.seek(0)
+            sys.stderr.write(told.read())
+            raise SystemExit("a rank failed")
     return answers.get()
 
 
