@@ -17,7 +17,7 @@ from pathlib import Path
 from support.stand_in import NUM_RANKS, Attempt, attempt
 from support.two_hosts import Host
 from toolkit.checkpoint import list_checkpoints
-from toolkit.checkpoint.manifest import COMPLETE
+from toolkit.checkpoint.manifest import look_at
 from toolkit.supervise.lease import LEASE
 
 LIMIT_SECONDS = 120.0
@@ -36,8 +36,8 @@ class Site:
     Attributes:
         folder: the run's output folder.
         has_disk: whether that is a small file system of its own.
-        damaged: names of checkpoints that were damaged, and whether their mark is left. Without it a checkpoint counts
-            as an interrupted save, which is cleared away.
+        damaged: names of checkpoints that were damaged, and whether the run's next start has to set them aside: not if
+            the run was done, nor if the mark is gone or empty, as an interrupted save leaves it, which is cleared away.
         excused: exit codes of a rank that the faults of this attempt may lead to, though it could have gone on.
     """
 
@@ -187,7 +187,8 @@ def newest_checkpoint_damaged(site: Site) -> str:
     if len(whole) < 2:
         return f"{ended}, too early"
     damage(whole[-1], site.chance)
-    site.damaged[whole[-1].name] = (whole[-1] / COMPLETE).exists()
+    goes_on = any(site.attempt.codes or [1])
+    site.damaged[whole[-1].name] = goes_on and not look_at(whole[-1]).unfinished
     return ended
 
 
