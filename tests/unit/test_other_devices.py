@@ -26,6 +26,7 @@ def of_windows() -> list[str]:
     del os.sched_getaffinity
     sys.modules["resource"] = None  # type: ignore[assignment]
     names = (
+        "unix",
         "data.template_trial",
         "training.stop",
         "training.usage",

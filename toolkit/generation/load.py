@@ -112,12 +112,16 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     import torch
     from transformers import GenerationConfig
 
+    from toolkit.model.four_bits import replace_wrong_layers
+
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInputError("--device: cuda is not available on this machine; allowed here: auto, cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     base = _adapter_base(place) if place.is_adapter else place
     model = _load_base(base, dtype, _quantisation(place, base) if place.is_adapter else None)
+    if device == "cpu":
+        replace_wrong_layers(model)
     tokenizer = tokenizer_of(place, base)
     stops = stop_tokens(model, tokenizer)
     model.generation_config = GenerationConfig(**beginning(model))  # the options say all else

@@ -98,7 +98,6 @@ def check_leaks(
     return found
 
 
-@torch.no_grad()
 @contextlib.contextmanager
 def on_text_alone(inner: nn.Module) -> Iterator[None]:
     """Says of any error of a forward inside that the model needs more than text.
@@ -117,6 +116,7 @@ def on_text_alone(inner: nn.Module) -> Iterator[None]:
         raise needs_more_than_text(model_of_recipe, f" ({type(error).__name__}: {first_line(error)})") from error
 
 
+@torch.no_grad()
 def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, device: torch.device) -> None:
     """Tests whether a token's logits depend on later ones, if the configuration leaves that open. All ranks call it.
 

@@ -6,7 +6,6 @@ values: bitsandbytes quantises whole matrices, which become ordinary linear laye
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from toolkit.model.adapters import base_of, has_adapter
+from toolkit.model.four_bits import matrix_of_4_bits, plain_layer
 from toolkit.model.parts import freeze_untrained, train_parts, trained_parts, writer_class
 from toolkit.model.quantised import quantised_layers
 from toolkit.recipe.recipe import Recipe
@@ -69,19 +69,7 @@ def _quantise(layer: nn.Module, recipe: Recipe) -> None:
         return
     double = recipe.adapter.double_quantization
     packed, state = quantize_4bit(weight.data, blocksize=64, compress_statistics=double, quant_type="nf4")
-    weight.data = _of_4_bits(packed, state)
-
-
-def _of_4_bits(packed: torch.Tensor, state: Any) -> torch.Tensor:
-    """Returns the float32 matrix that bitsandbytes has packed, (outputs, inputs)."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    shape = state.shape
-    # One block a row: on a CPU bitsandbytes takes other blocks' scales where rows are no whole number of blocks.
-    blocks = copy.copy(state)
-    blocks.shape, blocks.dtype = (math.prod(shape) // state.blocksize, state.blocksize), torch.float32
-    matrix: torch.Tensor = dequantize_4bit(packed, blocks)
-    return matrix.view(shape)
+    weight.data = matrix_of_4_bits(packed, state, torch.float32)
 
 
 @torch.no_grad()
@@ -91,11 +79,7 @@ def _dequantise_stored(model: nn.Module) -> None:
 
     for path, layer in list(model.named_modules()):
         if isinstance(layer, Linear4bit):
-            plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-            plain.weight.data = _of_4_bits(layer.weight.data, layer.weight.quant_state)
-            if layer.bias is not None:
-                plain.bias.data = layer.bias.data
-            model.set_submodule(path, plain)
+            model.set_submodule(path, plain_layer(layer, torch.float32))
     # transformers refuses to change the dtype of a quantised model, which this one no longer is.
     model.is_quantized = False  # type: ignore[assignment]
     vars(model).pop("quantization_method", None)
