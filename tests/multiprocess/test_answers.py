@@ -12,13 +12,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from bitsandbytes.functional import quantize_4bit
-from support.four_bits import matrix_of
+from support.four_bits import as_dequantised
 from support.moe import mixture
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import llama, recipe_values
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import toolkit
@@ -191,10 +189,7 @@ def loaded(export: Path) -> tuple[Any, Any]:
     base = json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"]
     model = AutoModelForCausalLM.from_pretrained(base)
     if "nf4" in export.parent.name:
-        for path, layer in model.named_modules():
-            if isinstance(layer, nn.Linear) and path != "lm_head":
-                packed, state = quantize_4bit(layer.weight.data, quant_type="nf4", compress_statistics=True)
-                layer.weight.data = matrix_of(packed, state)
+        as_dequantised(model, kept=["lm_head"], double=True)
     return tokenizer, peft.PeftModel.from_pretrained(model, export).eval()
 
 

@@ -6,10 +6,12 @@ blocks the scales of others, and weights are off by up to half of the largest.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 BLOCK = 64
 NESTED_BLOCK = 256
@@ -45,6 +47,25 @@ def matrix_of(packed: torch.Tensor, state: Any) -> torch.Tensor:
     flat = packed.view(torch.uint8).flatten()
     values = NF4[torch.stack([flat >> 4, flat & 15], dim=1).long()].view(-1, BLOCK)
     return (values * scales[:, None]).view(state.shape).to(state.dtype)
+
+
+@torch.no_grad()
+def as_dequantised(model: nn.Module, kept: Collection[str], double: bool = False) -> None:
+    """Gives linear layers the weights that bitsandbytes makes of their 4 bits.
+
+    Args:
+        kept: paths of the layers that stay as they are.
+        double: whether the scales are quantised, too.
+    """
+    from bitsandbytes.functional import quantize_4bit
+
+    chosen = [layer for path, layer in model.named_modules() if type(layer) is nn.Linear and path not in kept]
+    assert chosen
+    for layer in chosen:
+        packed, state = quantize_4bit(
+            layer.weight.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=double
+        )
+        layer.weight.copy_(matrix_of(packed, state))
 
 
 def read_by_hand() -> None:

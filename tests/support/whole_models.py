@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
-from support.four_bits import matrix_of
+from support.four_bits import as_dequantised
 from support.peft_by_hand import adapted
 from support.ranks import meet
 from support.tiny import recipe_values
@@ -180,25 +179,10 @@ def wrong_in_lora(folder: Path, kind: str, case: str, records: list[dict[str, An
         return wrong  # experts' adapters are drawn by expert
     base = loaded(folder / kind)
     if case == "nf4":
-        as_dequantised(base, json.loads((export / "base.json").read_text())["quantization"])
+        how = json.loads((export / "base.json").read_text())["quantization"]
+        as_dequantised(base, how["llm_int8_skip_modules"])
     model = adapted(base, {key: settings[key] for key in ("r", "lora_alpha", "target_modules", "exclude_modules")})
     expected = plain_loop(model, windows(folder / kind, records))
     if losses != pytest.approx(expected, rel=1e-6):
         wrong.append(f"losses {losses} instead of {expected}")
     return wrong
-
-
-@torch.no_grad()
-def as_dequantised(model: nn.Module, how: dict[str, Any]) -> None:
-    """Gives linear layers the weights that bitsandbytes makes of their 4 bits."""
-    from bitsandbytes import functional
-
-    chosen = [
-        module
-        for path, module in model.named_modules()
-        if type(module) is nn.Linear and path not in how["llm_int8_skip_modules"]
-    ]
-    assert chosen
-    for module in chosen:
-        packed, state = functional.quantize_4bit(module.weight.contiguous(), blocksize=64, quant_type="nf4")
-        module.weight.copy_(matrix_of(packed, state))

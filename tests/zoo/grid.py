@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.four_bits import matrix_of
+from support.four_bits import as_dequantised
 from support.ranks import run_on_ranks
 from torch import nn
 
@@ -241,7 +241,8 @@ def adapters_compared(
 
     base = loaded(feature.objective, folder / "model")
     if feature.changes["adapter"].get("quantize") == "nf4":
-        as_dequantised(base, json.loads((folder / "run/export/base.json").read_text())["quantization"])
+        how = json.loads((folder / "run/export/base.json").read_text())["quantization"]
+        as_dequantised(base, how["llm_int8_skip_modules"])
     model = PeftModel.from_pretrained(base, folder / "first/export", is_trainable=True)
     assert any(isinstance(module, BaseTunerLayer) for module in model.modules())
     before = adapter_state(model)
@@ -258,17 +259,6 @@ def adapter_state(model: Any, name: str = "default") -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
     return {key: t.detach().clone() for key, t in get_peft_model_state_dict(model, adapter_name=name).items()}
-
-
-@torch.no_grad()
-def as_dequantised(model: nn.Module, how: dict[str, Any]) -> None:
-    """Gives linear layers the weights that bitsandbytes makes of their 4 bits."""
-    from bitsandbytes import functional
-
-    for path, module in model.named_modules():
-        if type(module) is nn.Linear and path not in how["llm_int8_skip_modules"]:
-            packed, state = functional.quantize_4bit(module.weight.contiguous(), blocksize=64, quant_type="nf4")
-            module.weight.copy_(matrix_of(packed, state))
 
 
 def main(name: str, kinds: list[str]) -> None:

@@ -112,7 +112,7 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     import torch
     from transformers import GenerationConfig
 
-    from toolkit.model.four_bits import replace_wrong_layers
+    from toolkit.model.four_bits import make_exact_on_cpu
 
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInputError("--device: cuda is not available on this machine; allowed here: auto, cpu")
@@ -121,7 +121,7 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     base = _adapter_base(place) if place.is_adapter else place
     model = _load_base(base, dtype, _quantisation(place, base) if place.is_adapter else None)
     if device == "cpu":
-        replace_wrong_layers(model)
+        make_exact_on_cpu(model)
     tokenizer = tokenizer_of(place, base)
     stops = stop_tokens(model, tokenizer)
     model.generation_config = GenerationConfig(**beginning(model))  # the options say all else
@@ -194,11 +194,6 @@ def _load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None) ->
     missing = sorted(info["missing_keys"])
     if missing:
         raise BadInputError(f"{place.name!r}: its files lack {len(missing)} of the weights, for example {missing[0]}")
-    for layer in model.modules():
-        # bitsandbytes' kernel for CPUs with AVX-512 rounds scales and products to bfloat16, where training has float32,
-        # and fails for outputs that are no multiple of 32 or inputs that are none of the block's 64.
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
     return model
 
 

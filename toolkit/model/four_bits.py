@@ -1,6 +1,7 @@
-"""Reads bitsandbytes' own 4-bit layers, which transformers loads.
+"""Corrects bitsandbytes' own 4-bit layers, which transformers loads, on CPUs.
 
-bitsandbytes 0.50's kernel for CPUs takes scales of other blocks if a row of the matrix is no whole number of blocks.
+Two of bitsandbytes 0.50's kernels for CPUs differ from training: one takes scales of other blocks if a row of the
+matrix is not a whole number of blocks, and one rounds to bfloat16.
 """
 
 from __future__ import annotations
@@ -40,8 +41,14 @@ def plain_layer(layer: Any, dtype: torch.dtype) -> nn.Linear:
     return plain
 
 
-def replace_wrong_layers(model: nn.Module) -> None:
-    """Replaces the 4-bit layers of a model on a CPU that bitsandbytes reads wrongly by ordinary ones."""
+def make_exact_on_cpu(model: nn.Module) -> None:
+    """Has bitsandbytes' 4-bit layers of a model on a CPU compute with the weights that training had."""
     for path, layer in list(model.named_modules()):
-        if type(layer).__name__ == "Linear4bit" and layer.in_features % layer.weight.quant_state.blocksize:
+        if type(layer).__name__ != "Linear4bit":
+            continue
+        if layer.in_features % layer.weight.quant_state.blocksize:
             model.set_submodule(path, plain_layer(layer, layer.compute_dtype or torch.float32))
+        else:
+            # The kernel for AVX-512 rounds scales and products to bfloat16, where training has float32, and fails for
+            # outputs that are no multiple of 32.
+            layer.support_avx512bf16_for_cpu = False
