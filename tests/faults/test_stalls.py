@@ -53,6 +53,8 @@ def test_a_checkpoint_on_request_and_a_stopped_rank_that_ends_the_run_by_name(tm
         until(lambda: metrics.exists() and metrics.read_text().count("\n") > 5, 60)
         os.kill(processes[1].pid, signal.SIGUSR1)
         until(lambda: latest(tmp_path / "run"), 30)  # the recipe asks for no checkpoint
+        written = metrics.read_text().count("\n")
+        until(lambda: metrics.read_text().count("\n") > written + 1, 30)  # no rank is inside the save any more
         os.kill(processes[1].pid, signal.SIGSTOP)
         for process in processes:
             process.join(60)
