@@ -125,6 +125,8 @@ Every feature works with every other one, except for the pairs on this page. The
 `toolkit init` refuse these pairs with the same sentence. The page is written from the table that they all use,
 `toolkit/recipe/combinations.py`.
 
+Settings of one section that contradict each other are not here: the recipe names both.
+
 An x marks a pair that cannot be combined, a dot one that can. The second matrix is about single fields.
 """
 

@@ -1,7 +1,8 @@
 """The one table of settings that cannot go together: which they are, why, and what to do.
 
-Recipes, the backend (for loops of a user's own, too), plans and `toolkit init` ask this table and nothing else, so that
-a plan never offers what a run refuses. docs/combinations.md is written from it.
+Settings of one section are checked by the section (`schema.py`, `objectives/specs`), all others here. Recipes, the
+backend (for loops of a user's own, too), plans and `toolkit init` ask this table and nothing else, so that a plan never
+offers what a run refuses. docs/combinations.md is written from it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Combination:
 DEFINITION, LIBRARY, NOT_BUILT = Reason.DEFINITION, Reason.LIBRARY, Reason.NOT_BUILT
 _GATHERS_ONCE = "which gathers parameters once a step at most"
 _REMOVE_ONE = "remove one of them"
+_EACH_EVALUATED = "as each checkpoint is judged by an evaluation"
+_EVALUATE_EACH = "set training.eval_every_steps to checkpoint.every_steps or a divisor of it"
 
 COMBINATIONS = (
     # By block
@@ -232,6 +235,66 @@ COMBINATIONS = (
     Combination(("samples", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
     Combination(("answers", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
     Combination(("epochs", "streaming"), DEFINITION, "whose length is not known", "set training.max_steps"),
+    # Evaluations
+    Combination(("evaluations", "no held-out rows"), DEFINITION, "", "remove it, or set one of these", is_idle=True),
+    Combination(
+        ("held-out samples", "no held-out rows"), DEFINITION, "", "remove it, or set one of these", is_idle=True
+    ),
+    Combination(
+        ("answers", "no held-out rows"),
+        DEFINITION,
+        "as answers are written at evaluations",
+        "set one of these",
+        is_idle=True,
+    ),
+    Combination(
+        ("early stopping", "no evaluations"),
+        DEFINITION,
+        "as the run is evaluated at its start and its end alone",
+        "set that, for example training.eval_every_steps=100",
+        is_idle=True,
+    ),
+    Combination(("best checkpoint", "no evaluations"), DEFINITION, _EACH_EVALUATED, _EVALUATE_EACH),
+    Combination(("best checkpoint", "checkpoints between evaluations"), DEFINITION, _EACH_EVALUATED, _EVALUATE_EACH),
+    Combination(("best by answers", "no use of the best"), DEFINITION, "", "set one of these", is_idle=True),
+    Combination(
+        ("best by answers", "no answers"),
+        DEFINITION,
+        "which names the prompts and says which answers are right",
+        "set that",
+    ),
+    Combination(
+        ("best by answers", "answers at some evaluations"),
+        DEFINITION,
+        "as it needs answers at each evaluation",
+        "set answers.every_evaluations=1",
+    ),
+    # Adapters and the export
+    Combination(
+        ("sample of the export", "no export"),
+        DEFINITION,
+        "as the sample is made from the export",
+        _REMOVE_ONE,
+    ),
+    Combination(("merged export", "no adapters"), DEFINITION, "", "remove it, or set adapter.kind=lora", is_idle=True),
+    Combination(
+        ("added tokens", "adapters unmerged"),
+        DEFINITION,
+        "as an adapter fits the embeddings of its base, which have no rows for them",
+        "set export.merge=true, and adapter.modules_to_save to the embeddings and the head",
+    ),
+    Combination(
+        ("started adapter", "random weights"),
+        DEFINITION,
+        "as it needs the base that the adapter was trained on",
+        "set model.name_or_path instead of model.config",
+    ),
+    Combination(
+        ("random weights", "export", "adapters unmerged"),
+        DEFINITION,
+        "as an adapter of random weights fits no model that could be loaded later",
+        "set export.merge=true, or model.name_or_path",
+    ),
     # Images
     Combination(("sequence", "images"), NOT_BUILT, "which stand in one part of a row", "set sharding.sequence=1"),
     Combination(("experts", "images"), NOT_BUILT, "", "set sharding.experts=1"),

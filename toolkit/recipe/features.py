@@ -36,7 +36,9 @@ class Settings:
         longest_row: whether a plan looks for the longest row.
         moves_biases: whether biases of routers are moved to balance experts.
         has_pictures: whether rows have images, and the model sees them.
-        given: names of the other fields that are set; only those that not every objective, strategy or data set takes.
+        eval_steps: training steps between two evaluations, or None.
+        save_steps: training steps between two checkpoints, or None.
+        given: names of the other fields that are set; only those that the table of combinations mentions.
     """
 
     objective: ObjectiveSpec = CAUSAL_LM
@@ -63,6 +65,8 @@ class Settings:
     longest_row: bool = False
     moves_biases: bool = False
     has_pictures: bool = False
+    eval_steps: int | None = None
+    save_steps: int | None = None
     given: frozenset[str] = frozenset()
 
     @classmethod
@@ -88,13 +92,19 @@ class Settings:
             node=section.reshard_after_forward,
             prefetch=section.prefetch is not None,
             moves_biases=bool(recipe.objective.router_bias_rate),
+            eval_steps=training.eval_every_steps,
+            save_steps=recipe.checkpoint.every_steps,
             given=_fields_set(recipe),
         )
 
 
 def _fields_set(recipe: Recipe) -> frozenset[str]:
-    data, columns, logging = recipe.data, recipe.data.columns, recipe.logging
+    data, columns, training, logging = recipe.data, recipe.data.columns, recipe.training, recipe.logging
     is_given = {
+        "model.config": recipe.model.config is not None,
+        "model.add_tokens": recipe.model.add_tokens is not None,
+        "data.validation": data.validation is not None,
+        "data.validation_fraction": data.validation_fraction is not None,
         "data.packing": data.packing is True,
         "data.streaming": data.streaming,
         f"data.long_rows {data.long_rows}": data.long_rows is not None,
@@ -108,8 +118,16 @@ def _fields_set(recipe: Recipe) -> frozenset[str]:
         "data.columns.target": columns.target is not None,
         "data.columns.margin": columns.margin is not None,
         "data: name": bool(data.source_names),
+        "adapter.start_from": recipe.adapter.start_from is not None,
         "answers.file": recipe.answers.file is not None,
-        "training.num_epochs": recipe.training.num_epochs is not None,
+        "answers.every_evaluations above 1": recipe.answers.every_evaluations > 1,
+        "training.num_epochs": training.num_epochs is not None,
+        "training.eval_every_steps": training.eval_every_steps is not None,
+        "training.patience": training.patience is not None,
+        "training.best_by answers": training.best_by == "answers",
+        "checkpoint.keep_best": recipe.checkpoint.keep_best,
+        "export.enabled: false": not recipe.export.enabled,
+        "export.merge": recipe.export.merge,
         "logging.held_out_samples": bool(logging.held_out_samples),
         "logging.sample_prompt": logging.sample_prompt is not None,
         **{key: getattr(recipe.sharding, key.partition(".")[2]) is not None for key in OFFLOAD_SETTINGS},
@@ -139,6 +157,10 @@ class Feature:
 
 def _feature_of_fields(*fields: str) -> Feature:
     return Feature(fields[0], lambda settings: not settings.given.isdisjoint(fields), fields)
+
+
+def _feature_without(*fields: str) -> Feature:
+    return Feature(f"without {' or '.join(fields)}", lambda settings: settings.given.isdisjoint(fields))
 
 
 def _feature_of_objective(is_so: Callable[[ObjectiveSpec], bool]) -> Feature:
@@ -177,6 +199,10 @@ FEATURES = {
     "the CPU": Feature("ranks on the CPU", lambda settings: settings.device == "cpu"),
     "other optimizers": Feature("optimizer.kind {optimizer}", lambda settings: settings.optimizer != "adamw"),
     "adapters": Feature("adapters", lambda settings: settings.adapter),
+    "no adapters": Feature("without adapters", lambda settings: not settings.adapter),
+    "adapters unmerged": Feature(
+        "adapters without export.merge", lambda settings: settings.adapter and "export.merge" not in settings.given
+    ),
     "quantised base": Feature("a quantised base (adapter.quantize)", lambda settings: settings.is_quantised),
     "compile": Feature("training.compile", lambda settings: settings.compiled),
     "experts": Feature("sharding.experts", lambda settings: settings.experts),
@@ -212,7 +238,30 @@ FEATURES = {
     "sources and targets": _feature_of_fields(
         "data.max_target_length", "data.source_prefix", "data.columns.source", "data.columns.target"
     ),
+    "evaluations": _feature_of_fields("training.eval_every_steps"),
+    "no evaluations": _feature_without("training.eval_every_steps"),
+    "no held-out rows": _feature_without("data.validation", "data.validation_fraction"),
+    "checkpoints between evaluations": Feature(
+        "training.eval_every_steps {eval_steps} and checkpoint.every_steps {save_steps}",
+        lambda settings: bool(
+            settings.eval_steps and settings.save_steps and settings.save_steps % settings.eval_steps
+        ),
+    ),
+    "early stopping": _feature_of_fields("training.patience"),
+    "best checkpoint": _feature_of_fields("checkpoint.keep_best"),
+    "best by answers": _feature_of_fields("training.best_by answers"),
+    "no use of the best": _feature_without("training.patience", "checkpoint.keep_best"),
     "answers": _feature_of_fields("answers.file"),
+    "no answers": _feature_without("answers.file"),
+    "answers at some evaluations": _feature_of_fields("answers.every_evaluations above 1"),
+    "held-out samples": _feature_of_fields("logging.held_out_samples"),
+    "sample of the export": _feature_of_fields("logging.sample_prompt"),
+    "export": Feature("the export", lambda settings: "export.enabled: false" not in settings.given),
+    "no export": _feature_of_fields("export.enabled: false"),
+    "merged export": _feature_of_fields("export.merge"),
+    "added tokens": _feature_of_fields("model.add_tokens"),
+    "random weights": _feature_of_fields("model.config"),
+    "started adapter": _feature_of_fields("adapter.start_from"),
     "samples": _feature_of_fields("logging.held_out_samples", "logging.sample_prompt"),
 }
 """Name in the docs -> the feature."""

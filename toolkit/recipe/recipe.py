@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
-from toolkit.errors import RecipeError, counted
+from toolkit.errors import RecipeError
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.adapter_file import CONFIG, fill_from_file
 from toolkit.recipe.combinations import refusals
@@ -60,80 +60,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if self.training.eval_every_steps is not None and not self.data.has_validation:
-            raise contradiction(
-                "training.eval_every_steps has no effect without data.validation or data.validation_fraction"
-            )
-        if self.logging.sample_prompt is not None and not self.export.enabled:
-            raise contradiction("logging.sample_prompt needs export.enabled: the sample is made from the export")
-        if self.training.patience is not None and self.training.eval_every_steps is None:
-            raise contradiction(
-                "training.patience has no effect without training.eval_every_steps: the run is evaluated at its start "
-                "and its end alone; set that, for example training.eval_every_steps=100"
-            )
-        if self.checkpoint.keep_best:
-            self._check_keep_best()
-        if self.logging.held_out_samples and not self.data.has_validation:
-            raise contradiction(
-                "logging.held_out_samples has no effect without data.validation or data.validation_fraction; remove it"
-            )
-        self._check_answers()
-        self._check_adapter()
-        if not self.export.enabled and self.export.model_fields_set - {"enabled"}:
-            raise contradiction("settings of export have no effect with export.enabled: false")
+        # Sections check their own settings; settings of several sections are compared by the table alone.
         if found := refusals(Settings.of(self)):
             raise contradiction("\n".join(map(str, found)))
         return self
-
-    def _check_keep_best(self) -> None:
-        saved, evaluated = self.checkpoint.every_steps, self.training.eval_every_steps
-        assert saved is not None
-        if evaluated is None or saved % evaluated:
-            found = "is not set" if evaluated is None else f"is {evaluated}"
-            raise contradiction(
-                f"checkpoint.keep_best needs an evaluation of each checkpoint, every {counted(saved, 'step')}, and "
-                f"training.eval_every_steps {found}; set it to {saved}"
-            )
-
-    def _check_answers(self) -> None:
-        if self.answers.file is not None and not self.data.has_validation:
-            raise contradiction(
-                "answers.file has no effect without data.validation or data.validation_fraction: answers are written "
-                "at evaluations; set one of them"
-            )
-        if self.training.best_by != "answers":
-            return
-        if self.training.patience is None and not self.checkpoint.keep_best:
-            raise contradiction(
-                "training.best_by has no effect without training.patience or checkpoint.keep_best; set one of them"
-            )
-        if self.answers.file is None:
-            raise contradiction("training.best_by answers needs answers.file: the prompts, and which answers are right")
-        if self.answers.every_evaluations > 1:
-            raise contradiction(
-                "training.best_by answers needs answers at each evaluation, and answers.every_evaluations is "
-                f"{self.answers.every_evaluations}; set it to 1"
-            )
-
-    def _check_adapter(self) -> None:
-        if self.adapter.kind == "none" and self.export.merge:
-            raise contradiction("export.merge has no effect without adapters; remove it, or set adapter.kind=lora")
-        if self.adapter.kind != "none" and self.model.add_tokens is not None and not self.export.merge:
-            raise contradiction(
-                "model.add_tokens: an adapter fits the embeddings of its base, which have no rows for them; "
-                "set export.merge=true, and adapter.modules_to_save to the embeddings and the head"
-            )
-        if self.adapter.start_from is not None and self.model.config is not None:
-            raise contradiction(
-                "adapter.start_from needs the base that the adapter was trained on; set model.name_or_path instead of "
-                "model.config"
-            )
-        exports_adapter = self.adapter.kind != "none" and self.export.enabled and not self.export.merge
-        if exports_adapter and self.model.config is not None:
-            raise contradiction(
-                "an adapter of a model with random weights fits no model that could be loaded later; "
-                "set export.merge=true, or model.name_or_path"
-            )
 
     @classmethod
     def load(cls, name_or_path: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Recipe:

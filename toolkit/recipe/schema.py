@@ -1,6 +1,7 @@
 """The sections of a recipe: every field with its type, default and description, and the contradictions in a section.
 
-`toolkit/recipe/recipe.py` puts the sections together and checks settings of several sections.
+`toolkit/recipe/recipe.py` puts the sections together; `combinations.py` says which settings of several sections
+cannot go together.
 """
 
 from __future__ import annotations
@@ -829,6 +830,8 @@ class ExportSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ExportSection:
+        if not self.enabled and self.model_fields_set - {"enabled"}:
+            raise contradiction("settings of export have no effect with export.enabled: false; remove them")
         if self.push_to_hub is not None and not _is_repository(self.push_to_hub):
             raise contradiction(
                 f"export.push_to_hub: found {self.push_to_hub!r}; needs NAMESPACE/NAME of letters, digits, '-', '_' "

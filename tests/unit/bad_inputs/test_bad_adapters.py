@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "a random base": (
         configured(),
         ["model.config={model_type: llama}", "model.train_tokenizer_vocab_size=300", "export.merge=true"],
-        "adapter.start_from needs the base",
+        "adapter.start_from is not possible with model.config, as it needs the base",
     ),
 }
 """Name -> what is done to a good adapter, overrides, and what the error names."""

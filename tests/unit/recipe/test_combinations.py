@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import toolkit
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.objectives.specs.registry import SPECS
 from toolkit.recipe.combinations import COMBINATIONS, Combination, refusals, refuse
@@ -98,15 +101,52 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sources and targets": (given("data.columns.target"), ["data.columns.target=body"]),
     "answers": (given("answers.file"), ["answers.file=a.jsonl"]),
     "samples": (given("logging.sample_prompt"), ["logging.sample_prompt=a"]),
+    "no adapters": ({"adapter": False}, ["adapter.kind=none"]),
+    "adapters unmerged": ({"adapter": True}, ["adapter.kind=lora", "export.merge=false"]),
+    "evaluations": (given("training.eval_every_steps"), ["training.eval_every_steps=5"]),
+    "no evaluations": (given(), ["training.eval_every_steps=null"]),
+    "no held-out rows": (given(), ["data.validation_fraction=null", "data.max_validation_samples=null"]),
+    "checkpoints between evaluations": (
+        {"eval_steps": 3, "save_steps": 10},
+        ["training.eval_every_steps=3", "checkpoint.every_steps=10"],
+    ),
+    "early stopping": (given("training.patience"), ["training.patience=2"]),
+    "best checkpoint": (given("checkpoint.keep_best"), ["checkpoint={keep_best: true, every_steps: 10}"]),
+    "best by answers": (given("training.best_by answers"), ["training.best_by=answers"]),
+    "no use of the best": (given("answers.file"), ["answers.file=a.jsonl"]),
+    "no answers": (given(), ["training.patience=2", "training.eval_every_steps=5"]),
+    "answers at some evaluations": (
+        given("answers.every_evaluations above 1", "answers.file"),
+        ["answers={file: a.jsonl, every_evaluations: 2}", "training.patience=2", "training.eval_every_steps=5"],
+    ),
+    "held-out samples": (given("logging.held_out_samples"), ["logging.held_out_samples=2"]),
+    "sample of the export": (given("logging.sample_prompt"), ["logging.sample_prompt=a"]),
+    "export": (given(), ["export.enabled=true"]),
+    "no export": (given("export.enabled: false"), ["export={enabled: false}"]),
+    "merged export": (given("export.merge"), ["export.merge=true"]),
+    "added tokens": (
+        given("model.add_tokens"),
+        ["model.name_or_path=a/b", "model.train_tokenizer_vocab_size=null", "model.add_tokens=[x]"],
+    ),
+    "random weights": (given("model.config"), ["model.config={model_type: llama}"]),
+    "started adapter": (given("adapter.start_from"), []),
 }
 """Feature -> the settings that ask for it alone, and the words of a recipe, if it has any."""
+
+USUAL = {"data.validation", "training.eval_every_steps", "training.patience"}
+LACKS = {
+    "no held-out rows": USUAL,
+    "no evaluations": {"training.eval_every_steps", "training.patience"},
+    "no use of the best": {"training.patience"},
+}
+"""Feature -> the usual fields that it leaves out."""
 
 
 def asked(names: tuple[str, ...]) -> Settings:
     """The settings of several features; what comes last counts, as the first is refused because of it."""
     settings = {key: value for name in names for key, value in WORDS[name][0].items()}
-    all_given = frozenset[str]().union(*(WORDS[name][0].get("given", ()) for name in names))
-    return Settings(**{**settings, "given": all_given})
+    usual = USUAL.difference(*(LACKS.get(name, set()) for name in names))
+    return Settings(**{**settings, "given": usual.union(*(WORDS[name][0].get("given", ()) for name in names))})
 
 
 def test_every_feature_is_asked_for_by_its_settings_alone() -> None:
@@ -116,7 +156,8 @@ def test_every_feature_is_asked_for_by_its_settings_alone() -> None:
     # These are on where nothing is said.
     plain = {name for name, feature in FEATURES.items() if feature.is_asked(Settings())}
     checkpoints = {"no checkpoints", "fewer than all checkpoints", "no checkpoints of all"}
-    assert plain == {*checkpoints, "objectives but seq2seq", "objectives but reward"}
+    lacking = {"no adapters", "no answers", "no evaluations", "no held-out rows", "no use of the best"}
+    assert plain == {*checkpoints, *lacking, "objectives but seq2seq", "objectives but reward", "export"}
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda found: " x ".join(found.names))
@@ -141,6 +182,40 @@ def test_a_recipe_refuses_it_by_the_tables_sentence(combination: Combination) ->
     words = [word for name in combination.names for word in WORDS[name][1]]
     with pytest.raises(RecipeError, match=re.escape(str(refusal))):
         Recipe.load("quickstart", [*BASE, *words])
+
+
+KEY = re.compile(rf"\b({'|'.join(Recipe.model_fields)})\.[a-z_]+")
+PACKAGE = Path(toolkit.__file__).parent
+
+
+def refused_elsewhere(source: str) -> list[str]:
+    """Texts that refuse settings of two sections; those of `contradiction` know nothing but settings."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise):
+            parts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+            text = " ".join(part for part in parts if isinstance(part, str))
+            is_of_settings = re.search(
+                "has no effect|is not possible|exclude", text
+            ) or "contradiction(" in ast.unparse(node)
+            if is_of_settings and len({key.split(".")[0] for key in (m[0] for m in KEY.finditer(text))}) > 1:
+                found.append(text)
+    return found
+
+
+def test_settings_of_two_sections_are_refused_by_the_table_alone() -> None:
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert {name: found for name, source in sources.items() if (found := refused_elsewhere(source))} == {}
+
+
+def test_a_refusal_outside_the_table_is_found() -> None:
+    source = """
+raise contradiction("training.patience needs data.validation; set it")
+raise BadInputError(f"export.merge has no effect {why}; set adapter.kind=lora")
+raise contradiction("data.min_pixels is more than data.max_pixels")
+raise RecipeError(path, ["checkpoint.resume: undo it, or choose another training.output_dir"])
+"""
+    assert len(refused_elsewhere(source)) == 2
 
 
 def test_no_row_stands_twice_and_all_fields_are_looked_at() -> None:

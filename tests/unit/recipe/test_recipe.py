@@ -184,7 +184,10 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["data.train={path: a.jsonl, split: train}"], "no effect on the files"),
         (["export.enabled=false", "export.dtype=float16"], "no effect with export.enabled: false"),
         (["checkpoint.keep_best=true"], "checkpoint.keep_best"),
-        (["checkpoint.keep_best=true", "checkpoint.every_steps=4"], "eval_every_steps is not set; set it to 4"),
+        (
+            ["checkpoint.keep_best=true", "checkpoint.every_steps=4"],
+            "checkpoint.keep_best is not possible without training.eval_every_steps",
+        ),
         (
             [
                 "checkpoint.keep_best=true",
@@ -192,7 +195,7 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
                 "data.validation_fraction=0.1",
                 "training.eval_every_steps=2",
             ],
-            "eval_every_steps is 2; set it to 3",
+            "not possible with training.eval_every_steps 2 and checkpoint.every_steps 3, as each checkpoint is judged",
         ),
         (
             ["checkpoint.every_steps=5", "checkpoint.keep_last=null", "checkpoint.keep_every=10"],
@@ -209,7 +212,7 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["adapter.kind=lora", "adapter.r=0"], "adapter.r: found 0 (int)"),
         (["adapter.kind=lora", "adapter.dropout=1.0"], "adapter.dropout: found 1.0"),
         (["export.merge=true"], "export.merge has no effect without adapters"),
-        (["adapter.kind=lora", "model.add_tokens=[x]"], "model.add_tokens: an adapter fits the embeddings of its base"),
+        (["adapter.kind=lora", "model.add_tokens=[x]"], "as an adapter fits the embeddings of its base, which have no"),
         (
             ["adapter.kind=lora", "objective.router_bias_rate=0.01"],
             "objective.router_bias_rate is not possible with adapters",

@@ -103,14 +103,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
             [*FILE, *UNEVALUATED],
             "answers.file has no effect without data.validation or data.validation_fraction",
         ),
-        (["training.best_by=answers"], "training.best_by has no effect without training.patience"),
+        (["training.best_by=answers"], "training.best_by answers has no effect without training.patience"),
         (
             BY_ANSWERS,
-            "training.best_by answers needs answers.file",
+            "training.best_by answers is not possible without answers.file",
         ),
         (
             [*FILE, *BY_ANSWERS, "answers.every_evaluations=2"],
-            "answers.every_evaluations is 2; set it to 1",
+            "training.best_by answers is not possible with answers.every_evaluations above 1, as it needs",
         ),
     ],
 )
