@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.fake_llama import unit
 
 from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape
-from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic
+from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic, with_teacher
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.unit_plan import UnitKind
 
 BLOCK, TABLE, BLOCKS, K = 1000, 400, 3, 3
 P = BLOCKS * BLOCK + 2 * TABLE
@@ -64,7 +67,9 @@ def test_bytes_over_the_host_link(executor: HostExecutor, num_ranks: int, to_hos
     assert (found.device_to_host, found.host_to_device) == (to_host * P // num_ranks, to_device * P // num_ranks)
     half = traffic(UNITS, STRATEGIES["zero3"], mesh, offload=OffloadPlan(executor, device_share=0.5))
     assert (half.device_to_host, half.host_to_device) == (found.device_to_host // 2, found.host_to_device // 2)
-    assert traffic(UNITS, STRATEGIES["zero3"], mesh).device_to_host == 0
+    kept = traffic(UNITS, STRATEGIES["zero3"], mesh)
+    assert kept.device_to_host == kept.host_to_device == 0
+    assert (kept.exchanged, kept.group, kept.sequence) == (0, 1, 1)
 
 
 def test_rows_are_padded_and_frozen_parameters_gathered_alone() -> None:
@@ -77,3 +82,48 @@ def test_rows_are_padded_and_frozen_parameters_gathered_alone() -> None:
     assert found.trainable == 24 // 4
     plain = traffic(units, STRATEGIES["zero1"], MeshShape(1, 4), compute_bytes=None)
     assert plain.whole["all_gather"] == 2 * 36 + 4 * 24
+
+
+def test_a_teacher_is_gathered_for_each_forward_and_its_head_once_more() -> None:
+    """In bf16, by each of K forwards; a rank of 4 sends three quarters, rounded down once."""
+    mesh = MeshShape(1, 4)
+    alone = traffic(UNITS, STRATEGIES["zero3"], mesh, accumulation=K)
+    both = with_teacher(alone, UNITS, len(UNITS) - 2, mesh, K, 2)
+    whole = 2 * K * (P + TABLE)
+    assert both.whole == {**alone.whole, "all_gather": alone.whole["all_gather"] + whole}
+    assert both.all_gather == alone.all_gather + whole * 3 // 4
+    assert both.forward_all_gather == alone.forward_all_gather + whole
+    # The root has no parameters, so it is not gathered.
+    assert both.calls == {**alone.calls, "all_gather": alone.calls["all_gather"] + K * (BLOCKS + 2 + 1)}
+    one = traffic(UNITS, STRATEGIES["zero3"], MeshShape(1, 1))
+    assert with_teacher(one, UNITS, 0, MeshShape(1, 1), K, 2) == one
+
+
+def named(name: str, numel: int, trainable: bool = True, kind: UnitKind = "block") -> UnitShape:
+    return replace(unit(kind, numel, trainable), name=name, reshard_after_forward=True)
+
+
+@pytest.mark.parametrize(
+    ("trained", "gathered_again"),
+    [
+        # Backward ends at the first trained unit; FSDP2 gathers the one before it in vain, experts behind their block.
+        ((True, True, True), ("a", "a.experts", "b", "b.experts")),
+        ((False, False, True), ("a", "b.experts", "b")),
+        ((False, True, True), ("a", "b.experts", "b")),
+    ],
+)
+def test_backward_gathers_what_is_behind_the_first_trained_unit(
+    trained: tuple[bool, bool, bool], gathered_again: tuple[str, ...]
+) -> None:
+    """Units a and b with experts inside, in the forward's order a.experts, a, b.experts, b; the sizes tell which."""
+    of_a, of_experts, of_b = trained
+    sizes = {"a": 1000, "a.experts": 10_000, "b": 100_000, "b.experts": 1_000_000}
+    units = [
+        named("a", sizes["a"], of_a),
+        named("a.experts", sizes["a.experts"], of_a, kind="experts"),
+        named("b", sizes["b"], of_b),
+        named("b.experts", sizes["b.experts"], of_experts, kind="experts"),
+    ]
+    found = traffic(units, STRATEGIES["zero3"], MeshShape(1, 2))
+    again = found.whole["all_gather"] - found.forward_all_gather
+    assert again == 2 * sum(sizes[name] for name in gathered_again)
