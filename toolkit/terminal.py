@@ -38,7 +38,7 @@ def in_notebook() -> bool:
 
 
 class Terminal(Console):
-    """A console without markup, where colours come from `style`. In a notebook it prints plain text to stdout.
+    """A console without markup; colours come from `style`. In a notebook it prints plain text to stdout.
 
     Args:
         stderr: whether to print to stderr instead of stdout.

@@ -139,11 +139,11 @@ def check_torchrun(arguments: list[str]) -> None:
 
 
 def check_script(script: str, arguments: list[str]) -> None:
-    from toolkit.cli.finetune import _parser
+    from toolkit.cli.finetune import _argument_parser
 
     assert Path(script).is_file(), script
     if Path(script).name == "finetune.py":
-        given = _parser().parse_intermixed_args(arguments)
+        given = _argument_parser().parse_intermixed_args(arguments)
         Recipe.load(*split_arguments(given.arguments, given.recipe))
 
 

@@ -41,13 +41,13 @@ def of_windows() -> list[str]:
     with modules["training.stop"].StopRequests(None) as requests:
         os.kill(os.getpid(), signal.SIGTERM)
         reason = requests.reason_to_stop()
-    with modules["cli.launcher"]._signals_handed_on():
+    with modules["cli.launcher"]._forwarding_signals():
         pass
     peak = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=7))
     with mock.patch.object(psutil, "Process", return_value=peak):
         bytes_used = modules["training.usage"].peak_host_bytes()
     room = modules["sharding.offload.host"]._process_room()
-    found = [finding.what for finding in modules["cli.doctor"]._room()]
+    found = [finding.what for finding in modules["cli.doctor"]._disk_findings()]
     return [str(reason), str(bytes_used), str(room), str("open files" in found), str(ranks.usable_cores())]
 
 
@@ -104,7 +104,7 @@ def test_an_accelerator_that_is_left_idle_is_told(capsys: pytest.CaptureFixture[
 def test_the_doctor_and_train_name_it() -> None:
     from toolkit.cli import doctor, train
 
-    [gpus] = doctor._devices()
+    [gpus] = doctor._device_findings()
     assert (gpus.verdict, gpus.found) == (doctor.WARNING, "none that is used, but mps")
     with pytest.raises(BadInputError, match=r"accelerator \(mps\); --cpu 2 trains on the CPU"):
         options_without_a_gpu(train)

@@ -262,7 +262,7 @@ def _empty_model(config: PretrainedConfig, manifest: Manifest, folder: Path) -> 
 
 
 def _trained_as(manifest: Manifest, folder: Path) -> tuple[AdapterSection, str, str | None]:
-    """What was trained of which base, and its revision. Raises BadInputError where the manifest does not tell."""
+    """Returns what was trained, the base and its revision. Raises BadInputError if the manifest does not say."""
     try:
         model, adapter = manifest.recipe["model"], manifest.recipe["adapter"]
         # As it was written all settings are set, of which none but this has an effect then.

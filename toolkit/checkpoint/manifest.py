@@ -159,7 +159,7 @@ def place_of(name: str | Path) -> Place:
 
 
 def place_named(name: str) -> Place:
-    """What a name on a command line stands for. Raises BadInputError for what is no folder in a store that is known."""
+    """Returns what a name on a command line stands for. Raises BadInputError for a URL of no known store."""
     protocol, _, place = name.partition("://")
     if not is_store(name):
         return Path(name).expanduser()

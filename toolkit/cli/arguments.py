@@ -63,7 +63,7 @@ def complete_config(incomplete: str) -> list[str]:
 
 
 def _names_or_files(names: Iterable[str], incomplete: str) -> list[str]:
-    """Names and files that start with what was typed; if there are none, the shell completes paths by itself."""
+    """Returns names and files that start with what was typed; without any, the shell completes paths itself."""
     path = Path(incomplete)
     folder, start = (path, "") if incomplete.endswith("/") else (path.parent, path.name)
     before = incomplete[: len(incomplete) - len(start)]

@@ -32,21 +32,21 @@ def checkpoints(
     if not place.is_dir():
         raise BadInputError(f"{run!r}: no such folder; name the training.output_dir or the checkpoint.to of a run")
     found = list_checkpoints(place)
-    rows = [_row(checkpoint, check) for checkpoint in found]
+    rows = [_checkpoint_fields(checkpoint, check) for checkpoint in found]
     if as_json:
         print(json.dumps(rows, indent=2))
     elif not rows:
         Terminal().print(f"{run}: no checkpoints", markup=False)
     else:
-        cells = [[_cell(column, row.get(column)) for column in COLUMNS] for row in rows]
+        cells = [[_cell_text(column, row.get(column)) for column in COLUMNS] for row in rows]
         print_table([{"bytes": "size", "problem": "state"}.get(column, column) for column in COLUMNS], cells)
     # One without a marker is no damage: it may be being written.
     if any(row["problem"] is not None and not c.unfinished for row, c in zip(rows, found, strict=True)):
         raise typer.Exit(1)
 
 
-def _row(found: Checkpoint, check: bool) -> dict[str, Any]:
-    """What is told of one checkpoint; without a manifest only its step, folder and problem."""
+def _checkpoint_fields(found: Checkpoint, check: bool) -> dict[str, Any]:
+    """Returns what is shown of one checkpoint; without a manifest only its step, folder and problem."""
     from toolkit.checkpoint.manifest import check_files
 
     problem, manifest = found.problem, found.manifest
@@ -66,7 +66,7 @@ def _row(found: Checkpoint, check: bool) -> dict[str, Any]:
     }
 
 
-def _cell(column: str, value: Any) -> str:
+def _cell_text(column: str, value: Any) -> str:
     if value is None:
         return "whole" if column == "problem" else ""
     if column == "bytes":

@@ -40,7 +40,7 @@ def compare(
 
     found = read_runs(runs)
     if to is not None:
-        _write(to, found)
+        _write_page(to, found)
     if as_json:
         print(json.dumps(as_values(found), indent=2, default=str))
         return
@@ -66,7 +66,7 @@ def _require_new(to: Path) -> None:
         raise BadInputError(f"--to: {str(to)!r} exists; name a new file, or delete it")
 
 
-def _write(to: Path, runs: Sequence[ComparedRun]) -> None:
+def _write_page(to: Path, runs: Sequence[ComparedRun]) -> None:
     from toolkit.pages.compare_page import write_comparison
 
     try:

@@ -53,15 +53,15 @@ def configs(context: typer.Context, as_json: AsJson = False) -> None:
 @configs_app.command("list")
 def list_configs(as_json: AsJson = False) -> None:
     """List the shipped Accelerate configs: processes, strategy, and when to choose them."""
-    rows = [_row(name, path) for name, path in shipped_configs().items()]
+    rows = [_config_fields(name, path) for name, path in shipped_configs().items()]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     print_table(["config", "processes", "strategy", "what it is for"], [[str(row[key]) for key in row] for row in rows])
 
 
-def _row(name: str, path: Path) -> dict[str, Any]:
-    """What is told of a config; the first sentence of its comment says what it is for."""
+def _config_fields(name: str, path: Path) -> dict[str, Any]:
+    """Returns what is shown of a config; the first sentence of its comment says what it is for."""
     text = path.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     about = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#"))

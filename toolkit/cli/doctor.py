@@ -56,7 +56,13 @@ def doctor(
     """Check this machine: versions, GPUs, memory, disk, limits, whether ranks can connect. Exit code 1 if one
     fails.
     """
-    findings = [*_software(), *_devices(), *_room(), *_meetings(), *(_hub() if hub else [])]
+    findings = [
+        *_version_findings(),
+        *_device_findings(),
+        *_disk_findings(),
+        *_backend_findings(),
+        *(_hub_findings() if hub else []),
+    ]
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -66,7 +72,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _software() -> Iterator[Finding]:
+def _version_findings() -> Iterator[Finding]:
     yield Finding("system", OK, f"{platform.platform()}, Python {platform.python_version()}")
     from toolkit.ranks import usable_cores
 
@@ -86,7 +92,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _devices() -> Iterator[Finding]:
+def _device_findings() -> Iterator[Finding]:
     import torch
 
     from toolkit.ranks import unused_accelerator
@@ -117,15 +123,16 @@ def _devices() -> Iterator[Finding]:
         yield Finding("GPU links", WARNING if slow else OK, f"{direct} of {len(pairs)} pairs are direct", fix)
 
 
-def _room() -> Iterator[Finding]:
+def _disk_findings() -> Iterator[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
     yield Finding("host memory", OK, f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free")
     for name, folder in (("disk here", Path.cwd()), ("disk of cache", user_cache())):
-        yield _disk(name, folder, LEAST_FREE_BYTES, "checkpoints and data may not fit; free some space")
+        yield _free_space(name, folder, LEAST_FREE_BYTES, "checkpoints and data may not fit; free some space")
     if Path("/dev/shm").is_dir():  # noqa: S108 (looked at, not written to)
-        yield _disk("shared memory", Path("/dev/shm"), LEAST_SHARED_BYTES, "start the container with --shm-size=8g")  # noqa: S108
+        fix = "start the container with --shm-size=8g"
+        yield _free_space("shared memory", Path("/dev/shm"), LEAST_SHARED_BYTES, fix)  # noqa: S108
     if resource is None:
         return
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -135,7 +142,7 @@ def _room() -> Iterator[Finding]:
     )
 
 
-def _disk(name: str, folder: Path, least: int, fix: str) -> Finding:
+def _free_space(name: str, folder: Path, least: int, fix: str) -> Finding:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -146,7 +153,7 @@ def _disk(name: str, folder: Path, least: int, fix: str) -> Finding:
     )
 
 
-def _meetings() -> Iterator[Finding]:
+def _backend_findings() -> Iterator[Finding]:
     """Lets two ranks add numbers over each backend that a run on this machine would use."""
     import torch
     from torch.multiprocessing.spawn import spawn
@@ -155,7 +162,7 @@ def _meetings() -> Iterator[Finding]:
     for backend in backends:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                spawn(_meet, (backend, f"{folder}/meeting"), nprocs=2)  # type: ignore[no-untyped-call]
+                spawn(_add_over_backend, (backend, f"{folder}/meeting"), nprocs=2)  # type: ignore[no-untyped-call]
             except Exception as error:
                 fix = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and the firewall"
                 last = str(error).strip().splitlines()[-1:] or [first_line(error)]
@@ -164,7 +171,7 @@ def _meetings() -> Iterator[Finding]:
                 yield Finding(f"two ranks, {backend}", OK, "they meet and add")
 
 
-def _meet(rank: int, backend: str, file: str) -> None:
+def _add_over_backend(rank: int, backend: str, file: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -176,7 +183,7 @@ def _meet(rank: int, backend: str, file: str) -> None:
         raise RuntimeError(f"1 + 2 gave {value.item()}")
 
 
-def _hub() -> Iterator[Finding]:
+def _hub_findings() -> Iterator[Finding]:
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

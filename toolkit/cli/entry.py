@@ -13,13 +13,13 @@ INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """The `toolkit` command; see `toolkit.cli.app.main`."""
     end_at_interrupts()
-    _tell_first(sys.argv[1:])
+    _print_starting(sys.argv[1:])
     from toolkit.cli.app import main as command
 
     command()
 
 
-def _tell_first(arguments: list[str]) -> None:
+def _print_starting(arguments: list[str]) -> None:
     """Says at once that `toolkit train` has begun: the imports behind the next word take seconds on a busy machine."""
     if arguments[:1] == ["train"] and not {"-h", "--help"}.intersection(arguments):
         print("reading the recipe ...", file=sys.stderr, flush=True)
@@ -41,10 +41,10 @@ def end_at_interrupts() -> None:
     """
     # Not if it is ignored, as behind `nohup`.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupted)
+        signal.signal(signal.SIGINT, _on_interrupt)
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
     while frame is not None:
         if frame.f_globals.get("__name__") == "importlib._bootstrap":
             if os.environ.get("RANK", "0") == "0":

@@ -23,7 +23,7 @@ def finetune_command(arguments: list[str]) -> int:
     if hasattr(signal, "SIGUSR1"):  # Windows lacks it
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     prepare_process()
-    options = _parser().parse_intermixed_args(arguments)
+    options = _argument_parser().parse_intermixed_args(arguments)
 
     def run() -> None:
         recipe = Recipe.load(*split_arguments(options.arguments, options.recipe))
@@ -45,13 +45,13 @@ def as_rank(action: Callable[[], object]) -> int:
         require_files()
         action()
     except RankError as error:
-        return _leave(print_error(error))
+        return _exit_rank(print_error(error))
     except ToolkitError as error:
         return print_error(error)
     except KeyboardInterrupt:  # outside training, whose own end saves the state
-        return _leave(print_interrupt())
+        return _exit_rank(print_interrupt())
     except Exception as error:
-        return _leave(print_failure(error))
+        return _exit_rank(print_failure(error))
     return 0
 
 
@@ -63,7 +63,7 @@ def _print_started() -> None:
         Terminal().print(f"started {ranks}; importing torch and transformers ...")
 
 
-def _leave(code: int) -> int:
+def _exit_rank(code: int) -> int:
     """Ends this rank at once if it may have failed alone; a single process ends as usual, with `code`."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Python's own end would take the process group down, which waits for ranks that know nothing of the error.
@@ -73,7 +73,7 @@ def _leave(code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finetune.py",
         description="Fine-tune a model by a recipe.",

@@ -48,7 +48,7 @@ def settle_names(named: Mapping[str, str], sources: Iterable[str], revisions: Ma
         why = f"{OFFLINE} is set"
     else:
         console.print(f"looking on {endpoint} for {', '.join(dict.fromkeys([*models.values(), *data]))}")
-        unreachable = _unreachable(endpoint)
+        unreachable = _why_unreachable(endpoint)
         if unreachable is None:
             return
         why = f"{endpoint} cannot be reached ({unreachable})"
@@ -65,7 +65,7 @@ def settle_names(named: Mapping[str, str], sources: Iterable[str], revisions: Ma
         console.warn(f"{why}; the cache is used instead, as with {OFFLINE}=1")
 
 
-def _unreachable(endpoint: str) -> str | None:
+def _why_unreachable(endpoint: str) -> str | None:
     """Returns why the hub does not answer; None for any answer. Proxies are used as the environment says."""
     if not endpoint.startswith(("http://", "https://")):
         return f"{ENDPOINT} is not a web address"

@@ -70,7 +70,7 @@ def init(
     """
     if gpus is not None and cpu is not None:
         raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
-    file = output or Path(f"{_stem(data)}.yaml")
+    file = output or Path(f"{_name_after(data)}.yaml")
     _require_new(file, force)
     given = dict(override.partition("=")[::2] for override in overrides or [])
     settle_names({"model": model}, [data], {"model": given.get("model.revision")})
@@ -80,21 +80,21 @@ def init(
     found = suggest(
         model,
         data,
-        _machine(gpus, cpu, hardware),
+        _machine_of_options(gpus, cpu, hardware),
         method=method,
         overrides=overrides or [],
         folder=file.parent,
         tell=lambda line: console.print(line, markup=False),
     )
-    _write(file, found.text())
+    _write_recipe(file, found.text())
     if as_json:
-        print(json.dumps(_as_json(found, file), indent=1, ensure_ascii=False))
+        print(json.dumps(_suggestion_as_json(found, file), indent=1, ensure_ascii=False))
     else:
-        _print(found, file)
+        _print_suggestion(found, file)
 
 
-def _stem(data: str) -> str:
-    """A name for the recipe, and for its run, after the data."""
+def _name_after(data: str) -> str:
+    """Returns a name for the recipe, and for its run, after the data."""
     path = Path(data)
     return (path.parent.name if "*" in path.name else path.name.partition(".")[0]) or "recipe"
 
@@ -106,7 +106,7 @@ def _require_new(file: Path, force: bool) -> None:
         raise BadInputError(f"--output: {str(file)!r} exists; name another file, or replace it with --force")
 
 
-def _write(file: Path, text: str) -> None:
+def _write_recipe(file: Path, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, text)
@@ -114,8 +114,8 @@ def _write(file: Path, text: str) -> None:
         raise BadInputError(f"--output: {str(file)!r} cannot be written: {error.strerror}; name another") from error
 
 
-def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine:
-    """The machine that is named, or else this one."""
+def _machine_of_options(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine:
+    """Returns the machine that is named, or else this one."""
     import torch
 
     from toolkit.planning.time.hardware import hardware_of, preset_of_device
@@ -137,7 +137,7 @@ def _machine(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine
     return Machine(device, count, hardware, has_bf16=cpu is not None and hardware is None and multiplies_in_bf16())
 
 
-def _print(found: Suggestion, file: Path) -> None:
+def _print_suggestion(found: Suggestion, file: Path) -> None:
     from toolkit.model.part_sizes import describe_parts
 
     row, setup = found.row, found.row.setup
@@ -150,7 +150,7 @@ def _print(found: Suggestion, file: Path) -> None:
         f"{setup.checkpoints}, micro-batch {setup.micro_batch_size} x {setup.accumulation}; "
         f"{row.need / GIB:.1f} of {found.machine.hardware.memory_bytes / GIB:.0f} GiB needed",
         *([f"parts: {describe_parts(found.parts)}"] if found.parts else []),
-        f"run: about {counted(found.num_steps, 'step')}, {_duration(found.num_steps * row.time.mid)} by the plan",
+        f"run: about {counted(found.num_steps, 'step')}, {_duration_text(found.num_steps * row.time.mid)} by the plan",
         "next:",
         *(f"  {command}" for command in found.commands(str(file))),
     ]
@@ -158,14 +158,14 @@ def _print(found: Suggestion, file: Path) -> None:
         console.print(line, markup=False)
 
 
-def _duration(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     for size, name in ((3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name}"
     return f"{seconds:.0f} seconds" if seconds >= 10 else "a few seconds"
 
 
-def _as_json(found: Suggestion, file: Path) -> dict[str, Any]:
+def _suggestion_as_json(found: Suggestion, file: Path) -> dict[str, Any]:
     return {
         "file": str(file),
         "method": found.method.name,

@@ -43,7 +43,7 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     started = time.time()
     try:
-        with _signals_handed_on():
+        with _forwarding_signals():
             settings = launch_command_parser().parse_args(list(arguments))
             # By `nohup`, which torch's launcher does not heed.
             if HANG_UP is not None and signal.getsignal(HANG_UP) is signal.SIG_IGN:
@@ -67,8 +67,8 @@ HANDED_ON = (*SIGNALS, *([SAVE_SIGNAL] if SAVE_SIGNAL else []))
 
 
 @contextmanager
-def _signals_handed_on() -> Iterator[None]:
-    """Hands SIGUSR1 on to the ranks, and the others to a single one, which has no launcher of torch's.
+def _forwarding_signals() -> Iterator[None]:
+    """Forwards SIGUSR1 to the ranks, and the others to a single rank, which has no launcher of torch's.
 
     Without it SIGTERM would end this process and leave the rank behind, and Ctrl-C would not wait for its checkpoint.
     For several ranks torch's launcher puts handlers of its own in their place.

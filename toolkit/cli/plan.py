@@ -122,17 +122,17 @@ def plan(
         _print_presets()
         return
     if calibrate:
-        _calibrate(1 if gpus is None else gpus)
+        _print_calibration(1 if gpus is None else gpus)
         return
-    _require_meant({"--longest-row": longest_row}, {"--all": every_row, "--explain": explain, "--trace": trace})
-    _require_meant({"--longest-row": longest_row}, {"--plot": plot is not None})
+    _require_effect({"--longest-row": longest_row}, {"--all": every_row, "--explain": explain, "--trace": trace})
+    _require_effect({"--longest-row": longest_row}, {"--plot": plot is not None})
     if plot is not None:
         _require_picture(plot)
     loaded = load_recipe(arguments, recipe)
     settle_hub(loaded)
     device = hardware_of(
-        (DEFAULT_HARDWARE if hardware is None else hardware) if cpu is None else _cpu_alone(gpus, hardware),
-        device_memory_gib=device_memory_gib if cpu is None or device_memory_gib is not None else _share(cpu),
+        (DEFAULT_HARDWARE if hardware is None else hardware) if cpu is None else _cpu_preset(gpus, hardware),
+        device_memory_gib=device_memory_gib if cpu is None or device_memory_gib is not None else _memory_per_rank(cpu),
         gpus_per_node=gpus_per_node if cpu is None or gpus_per_node is not None else _cpu_ranks_of_a_node(cpu),
         host_memory_gib=host_memory_gib,
         link_gbs=link_gbs,
@@ -144,7 +144,7 @@ def plan(
     if longest_row:
         _print_longest(loaded, device, cpu or gpus or accelerated.num_processes or 1, accelerated, as_json)
         return
-    found = _plan(loaded, device, cpu or gpus, accelerated)
+    found = _plan_recipe(loaded, device, cpu or gpus, accelerated)
     _print_plan(found, *split_arguments(arguments, recipe), Shown(every_row, explain, trace, plot, as_json))
     if found.recommended is None:
         raise typer.Exit(1)
@@ -153,7 +153,7 @@ def plan(
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def _require_meant(alone: dict[str, bool], others: dict[str, bool]) -> None:
+def _require_effect(alone: dict[str, bool], others: dict[str, bool]) -> None:
     """Raises BadInputError if an option is given with another one that leaves it without effect."""
     for option in [option for option, given in alone.items() if given]:
         if idle := [other for other, given in others.items() if given]:
@@ -167,18 +167,18 @@ def _require_picture(plot: Path) -> None:
 
 
 def _cpu_ranks_of_a_node(cpu: int) -> int:
-    """All of them: they are this machine's."""
+    """Returns all of them: they are this machine's."""
     return max(cpu, presets()["cpu"].devices_per_node)
 
 
-def _cpu_alone(gpus: int | None, hardware: str | None) -> str:
+def _cpu_preset(gpus: int | None, hardware: str | None) -> str:
     """Returns the preset of CPU ranks. Raises BadInputError if GPUs are given, too."""
     if gpus is not None or hardware not in (None, "cpu"):
         raise BadInputError("--cpu excludes --gpus and --hardware; leave one of them out")
     return "cpu"
 
 
-def _share(num_ranks: int) -> float:
+def _memory_per_rank(num_ranks: int) -> float:
     """Returns the share of this machine's memory for each of its CPU ranks (GiB)."""
     from toolkit.sharding.offload.host import host_gib_of_a_rank  # torch is imported only for a recipe that is right
 
@@ -227,7 +227,7 @@ def accelerated_by(path: Path) -> Accelerated:
     )
 
 
-def _plan(recipe: Recipe, hardware: Hardware, ranks: int | None, accelerated: Accelerated) -> Plan:
+def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, accelerated: Accelerated) -> Plan:
     from toolkit.planning import table  # torch is imported only for a recipe that is right
 
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
@@ -266,7 +266,7 @@ def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> N
     launch = None if found.recommended is None else launch_of(found, found.recommended, name, overrides)
     if shown.plot is not None:
         plan_console.plot(found, shown.plot)
-    traced = _trace(found, row) if shown.trace else None
+    traced = _trace_in_process(found, row) if shown.trace else None
     if shown.as_json:
         result = plan_console.as_json(found, launch)
         print(json.dumps(result if traced is None else {**result, "traced": traced}, indent=1))
@@ -279,10 +279,10 @@ def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> N
         console.print()
         plan_console.explain(console, found, row)
     if traced is not None:
-        console.print(_told(traced), markup=False)
+        console.print(_trace_text(traced), markup=False)
 
 
-def _trace(found: Plan, row: PlanRow) -> dict[str, Any]:
+def _trace_in_process(found: Plan, row: PlanRow) -> dict[str, Any]:
     """Runs the real FSDP2 on simulated ranks, in a separate process because a process group is global."""
     from toolkit.planning.workload import shared_by
 
@@ -293,11 +293,11 @@ def _trace(found: Plan, row: PlanRow) -> dict[str, Any]:
         )
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         recipe = shared_by(found.recipe, row.traffic.sequence)
-        traced: dict[str, Any] = pool.submit(_traced, recipe, found.mixed_precision, row.setup).result()
+        traced: dict[str, Any] = pool.submit(_traced_peak, recipe, found.mixed_precision, row.setup).result()
     return {**traced, "planned": row.peak.total - row.peak.optimizer}
 
 
-def _traced(recipe: Recipe, mixed_precision: str, setup: Any) -> dict[str, Any]:
+def _traced_peak(recipe: Recipe, mixed_precision: str, setup: Any) -> dict[str, Any]:
     from toolkit.planning.memory.trace import trace
     from toolkit.planning.pictured import workload_on_rows
 
@@ -315,7 +315,7 @@ def _traced(recipe: Recipe, mixed_precision: str, setup: Any) -> dict[str, Any]:
     return dataclasses.asdict(found)
 
 
-def _told(traced: dict[str, Any]) -> str:
+def _trace_text(traced: dict[str, Any]) -> str:
     difference = traced["planned"] / traced["peak"] - 1
     return (
         f"traced with FSDP2, without optimizer state: peak {traced['peak'] / GIB:.3f} GiB in {traced['moment']}; "
@@ -331,7 +331,7 @@ def _print_presets() -> None:
     print_table(["hardware", "memory", "TFLOP/s in bfloat16"], rows)
 
 
-def _calibrate(ranks: int) -> None:
+def _print_calibration(ranks: int) -> None:
     from toolkit.planning.time.calibrate import calibrate
 
     found = calibrate(ranks=ranks)

@@ -62,7 +62,7 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
     if plan.parts:
         console.print(f"parts: {describe_parts(plan.parts)}", markup=False)
     rows = plan.rows if every_row else plan.rows[:SHOWN]
-    console.print(_table(rows, plan, console.width))
+    console.print(_plan_table(rows, plan, console.width))
     if len(rows) < len(plan.rows):
         console.print(f"and {len(plan.rows) - len(rows)} more (--all)", markup=False)
     asked = plan.asked
@@ -89,7 +89,7 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
     setup = plan.recommended.setup
     console.print(
         f"recommended: {setup.name}, checkpoints {setup.checkpoints}, micro-batch {setup.micro_batch_size} x "
-        f"{setup.accumulation}{_shared(setup)}: {plan.reason}",
+        f"{setup.accumulation}{_shared_rows_text(setup)}: {plan.reason}",
         markup=False,
     )
     console.print(launch.command, markup=False, soft_wrap=True, style="bold")
@@ -97,7 +97,7 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
         console.print(f"  ({note})", markup=False)
 
 
-def _shared(setup: Setup) -> str:
+def _shared_rows_text(setup: Setup) -> str:
     return "" if setup.sequence is None else f", rows shared by {setup.sequence} ranks"
 
 
@@ -107,9 +107,9 @@ def said(row: PlanRow) -> str:
     return f"{row.peak.moment}: {kind} {gib(num_bytes)} GiB"
 
 
-def _table(rows: Sequence[PlanRow], plan: Plan, width: int) -> Table:
+def _plan_table(rows: Sequence[PlanRow], plan: Plan, width: int) -> Table:
     cells = [_cells(row, plan) for row in rows]
-    names = _fitting(cells, width)
+    names = _fitting_columns(cells, width)
     table = Table(box=None, pad_edge=False, padding=(0, GAP // 2))
     for name in names:
         table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=True)
@@ -133,7 +133,7 @@ def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
         "strategy": setup.name,
         "checkpoints": setup.checkpoints,
         "micro-batch": f"{setup.micro_batch_size} x {setup.accumulation}",
-        **_of_shared_rows(row, plan),
+        **_cells_of_shared_rows(row, plan),
         "peak": gib(row.peak.total),
         "params": gib(parts["parameters"]),
         "grads": gib(parts["gradients"]),
@@ -152,8 +152,8 @@ def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
     }
 
 
-def _of_shared_rows(row: PlanRow, plan: Plan) -> dict[str, str]:
-    """Ranks that share a row, and what a rank exchanges with them in a step; empty where none is so."""
+def _cells_of_shared_rows(row: PlanRow, plan: Plan) -> dict[str, str]:
+    """Returns the ranks that share a row and what a rank exchanges with them in a step; empty if none share."""
     if all(other.traffic.sequence == 1 for other in plan.rows):
         return {}
     seconds = row.time.parts.exchange
@@ -164,8 +164,8 @@ def _of_shared_rows(row: PlanRow, plan: Plan) -> dict[str, str]:
     }
 
 
-def _fitting(cells: Sequence[dict[str, str]], width: int) -> list[str]:
-    """The columns that can be read whole in a terminal of `width` characters."""
+def _fitting_columns(cells: Sequence[dict[str, str]], width: int) -> list[str]:
+    """Returns the columns that can be read whole in a terminal of `width` characters."""
     widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in cells[0]}
     names = list(widths)
     for name in (name for name in FIRST_TO_GO if name in widths):
@@ -198,7 +198,7 @@ def explain(console: Console, plan: Plan, row: PlanRow) -> None:
         f"need         {gib(row.need)} GiB of {hardware.memory_bytes / GIB:.0f}: {row.verdict} {row.problem}",
         "",
         "the largest moments of a step (GiB):",
-        *(f"  {gib(moment.total):>7}  {moment.moment}" for moment in _largest(row)),
+        *(f"  {gib(moment.total):>7}  {moment.moment}" for moment in _largest_part(row)),
         "",
         "bytes of the whole tensors that collectives carry in a step (a rank of a ring sends (N - 1) / N of them):",
         *(f"  {kind}: {gib(size)} GiB in {row.traffic.calls[kind]} calls" for kind, size in row.traffic.whole.items()),
@@ -224,7 +224,7 @@ def explain(console: Console, plan: Plan, row: PlanRow) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _largest(row: PlanRow) -> list[Any]:
+def _largest_part(row: PlanRow) -> list[Any]:
     return sorted(row.moments, key=lambda moment: -moment.total)[:12]
 
 
@@ -298,7 +298,7 @@ def plot(plan: Plan, path: Path) -> None:
     axes.axvline(plan.hardware.memory_bytes / GIB, color="black", linestyle="--", label="device")
     labels = [
         f"{row.setup.name}, {row.setup.checkpoints}, {row.setup.micro_batch_size} x {row.setup.accumulation}"
-        + _shared(row.setup)
+        + _shared_rows_text(row.setup)
         for row in rows
     ]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)

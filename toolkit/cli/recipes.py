@@ -73,7 +73,7 @@ def new_yaml(path: Path, source: Path) -> Path:
 
 
 def _with_absolute_files(source: Path) -> str:
-    """A recipe's text, comments included, with the files it names relative to itself made absolute."""
+    """Returns a recipe's text, comments included, with the files it names relative to itself made absolute."""
     text = source.read_text(encoding="utf-8")
     recipe = Recipe.load(source)
     for absolute in [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]:

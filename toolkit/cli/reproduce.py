@@ -76,11 +76,11 @@ def reproduce(
         gpus, cpu = (None, origin.ranks) if origin.device == "cpu" else (origin.ranks, None)
     options = launcher_options(recipe, gpus, cpu, origin.strategy, None)
     require_same_inputs(origin, recipe)
-    code = _train(recipe, options, cpu is not None, to, as_json)
+    code = _train_again(recipe, options, cpu is not None, to, as_json)
     if code:
         raise typer.Exit(code)
     found, again = difference(folder, to / "export"), Origin.read(to / "export")
-    _tell(found, to / "export", _changes(origin, again), as_json)
+    _print_difference(found, to / "export", _changed_settings(origin, again), as_json)
     if found.different:
         raise typer.Exit(1)
 
@@ -95,7 +95,7 @@ def _require_no_code(recipe: Recipe) -> None:
 
 
 def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Recipe:
-    """The recipe of the run, with a new folder; from the run's own folder if the export lies in it."""
+    """Returns the recipe of the run with a new folder; if the export lies in the run's own folder, from there."""
     from toolkit.pages.card import recipe_for_readers
     from toolkit.paths import ORIGIN
 
@@ -109,7 +109,7 @@ def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Rec
     return Recipe.from_yaml(found.to_yaml(), Path.cwd(), name)
 
 
-def _train(recipe: Recipe, options: list[str], on_cpu: bool, to: Path, as_json: bool) -> int:
+def _train_again(recipe: Recipe, options: list[str], on_cpu: bool, to: Path, as_json: bool) -> int:
     from toolkit.cli.launcher import run_launcher
 
     if on_cpu:
@@ -120,8 +120,8 @@ def _train(recipe: Recipe, options: list[str], on_cpu: bool, to: Path, as_json: 
         return run_launcher([*options, shown_script(), str(file)], to)
 
 
-def _changes(origin: Origin, again: Origin) -> dict[str, list[str]]:
-    """What is different in the two runs, beside their weights: what -> before, now."""
+def _changed_settings(origin: Origin, again: Origin) -> dict[str, list[str]]:
+    """Returns what differs in the two runs, beside their weights: name -> before, now."""
     pairs = {
         "ranks": (str(origin.ranks), str(again.ranks)),
         "device": (origin.device, again.device),
@@ -130,7 +130,7 @@ def _changes(origin: Origin, again: Origin) -> dict[str, list[str]]:
     return {what: [before, now] for what, (before, now) in pairs.items() if before != now}
 
 
-def _tell(found: Difference, export: Path, changed: dict[str, list[str]], as_json: bool) -> None:
+def _print_difference(found: Difference, export: Path, changed: dict[str, list[str]], as_json: bool) -> None:
     if as_json:
         largest = found.largest if math.isfinite(found.largest) else None  # JSON knows no infinity
         print(json.dumps({**asdict(found), "largest": largest, "export": str(export), "changed": changed}, indent=1))

@@ -50,7 +50,7 @@ def with_retries(
     """
     fruitless, step = 0, saved_step()
     for number in range(retries + 1):
-        code, lost = _tried(launch)
+        code, lost = _launch_once(launch)
         if lost is None and code != StalledError.exit_code:
             return code
         reached = saved_step()
@@ -60,21 +60,21 @@ def with_retries(
             break
         seconds = min(LONGEST_PAUSE, SHORTEST_PAUSE * 2**fruitless)
         where = f"resumes after step {step}" if step >= 0 else "begins at the first step"
-        _tell(f"{lost or 'a rank stalled'}; restart {number + 1} of {retries} in {seconds:.0f} s {where}")
+        _print_now(f"{lost or 'a rank stalled'}; restart {number + 1} of {retries} in {seconds:.0f} s {where}")
         pause(seconds)
     if fruitless == FRUITLESS:
-        _tell(f"no more restarts: {FRUITLESS} in a row ended without a new checkpoint")
+        _print_now(f"no more restarts: {FRUITLESS} in a row ended without a new checkpoint")
     if lost is not None:
         raise lost
     return code
 
 
-def _tried(launch: Callable[[], int]) -> tuple[int, RankLostError | None]:
+def _launch_once(launch: Callable[[], int]) -> tuple[int, RankLostError | None]:
     try:
         return launch(), None
     except RankLostError as error:
         return error.exit_code, error
 
 
-def _tell(text: str) -> None:
+def _print_now(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

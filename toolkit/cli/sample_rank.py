@@ -36,7 +36,7 @@ def start(options: SampleOptions, gpus: int | None, cpu: int | None, as_json: bo
     if (cpu or gpus or 1) == 1:
         from toolkit.generation.sampling import sample
 
-        _print(sample(options), as_json)
+        _print_sampled(sample(options), as_json)
         return
     from toolkit.cli.launcher import run_launcher
     from toolkit.generation.load import find_model
@@ -49,7 +49,7 @@ def start(options: SampleOptions, gpus: int | None, cpu: int | None, as_json: bo
     raise typer.Exit(run_launcher([*launch, "--module", "toolkit.cli.sample_rank", job], options.to))
 
 
-def _print(found: Sampled, as_json: bool) -> None:
+def _print_sampled(found: Sampled, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**dataclasses.asdict(found), "folder": str(found.folder)}, indent=1))
     else:
@@ -63,15 +63,15 @@ def rank_main(job: dict[str, Any]) -> None:
 
     values = job["options"]
     options = SampleOptions(**{**values, "prompts": Path(values["prompts"]), "to": Path(values["to"])})
-    with _met(options.device):
+    with _joined_ranks(options.device):
         found = sample(options)
         if ranks.rank() == 0:
-            _print(found, job["json"])
+            _print_sampled(found, job["json"])
 
 
 @contextmanager
-def _met(device: str) -> Iterator[None]:
-    """The ranks have met, over the host alone: what they hand over is text."""
+def _joined_ranks(device: str) -> Iterator[None]:
+    """Joins the ranks inside the block, over the host alone: they exchange text."""
     import torch
     import torch.distributed as dist
 

@@ -32,7 +32,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     ranks = read_statuses(run, time.time())
     if is_finished(run) and min((rank.silent_seconds for rank in ranks), default=0.0) > GONE_SECONDS:
         ranks = []  # killed behind its report: the run is done, and the next start clears these away
-    gone = _gone(run, [rank.silent_seconds for rank in ranks])
+    gone = _killed_since(run, [rank.silent_seconds for rank in ranks])
     late = [rank.rank for rank in late_ranks(ranks, STANDING_SECONDS)]
     told = verdict(ranks, STANDING_SECONDS) if late else None
     if as_json:
@@ -54,7 +54,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
 
 
 def _print_result(run: Path) -> None:
-    """The result of a run that is done, where it lies, and what to do next."""
+    """Prints the result of a run that is done, its folder, and what to do next."""
     from toolkit.run.outcome import finished_before
 
     result = finished_before(run)
@@ -72,7 +72,7 @@ def _print_result(run: Path) -> None:
         print(f"next: {shlex.join(['toolkit', 'export', str(run), '--to', 'FOLDER'])}")
 
 
-def _gone(run: Path, silent: list[float]) -> str | None:
+def _killed_since(run: Path, silent: list[float]) -> str | None:
     """Returns since when a killed run is silent, and writes that into its report; None for other runs."""
     from toolkit.pages.status import mark_ended
     from toolkit.supervise.rank_status import GONE_SECONDS, REPORT

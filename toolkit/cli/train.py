@@ -71,7 +71,7 @@ def train(
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
     require_useful(loaded, retries, dry_run)
     _require_inputs(loaded)
-    print(_starting(cpu or gpus), file=sys.stderr, flush=True)
+    print(_starting_line(cpu or gpus), file=sys.stderr, flush=True)
     name, overrides = split_arguments(arguments, recipe)
     options = launcher_options(loaded, gpus, cpu, strategy, config)
     words = [*options, shown_script(), name, *overrides, *(["--dry-run"] if dry_run else [])]
@@ -86,17 +86,19 @@ def train(
     with ranks_on_stderr() if as_json else nullcontext():
         code = with_retries(lambda: run_launcher(words, folder, *stores), retries, lambda: _saved_step(folder, *stores))
     if as_json:
-        print(json.dumps({"command": command, "exit_code": code, **({} if dry_run else _outcome(folder))}, indent=1))
+        print(
+            json.dumps({"command": command, "exit_code": code, **({} if dry_run else _run_results(folder))}, indent=1)
+        )
     raise typer.Exit(code)
 
 
 def shown_script() -> str:
-    """The script that ranks run, as a command line names it."""
+    """Returns the script that ranks run, as a command line names it."""
     return shown_path(shipped_folder("recipes") / "finetune.py")
 
 
-def _starting(processes: int | None) -> str:
-    """The first line of a start: importing torch and transformers takes seconds, up to a minute on a busy machine."""
+def _starting_line(processes: int | None) -> str:
+    """Returns the first line of a start: importing torch takes seconds, up to a minute on a busy machine."""
     count = "processes" if processes is None else f"{processes} process{'es' if processes > 1 else ''}"
     return f"starting {count}; importing torch takes a while ..."
 
@@ -134,12 +136,12 @@ def _saved_step(*places: str | Path) -> int:
     return max((checkpoint.step for checkpoint in found if checkpoint is not None), default=-1)
 
 
-def _outcome(folder: Path) -> dict[str, Any]:
+def _run_results(folder: Path) -> dict[str, Any]:
     """Returns the results of a run: its folder, its steps, and the first and the last loss of each split."""
     file = folder / "metrics.jsonl"
     records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
     losses = {
-        f"{split}_loss": [found[0], found[-1]] if (found := _losses(records, split)) else None
+        f"{split}_loss": [found[0], found[-1]] if (found := _losses_of_split(records, split)) else None
         for split in ("train", "eval")
     }
     parts = {name: str(folder / path) for name, path in (("export_dir", "export"), ("report", "report.html"))}
@@ -151,7 +153,7 @@ def _outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-def _losses(records: list[dict[str, Any]], split: str) -> list[float]:
+def _losses_of_split(records: list[dict[str, Any]], split: str) -> list[float]:
     return [record["loss"] for record in records if record["split"] == split]
 
 
@@ -175,7 +177,7 @@ def launcher_options(
     elif gpus is not None and (found := count_gpus()) < gpus:
         raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
     path = find_config(config if config is not None else DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG)
-    machines = _checked(path).get("num_machines", 1)
+    machines = _checked_config(path).get("num_machines", 1)
     if isinstance(machines, int) and machines > 1:
         raise BadInputError(
             f"--config {config}: it is for {machines} machines, but toolkit train starts the ranks of one; "
@@ -196,7 +198,7 @@ def launcher_options(
     return options
 
 
-def _checked(path: Path) -> dict[str, Any]:
+def _checked_config(path: Path) -> dict[str, Any]:
     """Reads an Accelerate config. Raises BadInputError for values that no run can have, before ranks start."""
     from toolkit.sharding.accelerate_config import read_accelerate_config
     from toolkit.sharding.strategy import parse_strategy

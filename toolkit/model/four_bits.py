@@ -6,8 +6,6 @@ matrix is not a whole number of blocks, and one rounds to bfloat16.
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
 import torch
@@ -22,13 +20,21 @@ def matrix_of_4_bits(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> to
         state: their `QuantState`.
         dtype: of the matrix.
     """
-    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.functional import dequantize_blockwise
 
-    blocks = copy.copy(state)
-    # One block a row, of which each kernel finds the scale.
-    blocks.shape, blocks.dtype = (math.prod(state.shape) // state.blocksize, state.blocksize), dtype
-    matrix: torch.Tensor = dequantize_4bit(packed, blocks)
-    return matrix.view(state.shape)
+    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+    return matrix_of_blocks(packed, scales.float(), state.blocksize, state.quant_type, dtype).view(state.shape)
+
+
+def matrix_of_blocks(
+    packed: torch.Tensor, scales: torch.Tensor, block: int, kind: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns blocks of numbers, (blocks, `block`), from their bytes, (bytes, 1), and scales, (blocks,) in float32."""
+    # One block a row: bitsandbytes' kernel for CPUs gives a block that lies in two rows the scale of another one.
+    found: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+        packed, scales, block, kind, (len(scales), block), dtype
+    )
+    return found
 
 
 def plain_layer(layer: Any, dtype: torch.dtype) -> nn.Linear:

@@ -99,7 +99,7 @@ def adapted_share(model: peft.PeftModel, part: str) -> float:
 
 
 def _adapted_names(model: peft.PeftModel) -> set[str]:
-    """Names of the base's matrices that have adapters."""
+    """Returns the names of the base's matrices that have adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {
@@ -111,7 +111,7 @@ def _adapted_names(model: peft.PeftModel) -> set[str]:
 
 
 def _parts_of_layers(base: nn.Module) -> dict[str, str]:
-    """The part of each layer's path; empty if the model reads text alone."""
+    """Returns the part of each layer's path; empty if the model reads text alone."""
     return {_layer_of(base_name(name)): part for name, part in parts_of(base).items() if not is_of_adapter(name)}
 
 
@@ -120,12 +120,12 @@ def _layer_of(name: str) -> str:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of an adapted model is not the base's: an adapter's, or of a copy that is trained whole."""
+    """Tells whether a parameter of an adapted model is an adapter's, or of a copy that is trained whole."""
     return ".lora_" in name or ".modules_to_save." in name
 
 
 def _matrices(model: peft.PeftModel) -> Iterator[tuple[str, int]]:
-    """The frozen ones with their sizes, but for embeddings and the head, which `all-linear` leaves alone."""
+    """Returns the sizes of frozen matrices, but for embeddings and the head, which `all-linear` leaves alone."""
     base = model.get_base_model()
     head = base.get_output_embeddings()
     for path, module in base.named_modules():

@@ -72,7 +72,7 @@ def require_library(error: ImportError, model_type: str, field: str) -> None:
 
 
 def _size(text: PretrainedConfig | dict[str, Any], key: str) -> Any:
-    """A number of a configuration; None if there is none, or none for all layers, as of the heads of Dots 3."""
+    """Returns a number of a configuration, or None if it has none that holds for all layers (the heads of Dots 3)."""
     try:
         return getattr(text, key, None)
     except RuntimeError:  # transformers says that it varies from layer to layer

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError, first_line
+from toolkit.model.four_bits import matrix_of_blocks
 from toolkit.model.weights import Weights, all_rows
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.shards import Rows, shard_chunk, shard_group
@@ -113,35 +114,35 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def W_q(self) -> torch.Tensor:  # noqa: N802
-        """peft asks a layer that has this name (HQQ's) to `dequantize` itself, for DoRA."""
+        """peft asks a layer that has this name (HQQ's) to `dequantize` itself, for DoRA; the bytes, (blocks, 32)."""
         return self.weight
 
     def dequantize(self) -> torch.Tensor:
-        """The matrix, (outputs, inputs), in float32."""
+        """Returns the matrix, (outputs, inputs), in float32."""
         return self.matrix(self.bytes())
 
     def matrix(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The float32 matrix of such bytes as `bytes` gives."""
+        """Returns the float32 matrix, (outputs, inputs), of such bytes as `bytes` gives."""
         code = [self.nested_code.to(parts[0].device)] if self.quantisation.double else []
         return _dequantise(self.quantisation, self.shape, torch.float32, [*parts, *code])
 
     def read_matrix(self, weights: Weights, path: str) -> torch.Tensor:
-        """The float32 matrix, read as a run reads it; the layer itself may be on the meta device or sharded."""
+        """Returns the float32 matrix, (outputs, inputs), read as a run does; the layer may be on meta or sharded."""
         likes = [torch.empty(part.shape, dtype=part.dtype, device="meta") for part in self.bytes()]
         return self.matrix(
             [weights.read(f"{path}.{n}", like, all_rows(like)) for n, like in zip(PARTS, likes, strict=False)]
         )
 
     def bytes(self) -> list[nn.Parameter]:
-        """The parameters that stand for the matrix."""
+        """Returns the parameters that stand for the matrix, in the shapes of the class's docstring."""
         return [cast(nn.Parameter, self._parameters[name]) for name in PARTS[: 3 if self.quantisation.double else 2]]
 
     def packed(self) -> list[torch.Tensor]:
-        """The same as `_dequantise` takes them."""
+        """Returns the same as `_dequantise` takes them."""
         return [*self.bytes(), *([self.nested_code] if self.quantisation.double else [])]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) -> (..., outputs), in the type of the inputs, or of autocast."""
+        """Maps (..., inputs) to (..., outputs), in the type of the inputs, or of autocast."""
         device = inputs.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -239,11 +240,7 @@ def _dequantise(
         scales += nested[0]
     else:
         scales = absmax.view(torch.float32).view(-1)
-    # One block a row: bitsandbytes' kernel for CPUs gives a block that lies in two rows the scale of another one.
-    blocks = (len(scales), BLOCK)
-    dequantise = torch.ops.bitsandbytes.dequantize_4bit
-    found: torch.Tensor = dequantise(weight.view(-1, 1), scales, BLOCK, "nf4", blocks, dtype)
-    return found.view(shape)
+    return matrix_of_blocks(weight.view(-1, 1), scales, BLOCK, "nf4", dtype).view(shape)
 
 
 # Which layers
@@ -417,7 +414,7 @@ class QuantisedWeights:
     def _quantised(
         self, path: str, layer: QuantisedLinear, like: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the bytes, and of the scales that belong to them."""
+        """Returns rows of the bytes, and of the scales that belong to them."""
         whole = torch.empty(layer.shape, dtype=self._dtype, device="meta")
         device = like.device_mesh.device_type if isinstance(like, DTensor) else "cpu"
         first, last, _ = rows[0].indices(layer.weight.shape[0])
@@ -456,7 +453,7 @@ def _in_8_bits(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nested(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix's scales as bytes, (blocks, 4) -> the same in 8 bits, (blocks, 1), and what they are scaled by."""
+    """Returns a matrix's scales, (blocks, 4) bytes, in 8 bits, (blocks, 1), and what they are scaled by."""
     from bitsandbytes.functional import create_dynamic_map
 
     scales = absmax.contiguous().view(torch.float32).view(-1)
@@ -472,7 +469,7 @@ def _as_bytes(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_scales(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The scales of all ranks' rows, (rows of `like`, 4): their mean is the matrix's."""
+    """Returns the scales of all ranks' rows, (rows of `like`, 4), because their mean is the matrix's."""
     if not isinstance(like, DTensor):
         return own
     group, chunk = shard_group(like), shard_chunk(like)

@@ -26,7 +26,7 @@ _OF_THE_TENSOR = ("dtype", "device", "shape", "ndim")
 
 
 def read_weights(model: nn.Module, *, numbers: bool = False) -> set[str]:
-    """Paths of the linear layers whose `weight` the model's code reads.
+    """Returns the paths of the linear layers whose `weight` the model's code reads.
 
     Only the code of the model's classes is looked at; nothing runs. A name that is not reached from `self` counts for
     every layer whose path ends so.
@@ -49,7 +49,7 @@ def read_weights(model: nn.Module, *, numbers: bool = False) -> set[str]:
 
 
 def without_gradients(model: nn.Module) -> set[str]:
-    """Paths of the linear layers inside indexers, and in modules whose `forward` is decorated as without gradients."""
+    """Returns the paths of linear layers inside indexers, and in modules whose `forward` runs without gradients."""
     linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     kinds: dict[str, Any] = {path: type(module) for path, module in model.named_modules()}
     frozen = [path for path, kind in kinds.items() if _computes_without_gradients(kind)]
@@ -96,7 +96,7 @@ def _in_class(kind: type) -> frozenset[tuple[str, str, str]]:
 
 
 def _run_by(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and what is inside, without branches that transformers keeps for checkpoints of tensor parallelism."""
+    """Yields the node and what is inside, without branches that transformers keeps for tensor parallelism."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and "pretraining_tp" in ast.unparse(child.test)):

@@ -139,7 +139,7 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
 
 
 def all_rows(tensor: torch.Tensor) -> Rows:
-    """Returns the index of all rows of a tensor."""
+    """Returns the index of all rows of a tensor of any shape."""
     return (slice(0, tensor.shape[0] if tensor.ndim else 1),)
 
 

@@ -66,7 +66,7 @@ class Chart:
         return finite(value for series in self.series for value in series.ys)
 
     def is_logarithmic(self) -> bool:
-        """Whether the axis is logarithmic, so that one spike of a loss or gradient norm does not flatten the rest."""
+        """Tells whether the axis is logarithmic, so that one spike of a loss or norm does not flatten the rest."""
         values = self.values()
         return not self.from_zero and bool(values) and min(values) > 0 and max(values) > 20 * statistics.median(values)
 

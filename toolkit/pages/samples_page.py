@@ -24,7 +24,7 @@ class SampledPrompt:
 
     Attributes:
         place: file:line of the prompt.
-        completions: each with its score, None where it has none, and whether a token ended it.
+        completions: each with its score, None if it has none, and whether a token ended it.
     """
 
     place: str
@@ -44,7 +44,7 @@ def write_samples_page(path: Path, title: str, told: Sequence[str], prompts: Seq
 
 
 def render_samples(title: str, told: Sequence[str], prompts: Sequence[SampledPrompt]) -> str:
-    """The whole page as HTML text."""
+    """Returns the whole page as HTML text."""
     left = len(prompts) - PROMPTS_SHOWN
     return render(
         "sampled.html.jinja",
@@ -63,7 +63,7 @@ def _sorted(prompt: SampledPrompt) -> list[tuple[float | None, str, bool]]:
 
 
 def _line(score: float | None, text: str, stopped: bool) -> tuple[str, str]:
-    """What stands above a completion, and the text."""
+    """Returns what stands above a completion, and the text."""
     told = "no score" if score is None else f"score {score:.4g}"
     cut = "" if stopped else ", cut"
     return told + cut, text if len(text) <= LENGTH_SHOWN else f"{text[:LENGTH_SHOWN]} ..."

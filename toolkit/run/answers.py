@@ -57,7 +57,7 @@ def _read(section: AnswersSection) -> Asked:
 
 
 def require_sighted(asked: Asked, train: object) -> None:
-    """Raises BadInputError where rows with images are asked and none are trained on: only then the model has towers.
+    """Raises BadInputError if images are asked about and none are trained on: only then the model has towers.
 
     Args:
         train: the samples to train on.

@@ -178,7 +178,7 @@ def steps_between(num_steps: int, every: int | None) -> list[int]:
 
     Args:
         num_steps: steps of the run, whose last one is left out.
-        every: steps from one evaluation to the next; None: there are none in between.
+        every: steps from one evaluation to the next, or None if there are none in between.
     """
     due = list(range(every, num_steps, every)) if every is not None else []
     chosen = [(place + 1) * (len(due) + 1) // (MOST_BETWEEN + 1) - 1 for place in range(MOST_BETWEEN)]

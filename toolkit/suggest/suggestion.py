@@ -249,7 +249,7 @@ def _data_section(draft: Draft, spec: ObjectiveSpec) -> DataSection:
 def _plan_draft(
     draft: Draft, method: Method, rows: Rows, model: Model, machine: Machine
 ) -> tuple[PlanRow, Mapping[str, PartSize]] | None:
-    """Completes the draft for the best row of the plan. Returns that row and the model's parts; None: nothing fits."""
+    """Completes the draft for the best row of the plan. Returns it and the model's parts, or None if nothing fits."""
     _set_method(draft, method, model, machine)
     _set_lengths(draft, method, rows, model)
     each = _samples_of_a_rank(draft, method, rows, machine)

@@ -50,38 +50,38 @@ class Extension:
         return False
 
     def before_update(self) -> None:
-        """The host has just waited for the device, so figures can be read without another wait."""
+        """Is called when the host has just waited for the device, so figures can be read without another wait."""
 
     def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
-        """The optimizer was stepped, or skipped. Returns metrics for the step's record."""
+        """Is called after the optimizer was stepped, or skipped. Returns metrics for the step's record."""
         return {}
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """A step is done, and the trainer's counters include it."""
+        """Is called when a step is done, and the trainer's counters include it."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Returns a context that is entered around each evaluation."""
         return nullcontext()
 
     def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
-        """The model is in evaluation mode, with the weights that are evaluated. Returns figures for the record."""
+        """Is called with the model in evaluation mode, with the weights to evaluate. Returns figures for the record."""
         return {}
 
     def after_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """An evaluation is done, and `record` holds its figures."""
+        """Is called when an evaluation is done, and `record` holds its figures."""
 
     def ends_run(self, trainer: Trainer) -> bool:
         """Tells whether the run ends after an evaluation that was due, also when a run resumes there. Collective."""
         return False
 
     def between_steps(self, trainer: Trainer, step: Step) -> None:
-        """A step is done, and the evaluation after it, if one was due."""
+        """Is called when a step is done, and the evaluation after it, if one was due."""
 
     def after_last_step(self) -> None:
         """Training and its last evaluation are done."""
 
     def close(self) -> None:
-        """The loop ends, normally or by an error."""
+        """Is called when the loop ends, normally or by an error."""
 
     def state(self) -> dict[str, Any]:
         """Returns fields of a checkpoint's manifest, as plain JSON."""

@@ -62,7 +62,7 @@ class Counts:
 
     @staticmethod
     def total(counts: Iterable[Counts]) -> Counts:
-        """The sum of each field."""
+        """Returns the sum of each field."""
         listed = list(counts)
         return Counts(*(sum(getattr(count, field.name) for count in listed) for field in fields(Counts)))
 

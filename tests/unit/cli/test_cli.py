@@ -193,7 +193,9 @@ def test_training_says_a_word_before_it_imports_anything(words: str, told: str) 
 
 def test_plan_takes_ranks_on_the_cpu_as_train_does(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(cli_plan, "_plan", lambda recipe, hardware, ranks, config: seen.append((hardware.name, ranks)))
+    monkeypatch.setattr(
+        cli_plan, "_plan_recipe", lambda recipe, hardware, ranks, config: seen.append((hardware.name, ranks))
+    )
     monkeypatch.setattr(cli_plan, "_print_plan", lambda *args: None)
     runner = CliRunner()
     runner.invoke(app, ["plan", "quickstart", "--cpu", "2"])

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from toolkit.cli import console as consoles
-from toolkit.cli.checkpoints import _cell
+from toolkit.cli.checkpoints import _cell_text
 from toolkit.cli.console import print_failure, print_table
 
 COLUMNS = ["key", "value", "from"]
@@ -40,9 +40,13 @@ def test_in_a_terminal_keys_and_numbers_stay_whole(
 
 
 def test_checkpoints_have_sizes_for_people() -> None:
-    assert _cell("bytes", 3 * 2**30) == "3.00 GiB"
-    assert _cell("date", "2026-11-22T19:00:01+0000") == "2026-11-22 19:00"
-    assert (_cell("step", 4000), _cell("problem", None), _cell("eval_loss", None)) == ("4,000", "whole", "")
+    assert _cell_text("bytes", 3 * 2**30) == "3.00 GiB"
+    assert _cell_text("date", "2026-11-22T19:00:01+0000") == "2026-11-22 19:00"
+    assert (_cell_text("step", 4000), _cell_text("problem", None), _cell_text("eval_loss", None)) == (
+        "4,000",
+        "whole",
+        "",
+    )
 
 
 def test_a_model_that_does_not_compute_in_16_bits_is_told_what_to_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,13 +48,13 @@ def test_gpus_that_are_not_there_have_a_reason(
     monkeypatch.setattr(Path, "is_dir", lambda self: has_driver if "nvidia" in str(self) else is_dir(self))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    (found,) = doctor._devices()
+    (found,) = doctor._device_findings()
     assert (found.verdict, found.found) == (verdict, told)
 
 
 def test_what_is_not_well_is_told_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(2**20))
-    monkeypatch.setattr(doctor, "_meet", no_meeting)
+    monkeypatch.setattr(doctor, "_add_over_backend", no_meeting)
     monkeypatch.setattr(doctor, "LEAST_OPEN_FILES", 2**62)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, rows = report()
