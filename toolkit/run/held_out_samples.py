@@ -220,10 +220,9 @@ class HeldOutSamples(Extension):
         if step > 0:
             self._run.shown.side_by_side = ranks.on_first_rank(lambda: self._written_until(step, shown))
             return
-        before = self._continuations(lambda: self._heartbeat.enter_phase(Phase.RESTORE))  # it may compile
-        self._run.shown.side_by_side = [
-            replace(sample, before=text) for sample, text in zip(shown, before, strict=True)
-        ]
+        self._run.shown.side_by_side = shown
+        # Its forwards may compile.
+        self._continue(lambda: self._heartbeat.enter_phase(Phase.RESTORE), lambda one, text: replace(one, before=text))
         ranks.on_first_rank(self._write)
 
     def _written_until(self, step: int, shown: list[SideBySide]) -> list[SideBySide]:
@@ -248,27 +247,29 @@ class HeldOutSamples(Extension):
     def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
         step = trainer.global_step
         if self._prompts and step in self._steps:
-            texts = self._continuations(lambda: trainer.enter_phase(Phase.EVALUATE))
-            self._run.shown.side_by_side = [
-                replace(sample, between=[*sample.between, (step, text)])
-                for sample, text in zip(self._run.shown.side_by_side, texts, strict=True)
-            ]
-            self._metrics.progress.line(step, f"writes {texts[0][:SHOWN]!r}")
+            first = self._continue(
+                lambda: trainer.enter_phase(Phase.EVALUATE),
+                lambda one, text: replace(one, between=[*one.between, (step, text)]),
+            )
+            self._metrics.progress.line(step, f"writes {first[:SHOWN]!r}")
             ranks.on_first_rank(self._write_if_possible)
         return {}
 
     def end(self) -> None:
         """Continues the prompts after the last step. Collective."""
         if self._prompts:
-            after = self._continuations(lambda: self._heartbeat.enter_phase(Phase.EVALUATE))
-            self._run.shown.side_by_side = [
-                replace(sample, after=text) for sample, text in zip(self._run.shown.side_by_side, after, strict=True)
-            ]
+            self._continue(
+                lambda: self._heartbeat.enter_phase(Phase.EVALUATE), lambda one, text: replace(one, after=text)
+            )
             waits = self._heartbeat.wait
             ranks.on_first_rank(lambda: patiently(self._write, SAMPLES_FILE, self._console.warn, waits))
 
-    def _continuations(self, beat: Callable[[], None]) -> list[str]:
-        return continuations(self._accelerator, self._run, self._prompts, beat)
+    def _continue(self, beat: Callable[[], None], put: Callable[[SideBySide, str], SideBySide]) -> str:
+        """Continues the prompts, puts each text into what is shown of its prompt, and returns the first. Collective."""
+        texts = continuations(self._accelerator, self._run, self._prompts, beat)
+        shown = self._run.shown
+        shown.side_by_side = [put(one, text) for one, text in zip(shown.side_by_side, texts, strict=True)]
+        return texts[0]
 
     def _write_if_possible(self) -> None:
         # A full disk costs this file, which is written again at the end, and not the run.
