@@ -18,6 +18,7 @@ from support.stand_in import NUM_RANKS, Attempt, attempt
 from support.two_hosts import Host
 from toolkit.checkpoint import list_checkpoints
 from toolkit.checkpoint.manifest import look_at
+from toolkit.run.finished import is_finished
 from toolkit.supervise.lease import LEASE
 
 LIMIT_SECONDS = 120.0
@@ -187,8 +188,8 @@ def newest_checkpoint_damaged(site: Site) -> str:
     if len(whole) < 2:
         return f"{ended}, too early"
     damage(whole[-1], site.chance)
-    goes_on = any(site.attempt.codes or [1])
-    site.damaged[whole[-1].name] = goes_on and not look_at(whole[-1]).unfinished
+    # Rank 0 may have said that the run is done just before another rank was killed.
+    site.damaged[whole[-1].name] = not is_finished(site.folder) and not look_at(whole[-1]).unfinished
     return ended
 
 

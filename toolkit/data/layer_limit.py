@@ -26,17 +26,28 @@ KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layer
 """Keys of configurations for the number of layers."""
 
 
-def require_few_layers(values: Mapping[str, Any], field: str, where: str) -> None:
-    """Checks that a configuration, and those inside it, ask for at most `MAX_LAYERS`.
+def require_safe_values(values: Mapping[str, Any], field: str, where: str) -> None:
+    """Checks a configuration, and those inside it, before transformers reads them.
 
     Args:
         field: field of the recipe, for errors.
         where: place of the configuration, for errors.
 
     Raises:
+        BadInputError: if it asks for too many layers, no heads, or an attention that is code from the hub.
+    """
+    require_few_layers(values, field, where)
+    _require_heads(values, field, where)
+    _require_no_hub_kernel(values, field, where)
+
+
+def require_few_layers(values: Mapping[str, Any], field: str, where: str) -> None:
+    """Checks that a configuration, and those inside it, ask for at most `MAX_LAYERS`.
+
+    Raises:
         BadInputError: if one asks for more.
     """
-    for part in (values, *(value for value in values.values() if isinstance(value, Mapping))):
+    for part in _parts(values):
         for key in KEYS:
             layers = part.get(key)
             if isinstance(layers, int) and layers > MAX_LAYERS:
@@ -46,9 +57,15 @@ def require_few_layers(values: Mapping[str, Any], field: str, where: str) -> Non
 
 
 def _require_heads(values: Mapping[str, Any], field: str, where: str) -> None:
-    for key in HEADS:
-        if isinstance(heads := values.get(key), int) and heads < 1:
-            raise BadInputError(f"{field}: {key} is {heads} in {where}; needs at least 1. Correct it")
+    for part in _parts(values):
+        for key in HEADS:
+            if isinstance(heads := part.get(key), int) and heads < 1:
+                raise BadInputError(f"{field}: {key} is {heads} in {where}; needs at least 1. Correct it")
+
+
+def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns a configuration and those inside it, as of a vision tower."""
+    return [values, *(value for value in values.values() if isinstance(value, Mapping))]
 
 
 def _require_no_hub_kernel(values: Any, field: str, where: str) -> None:
@@ -73,7 +90,4 @@ def require_safe_stored(name: str, revision: str | None, field: str) -> None:
     except Exception:  # the next reader reports better what is wrong with it
         return
     if isinstance(values, dict):
-        where = f"config.json of {name!r}"
-        require_few_layers(values, field, where)
-        _require_heads(values, field, where)
-        _require_no_hub_kernel(values, field, where)
+        require_safe_values(values, field, f"config.json of {name!r}")

@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from toolkit import ranks
-from toolkit.data.layer_limit import require_few_layers, require_safe_stored
+from toolkit.data.layer_limit import require_few_layers, require_safe_stored, require_safe_values
 from toolkit.data.tokenizer import pad_id
-from toolkit.errors import BadInputError, ToolkitError, first_line, in_words
+from toolkit.errors import BadInputError, ToolkitError, did_you_mean, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
 from toolkit.model.on_meta import build_on_meta
 from toolkit.model.padding_rows import require_lasting_rows
@@ -435,7 +435,8 @@ def _folder(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
 
 def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedConfig:
-    field = _model_field(model)
+    field, fields = _model_field(model), copy.deepcopy(model.config or {})
+    name = model.name_or_path or str(fields.get("model_type"))
     try:
         if model.name_or_path is not None:
             require_safe_stored(model.name_or_path, model.revision, field)
@@ -443,21 +444,21 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
                 model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
         else:
-            config = _random_configuration(copy.deepcopy(model.config or {}), tokenizer)
+            config = _random_configuration(fields, tokenizer)
     except ToolkitError:
         raise
     except Exception as error:  # transformers checks a configuration with exceptions of a great many kinds
         raise BadInputError(
-            f"{field}: no model can be built from {model.name_or_path or 'it'!r}: {in_words(error)}. Correct "
-            f"{_config_place(field)}, or name another model"
+            f"{field}: no model can be built from {name!r}: {in_words(error)}. Correct {_config_place(field)}, or "
+            "name another model"
         ) from error
-    require_possible(config, field, model.name_or_path or "it", _config_place(field))
+    require_possible(config, field, name, _config_place(field))
     return config
 
 
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:
     """Returns a configuration with the tokenizer's vocabulary and special tokens, unless `fields` sets them."""
-    require_few_layers(fields, "model.config", "it")
+    require_safe_values(fields, "model.config", "the recipe")
     default = AutoConfig.for_model(fields["model_type"])
     # A model that reads more than text has them in a configuration of its own for its language model.
     of_text = fields.setdefault("text_config", {}) if "text_config" in default.sub_configs else fields
@@ -489,8 +490,8 @@ def _require_known(fields: dict[str, Any], default: PretrainedConfig, where: str
     known = _known_fields(default)
     if unknown := [key for key in fields if key not in known]:
         raise BadInputError(
-            f"{where}: {', '.join(unknown)}: unknown to the model type {default.model_type}; "
-            f"known: {', '.join(sorted(known))}"
+            f"{where}: {', '.join(unknown)}: unknown to the model type {default.model_type}"
+            f"{did_you_mean(unknown[0], known)}; allowed: {', '.join(sorted(known))}"
         )
     for name in default.sub_configs:
         part, given = getattr(default, name, None), fields.get(name)

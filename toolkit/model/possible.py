@@ -51,7 +51,7 @@ def require_possible(config: PretrainedConfig, field: str, name: str, where: str
             f"{field}: no model can be built from {name!r}: {', '.join(wrong)}; needs at least 1. Correct {where}"
         )
     heads, groups = (_size(text, f"num_{kind}_heads") for kind in ("attention", "key_value"))
-    if type(heads) is int and type(groups) is int and heads % groups:
+    if type(heads) is int and type(groups) is int and groups > 0 and heads % groups:
         raise BadInputError(
             f"{field}: {name!r} has {heads} heads of attention that share {groups} heads of keys and values, which do "
             f"not divide them. Correct {where}"

@@ -39,6 +39,7 @@ from toolkit.run.stages import OpenedRun, PreparedRun
 from toolkit.supervise.lease import LEASE, let_go, unwritable
 from toolkit.supervise.rank_status import FOLDER as HEARTBEAT_FOLDER
 from toolkit.supervise.rank_status import REPORT
+from toolkit.training.durable_writes import FULL
 from toolkit.training.profile import FOLDER as PROFILE_FOLDER
 
 RUN_FILES = (
@@ -250,13 +251,22 @@ def write_beginning(
     inner: PreTrainedModel,
     tokens: PreTrainedTokenizerBase,
 ) -> None:
-    """Writes what is known before the first step: the data report, and what turns a checkpoint into a model."""
-    (output_dir / finished.FINISHED).unlink(missing_ok=True)  # the run is trained further
-    write_data_report(output_dir, recipe, report)
-    (output_dir / MODEL_FILES).mkdir(exist_ok=True)
-    fit = fit_of(inner)
-    write_configuration(base_of(inner), tokens, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
-    carry_over(fit.folder, output_dir / MODEL_FILES)
-    limits_of(tokens).write(output_dir / MODEL_FILES)
-    stored = None if fit.stored is None else sorted(fit.stored)
-    (output_dir / MODEL_FILES / STORED_NAMES).write_text(json.dumps(stored), encoding="utf-8")
+    """Writes what is known before the first step: the data report, and what turns a checkpoint into a model.
+
+    Raises:
+        BadInputError: if the disk is full or read-only.
+    """
+    try:
+        (output_dir / finished.FINISHED).unlink(missing_ok=True)  # the run is trained further
+        write_data_report(output_dir, recipe, report)
+        (output_dir / MODEL_FILES).mkdir(exist_ok=True)
+        fit = fit_of(inner)
+        write_configuration(base_of(inner), tokens, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
+        carry_over(fit.folder, output_dir / MODEL_FILES)
+        limits_of(tokens).write(output_dir / MODEL_FILES)
+        stored = None if fit.stored is None else sorted(fit.stored)
+        (output_dir / MODEL_FILES / STORED_NAMES).write_text(json.dumps(stored), encoding="utf-8")
+    except OSError as error:
+        if error.errno not in FULL:  # it is not about this folder
+            raise
+        raise unwritable(output_dir, error) from error

@@ -276,6 +276,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "architectures as text": (configured(architectures="LlamaForCausalLM"), "need to be a list of names"),
     "a text config that is a number": (configured(text_config=3), "the text_config of {folder} is 3"),
     "a text config that is a list": (configured(text_config=[]), "the text_config of {folder} is []"),
+    "no heads inside": (configured(text_config={"num_attention_heads": 0}), "num_attention_heads is 0 in config.json"),
     "rope with a factor below 0": (
         configured(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0}),
         "rope_factor is -1.0, and needs to be above 0",
@@ -372,6 +373,25 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 }
 """Name -> what is done to a good folder, and what the error names."""
 
+DESCRIBED: dict[str, str] = {
+    "num_attention_heads=0": "model.config: num_attention_heads is 0 in the recipe; needs at least 1",
+    "num_attention_heads=-4": "num_attention_heads is -4 in the recipe",
+    "num_key_value_heads=0": "num_key_value_heads is 0 in the recipe",
+    "num_attention_heads=5": "no model can be built from 'llama': ",
+    "num_key_value_heads=3": "'llama' has 4 heads of attention that share 3 heads of keys and values, which do not",
+    "hidden_size=0": "no model can be built from 'llama': hidden_size is 0; needs at least 1",
+    "hidden_size=text": "Field 'hidden_size' expected int, got str",
+    "num_hidden_layers=0": "num_hidden_layers is 0; needs at least 1",
+    "num_hidden_layers=10001": "num_hidden_layers is 10,001 in the recipe; at most 10,000 layers are built",
+    "vocab_size=0": "model.config.vocab_size: 0 is less than the tokenizer's",
+    "attention_dropout=0.9": "'llama' cannot be trained: attention_dropout is 0.9",
+    "rms_norm_eps=1000.0": "rms_norm_eps is 1000.0, and needs to be from 0 to 0.1",
+    "attn_implementation=kernels-community/flash-attn": "the recipe asks for code from the hub (attn_implementation: ",
+    "hidden_sizes=48": "hidden_sizes: unknown to the model type llama; did you mean 'hidden_size'?; allowed: ",
+    "model_type=lama": "lama",
+}
+"""Fields of `model.config` for a Llama of 4 heads, and what the error says."""
+
 TAKEN: dict[str, tuple[Spoil, str]] = {
     "one matrix zero": (
         changed(lambda t: t["model.layers.0.mlp.up_proj.weight"].zero_()),
@@ -426,6 +446,16 @@ def test_refused(name: str, place: Path, folder: Path) -> None:
     spoil(folder)
     outcome = finetune(str(place / "recipe.yaml"), f"model.name_or_path={folder}", "--dry-run")
     assert outcome.problems(named) == [], outcome.told
+
+
+@pytest.mark.parametrize("setting", DESCRIBED)
+def test_refused_descriptions(setting: str, place: Path) -> None:
+    sizes = ["model_type=llama", "hidden_size=48", "num_attention_heads=4", "num_key_value_heads=2"]
+    fields = dict(each.split("=") for each in [*sizes, "intermediate_size=96", "num_hidden_layers=2", setting])
+    described = f"model.config={{{', '.join(f'{key}: {value}' for key, value in fields.items())}}}"
+    tokenizer = f"model.tokenizer={place / 'good'}"
+    outcome = finetune(str(place / "recipe.yaml"), "model.name_or_path=null", described, tokenizer, "--dry-run")
+    assert outcome.problems(DESCRIBED[setting]) == [], outcome.told
 
 
 @pytest.mark.parametrize("name", TAKEN)
