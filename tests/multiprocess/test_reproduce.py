@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,12 +51,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_same_weights(folder: Path) -> None:
-    done = toolkit(folder, "reproduce", "first/export", "--to", "again", "--json")
+def test_the_same_weights_by_the_command_of_the_card(folder: Path) -> None:
+    export = folder / "first" / "export"
+    (command,) = re.findall(r"`(toolkit reproduce [^`]*)`", (export / "README.md").read_text())
+    done = toolkit(export, *shlex.split(command)[1:], "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["different"], told["largest"], told["changed"]) == (0, 0.0, {})
-    one, other = (load_file(folder / run / "export" / "model.safetensors") for run in ("first", "again"))
+    one, other = (load_file(path / "model.safetensors") for path in (export, folder / "first" / "again" / "export"))
     assert one.keys() == other.keys()
     assert told["tensors"] == len(one)
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

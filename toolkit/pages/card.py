@@ -20,6 +20,9 @@ from toolkit.terminal import harmless
 
 CARD, CURVE = "README.md", "curve.png"
 
+AGAIN = "toolkit reproduce . --to ../again"
+"""Trains the export that the card describes once more; `training.json` beside the card names what it needs."""
+
 MAX_EVALUATIONS = 12
 """The most rows of the table of evaluations; of more, it has the first, the last and evenly spaced ones."""
 
@@ -48,6 +51,7 @@ def render_card(
     """Returns the card as Markdown. It names folders and files without their paths."""
     name = Path(recipe.training.output_dir).name
     base = _base_model_name(recipe)
+    again = f"`{AGAIN}` in this folder trains it once more and compares the weights, if you have its rows and models."
     about = f"{name}, fine-tuned from {base}." if base else f"{name}, trained from random weights."
     parts = [
         f"---\n{yaml.safe_dump(_header(recipe), sort_keys=False)}---\n",
@@ -56,7 +60,7 @@ def render_card(
         "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
         _evaluations(metrics),
         f"## Data\n\n{_data_table(data_report)}",
-        f"## Training\n\n{_table(['', ''], [[key, value] for key, value in facts.items()])}",
+        f"## Training\n\n{_table(['', ''], [[key, value] for key, value in facts.items()])}\n{again}\n",
         f"## Versions\n\n{_table(['', ''], [[key, value] for key, value in versions.items()])}",
         f"## Recipe\n\n````yaml\n{recipe_for_readers(recipe)}````\n",
     ]
