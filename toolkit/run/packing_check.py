@@ -25,8 +25,12 @@ from toolkit.sharding.fsdp import class_name
 SAMPLES = 256
 """Number of samples among which the one with the longest last document is chosen."""
 
-LONGEST = 8192
-"""The most tokens of the compared sample; the documents of a longer one are shortened."""
+MOST_TOKENS = 2048
+"""The most tokens of the compared samples together: their logits are whole, and training on longer rows takes less
+memory than those. The documents of a longer sample are shortened."""
+
+MOST_DOCUMENTS = 16
+"""The last documents of a longer sample, which are kept."""
 
 TOLERANCE = {False: (1e-5, 1e-4), True: (1e-2, 5e-2)}
 """Two tolerances by whether compute is in 16 bits, both as a share of the largest logit. The first is for the change of
@@ -54,7 +58,7 @@ def check_leaks(
     device: torch.device,
     in_16_bits: bool,
 ) -> tuple[float, float] | None:
-    """Compares logits on a real micro-batch. Every rank calls this, on the same samples.
+    """Compares logits on a real micro-batch, or as much of it as is short. Every rank calls this, on the same samples.
 
     Args:
         inner: the model without its wrappers, for its name.
@@ -66,27 +70,27 @@ def check_leaks(
     Raises:
         LeakError: if they are more than `TOLERANCE`.
     """
-    numbers = _numbers_to_compare(samples, micro_batch_size)
+    length = min(samples.max_length, MOST_TOKENS)
+    numbers = _numbers_to_compare(samples, min(micro_batch_size, MOST_TOKENS // length))
     if numbers is None:
         return None
     was_training = model.training
     # Dropout would make any two forwards differ.
     model.eval()
     pieces = [(ids, [True] * len(ids)) for ids in samples.documents(numbers[0])]
-    if samples.max_length > LONGEST:
-        pieces = [(ids[: LONGEST // len(pieces)], known[: LONGEST // len(pieces)]) for ids, known in pieces]
-    span = slice(sum(len(ids) for ids, _ in pieces[:-1]), sum(len(ids) for ids, _ in pieces))
     batch = samples.batch(numbers)
-    if samples.max_length > LONGEST:  # whole logits of a long row would take more memory than training on it
-        batch = stack([sample_of(pieces, LONGEST, samples.pad_id)])
+    if batch["input_ids"].shape[1] > MOST_TOKENS:
+        pieces = pieces[-MOST_DOCUMENTS:]
+        pieces = [(ids[: length // len(pieces)], known[: length // len(pieces)]) for ids, known in pieces]
+        batch = stack([sample_of(pieces, length, samples.pad_id)])
+    span = slice(sum(len(ids) for ids, _ in pieces[:-1]), sum(len(ids) for ids, _ in pieces))
     together, replaced = (
-        _logits(model, objective, b, device)[0, span] for b in (batch, _others_replaced(batch, span.start))
+        _logits(model, objective, b, device, span) for b in (batch, _others_replaced(batch, span.start))
     )
-    length = min(samples.max_length, LONGEST) if samples.packed else len(pieces[-1][0])
     # Without position_ids the model uses its own, which RoBERTa's family counts from another number.
-    by_itself = stack([sample_of(pieces[-1:], length, samples.pad_id)])["input_ids"].to(device)
-    alone = objective.logits(model, {"input_ids": by_itself})[0].float()
-    alone = alone[: span.stop - span.start]
+    by_itself = stack([sample_of(pieces[-1:], length if samples.packed else len(pieces[-1][0]), samples.pad_id)])
+    ids = {"input_ids": by_itself["input_ids"]}
+    alone = _logits(model, objective, ids, device, slice(span.stop - span.start))
     model.train(was_training)
     found = (relative_difference(replaced, together), relative_difference(together, alone))
     if not all(map(math.isfinite, found)):
@@ -164,9 +168,11 @@ def _others_replaced(batch: Batch, end: int) -> Batch:
     return {**batch, "input_ids": ids}
 
 
-def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
+def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device, tokens: slice) -> torch.Tensor:
+    """Returns the logits of some tokens of the first sample, (t, V), in float32."""
     moved = {name: tensor.to(device) for name, tensor in batch.items()}
-    return objective.logits(model, moved).float()
+    # A copy: a view would keep the logits of all tokens.
+    return objective.logits(model, moved)[0, tokens].to(torch.float32, copy=True)
 
 
 def _require_small(found: tuple[float, float], tolerance: tuple[float, float], model: nn.Module, mend: str) -> None:

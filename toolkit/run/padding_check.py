@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from toolkit import ranks
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.documents_apart import documents_apart
-from toolkit.data.samples import Batch, Samples
+from toolkit.data.documents_apart import FILLING, documents_apart
+from toolkit.data.samples import Batch, Samples, TextSamples
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.objectives.objective import Objective
@@ -24,6 +25,9 @@ from toolkit.sharding.fsdp import class_name
 
 SAMPLES = 64
 """Number of samples among which the shortest and the longest row are chosen."""
+
+CHECKED_TOKENS = 1024
+"""The most tokens of a compared row of text: its logits are whole, and training on longer rows takes less memory."""
 
 TOLERANCE = {False: 1e-4, True: 5e-2}
 """The largest difference of logits by rounding, as a share of the largest, by whether compute is in 16 bits."""
@@ -48,6 +52,8 @@ def changed_by_padding(
     if "segments" in batch:
         batch = {name: documents_apart(batch)[name] for name in ("input_ids", "labels", "position_ids", "lengths")}
     rows = rows_without_padding(batch)
+    if isinstance(samples, TextSamples) and batch["input_ids"].shape[1] > CHECKED_TOKENS:
+        rows, batch = _shortened(rows)
     was_training = model.training
     # Dropout would make any two forwards differ.
     model.eval()
@@ -77,6 +83,18 @@ def _short_and_long(samples: Samples) -> Batch:
     numbers: Any = range(min(SAMPLES, len(samples)))
     lengths = [int(samples.batch([number])["lengths"][0]) for number in numbers]
     return samples.batch([lengths.index(min(lengths)), lengths.index(max(lengths))])
+
+
+def _shortened(rows: list[Batch]) -> tuple[list[Batch], Batch]:
+    """Returns beginnings of rows, every other one half as long, and a padded batch of them."""
+    names = ("input_ids", "labels", "position_ids")
+    short = []
+    for number, row in enumerate(rows):
+        tokens = CHECKED_TOKENS // 2 if number % 2 == 0 else CHECKED_TOKENS
+        cut = {name: row[name][:, :tokens] for name in names}
+        short.append({**cut, "lengths": torch.tensor([cut["input_ids"].shape[1]])})
+    padded = {name: pad_sequence([row[name][0] for row in short], True, FILLING[name]) for name in names}
+    return short, {**padded, "lengths": torch.cat([row["lengths"] for row in short])}
 
 
 def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:

@@ -22,6 +22,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
+from toolkit.run import packing_check
 from toolkit.run.model_checks import check_packing
 from toolkit.run.packing_check import check_causal, check_leaks
 from toolkit.run.stages import OpenedRun, ShardedModel
@@ -121,6 +122,21 @@ def test_a_leak_is_refused_before_the_first_step(make: Callable[[], nn.Module], 
     model = make()
     with pytest.raises(BadInputError, match=f"(?i)data.packing: rows that share a sample .*{message}"):
         check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
+
+
+@pytest.mark.parametrize(("most", "tokens"), [(70, 64), (40, 32), (10, 10)])
+def test_logits_are_of_few_tokens(monkeypatch: pytest.MonkeyPatch, most: int, tokens: int) -> None:
+    """Of a micro-batch of three rows of 32: two rows, one, and the beginnings of one row's documents."""
+    monkeypatch.setattr(packing_check, "MOST_TOKENS", most)
+    torch.manual_seed(0)
+    for make, leaks in ((lambda: llama("sdpa"), False), (lambda: Leaky(mask=False), True)):
+        model, seen = make(), []
+        model.register_forward_pre_hook(
+            lambda _module, _args, given, seen=seen: seen.append(given["input_ids"].numel()), with_kwargs=True
+        )
+        with pytest.raises(BadInputError, match="see each other") if leaks else nullcontext():
+            check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
+        assert max(seen) == tokens
 
 
 @pytest.mark.parametrize(("make", "leaks"), [(lambda: llama("sdpa"), False), (lambda: Leaky(mask=False), True)])

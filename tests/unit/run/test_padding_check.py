@@ -8,23 +8,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.packed_rows import Documents
 from support.ranks import run_on_ranks
 from support.refusals import finetune
-from support.tiny import recipe_values, save_llama, tiny_config
+from support.tiny import llama, recipe_values, save_llama, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BartConfig
 from transformers import BartForSequenceClassification as Bart
 
 from toolkit.data.documents_apart import documents_apart
-from toolkit.data.samples import IGNORED, Batch, sample_of, segments_of, stack
+from toolkit.data.packing import whole
+from toolkit.data.samples import IGNORED, Batch, TextSamples, sample_of, segments_of, stack
 from toolkit.errors import BadInputError
 from toolkit.objectives.build import build_objective
+from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.rows_alone import RowsAlone, rows_without_padding
 from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.run import padding_check
 from toolkit.run.by_block_check import accumulation_of
 from toolkit.run.padding_check import changed_by_padding
 
@@ -86,6 +91,32 @@ def test_rows_that_padding_changes_run_alone(kind: str, changes: bool) -> None:
     sums = objective.evaluation_sums(model, batch)
     assert sums[0].item() == pytest.approx(expected.item(), rel=1e-5)
     assert objective.evaluation_record(sums.tolist())["samples"] == 3
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_long_rows_of_text_are_compared_by_their_beginnings(monkeypatch: pytest.MonkeyPatch, mixes: bool) -> None:
+    """Both rows are longer than what is compared; one is cut shorter than the other, so that it is padded."""
+    monkeypatch.setattr(padding_check, "CHECKED_TOKENS", 8)
+    model, seen = llama("sdpa"), []
+
+    def observe(_module: nn.Module, _args: Any, given: Any) -> None:
+        seen.append(tuple(given["input_ids"].shape))
+
+    def mixed(_module: nn.Module, _args: Any, output: Any) -> Any:
+        output.logits = output.logits + output.logits.mean(dim=1, keepdim=True)
+        return output
+
+    model.register_forward_pre_hook(observe, with_kwargs=True)
+    if mixes:
+        model.register_forward_hook(mixed)
+    documents = Documents(12)
+    documents.rows = [np.arange(1, 30), np.arange(1, 33)]
+    documents.targets = [np.ones(29, dtype=bool), np.ones(32, dtype=bool)]
+    pieces = whole(np.arange(2), np.array([29, 32]), 32)
+    samples = TextSamples(documents, pieces, [1, 2], 32, False, 0)
+    told = changed_by_padding(model, model, CausalLM(model), samples, CPU, False)
+    assert seen == [(1, 4), (1, 8), (2, 8)]
+    assert (told is not None) == mixes
 
 
 def test_a_model_that_cannot_run_on_a_row_is_refused_by_name() -> None:
