@@ -198,7 +198,7 @@ def explain(console: Console, plan: Plan, row: PlanRow) -> None:
         f"need         {gib(row.need)} GiB of {hardware.memory_bytes / GIB:.0f}: {row.verdict} {row.problem}",
         "",
         "the largest moments of a step (GiB):",
-        *(f"  {gib(moment.total):>7}  {moment.moment}" for moment in _largest_part(row)),
+        *(f"  {gib(moment.total):>7}  {moment.moment}" for moment in _largest_moments(row)),
         "",
         "bytes of the whole tensors that collectives carry in a step (a rank of a ring sends (N - 1) / N of them):",
         *(f"  {kind}: {gib(size)} GiB in {row.traffic.calls[kind]} calls" for kind, size in row.traffic.whole.items()),
@@ -224,7 +224,7 @@ def explain(console: Console, plan: Plan, row: PlanRow) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _largest_part(row: PlanRow) -> list[Any]:
+def _largest_moments(row: PlanRow) -> list[Any]:
     return sorted(row.moments, key=lambda moment: -moment.total)[:12]
 
 

@@ -231,7 +231,7 @@ def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
 
 def _adapter_base(place: Place) -> Place:
     """Returns the folder of an adapter's base. Raises BadInputError if it is not on this machine."""
-    config = _adapter_config(place)
+    config = read_config(Path(place.name), repr(place.name))
     name = config.get("base_model_name_or_path")
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
@@ -243,10 +243,6 @@ def _adapter_base(place: Place) -> Place:
         if (folder / "config.json").is_file():
             return Place(str(folder))
     return Place(_cached_folder(name, config.get("revision"), place))
-
-
-def _adapter_config(place: Place) -> dict[str, Any]:
-    return read_config(Path(place.name), repr(place.name))
 
 
 def _cached_folder(name: str, revision: str | None, place: Place) -> str:

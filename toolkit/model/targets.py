@@ -47,7 +47,8 @@ def stacked_experts(model: PreTrainedModel) -> list[str]:
         name: parameter.shape[0] in counts
         for name, parameter in model.named_parameters()
         # A convolution's kernel has three dimensions, too.
-        if parameter.ndim == 3 and not type(_module_of(model, name)).__module__.startswith("torch.nn")
+        if parameter.ndim == 3
+        and not type(model.get_submodule(name.rpartition(".")[0])).__module__.startswith("torch.nn")
     }
     # One of LongCat's two stacks has rows for its experts without weights, too.
     owners = {name.rpartition(".")[0] for name, is_counted in stacks.items() if is_counted}
@@ -58,10 +59,6 @@ def _expert_counts(config: dict[str, Any]) -> set[int]:
     nested = [value for value in config.values() if isinstance(value, dict)]
     own = {value for name, value in config.items() if "expert" in str(name) and type(value) is int and value > 1}
     return own.union(*(_expert_counts(value) for value in nested))
-
-
-def _module_of(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Targets:

@@ -181,7 +181,7 @@ class CausalLM(Objective):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the log-probabilities of each document of `batch["segments"]`, (S,), and its target tokens, (S,).
 
-        S is `num_segments`; see `sequence_log_probabilities`.
+        S is `num_segments`; see `log_probabilities_by_document`.
         """
         targets, owners = predictions_of(batch)
         assert owners is not None, "preferences have segments"

@@ -85,7 +85,8 @@ class Distillation(Objective):
         model.eval()
         batch = self._causal.few_tokens(min(self._head_loss.vocabulary, self.teacher.head_loss.vocabulary), device)
         found = self.loss_sum(model, batch).item()
-        z, y = (causal.logits(of, batch).flatten(0, 1).float() for causal, of in self._student_and_teacher(model))
+        both = ((self._causal, model), (self.teacher.causal, self.teacher.model))
+        z, y = (causal.logits(of, batch).flatten(0, 1).float() for causal, of in both)
         sums = self.divergence.compare(z.clone(), y[:, : z.shape[1]].clone(), self._causal.targets(batch).clamp_min(0))
         counts = self._causal.targets(batch) >= 0
         whole = self.divergence.loss(*(each[counts].sum() for each in sums)).item()
@@ -97,9 +98,6 @@ class Distillation(Objective):
             )
         tokens = chunk_tokens(self._head_loss.vocabulary, ENTRIES)
         return f"from the heads' inputs, logits of {tokens:,} tokens at a time"
-
-    def _student_and_teacher(self, model: nn.Module) -> list[tuple[CausalLM, nn.Module]]:
-        return [(self._causal, model), (self.teacher.causal, self.teacher.model)]
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the loss, the number of target tokens, and `figures`, (4,), float64."""

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.data.cut import predicted
 from toolkit.errors import BadInputError
 
 CHUNK = 1024
@@ -232,8 +231,8 @@ LOSSES: dict[str, Loss] = {
 """Preference losses by their names in recipes."""
 
 
-def sequence_log_probabilities(
-    logits: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor, num_segments: int
+def log_probabilities_by_document(
+    logits: torch.Tensor, targets: torch.Tensor, owners: torch.Tensor, num_segments: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the summed log-probabilities of the targets of each document, and their number.
 
@@ -242,26 +241,12 @@ def sequence_log_probabilities(
 
     Args:
         logits: (B, T, V), of any floating type.
-        labels: (B, T), aligned with the tokens; `IGNORED` for no target.
-        segments: (B, T), the document each token belongs to, from 0 and below `num_segments`; -1 for padding.
+        targets: (B, T), and `owners`, (B, T), as `predicted` returns them.
         num_segments: S.
 
     Returns:
         Sums (S,), nats, float32, and counts (S,), int64; both are 0 for a document without targets.
-
-    Raises:
-        ValueError: if the shapes do not match.
     """
-    if logits.shape[:2] != labels.shape or labels.shape != segments.shape:
-        shapes = [tuple(tensor.shape) for tensor in (logits, labels, segments)]
-        raise ValueError(f"logits are (B, T, V), labels and segments (B, T); got {shapes}")
-    return log_probabilities_by_document(logits, *predicted(labels, segments), num_segments)
-
-
-def log_probabilities_by_document(
-    logits: torch.Tensor, targets: torch.Tensor, owners: torch.Tensor, num_segments: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `sequence_log_probabilities` does, from targets and owners (B, T) as `predicted` returns them."""
     rows, targets = logits.flatten(0, 1), targets.flatten().clamp_min(0)
     chunks = zip(torch.split(rows, CHUNK), torch.split(targets, CHUNK), strict=True)
     # Without gradient the checkpoint only calls the function.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from torch import nn
-
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.data.picture_samples import PictureSamples
@@ -49,7 +47,7 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
         )
     check_teacher(accelerator, recipe.training.micro_batch_size, objective, data, opened.in_16_bits)
     differ = _check_parts(opened, sharded, objective, data, planned)
-    head_loss = _checked_head_loss(opened, objective, model)
+    head_loss = objective.check_head_loss(model, opened.device, opened.in_16_bits)
     alone = check_padding(opened, sharded, objective, data)
     if alone is not None:
         objective = RowsAlone(objective)
@@ -129,8 +127,3 @@ def _check_parts(
     chunked = planned.checkpointing is not None and planned.checkpointing.chunk_tokens is not None
     model, inner, device = sharded.model, sharded.inner, opened.device
     return check_parts(model, inner, objective, data.train, part, device, opened.in_16_bits, chunked)
-
-
-def _checked_head_loss(opened: OpenedRun, objective: Objective, model: nn.Module) -> str | None:
-    """Tries the head's loss on a few tokens, and describes how it is computed; None for objectives without a choice."""
-    return objective.check_head_loss(model, opened.device, opened.in_16_bits)

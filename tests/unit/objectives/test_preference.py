@@ -32,10 +32,11 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import toolkit.objectives.preference_losses
+from toolkit.data.cut import predicted
 from toolkit.data.samples import IGNORED, Batch, sample_of, stack
 from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.preference_losses import LOSSES, Pairs, sequence_log_probabilities, share_won
+from toolkit.objectives.preference_losses import LOSSES, Pairs, log_probabilities_by_document, share_won
 
 LENGTH = 64
 """Of a packed sample (tokens)."""
@@ -82,7 +83,7 @@ def packed(documents: list[Document]) -> tuple[Batch, torch.Tensor]:
 def sums_of(model: LlamaForCausalLM, documents: list[Document]) -> tuple[torch.Tensor, torch.Tensor]:
     batch, segments = packed(documents)
     logits = CausalLM(model).logits(model, batch)
-    return sequence_log_probabilities(logits, batch["labels"], segments, len(documents))
+    return log_probabilities_by_document(logits, *predicted(batch["labels"], segments), len(documents))
 
 
 class Trl:
@@ -476,8 +477,6 @@ def test_bad_shapes() -> None:
         Pairs(*[torch.zeros(2, 1)] * 4)
     with pytest.raises(ValueError, match="both the chosen and the rejected"):
         Pairs(two, two, two, two, reference_chosen=two)
-    with pytest.raises(ValueError, match=r"logits are \(B, T, V\)"):
-        sequence_log_probabilities(torch.zeros(2, 4, 5), torch.zeros(2, 3), torch.zeros(2, 3), 1)
 
 
 def test_packed_sums_are_those_of_rows_alone(trl: Trl) -> None:
@@ -522,7 +521,7 @@ def test_sums_counts_and_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int) 
     logits.requires_grad_()
     expected = written_out(logits, labels, segments)
 
-    sums, counts = sequence_log_probabilities(logits, labels, segments, 6)
+    sums, counts = log_probabilities_by_document(logits, *predicted(labels, segments), 6)
 
     assert sums.dtype == torch.float32
     assert counts.dtype == torch.int64
@@ -537,10 +536,10 @@ def test_sums_counts_and_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int) 
 
 def test_a_documents_first_token_is_no_target() -> None:
     logits, labels, segments = batch_of_numbers()
-    sums, counts = sequence_log_probabilities(logits, labels, segments, 6)
+    sums, counts = log_probabilities_by_document(logits, *predicted(labels, segments), 6)
     for row, t in ((0, 0), (0, 8), (1, 0), (2, 0), (2, 2)):
         labels[row, t] = (labels[row, t] + 1) % 11
-    again = sequence_log_probabilities(logits, labels, segments, 6)
+    again = log_probabilities_by_document(logits, *predicted(labels, segments), 6)
     assert torch.equal(sums, again[0])
     assert torch.equal(counts, again[1])
 
@@ -551,7 +550,7 @@ def test_half_precision_logits_lose_nothing_more() -> None:
     half = (logits * 2).bfloat16().requires_grad_()
     single = half.detach().float().requires_grad_()
 
-    sums, exact = (sequence_log_probabilities(each, labels, segments, 6)[0] for each in (half, single))
+    sums, exact = (log_probabilities_by_document(each, *predicted(labels, segments), 6)[0] for each in (half, single))
 
     assert torch.equal(sums, exact)
     found, expected = torch.autograd.grad(sums.sum(), half)[0], torch.autograd.grad(exact.sum(), single)[0]
@@ -584,7 +583,7 @@ def test_float32_logits_exist_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
     with Largest() as largest:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            sums, _ = sequence_log_probabilities(logits, labels, segments, 4)
+            sums, _ = log_probabilities_by_document(logits, *predicted(labels, segments), 4)
         sums.sum().backward()
 
     assert logits.grad is not None
