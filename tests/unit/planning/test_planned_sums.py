@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from toolkit.planning import planner as planned
 from toolkit.planning.planner import Planner, standing_bytes, verdict_of
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import hardware_of
+from toolkit.planning.workload import Workload
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
@@ -26,6 +28,11 @@ H100 = hardware_of("h100_sxm")
 NO_SAVES = {"every_minutes": "never"}
 
 
+@functools.cache
+def llama(precision: str, lora: bool) -> Workload:
+    return workload("llama", precision=precision, lora=lora)
+
+
 def planner(hardware: Any = H100, precision: str = "bf16", lora: bool = False, **changes: Any) -> Planner:
     values: dict[str, Any] = {
         "model": {"name_or_path": "a/b"},
@@ -35,7 +42,7 @@ def planner(hardware: Any = H100, precision: str = "bf16", lora: bool = False, *
         **changes,
     }
     values["training"] = {"output_dir": "out", "max_steps": 1, **values.get("training", {})}
-    return Planner(Recipe.from_mapping(values), workload("llama", precision=precision, lora=lora), hardware)
+    return Planner(Recipe.from_mapping(values), llama(precision, lora), hardware)
 
 
 FOUR = MeshShape(1, 4)
