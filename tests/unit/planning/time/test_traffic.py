@@ -127,3 +127,11 @@ def test_backward_gathers_what_is_behind_the_first_trained_unit(
     found = traffic(units, STRATEGIES["zero3"], MeshShape(1, 2))
     again = found.whole["all_gather"] - found.forward_all_gather
     assert again == 2 * sum(sizes[name] for name in gathered_again)
+
+
+def test_ddp_reduces_by_buckets_of_25_mib() -> None:
+    """Gradients in float32, so that a bucket holds a quarter as many elements as bytes."""
+    full = 25 * 2**20 // 4
+    for numel, calls in ((full, 1), (full + 1, 2), (2 * full, 2)):
+        found = traffic([unit("block", numel)], STRATEGIES["ddp"], MeshShape(2, 1))
+        assert found.calls == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": calls}
