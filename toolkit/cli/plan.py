@@ -130,14 +130,10 @@ def plan(
         _require_picture(plot)
     loaded = load_recipe(arguments, recipe)
     settle_hub(loaded)
-    if cpu is not None:  # its ranks share this machine
-        hardware = _cpu_preset(gpus, hardware)
-        device_memory_gib = _memory_per_rank(cpu) if device_memory_gib is None else device_memory_gib
-        gpus_per_node = max(cpu, presets()["cpu"].devices_per_node) if gpus_per_node is None else gpus_per_node
     device = hardware_of(
-        DEFAULT_HARDWARE if hardware is None else hardware,
-        device_memory_gib=device_memory_gib,
-        gpus_per_node=gpus_per_node,
+        (DEFAULT_HARDWARE if hardware is None else hardware) if cpu is None else _cpu_preset(gpus, hardware),
+        device_memory_gib=device_memory_gib if cpu is None or device_memory_gib is not None else _memory_per_rank(cpu),
+        gpus_per_node=gpus_per_node if cpu is None or gpus_per_node is not None else _cpu_ranks_of_a_node(cpu),
         host_memory_gib=host_memory_gib,
         link_gbs=link_gbs,
         nic_gbs=nic_gbs,
