@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import LabelledSamples, PairSamples, TextSamples
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import base_of
-from toolkit.model.parts import sees
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.planning.check import Planned
-from toolkit.run.packing_check import LeakError, check_causal, check_leaks, on_text_alone
+from toolkit.run.packing_check import LeakError, check_causal, check_leaks
 from toolkit.run.padding_check import changed_by_padding
 from toolkit.run.picture_check import check_pictures
 from toolkit.run.quantised_check import check_quantised
@@ -34,10 +30,8 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
     """
     recipe, accelerator, model = opened.recipe, opened.accelerator, sharded.model
     objective, data, padded = on_meta.objective, on_meta.data, on_meta.padded
-    is_text = sees(base_of(sharded.inner)) and not isinstance(data.train, PictureSamples)
-    with on_text_alone(sharded.inner) if is_text else nullcontext():
-        check_quantised(accelerator, recipe.model.dtype, model, objective, data.train)
-        packing, leak = check_packing(opened, sharded, objective, data)
+    check_quantised(accelerator, recipe.model.dtype, model, objective, data.train)
+    packing, leak = check_packing(opened, sharded, objective, data)
     if leak is not None:
         padded, data = leak, without_packing(recipe, on_meta.tokenizer)
         counts = on_meta.data.report.label_counts

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
+from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import Batch, PairSamples, TextSamples, sample_of, stack
-from toolkit.errors import BadInputError, ToolkitError, first_line, is_lost_peer
+from toolkit.errors import BadInputError, ToolkitError, in_words, is_lost_peer
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.parts import needs_more_than_text, sees
@@ -84,40 +85,72 @@ def check_leaks(
         pieces = [(ids[: length // len(pieces)], known[: length // len(pieces)]) for ids, known in pieces]
         batch = stack([sample_of(pieces, length, samples.pad_id)])
     span = slice(sum(len(ids) for ids, _ in pieces[:-1]), sum(len(ids) for ids, _ in pieces))
-    together, replaced = (
-        _logits(model, objective, b, device, span) for b in (batch, _others_replaced(batch, span.start))
-    )
     # Without position_ids the model uses its own, which RoBERTa's family counts from another number.
     by_itself = stack([sample_of(pieces[-1:], length if samples.packed else len(pieces[-1][0]), samples.pad_id)])
     ids = {"input_ids": by_itself["input_ids"]}
-    alone = _logits(model, objective, ids, device, slice(span.stop - span.start))
+    with on_text_alone(inner):
+        alone = _logits(model, objective, ids, device, slice(span.stop - span.start))
+    mend = "Set data.packing=false, or another model.attention"
+    if isinstance(samples, PairSamples):
+        mend = "Both completions of a pair share a sample: remove data.packing, or set another model.attention"
+    with _on_shared_samples(inner, mend):
+        together, replaced = (
+            _logits(model, objective, b, device, span) for b in (batch, _others_replaced(batch, span.start))
+        )
     model.train(was_training)
     found = (relative_difference(replaced, together), relative_difference(together, alone))
     if not all(map(math.isfinite, found)):
         return None  # the first step will say so
-    mend = "Set data.packing=false, or another model.attention"
-    if isinstance(samples, PairSamples):
-        mend = "Both completions of a pair share a sample: remove data.packing, or set another model.attention"
     _require_small(found, TOLERANCE[in_16_bits], inner, mend)
     return found
 
 
 @contextlib.contextmanager
-def on_text_alone(inner: nn.Module) -> Iterator[None]:
-    """Says of any error of a forward inside that the model needs more than text.
+def on_text_alone(inner: nn.Module, samples: object = None) -> Iterator[None]:
+    """Says of an error of a forward on whole rows of text that the model, which reads more than text, needs more.
+
+    Surrounds nothing but such a forward, without parts, packed samples and quantised layers, so that an error is the
+    model's. Models that read text alone, and rows with images, raise what they raise.
+
+    Args:
+        inner: the model without its wrappers.
+        samples: what the rows come from.
 
     Raises:
-        BadInputError: in place of what the forward raised, but for our own errors, a lost peer and too little memory.
+        BadInputError: in place of what the forward raised.
     """
     try:
         yield
-    except (ToolkitError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # what a forward does without its picture, or with rows of another form
-        if is_lost_peer(error):
+    except Exception as error:
+        if not sees(base_of(inner)) or isinstance(samples, PictureSamples) or not _is_the_models(error):
             raise
         model_of_recipe = f"model.name_or_path: {class_name(base_of(inner))}"
-        raise needs_more_than_text(model_of_recipe, f" ({type(error).__name__}: {first_line(error)})") from error
+        raise needs_more_than_text(model_of_recipe, f" ({in_words(error)})") from error
+
+
+@contextlib.contextmanager
+def _on_shared_samples(inner: nn.Module, mend: str) -> Iterator[None]:
+    """Says of an error of a forward that the model cannot take rows that share a sample.
+
+    Raises:
+        BadInputError: in place of what the forward raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_the_models(error):
+            raise
+        name = class_name(base_of(inner))
+        raise BadInputError(
+            f"data.packing: {name} with attention {attention_of(inner)!r} cannot run rows that share a sample "
+            f"({in_words(error)}). {mend}"
+        ) from error
+
+
+def _is_the_models(error: Exception) -> bool:
+    """Returns whether an error may come from a model's code: not one of ours, of memory, of a device, or of a peer."""
+    others = (ToolkitError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+    return not isinstance(error, others) and "allocate memory" not in str(error) and not is_lost_peer(error)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.quantised import quantised_layers, weights_as_numbers
 from toolkit.objectives.objective import Objective
+from toolkit.run.packing_check import on_text_alone
 from toolkit.sharding.fsdp import class_name
 
 CHECKED_TOKENS = 1024
@@ -41,7 +42,7 @@ def check_quantised(
     batch, was_training = samples.few(CHECKED_TOKENS), model.training
     # Dropout would make any two forwards differ.
     model.eval()
-    with weights_as_numbers(inner, _compute_dtype(accelerator, dtype)) as read:
+    with weights_as_numbers(inner, _compute_dtype(accelerator, dtype)) as read, on_text_alone(inner, samples):
         numbers = _logits(model, objective, batch, accelerator.device)
     problem = ""
     try:

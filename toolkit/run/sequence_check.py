@@ -22,6 +22,7 @@ from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
 from toolkit.objectives.objective import Objective
+from toolkit.run.packing_check import on_text_alone
 from toolkit.sharding.chunks import chunks_of
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence_parallel import form_groups
@@ -93,7 +94,7 @@ def check_parts(
     length = batch["input_ids"].shape[1]
     # Dropout would make any two forwards differ.
     model.eval()
-    with chunks_of(length, inner):
+    with chunks_of(length, inner), on_text_alone(inner, samples):
         whole = _outputs_and_gradients(model, inner, objective, batch, device)
     differences, problem = dict.fromkeys(whole, 0.0), ""
     try:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.every_multimodal import small_config
-from transformers import AutoConfig, AutoModelForMultimodalLM
+from support.packed_rows import Documents, packed
+from support.tiny import llama
+from transformers import AutoConfig, AutoModelForMultimodalLM, LlamaForCausalLM
 
-from toolkit.data.samples import sample_of, stack
+from toolkit.data.cut import Part
+from toolkit.data.packing import whole
+from toolkit.data.samples import TextSamples, sample_of, stack
 from toolkit.errors import BadInputError
 from toolkit.model.load import NoTokens, load_without_weights
 from toolkit.model.possible import require_library, require_possible
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.plain_losses import PlainCausal
 from toolkit.recipe.schema import ModelSection
-from toolkit.run.packing_check import check_causal
+from toolkit.run.packing_check import check_causal, check_leaks, on_text_alone
+from toolkit.run.sequence_check import check_parts
+
+CPU = torch.device("cpu")
 
 FIRST = {"blip": "pixel_values", "pi0": "state", "pix2struct": "flattened_patches", "pp_formulanet": "pixel_values"}
 """By type, what it reads first."""
@@ -57,11 +66,76 @@ def test_a_class_that_writes_no_text_is_refused_by_its_name(tmp_path: Path) -> N
         load_without_weights(ModelSection(name_or_path=str(tmp_path)), NoTokens())
 
 
-def test_a_model_that_wants_one_of_several_inputs_is_refused() -> None:
+def rows_of_text(are_packed: bool) -> TextSamples:
+    """Six rows, which share samples or not."""
+    rows = Documents(6)
+    lengths = np.array([len(row) for row in rows.rows])
+    apart = TextSamples(rows, whole(np.arange(6), lengths, 32), list(range(1, 7)), 32, False, 0)
+    return packed(rows) if are_packed else apart
+
+
+def wants_pictures() -> Any:
+    """A small Idefics, which takes one of several inputs beside the text."""
     model = AutoModelForMultimodalLM.from_config(small_config("idefics"))
     model.config.architectures = [type(model).__name__]
+    return model
+
+
+def test_a_model_that_wants_one_of_several_inputs_is_refused() -> None:
+    model = wants_pictures()
     with pytest.raises(BadInputError, match=r"cannot run on rows of text alone .*pixel_values"):
-        check_causal(model, model, CausalLM(model, packed=False), torch.device("cpu"))
+        check_causal(model, model, CausalLM(model, packed=False), CPU)
+
+
+def fails(model: Any, error: Exception) -> Any:
+    """The model, whose forward raises the error."""
+
+    def forward(*_args: Any, **_inputs: Any) -> None:
+        raise error
+
+    model.forward = forward
+    return model
+
+
+def test_half_a_row_is_not_the_first_that_a_model_without_its_picture_gets() -> None:
+    """With `sharding.sequence` and rows apart no other check runs before this one."""
+    model = wants_pictures()
+    objective = CausalLM(model, packed=False)
+    with pytest.raises(BadInputError, match=r"cannot run on rows of text alone \(ValueError: .*pixel_values"):
+        check_parts(model, model, objective, rows_of_text(False), Part(0, 2), CPU, False)
+
+
+def test_a_packed_row_is_not_the_first_that_a_model_without_its_picture_gets() -> None:
+    model = wants_pictures()
+    with pytest.raises(BadInputError, match=r"cannot run on rows of text alone \(ValueError: .*pixel_values"):
+        check_leaks(model, model, CausalLM(model), rows_of_text(True), 1, CPU, False)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError("no kernel image", 209), MemoryError(), RuntimeError("can't allocate memory")]
+)
+def test_what_a_device_or_too_little_memory_raises_is_not_called_a_missing_picture(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, on_text_alone(wants_pictures()):
+        raise error
+    assert raised.value is error
+
+
+def test_what_a_model_of_text_alone_raises_is_not_called_a_missing_picture() -> None:
+    """Its samples are named where it cannot share them, and alone its error is its own."""
+    alone = fails(llama(), KeyError("layers"))
+    with pytest.raises(KeyError, match="layers"):
+        check_parts(alone, alone, CausalLM(alone, packed=False), rows_of_text(False), Part(0, 2), CPU, False)
+    shared, forward = llama(), LlamaForCausalLM.forward
+
+    def without_positions(input_ids: torch.Tensor, position_ids: Any = None, **inputs: Any) -> Any:
+        if position_ids is not None:
+            raise TypeError("no positions here")
+        return forward(shared, input_ids=input_ids, **inputs)
+
+    shared.forward = without_positions
+    told = r"^data\.packing: LlamaForCausalLM .* rows that share a sample \(TypeError: no positions here\)\. Set data"
+    with pytest.raises(BadInputError, match=told):
+        check_leaks(shared, shared, CausalLM(shared), rows_of_text(True), 1, CPU, False)
 
 
 @pytest.mark.parametrize("packed", [False, True])
