@@ -40,6 +40,8 @@ from toolkit.sharding.unit_plan import Unit, UnitKind, UnitPlan
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 BLOCK_BASE = "GradientCheckpointingLayer"  # compared by name: transformers is not imported here
 MIN_SHARE = 0.2  # of the parameters outside the vocabulary; a smaller list may stay in the root
+MIN_SHARE_OF_LARGE = 0.02  # the same for elements of `LARGE` parameters on average: towers, not heads and vocoders
+LARGE = 1_000_000
 
 
 def plan_units(model: nn.Module, unit_classes: Sequence[str] | None = None, experts: bool = False) -> UnitPlan:
@@ -168,11 +170,13 @@ def _lone_elements(tree: _Tree) -> Iterator[list[str]]:
 def _blocks_by_share(tree: _Tree, groups: Iterable[list[str]], taken: Sequence[str]) -> list[str]:
     """Selects groups of composite modules that do not overlap those taken and fill a sizable share of the model."""
     covered = {*taken, *tree.below(taken)}
-    floor = max(1.0, MIN_SHARE * _num_parameters_outside_vocabulary(tree))
+    counted = _num_parameters_outside_vocabulary(tree)
     blocks: list[str] = []
     for group in groups:
         fresh = [path for path in tree.in_order(group) if _is_composite(tree, path) and not tree.inside(path) & covered]
-        if tree.num_parameters(fresh) >= floor:
+        size = tree.num_parameters(fresh)
+        share = MIN_SHARE_OF_LARGE if size >= LARGE * len(fresh) else MIN_SHARE
+        if size >= max(1.0, share * counted):
             blocks += fresh
             covered |= {*fresh, *tree.below(fresh)}
     return blocks

@@ -459,12 +459,12 @@ def test_table_names_blocks_that_share() -> None:
 
 
 class Block(nn.Module):
-    """(B, D) -> (B, D), D = 8."""
+    """(B, D) -> (B, D), of 4 D^2 + 3 D parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
@@ -656,6 +656,16 @@ def test_a_second_list_is_blocks_if_it_fills_a_fifth_of_the_model() -> None:
         model.extra = nn.ModuleList([Block(), Block()])
         found = [unit.name for unit in plan_units(model).blocks]
         assert found == [f"layers.{number}" for number in range(others)] + names
+
+
+def test_a_list_of_large_elements_is_blocks_if_it_fills_a_fiftieth_of_the_model() -> None:
+    """2 of 42 are 4.8 % and become units; 2 of 122 are 1.6 % and stay. Of less than a million each, 4.8 % stay too."""
+    for width, others, is_found in ((500, 40, True), (500, 120, False), (499, 40, False)):
+        with torch.device("meta"):
+            model = Stack([GradientCheckpointingLayer(width) for _ in range(others)])
+            model.extra = nn.ModuleList([Block(width), Block(width)])
+        found = [unit.name for unit in plan_units(model).blocks]
+        assert found == [f"layers.{number}" for number in range(others)] + ["extra.0", "extra.1"] * is_found
 
 
 def test_a_lone_block_in_a_list_is_one_and_in_a_wrapper_is_none() -> None:
