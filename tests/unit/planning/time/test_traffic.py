@@ -40,7 +40,7 @@ def test_bytes_of_a_window(strategy: str, mesh: MeshShape, gathered: int, scatte
     assert found.all_gather == pytest.approx(2 * gathered * ring)
     assert found.reduce_scatter == pytest.approx(4 * scattered * ring)
     assert found.all_reduce == pytest.approx(2 * 4 * all_reduced * replicas)
-    assert found.sent == found.all_gather + found.reduce_scatter + found.all_reduce
+    assert replace(found, exchanged=5).sent == found.all_gather + found.reduce_scatter + found.all_reduce + 5
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
@@ -48,6 +48,7 @@ def test_one_rank_sends_nothing(strategy: str) -> None:
     found = traffic(UNITS, STRATEGIES[strategy], MeshShape(1, 1), accumulation=K)
     assert (found.sent, sum(found.whole.values()), sum(found.calls.values())) == (0, 0, 0)
     assert (found.first_gather, found.last_reduce, found.trainable) == (0, 0, P)
+    assert (found.gather_passes, found.reduce_passes) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +136,37 @@ def test_ddp_reduces_by_buckets_of_25_mib() -> None:
     for numel, calls in ((full, 1), (full + 1, 2), (2 * full, 2)):
         found = traffic([unit("block", numel)], STRATEGIES["ddp"], MeshShape(2, 1))
         assert found.calls == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": calls}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "accumulation", "compute_bytes", "expected"),
+    [(2, 1, 2, 4), (1, 2, 2, 4), (1, 1, 2, 2), (1, 1, None, 4)],
+)
+def test_a_gradient_that_is_reduced_or_summed_is_float32(
+    num_ranks: int, accumulation: int, compute_bytes: int | None, expected: int
+) -> None:
+    mesh = MeshShape(1, num_ranks)
+    found = traffic(
+        UNITS,
+        STRATEGIES["zero3"],
+        mesh,
+        accumulation=accumulation,
+        compute_bytes=compute_bytes,
+        offload=OffloadPlan("cpu_fused"),
+    )
+    assert found.device_to_host == expected * P // num_ranks
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), [("ddp", MeshShape(4, 1)), ("zero3", MeshShape(1, 2))])
+def test_the_embeddings_are_reduced_last(strategy: str, mesh: MeshShape) -> None:
+    assert traffic(UNITS, STRATEGIES[strategy], mesh).last_reduce == 4 * TABLE
+    tied = [unit("block", BLOCK), unit("tail", TABLE // 2), unit("root", 0)]  # the tail holds them
+    assert traffic(tied, STRATEGIES[strategy], mesh).last_reduce == 2 * TABLE
+
+
+def test_the_roots_own_parameters_come_last_in_the_forward() -> None:
+    """So that backward, which ends at the second block, gathers the two blocks again, and not the embeddings."""
+    frozen = [unit("embeddings", TABLE, trainable=False), named("a", BLOCK, trainable=False)]
+    units = [*frozen, named("b", BLOCK), replace(unit("root", 8), name="")]
+    found = traffic(units, STRATEGIES["zero3"], MeshShape(1, 2))
+    assert found.whole["all_gather"] - found.forward_all_gather == 2 * 2 * BLOCK
