@@ -75,6 +75,15 @@ def test_shards_are_padded_to_whole_rows() -> None:
     assert rounded(513) == 1024
 
 
+def test_two_ranks_gather_and_keep_the_last_gradient() -> None:
+    held = held_unit(unit(TRAINED), replace(LAYOUT, shard=2), resident=False)
+    assert of(held, "gather_output", "last_gradient", "last_sum") == {
+        "gather_output": 2 * 3072,
+        "last_gradient": 2 * 3072,
+        "last_sum": 4 * 3072,
+    }
+
+
 def test_one_rank_gathers_and_keeps_nothing_for_a_reduction() -> None:
     held = held_unit(unit(FROZEN, TRAINED), replace(LAYOUT, shard=1), resident=False)
     names = ("gather_output", "cast_alone", "last_gradient", "last_sum", "quotient", "reduce_output", "whole_sums")
@@ -162,6 +171,13 @@ def test_what_a_node_keeps_between_forward_and_backward() -> None:
     assert held.copying == max(first + second + first // 2, second + first // 2 + second // 2)
     small_first = held_unit(unit(TRAINED, FROZEN), replace(LAYOUT, node=2), resident=False)
     assert small_first.copying == max(second + first + second // 2, first + second // 2 + first // 2)
+    three = held_unit(unit(TRAINED, FROZEN, FROZEN), replace(LAYOUT, node=2), resident=False)
+    assert three.copying == second + 2 * first + second // 2, "before the first of them is freed"
+    growing = held_unit(
+        unit(TRAINED, ParameterShape((1024, 20), False, held=2)), replace(LAYOUT, node=2), resident=False
+    )
+    assert growing.copying == 2 * 20480 + second // 2 + 20480, "while the last is copied"
+    assert held_unit(unit(), replace(LAYOUT, node=2), resident=False).copying == 0
 
 
 def test_stacks_that_are_cut_along_their_matrices_rows_are_turned() -> None:
