@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,23 @@ def test_the_readme_is_short() -> None:
     assert len(lengths) > 30
     assert statistics.median(lengths) <= 14
     assert statistics.quantiles(lengths, n=10)[-1] <= 25
+
+
+def test_the_supported_systems_and_versions_are_those_of_the_package() -> None:
+    package = tomllib.loads((README.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "Operating System :: POSIX :: Linux" in package["classifiers"]
+    ranges = {"Python": package["requires-python"]}
+    for requirement in package["dependencies"]:
+        name, _, allowed = requirement.partition(">=")
+        ranges[name] = f">={allowed}"
+    told = [f"Python {ranges['Python'].removeprefix('>=')} or newer"]
+    for name, shown in (("torch", "torch"), ("accelerate", "Accelerate"), ("transformers", "transformers")):
+        first, last = ranges[name].removeprefix(">=").split(",<")
+        major, minor = last.split(".")
+        told.append(f"{shown} {first} to {major}.{int(minor) - 1}")
+    page = README.read_text(encoding="utf-8")
+    assert "You need Linux (macOS and Windows are untested)" in page
+    assert [words for words in told if words not in page] == []
 
 
 def test_words_of_sentences_are_counted() -> None:

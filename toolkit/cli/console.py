@@ -99,9 +99,6 @@ def print_error(error: ToolkitError) -> int:
     return error.exit_code
 
 
-"""Exit code after Ctrl-C where there is no state to save, as shells have it."""
-
-
 def print_interrupt() -> int:
     """Prints, once for all ranks, that Ctrl-C ended the command; returns the exit code."""
     if os.environ.get("RANK", "0") == "0":

@@ -8,6 +8,7 @@ import sys
 from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C if there is no state to save, as shells have it."""
 
 
 def main() -> None:

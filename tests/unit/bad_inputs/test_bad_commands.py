@@ -103,7 +103,7 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("plan quickstart --cpu 2 --gpus 2", "--cpu excludes --gpus"),
     ("plan quickstart --cpu 2 --hardware h100_sxm", "--cpu excludes --gpus and --hardware"),
     ("plan quickstart --hardware nowhere.json", "nowhere.json"),
-    ("plan quickstart --hardware h1000", "h100_sxm"),
+    ("plan quickstart --hardware h1000", "hardware: unknown 'h1000' (did you mean 'h100_sxm'?)"),
     ("plan quickstart --plot picture", "--plot: 'picture' is no name of a picture; allowed: .png, .svg, .pdf"),
     ("plan quickstart --plot picture.xyz", "--plot: 'picture.xyz'"),
     ("plan quickstart --longest-row --trace", "--trace has no effect with --longest-row"),
@@ -327,6 +327,12 @@ def test_adapters(name: str, place: Path, tmp_path: Path) -> None:
         shutil.copy(place / "model" / file, folder)
     outcome = toolkit("generate", str(folder), "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu")
     assert outcome.problems("adapter") == [], outcome.told
+
+
+def test_more_ranks_than_there_are(place: Path) -> None:
+    outcome = finetune(str(place / "recipe.yaml"), "sharding.sequence=3", "--dry-run")
+    named = "sharding.sequence: 3 ranks are needed, and there is 1; start 3, or set it to 1"
+    assert outcome.problems(named) == [], outcome.told
 
 
 @pytest.mark.parametrize("output", ["/proc/nowhere/out", "/dev/null", "/dev/null/out"])

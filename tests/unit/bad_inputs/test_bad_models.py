@@ -373,6 +373,14 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 }
 """Name -> what is done to a good folder, and what the error names."""
 
+FILES_WITHOUT_WEIGHTS = {
+    "weights are a pointer",
+    "weights are empty",
+    "weights are cut",
+    "index of another file",
+}
+"""Those that may be pointers of Git-LFS."""
+
 DESCRIBED: dict[str, str] = {
     "num_attention_heads=0": "model.config: num_attention_heads is 0 in the recipe; needs at least 1",
     "num_attention_heads=-4": "num_attention_heads is -4 in the recipe",
@@ -446,6 +454,8 @@ def test_refused(name: str, place: Path, folder: Path) -> None:
     spoil(folder)
     outcome = finetune(str(place / "recipe.yaml"), f"model.name_or_path={folder}", "--dry-run")
     assert outcome.problems(named) == [], outcome.told
+    # A mend for another fault sends people off: files that are there and whole need no `git lfs pull`.
+    assert ("Git-LFS" in outcome.told) == (name in FILES_WITHOUT_WEIGHTS), outcome.told
 
 
 @pytest.mark.parametrize("setting", DESCRIBED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from s3fs import S3FileSystem
 from support.refusals import finetune, toolkit
 from support.tiny import recipe_values, save_llama
 
@@ -87,6 +89,8 @@ EXPORTS: dict[str, tuple[Spoil, str]] = {
 ASKED: list[tuple[str, str]] = [
     ("export {run} --to {run}", "exists; name a new folder"),
     ("export {run} --to /dev/null/out", "--to: '/dev/null/out' cannot be made"),
+    ("export {run} --checkpoint 2 --to /proc/x", "--to: '/proc/x' cannot be made"),
+    ("export {run} --checkpoint 2 --to /proc/x/y", "--to: '/proc/x/y' cannot be made"),
     ("export {run} --to out --checkpoint 1", "there is no checkpoint"),
     ("export {run} --to out --checkpoint -1", "there is no checkpoint"),
     ("export {run} --to out --checkpoint 99999999999999999999", "there is no checkpoint"),
@@ -201,6 +205,35 @@ def test_commands(line: str, named: str, run: Path, place: Path) -> None:
 @pytest.mark.parametrize(("address", "named"), ADDRESSES)
 def test_addresses(address: str, named: str, place: Path, run: Path) -> None:
     outcome = toolkit("data", str(place / "recipe.yaml"), f"data.train={json.dumps(address)}")
+    assert outcome.problems(named) == [], outcome.told
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        (
+            "checkpoint.to=s3://bucket/run",
+            "checkpoint.to: s3://bucket/run/checkpoints: its driver finds no credentials (NoCredentialsError: Unable "
+            "to locate credentials); set them, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        ),
+        (
+            "data.train=s3://bucket/rows.jsonl",
+            "data.train: 's3://bucket/rows.jsonl' cannot be read: NoCredentialsError: Unable to locate credentials; "
+            "set the driver's credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        ),
+    ],
+)
+def test_a_store_without_credentials(
+    override: str, named: str, place: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(variable)
+    for variable in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(variable, "/nowhere")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # a machine that has a role would ask for it
+    S3FileSystem.clear_instance_cache()
+    new = f"training.output_dir={place / 'new'}"
+    outcome = finetune(str(place / "recipe.yaml"), new, override, "--dry-run")
     assert outcome.problems(named) == [], outcome.told
 
 

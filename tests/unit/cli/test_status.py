@@ -69,6 +69,23 @@ def test_a_run_that_was_killed_is_gone_and_its_report_says_so(tmp_path: Path) ->
     assert shown(tmp_path, "--json").exit_code == 1
 
 
+def test_the_next_command_of_a_finished_run_can_be_pasted(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    (run / "export").mkdir(parents=True)
+    (run / "finished.json").write_text('{"export": null}')
+    (run / "metrics.jsonl").write_text('{"split": "train", "step": 3, "loss": 1.5}\n')
+    told = shown(run)
+    assert (told.exit_code, told.stdout.splitlines()) == (
+        0,
+        [
+            "finished: 3 steps",
+            f"report: {run / 'report.html'}",
+            f"model: {run / 'export'}",
+            f"next: toolkit generate '{run}' --prompt TEXT",
+        ],
+    )
+
+
 def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}, None))
     write(tmp_path, GOES, ago=30.0)

@@ -81,6 +81,19 @@ def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str,
     assert result.exit_code == 3, "the launcher's own"
 
 
+def test_a_path_with_spaces_is_one_word_of_the_line(launched: list[list[str]], tmp_path: Path) -> None:
+    recipe = tmp_path / "my recipes; all/mine.yaml"
+    copied = CliRunner().invoke(app, ["recipes", "copy", "sft", str(recipe)])
+    assert copied.output.endswith(f"toolkit train '{recipe}'\n")
+    config = tmp_path / "my configs/two.yaml"
+    copied = CliRunner().invoke(app, ["configs", "copy", "cpu_2", str(config)])
+    assert copied.output.endswith(f"--config '{config}'\n")
+    result = run(str(recipe), "--config", str(config), f"training.output_dir={tmp_path}/my run")
+    printed = shlex.split(result.stderr.splitlines()[-1])
+    assert printed == ["accelerate", "launch", *launched[0]]
+    assert {str(recipe), str(config), f"training.output_dir={tmp_path}/my run"} <= set(printed)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,6 +12,9 @@ from matplotlib.image import imread
 from toolkit.pages.card import draw_losses, write_card
 from toolkit.recipe.recipe import Recipe
 
+HOSTILE = "a\u202eb\x1b[2Jc\x9b1m\u2066"
+"""Codes that turn the direction of text, and those of a terminal."""
+
 METRICS: list[dict[str, Any]] = [
     {"split": "eval", "step": 0, "loss": 5.0},
     {"split": "train", "step": 1, "loss": 4.5},
@@ -34,3 +37,17 @@ def test_the_card_is_written_with_its_curve(tmp_path: Path) -> None:
     picture = imread(tmp_path / "curve.png")
     assert picture.shape[:2] == (384, 840)
     assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 10, "nothing is drawn"
+
+
+def test_no_code_of_a_terminal_or_of_the_direction_of_text_gets_into_a_card(tmp_path: Path) -> None:
+    """A model or a data set from anywhere may have it in names, rows and facts; many read cards in a terminal."""
+    named = {"model": {"name_or_path": HOSTILE}, "data": {"train": f"{HOSTILE}.jsonl", "max_length": 8}}
+    values = {**named, "optimizer": {"learning_rate": 1e-3}, "training": {"max_steps": 1, "output_dir": HOSTILE}}
+    recipe = Recipe.from_mapping({**values, "description": HOSTILE})
+    source = {"source": HOSTILE, "kept": 1}
+    counts = {"kept": 1, "tokens": 3, "dropped": {HOSTILE: {"count": 1}}, "sources": [source], "noted": {}}
+    write_card(tmp_path, recipe, {HOSTILE: HOSTILE}, METRICS, {"train": counts}, {HOSTILE: HOSTILE})
+    text = (tmp_path / "README.md").read_text()
+    assert text.count("b\u241b") > 6, "what is written in their place"
+    codes = [code for code in text if (code < " " and code != "\n") or "\x7f" <= code <= "\x9f"]
+    assert codes + [code for code in text if code in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"] == []

@@ -45,6 +45,7 @@ def page(metrics: list[dict[str, Any]], labels: dict[str, int] | None = None) ->
                 'id="chart-kl"',
                 '<th scope="col">Chosen reward</th><th scope="col">Rejected reward</th>',
                 '<th scope="col">KL estimate</th>',
+                "KL to the reference, estimated on these completions (below 0: they became less likely)",
                 "75.0 %</td>",
                 ">1.25</td>",
                 ">0.5</td>",

@@ -326,6 +326,10 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
         (["model", "chat.jsonl", "--output", "mine.txt"], "ends in .yaml or .yml"),
         (["model", "chat.jsonl", "--gpus", "2"], "--gpus and --cpu exclude each other"),
         (["model", "chat.jsonl", "--hardware", "rtx4090"], "--hardware rtx4090: its type is cuda; give --gpus N"),
+        (
+            ["model", "chat.jsonl", f"training.max_steps={'9' * 400}"],
+            "training.max_steps: it is larger than any machine",
+        ),
         (["model", "chat.jsonl", "data.max_lenght=8"], "data.max_lenght: unknown key; did you mean 'max_length'?"),
     ],
 )
@@ -344,10 +348,12 @@ def test_long_rows_are_cut_if_the_recipe_is_to_say_so() -> None:
     assert (found.recipe.data.long_rows, found.recipe.data.max_length) == ("truncate", 64)
 
 
+@pytest.mark.parametrize("given", [[], ["checkpoint.every_minutes=never"]])
 @pytest.mark.parametrize("hardware", ["cpu", "h100_sxm"])
-def test_the_plan_of_the_recipe_that_was_written_needs_what_was_told(hardware: str) -> None:
+def test_the_plan_of_the_recipe_that_was_written_needs_what_was_told(hardware: str, given: list[str]) -> None:
     machine = Machine(hardware_of(hardware), 2)
-    found = suggest("model", "chat.jsonl", machine)
+    found = suggest("model", "chat.jsonl", machine, overrides=given)
+    assert found.recipe.checkpoint.every_steps is not None, "set when the steps are known, after the plan"
     asked = plan(found.recipe, machine.hardware, 2).asked
     assert (found.row.need, found.row.host_bytes) == (asked.need, asked.host_bytes)
     assert (asked.host_bytes > 0) == (hardware == "h100_sxm"), "a save copies the state to the host"
