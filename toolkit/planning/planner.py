@@ -443,9 +443,9 @@ class Planner:
         return PlanRow(setup, peak, tuple(moments), need, host, sent, time, tokens, verdict, problem, dealing)
 
 
-OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0625, "adamw_4bit": 1.0625, "adamw_fp8": 2.0156, "muon": 8.0}
-"""State of a trainable element on the device: two moments, with torchao's scales of a block of 256 or 128. muon keeps
-one moment of the blocks' matrices, half of this."""
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.03125, "adamw_4bit": 1.0625, "adamw_fp8": 2.03125, "muon": 8.0}
+"""State of a trainable element on the device: two moments, with torchao's float32 scales of blocks of 256, or of 128
+for 4 bits. muon keeps one moment of the blocks' matrices, half of this."""
 
 
 def standing_bytes(device_type: str, setup: Setup | None) -> int:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torchao.optim
 from support.planning_models import workload
 
 from toolkit.paths import GIB
@@ -62,7 +64,10 @@ EMA = {"training": {"ema": 0.9}}
     [
         ({}, 16 * P),
         (EMA, 20 * P),
-        ({"optimizer": {"learning_rate": 1e-3, "kind": "adamw_8bit"}}, int(10.0625 * P)),
+        # Two moments of 8 or 4 bits with a scale for each block of 256 or 128.
+        ({"optimizer": {"learning_rate": 1e-3, "kind": "adamw_8bit"}}, int((8 + 2 + 2 * 4 / 256) * P)),
+        ({"optimizer": {"learning_rate": 1e-3, "kind": "adamw_4bit"}}, int((8 + 1 + 2 * 4 / 128) * P)),
+        ({"optimizer": {"learning_rate": 1e-3, "kind": "adamw_fp8"}}, int((8 + 2 + 2 * 4 / 256) * P)),
         # One moment of the blocks' matrices, two of the rest.
         ({"optimizer": {"learning_rate": 1e-3, "kind": "muon"}}, 16 * P - 4 * 2 * (ATTENTION + INNER)),
     ],
@@ -76,6 +81,19 @@ def test_the_state_of_a_whole_model(changes: dict[str, Any], expected: int) -> N
         found.hardware = replace(H100, memory_bytes=memory)
         assert found._probe_key(ddp) == (whole, 1, None)
     assert found._probe_key(setup()) == (False, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("adamw_8bit", "AdamW8bit"), ("adamw_4bit", "AdamW4bit"), ("adamw_fp8", "AdamWFp8")]
+)
+def test_the_bytes_of_small_moments_are_torchaos(kind: str, optimizer: str) -> None:
+    """Beside codes and scales its moments have tables of at most 1 KiB each, whatever the parameter."""
+    parameter = torch.nn.Parameter(torch.zeros(1024, 512))
+    made = getattr(torchao.optim, optimizer)([parameter])
+    moments = [made._new_buffer(parameter, signed) for signed in (True, False)]
+    tensors = [getattr(moment, name) for moment in moments for name in ("codes", "scale")]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert planned.OPTIMIZER_BYTES[kind] == held / parameter.numel()
 
 
 def test_averages_take_4_bytes_of_each_trained_element_of_the_shard() -> None:
@@ -115,6 +133,7 @@ def test_a_gradient_lands_in_the_type_of_compute_after_a_single_backward_of_one_
     assert found.layout(setup(offload=True)).reduce == 4
     assert planner(precision="no", **OFFLOAD).layout(setup(mesh=alone, offload=True)).reduce == 4
     assert found.layout(setup("ddp", MeshShape(4, 1))).compute is None
+    assert planner(precision="fp16").layout(setup()).compute == 2
 
 
 def test_offloaded_state_on_the_host() -> None:
