@@ -49,8 +49,27 @@ LEAST_TEMPERATURE = 0.001
 CHOICES = {"--dtype": ("auto", "float32", "bfloat16", "float16"), "--device": ("auto", "cpu", "cuda")}
 
 
+@dataclass(frozen=True, kw_only=True)
+class WritingOptions:
+    """Options of how a model writes and how answers are compared; None for those that are not given."""
+
+    raw: bool = False
+    system: str | None = None
+    strict: bool = False
+    extract: str | None = None
+    numeric: bool = False
+    structured: bool = False
+    score: str | None = None
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+
+
 @dataclass(frozen=True)
-class Options:
+class Options(WritingOptions):
     """Options of the command; None for those that are not given.
 
     Raises:
@@ -63,21 +82,8 @@ class Options:
     file: Path | None = None
     evaluation: Path | None = None
     output: Path | None = None
-    raw: bool = False
-    system: str | None = None
-    strict: bool = False
-    extract: str | None = None
-    numeric: bool = False
-    structured: bool = False
-    score: str | None = None
     as_json: bool = False
-    max_new_tokens: int = 256
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
     batch_size: int | None = None
-    dtype: str = "auto"
-    device: str = "auto"
     images: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:

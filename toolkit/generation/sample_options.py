@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from toolkit.errors import BadInputError
 from toolkit.generation.evaluation import COMPARES
-from toolkit.generation.options import Options
+from toolkit.generation.options import Options, WritingOptions
 
 MOST_SAMPLES = 10_000
 """Most samples of a prompt: a rank holds them in memory before it writes them."""
 
 
 @dataclass(frozen=True)
-class SampleOptions:
+class SampleOptions(WritingOptions):
     """Options of the command; None for those that are not given.
 
     Attributes:
@@ -34,20 +34,7 @@ class SampleOptions:
     to: Path
     samples: int = 8
     reward: str | None = None
-    raw: bool = False
-    system: str | None = None
-    strict: bool = False
-    extract: str | None = None
-    numeric: bool = False
-    structured: bool = False
-    score: str | None = None
-    max_new_tokens: int = 256
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
     batch_size: int = 8
-    dtype: str = "auto"
-    device: str = "auto"
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -62,19 +49,10 @@ class SampleOptions:
     @property
     def writing(self) -> Options:
         """Returns the options for completions, those of `toolkit generate --file`."""
-        return Options(
-            self.source,
-            file=self.prompts,
-            raw=self.raw,
-            system=self.system,
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            batch_size=self.batch_size,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        shared = {
+            field.name: getattr(self, field.name) for field in fields(WritingOptions) if field.name not in COMPARES
+        }
+        return Options(self.source, file=self.prompts, batch_size=self.batch_size, **shared)
 
     @property
     def comparing(self) -> Options:

@@ -18,6 +18,7 @@ from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import hardware_of
 from toolkit.planning.workload import Workload
 from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 TABLE = 2048 * 128
@@ -153,6 +154,22 @@ def test_ranks_of_a_node_pin_their_own_memory() -> None:
         made = setup("hybrid", mesh, offload=True)
         assert found.host_bytes(made) == ranks * found.rank_host_bytes(made)
     assert planner(hardware_of("cpu"), **OFFLOAD).host_bytes(setup(offload=True)) == 0
+
+
+def test_checkpoints_on_the_host_are_counted_beside_saves_and_state() -> None:
+    """The inputs of two blocks, 64 tokens of 128 numbers in bf16; by block those of all micro-batches."""
+    host = setup(checkpointing=Checkpointing(1, True), accumulation=3)
+    inputs = 2 * 64 * 128 * 2
+    assert planner().rank_host_bytes(host) == inputs
+    assert planner().rank_host_bytes(replace(host, by_block=True)) == 3 * inputs
+    state = 16 * P // 4 + 2 * 2 * (TABLE + 128) // 4
+    assert planner(**OFFLOAD).rank_host_bytes(replace(host, offload=True)) == inputs + state
+    saved = planner(checkpoint={"every_steps": 1}).rank_host_bytes(host)
+    assert saved == inputs + 2 * 12 * P // 4
+
+
+def test_without_spread_experts_no_rank_gets_more_tokens() -> None:
+    assert planner().uneven_peak(setup()) is None
 
 
 def test_buffers_of_streamed_state() -> None:
