@@ -432,7 +432,12 @@ def require_close(difference: float, tolerance: float) -> None:
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Returns the largest difference of two tensors of one shape, as a share of the largest element of `b`."""
     # Logits that are all zero would divide by zero.
-    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+    return (_largest(a - b) / _largest(b).clamp_min(1e-30)).item()
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the largest absolute element, without a second tensor of that size; NaN if there is one."""
+    return torch.stack(torch.aminmax(tensor)).abs().max()
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from toolkit.sharding.fsdp import class_name
 SAMPLES = 64
 """Number of samples among which the shortest and the longest row are chosen."""
 
-CHECKED_TOKENS = 1024
+CHECKED_TOKENS = 512
 """The most tokens of a compared row of text: its logits are whole, and training on longer rows takes less memory."""
 
 TOLERANCE = {False: 1e-4, True: 5e-2}
@@ -98,7 +98,7 @@ def _shortened(rows: list[Batch]) -> tuple[list[Batch], Batch]:
 
 
 def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
-    return objective.logits(model, {name: tensor.to(device) for name, tensor in batch.items()}).float()
+    return objective.logits(model, {name: tensor.to(device) for name, tensor in batch.items()})
 
 
 def _difference(padded: torch.Tensor, alone: torch.Tensor) -> float:
@@ -106,5 +106,5 @@ def _difference(padded: torch.Tensor, alone: torch.Tensor) -> float:
 
     It is 0 if they are not finite, which the first step reports.
     """
-    found = relative_difference(padded[: len(alone)], alone)
+    found = relative_difference(padded[: len(alone)].float(), alone.float())
     return found if math.isfinite(found) else 0.0

@@ -16,7 +16,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.run.packing_check import on_text_alone
 from toolkit.sharding.fsdp import class_name
 
-CHECKED_TOKENS = 1024
+CHECKED_TOKENS = 512
 """Tokens of the first row that are compared."""
 
 TOLERANCE = 1e-5
