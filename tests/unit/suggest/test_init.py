@@ -106,8 +106,8 @@ def written(name: str, *arguments: str) -> dict[str, Any]:
         ("text", None, None, None, None, 2e-4),
         ("pairs", None, "preference", "dpo", None, 1e-6),
         ("pairs", "reward", "reward", None, None, 9e-6),
-        ("labels", None, "sequence_classification", None, None, 2e-5),
-        ("names", None, "token_classification", None, None, 2e-5),
+        ("labels", None, "sequence_classification", None, None, 1e-4),
+        ("names", None, "token_classification", None, None, 1e-4),
     ],
 )
 def test_the_rows_decide_the_method(
@@ -374,8 +374,18 @@ def test_every_method_has_a_rate_for_every_size_and_a_source() -> None:
         assert limits == sorted(limits)
         assert limits[-1] == np.inf
         assert all(rate.source for rate in method.rates)
-        values = [method.rate(int(size)).value for size in (1e8, 8e9, 3e10, 7e10)]
+        values = [method.rate(int(size)).value for size in (2e7, 1e8, 8e9, 3e10, 7e10)]
         assert values == sorted(values, reverse=True), "larger models learn at lower rates"
+
+
+@pytest.mark.parametrize("name", ["classify", "tag"])
+@pytest.mark.parametrize(
+    ("parameters", "rate"),
+    [(22_713_986, 1e-4), (50_000_000, 1e-4), (50_000_001, 2e-5), (109_483_778, 2e-5), (1_100_000_000, 1e-5)],
+    ids=["MiniLM", "most of the small", "more", "BERT", "1.1B"],
+)
+def test_a_small_encoder_learns_at_a_higher_rate(name: str, parameters: int, rate: float) -> None:
+    assert METHODS[name].rate(parameters).value == rate
 
 
 def test_a_draft_writes_what_it_holds() -> None:

@@ -11,6 +11,8 @@ BATCH: BatchSpec = {**PADDED_TEXT, "labels": Field("B")}  # the class of each ro
 LAYOUTS = ("text and label",)
 
 CLASSIFIER_RATES = (
+    # BERT's rates are for 110 million parameters and more.
+    Rate(50e6, 1e-4, "BERT's small models, arXiv 1908.08962: 3e-5 to 3e-4; ELECTRA's configure_finetuning.py"),
     Rate(1e9, 2e-5, "BERT, arXiv 1810.04805, appendix A.3"),
     Rate(ANY_SIZE, 1e-5, "RoBERTa, arXiv 1907.11692, table 10"),
 )
