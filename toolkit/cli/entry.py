@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,17 +22,42 @@ def main() -> None:
 
 
 def _print_starting(arguments: list[str]) -> None:
-    """Says at once that `toolkit train` has begun: the imports behind the next word take seconds on a busy machine."""
+    """Prints at once that `toolkit train` began: the imports behind the next word take seconds on a busy machine."""
     if arguments[:1] == ["train"] and not {"-h", "--help"}.intersection(arguments):
+        if hasattr(signal, "SIGUSR1"):  # Windows lacks it
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request for a checkpoint does not end what still starts
         print("reading the recipe ...", file=sys.stderr, flush=True)
 
 
 def finetune(arguments: list[str]) -> int:
     """recipes/finetune.py; see `toolkit.cli.finetune.finetune_command`."""
+    if is_forked():
+        _forget_launcher()
     end_at_interrupts()
     from toolkit.cli.finetune import finetune_command
 
     return finetune_command(arguments)
+
+
+def is_forked() -> bool:
+    """Tells whether this process was forked from one that has imported what a run needs, as `toolkit train` does."""
+    return multiprocessing.parent_process() is not None
+
+
+def _forget_launcher() -> None:
+    """Makes a forked rank what an interpreter of its own would be: without the launcher's handlers of signals.
+
+    CUDA cannot be used in a fork if the launcher has called it. torch avoids such calls if the driver's NVML tells the
+    devices; where it cannot, an interpreter of its own takes this one's place.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606
 
 
 def end_at_interrupts() -> None:

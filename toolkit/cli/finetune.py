@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
 from toolkit.cli.console import prepare_process, print_error, print_failure, print_interrupt, require_files
+from toolkit.cli.entry import is_forked
 from toolkit.cli.hub import settle_hub
 from toolkit.cli.recipes import recipe_rows
 from toolkit.errors import RankError, ToolkitError
@@ -27,8 +28,9 @@ def finetune_command(arguments: list[str]) -> int:
 
     def run() -> None:
         recipe = Recipe.load(*split_arguments(options.arguments, options.recipe))
-        settle_hub(recipe)
-        _print_started()
+        if not is_forked():
+            settle_hub(recipe)
+            _print_started()
         from toolkit.run.run import finetune, rehearse  # torch is imported only for a recipe that is right
 
         if options.dry_run:

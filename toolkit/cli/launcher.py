@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,9 @@ from types import FrameType
 
 import psutil
 
+from toolkit.cli.hub import settle_hub
 from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line
+from toolkit.recipe.recipe import Recipe
 from toolkit.supervise.launcher_logs import silence_launcher
 from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
 
@@ -22,7 +26,7 @@ SECONDS_TO_SAVE = 600
 """How long ranks that are asked to stop may take to save their state. torch's 30 are too few for a large model."""
 
 
-def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> int:
+def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recipe: Recipe | None = None) -> int:
     """Runs `accelerate launch ARGUMENTS`. Returns the exit code of the rank that failed first, or 0.
 
     A signal that asks it to stop is passed on, and it waits until the ranks have saved their state.
@@ -30,15 +34,22 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
     Args:
         output_dir: output folder of the run, which may hold that state.
         stores: store of the run, if it has one, which may hold that state.
+        recipe: what recipes/finetune.py trains. Several ranks of it are forked from this process.
 
     Raises:
-        BadInputError: if the launcher refuses its arguments or the config.
+        BadInputError: if the launcher refuses its arguments or the config, or the hub lacks what the recipe names.
         RankLostError: if a signal ended a rank.
     """
+    forks = False
+    if recipe is not None and sys.platform == "linux" and _num_ranks(arguments) > 1:
+        forks = True
+        settle_hub(recipe)  # before the hub's library is imported
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if forks:
+        _import_for_ranks()
     silence_launcher()  # a rank prints its own error
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     started = time.time()
@@ -48,6 +59,8 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
             # By `nohup`, which torch's launcher does not heed.
             if HANG_UP is not None and signal.getsignal(HANG_UP) is signal.SIG_IGN:
                 settings.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
+            if forks:
+                settings.run_path, settings.start_method = True, "fork"  # options of torch's launcher
             launch_command(settings)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -61,6 +74,26 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str) -> in
     except ValueError as error:
         raise BadInputError(f"accelerate launch: {first_line(error)}") from error
     return 0
+
+
+def _num_ranks(arguments: Sequence[str]) -> int:
+    from toolkit.sharding.accelerate_config import read_accelerate_config
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--num_processes", type=int)
+    parser.add_argument("--config_file", type=Path)
+    told, _ = parser.parse_known_args(arguments)
+    return told.num_processes or read_accelerate_config(told.config_file).num_processes or 1
+
+
+def _import_for_ranks() -> None:
+    """Imports all that a run needs. Forked ranks have it then, where interpreters of their own take 5 s of CPU each."""
+    import torch
+
+    import toolkit.run.run  # noqa: F401
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torch's launcher chooses for several ranks, by a variable that is read too late
 
 
 HANDED_ON = (*SIGNALS, *([SAVE_SIGNAL] if SAVE_SIGNAL else []))

@@ -117,7 +117,7 @@ def _train_again(recipe: Recipe, options: list[str], on_cpu: bool, to: Path, as_
     with tempfile.TemporaryDirectory() as place, ranks_on_stderr() if as_json else nullcontext():
         file = Path(place, "recipe.yaml")
         file.write_text(recipe.to_yaml(), encoding="utf-8")
-        return run_launcher([*options, shown_script(), str(file)], to)
+        return run_launcher([*options, shown_script(), str(file)], to, recipe=recipe)
 
 
 def _changed_settings(origin: Origin, again: Origin) -> dict[str, list[str]]:

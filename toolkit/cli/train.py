@@ -84,7 +84,11 @@ def train(
     folder = Path(loaded.training.output_dir).expanduser()
     stores = [loaded.checkpoint.to] if loaded.checkpoint.to is not None else []
     with ranks_on_stderr() if as_json else nullcontext():
-        code = with_retries(lambda: run_launcher(words, folder, *stores), retries, lambda: _saved_step(folder, *stores))
+        code = with_retries(
+            lambda: run_launcher(words, folder, *stores, recipe=loaded),
+            retries,
+            lambda: _saved_step(folder, *stores),
+        )
     if as_json:
         print(
             json.dumps({"command": command, "exit_code": code, **({} if dry_run else _run_results(folder))}, indent=1)

@@ -41,7 +41,7 @@ def test_ranks_say_it_for_the_command_that_has_started_them() -> None:
     """Of an interrupt of all processes of a terminal: rank 0 has told it, and its launcher ends with the same code."""
     command = (
         "import sys, toolkit.cli.launcher\n"
-        "def launched(*_):\n    print('stopped by Ctrl-C', file=sys.stderr)\n    return 130\n"
+        "def launched(*_, **__):\n    print('stopped by Ctrl-C', file=sys.stderr)\n    return 130\n"
         "toolkit.cli.launcher.run_launcher = launched\n"
         "from toolkit.cli.app import main; sys.argv = ['toolkit', 'train', 'quickstart', '--cpu=2']; main()"
     )

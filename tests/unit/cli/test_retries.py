@@ -59,7 +59,7 @@ def test_two_fruitless_restarts_in_a_row_are_enough(capsys: pytest.CaptureFixtur
 
 def test_the_command_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = [4, 0]
-    monkeypatch.setattr(launcher, "run_launcher", lambda words, folder: codes.pop(0))
+    monkeypatch.setattr(launcher, "run_launcher", lambda words, folder, recipe: codes.pop(0))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setenv(train.ON_CPU, "")
     done = CliRunner().invoke(app, ["train", "sft", "--cpu", "2", "--retries", "2", "checkpoint.every_steps=5"])
