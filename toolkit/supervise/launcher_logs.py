@@ -9,5 +9,7 @@ def silence_launcher() -> None:
     """Makes torch's launcher log only critical messages. Imports its module first, because that sets the levels."""
     import torch.distributed.run  # noqa: F401
 
-    for name in ("", ".elastic.agent.server.api", ".elastic.multiprocessing.api"):
-        logging.getLogger(f"torch.distributed{name}").setLevel(logging.CRITICAL)
+    distributed = "torch.distributed"
+    names = (distributed, f"{distributed}.elastic.agent.server.api", f"{distributed}.elastic.multiprocessing.api")
+    for name in (*names, "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
