@@ -267,3 +267,32 @@ def test_ddp_keeps_its_buckets_between_steps_and_fsdp2_no_gradients() -> None:
         save = next((moment for moment in own.moments(setup(strategy, mesh)) if moment.moment == "save"), None)
         assert save is not None
         assert save.gradients == pytest.approx(kept, rel=0.01)
+    steps = own.moments(setup())
+    assert [one for one in steps if one.moment != "save"] == planner(hardware_of("cpu")).moments(setup())
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("llama", True), ("t5", False)])
+def test_blocks_with_an_mlp_may_run_in_chunks(kind: str, expected: bool) -> None:
+    found = planner()
+    assert Planner(found.recipe, workload(kind, layers=1), H100).can_chunk is expected
+
+
+def test_a_gpus_rank_saves_from_the_host() -> None:
+    """So no moment of it holds the file, and none the state that is offloaded."""
+    found = planner(
+        checkpoint={"every_steps": 1, "asynchronous": False},
+        sharding={"offload": "optimizer", "offload_executor": "cpu_torch"},
+    )
+    moments = found.moments(setup(offload=True))
+    assert "save" not in {moment.moment for moment in moments}
+    assert {moment.optimizer for moment in moments} == {0}
+
+
+def test_tokens_are_exchanged_in_each_micro_batch() -> None:
+    """To experts and back, forward and backward: 64 tokens of 128 numbers in bf16 to two experts each, half away."""
+    spread = replace(workload("mixtral"), experts=2)
+    found = Planner(planner().recipe, spread, H100)
+    for accumulation in (1, 3):
+        sent = found.row(setup(accumulation=accumulation)).traffic
+        assert sent.exchanged == accumulation * 4 * 2 * 64 * 2 * 128 * 2 // 2
+        assert (sent.group, sent.sequence) == (2, 1)
