@@ -442,9 +442,13 @@ def readable(source: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fix = (
+            "A file of about 130 bytes is a Git-LFS pointer (run `git lfs pull` there); download a truncated one again"
+        )
+        if isinstance(error, json.JSONDecodeError) or "no file named" in str(error):
+            fix = "Download the model again, or name a folder that holds its weights"
         raise BadInputError(
-            f"model.name_or_path: the weights of {source!r} cannot be read: {in_words(error)}. A file of about 130 "
-            "bytes is a Git-LFS pointer (run `git lfs pull` there); download a truncated one again"
+            f"model.name_or_path: the weights of {source!r} cannot be read: {in_words(error)}. {fix}"
         ) from error
 
 
