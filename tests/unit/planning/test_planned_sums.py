@@ -100,6 +100,9 @@ def test_the_bytes_of_small_moments_are_torchaos(kind: str, optimizer: str) -> N
 def test_averages_take_4_bytes_of_each_trained_element_of_the_shard() -> None:
     assert planner(**EMA)._average_bytes(setup()) == 4 * P // 4
     assert planner()._average_bytes(setup()) == 0
+    with_averages, without = (planner(**changes).moments(setup()) for changes in (EMA, {}))
+    more = {one.optimizer - other.optimizer for one, other in zip(with_averages, without, strict=True)}
+    assert more == {4 * P // 4}
 
 
 def test_units_stay_on_the_device_while_there_is_room_to_the_byte() -> None:
@@ -296,3 +299,25 @@ def test_tokens_are_exchanged_in_each_micro_batch() -> None:
         sent = found.row(setup(accumulation=accumulation)).traffic
         assert sent.exchanged == accumulation * 4 * 2 * 64 * 2 * 128 * 2 // 2
         assert (sent.group, sent.sequence) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions", "expected"),
+    [
+        ("causal_lm", None, 40),
+        ("causal_lm", 200, 40),
+        ("causal_lm", 74, 10),  # behind prompts of 64
+        ("causal_lm", 64, 2),  # a first token and one that sees it
+        ("seq2seq", 30, 30),  # a target has positions of its own
+    ],
+)
+def test_answers_end_with_the_models_positions(
+    monkeypatch: pytest.MonkeyPatch, kind: str, positions: int | None, expected: int
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(planned, "num_positions", lambda _: positions)
+    monkeypatch.setattr(planned, "answering", lambda _, *numbers: asked.append(numbers))
+    answers = {"file": "a.jsonl", "max_new_tokens": 40, "batch_size": 3}
+    data = {"train": "a.jsonl", "max_length": 64, "validation_fraction": 0.1}
+    planner(answers=answers, data=data, objective={"kind": kind})._answering(whole=False)
+    assert asked == [(3, 64, expected, False)]
