@@ -144,7 +144,18 @@ OF_KIND: dict[str, dict[str, Any]] = {
         "text_config": {"moe_hidden_size": 16, "layer_rope_theta": [1e4, 0], "sliding_window": 16},
         "audio_config": {"patch_sizes": [2, 2], "hidden_sizes": [32, 32], "depths": [1, 1]},
     },
-    "nemo_speechlm": {"audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}}},
+    "nemo_speechlm": {
+        "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}},
+        "text_config": {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 16,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    },
     "qwen2_5_omni": {
         "thinker_config": AXES,
         "talker_config": {"embedding_size": 32, **AXES["text_config"]},
