@@ -184,6 +184,8 @@ in bf16, with its gradients summed in float32).
 - right: they agree.
 - refused: before its first step the run says why it cannot train this type in this way; the reason is below.
 - wrong: they do not agree. crashed: the run ends in an error that does not name the type. The details are below.
+- compile: with torch's inductor. traced: with its backend `aot_eager`, which traces and differentiates blocks and
+  writes no code for them, in a tenth of the time. Where no block can be compiled, the entry is refused.
 - no entry: not tried, without experts, or hidden by rounding: transformers' own model is as far from itself in float64
   (bf16: in float32).
 

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
+from transformers.utils import is_timm_available
 
 from support.multimodal_sizes import OF_KIND
 from support.tiny import VOCAB_SIZE
@@ -48,7 +49,8 @@ SIZES = {
 }
 """Of fields in any of a configuration's parts."""
 
-UNTRIED = dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "its tower is built by timm")
+OF_TIMM = ("fast_vlm", "gemma3n", "perception_lm")
+UNTRIED = {} if is_timm_available() else dict.fromkeys(OF_TIMM, "its tower is built by timm")
 """By type, why it is not tried here."""
 
 _READS_FIRST = "cannot run on rows of text alone: what it reads first is"
@@ -84,7 +86,7 @@ REFUSED_WITH: dict[str, dict[str, str]] = {
 
 WITHOUT_SIZES = {
     *("aya_vision", "chameleon", "cohere_compass", "deepseek_ocr2", "diffusion_gemma", "emu3", "granite4_vision"),
-    *("hunyuan_vl", "qwen3_omni_moe", "qwen4_exp"),
+    *("hunyuan_vl", "perception_lm", "qwen3_omni_moe", "qwen4_exp"),
 }
 """Types that transformers itself cannot build from their default configuration."""
 

@@ -10,6 +10,7 @@ HALF_AXES = {
 }
 PICTURE_CODES = {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 8, "num_res_blocks": 1}
 SPEECH_ENCODER = {"encoder_config": {"hidden_dim": 32, "dim_head": 16, "max_pos_emb": 16, "context_size": 8}}
+TINY_TIMM = {"vision_config": {"architecture": "test_byobnet", "model_args": None}}
 SOUND_CODES = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 
 OF_KIND: dict[str, dict[str, Any]] = {
@@ -79,6 +80,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
             "moe_k": 2,
         }
     },
+    "fast_vlm": TINY_TIMM,
     "florence2": {
         "vision_config": {
             "depths": [1, 1],
@@ -94,6 +96,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     },
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gemma3n": {
+        **TINY_TIMM,
         "text_config": {
             "num_hidden_layers": 4,
             "num_kv_shared_layers": 2,
@@ -101,7 +104,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
             "intermediate_size": [24] * 4,
             "activation_sparsity_pattern": [0.0] * 4,
             "laurel_rank": 4,
-        }
+        },
     },
     "glm5_next": {
         "text_config": {
@@ -155,6 +158,21 @@ OF_KIND: dict[str, dict[str, Any]] = {
             "chunk_size": 16,
             "moe_shared_expert_intermediate_size": 32,
         },
+    },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {
+                "embed_dim": 32,
+                "depth": 2,
+                "num_heads": 2,
+                "img_size": [28, 28],
+                "ref_feat_shape": [2, 2],
+                "global_pool": "",
+                "use_post_transformer_norm": False,
+                "init_values": 0.1,
+            },
+        }
     },
     "qwen2_5_omni": {
         "thinker_config": AXES,

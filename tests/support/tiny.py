@@ -107,6 +107,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
         "num_buckets": 8,
     },
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "squeezebert": {"embedding_size": 16},
     "whisper": _SIDES,
     "xlnet": {"d_head": 8, "d_inner": 24},
     "youtu": {"pad_token_id": None},  # its row of padding is set to zero on every load, which is refused

@@ -35,7 +35,8 @@ SMALL = 1e-3
 
 EPSILON = torch.finfo(torch.float32).eps
 
-SECONDS = 90.0
+SECONDS = 400.0
+"""For a run on a busy machine; torch compiles for a minute and more."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Feature:
         changes: to the recipe, by section.
         tolerance: of losses and changes, see `TOLERANCE`.
         adapted: whether adapters are trained, which are compared with peft's own.
+        backend: of torch.compile, if the recipe asks for it; inductor also compiles what the others trace.
     """
 
     objective: str = "causal_lm"
@@ -55,6 +57,7 @@ class Feature:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     tolerance: float = TOLERANCE
     adapted: bool = False
+    backend: str = "inductor"
 
     @property
     def in_bf16(self) -> bool:
@@ -77,6 +80,7 @@ FEATURES = {
     "checkpointing": Feature(changes={"sharding": {"strategy": "zero3", **CHECKPOINTED}}),
     "bf16": Feature(changes={"training": {"mixed_precision": "bf16"}}, tolerance=0.2),
     "compile": Feature(changes={"training": {"compile": True}}),
+    "traced": Feature(changes={"training": {"compile": True}}, backend="aot_eager"),
     "classification": Feature(objective="sequence_classification"),
     "tagging": Feature(objective="token_classification"),
     "seq2seq": Feature(objective="seq2seq"),
@@ -114,19 +118,28 @@ def recipe_of(feature: Feature, folder: Path) -> dict[str, Any]:
     return values
 
 
-def run(values: dict[str, Any]) -> tuple[str, Any]:
-    """On every rank: how a run of the recipe ended, and the records of its steps or what it said."""
+def run(values: dict[str, Any], backend: str = "inductor") -> tuple[str, Any]:
+    """On every rank: how a run of the recipe ended, and the records of its steps or what it said.
+
+    A run whose blocks could not be compiled goes on eagerly and warns, which is a refusal here.
+    """
     from toolkit import finetune
     from toolkit.errors import BadInputError
     from toolkit.recipe.recipe import Recipe
+    from toolkit.run import accelerator
+    from toolkit.sharding.compiling import Compilation
 
     warnings.simplefilter("ignore")
+    compilation = Compilation(backend)
+    accelerator.Compilation = lambda: compilation  # type: ignore[assignment,misc]
     try:
         result = finetune(Recipe.from_mapping(values))
     except BadInputError as error:
         return "refused", str(error)
     except Exception as error:  # whatever a user would see as a bare error
         return "crashed", f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if compilation.problem is not None:
+        return "refused", f"training.compile: {compilation.describe()}"
     return "ran", [record for record in result.metrics if "learning_rate" in record]
 
 
@@ -139,7 +152,7 @@ def judged(kind: str, feature: Feature, folder: Path) -> str:
     write_rows(feature.objective, folder / "rows.jsonl")
     values = recipe_of(feature, folder)
     try:
-        status, told = run_on_ranks(run, feature.num_ranks, values, seconds=SECONDS)[0]
+        status, told = run_on_ranks(run, feature.num_ranks, values, feature.backend, seconds=SECONDS)[0]
     except AssertionError as error:
         return f"crashed: {' '.join(str(error).split())[-300:]}"
     if status != "ran":

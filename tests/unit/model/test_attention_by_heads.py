@@ -66,7 +66,7 @@ def test_parts_of_a_row_hold_its_tokens_targets_and_lengths() -> None:
     whole = {
         name: torch.cat([part[name] for part in parts], dim=1) for name in ("input_ids", "targets", "position_ids")
     }
-    assert whole["input_ids"].tolist() == [[*range(1, 11), 0, 0]]
+    assert whole["input_ids"].tolist() == [[*range(1, 11), 1, 1]], "not the token whose embedding may be zero"
     # Each token predicts the next one, across the borders of parts but not of documents.
     assert whole["targets"].tolist() == [[2, 3, -100, 5, 6, 7, 8, -100, -100, -100, -100, -100]]
     assert whole["position_ids"].tolist() == parts[0]["whole_positions"].tolist() == [[*positions[0].tolist(), 0, 1]]
