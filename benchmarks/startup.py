@@ -6,6 +6,9 @@ Launches the recipe with `accelerate launch`, as a user does: once with an empty
 before. A part's seconds are rank 0's, by the clock and of CPU time, medians over the launches after the first.
 Imports by library are the self times of `python -X importtime`, which slows them down; what they take at
 least is a process that imports the same libraries without the toolkit, in turn with one that imports it.
+
+`toolkit train` of three steps on two ranks is compared in turn with two processes that import the libraries, and
+with two ranks by hand that do the same (started_by_hand.py), by CPU time of all processes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import operator
 import os
+import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "accelerate", "datasets", "peft")
 MODEL = "from transformers import LlamaForCausalLM"
 FLOOR = f"import {', '.join(LIBRARIES)}; {MODEL}"
+BARE = f"import torch, accelerate, transformers, datasets; {MODEL}"
 OURS = f"import toolkit.run.run; {MODEL}"
 SHOWN = 12
 """Libraries that are named; the rest is one line."""
@@ -80,6 +87,34 @@ def seconds_of(code: str, folder: Path) -> float:
     return float(done.stdout.split()[-1])
 
 
+def cpu_of(command: list[str], folder: Path) -> float:
+    """CPU seconds of a command and of all processes that it starts and waits for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def whole_commands(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of `toolkit train` of three steps on two ranks, of the same by hand, and of two bare imports."""
+    run, by_hand = folder / "whole", str(ROOT / "benchmarks/started_by_hand.py")
+    given = [f"training.output_dir={run}", f"data.cache_dir={folder / 'cache'}", "training.max_steps=3"]
+    train = [str(Path(sys.executable).with_name("toolkit")), "train", "quickstart", "--cpu", "2", *given]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", by_hand]
+    found: dict[str, list[float]] = {"toolkit train": [], "by hand": [], "two bare imports": []}
+    for number in range(rounds + 1):
+        shutil.rmtree(run, ignore_errors=True)
+        seconds = cpu_of(train, folder)
+        hand = cpu_of([*torchrun, str(run / "export"), str(folder / "by-hand")], folder)
+        if number:  # the first fills the cache
+            found["toolkit train"].append(seconds)
+            found["by hand"].append(hand)
+            found["two bare imports"].append(2 * cpu_of([sys.executable, "-c", BARE], folder))
+    return found
+
+
 def by_library(code: str, folder: Path) -> dict[str, float]:
     """Seconds that the modules of each library take by themselves when `code` is run, the largest first."""
     command = [sys.executable, "-X", "importtime", "-c", code]
@@ -122,13 +157,20 @@ def main() -> None:
             floor.append(seconds_of(FLOOR, folder))
             ours.append(seconds_of(OURS, folder))
         libraries = shortened(by_library(OURS, folder))
+        commands = whole_commands(folder, options.rounds)
     first, later = medians(launches[:1]), medians(launches[1:] or launches)
     imports = {"libraries_cpu": round(statistics.median(floor), 3), "toolkit_cpu": round(statistics.median(ours), 3)}
-    told = {"recipe": options.recipe, "rounds": options.rounds, "empty_cache": first, "parts": later}
+    whole = {name: round(statistics.median(seconds), 2) for name, seconds in commands.items()}
+    told = {"recipe": options.recipe, "rounds": options.rounds, "empty_cache": first, "parts": later, "whole": whole}
     tell({**facts("datasets", "peft"), **told, "imports": imports, "import_self_seconds": libraries}, options.output)
     rows = [[part, later[part]["seconds"], later[part]["cpu"] or None, first[part]["seconds"]] for part in later]
     show("From the command to the first step", ["", "clock s", "CPU s", "clock s, empty cache"], rows)
     show("Imports by library", ["", "self s, traced"], libraries.items())
+    ratios = [
+        [name, whole[name], statistics.median(map(operator.truediv, commands["toolkit train"], seconds))]
+        for name, seconds in commands.items()
+    ]
+    show("quickstart, three steps, two ranks", ["", "CPU s", "toolkit train / this"], ratios)
     print(
         f"imports, CPU: {imports['libraries_cpu']} s for {', '.join(LIBRARIES)} and a model of transformers; ", end=""
     )

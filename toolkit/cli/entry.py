@@ -47,8 +47,8 @@ def is_forked() -> bool:
 def _forget_launcher() -> None:
     """Makes a forked rank what an interpreter of its own would be: without the launcher's handlers of signals.
 
-    CUDA cannot be used in a fork if the launcher has called it. torch avoids such calls if the driver's NVML tells the
-    devices; where it cannot, an interpreter of its own takes this one's place.
+    If there are GPUs that are not used, a library may have called CUDA in the launcher, and each of torch's questions
+    about them would fail here. An interpreter of its own takes this one's place then.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):

@@ -34,15 +34,14 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
     Args:
         output_dir: output folder of the run, which may hold that state.
         stores: store of the run, if it has one, which may hold that state.
-        recipe: what recipes/finetune.py trains. Several ranks of it are forked from this process.
+        recipe: what recipes/finetune.py trains. Several ranks of it on CPUs are forked from this process.
 
     Raises:
         BadInputError: if the launcher refuses its arguments or the config, or the hub lacks what the recipe names.
         RankLostError: if a signal ended a rank.
     """
-    forks = False
-    if recipe is not None and sys.platform == "linux" and _num_ranks(arguments) > 1:
-        forks = True
+    forks = recipe is not None and _can_fork(arguments)
+    if recipe is not None and forks:
         settle_hub(recipe)  # before the hub's library is imported
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -76,14 +75,24 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
     return 0
 
 
-def _num_ranks(arguments: Sequence[str]) -> int:
+def _can_fork(arguments: Sequence[str]) -> bool:
+    """Tells whether the launcher starts several ranks on CPUs of a system that can fork.
+
+    Ranks on GPUs are interpreters of their own: a fork cannot use CUDA if this process has, as libraries do that look
+    at the GPU when they are imported (torchao).
+    """
+    import torch
+
     from toolkit.sharding.accelerate_config import read_accelerate_config
 
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true" or torch.cuda.device_count() == 0
+    if sys.platform != "linux" or not on_cpu:
+        return False
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--num_processes", type=int)
     parser.add_argument("--config_file", type=Path)
     told, _ = parser.parse_known_args(arguments)
-    return told.num_processes or read_accelerate_config(told.config_file).num_processes or 1
+    return (told.num_processes or read_accelerate_config(told.config_file).num_processes or 1) > 1
 
 
 def _import_for_ranks() -> None:

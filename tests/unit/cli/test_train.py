@@ -153,7 +153,7 @@ torch.cuda._is_in_bad_fork = lambda: in_bad_fork
 from toolkit.cli import finetune
 finetune.finetune_command = lambda arguments: print(json.dumps([
     int(os.environ["RANK"]), imported, arguments, torch.get_num_threads(),
-    str(signal.getsignal(signal.SIGTERM)), signal.getsignal(signal.SIGINT) is entry._interrupted
+    str(signal.getsignal(signal.SIGTERM)), signal.getsignal(signal.SIGINT) is entry._on_interrupt
 ])) or os.environ["RANK"] == "1" and eval(os.environ["END"]) or 0
 sys.exit(entry.finetune(sys.argv[1:]))
 """
