@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import ranks
+from support.pretended_steps import NCCL, started_anew
 
 FOLDER = Path(__file__).parent
 INSIDE = importlib.util.find_spec("pretended_device") is not None
@@ -115,7 +114,7 @@ def test_each_wait_of_the_host_is_told_with_its_lines() -> None:
     assert waits == []
     value.item()
     torch.cuda.current_stream().synchronize()
-    pretended_device.call_on_wait(lambda what, lines: None)
+    pretended_device.call_on_wait(None)
     assert [what for what, _ in waits] == ["cudaStreamSynchronize"] * 2
     assert all(any(Path(__file__).name in line for line in lines) for _, lines in waits)
 
@@ -160,6 +159,8 @@ COMPUTED: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], list[torch.T
         lambda x, w: F.silu(x @ w) * (x @ w).softmax(-1).cumsum(-1),
         lambda: [torch.randn(3, 16), torch.randn(16, 24)],
     ),
+    "matrix and vector": (lambda a, x: a @ x, lambda: [torch.randn(6, 16), torch.randn(16)]),
+    "matrix and vector, float64": (lambda a, x: a @ x, lambda: [torch.randn(6, 16).double(), torch.randn(16).double()]),
     "sizes that are data": (lambda x: x[x > 0].sum() * x.nonzero().sum(), lambda: [torch.randn(30)]),
     "sort, scatter and gather": (
         lambda x: torch.zeros_like(x).scatter_add(1, x.sort(1).indices, x.topk(8, 1).values),
@@ -187,14 +188,6 @@ def test_numbers_are_those_of_the_cpu(name: str) -> None:
 # Two ranks with a device each
 
 
-@pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks meet over NCCL. They are started anew: a process that is forked from one that knows CUDA cannot use it."""
-    monkeypatch.setenv("TEST_BACKEND", "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(ranks, "_context", multiprocessing.get_context("spawn"))
-    monkeypatch.setattr(multiprocessing.context.SpawnContext, "set_forkserver_preload", lambda *_: None)
-
-
 def collectives() -> list[Any]:
     import torch.distributed as dist
 
@@ -215,9 +208,8 @@ def collectives() -> list[Any]:
 
 
 @inside
-@pytest.mark.usefixtures("devices")
 def test_collectives_move_data() -> None:
-    first, second = ranks.run_on_ranks(collectives, 2)
+    first, second = started_anew(collectives, 2, seconds=300, **NCCL)
     averaged = [0.0, 1.5, 3.0, 4.5]
     told = [{"rank": 0}, {"rank": 1}]
     assert first == [[3.0] * 3, averaged[:2], averaged, [0.0, 1.0, 0.0, 2.0], told, 0]
@@ -238,6 +230,5 @@ def disagree() -> str:
 
 @inside
 @pytest.mark.expects_misuse
-@pytest.mark.usefixtures("devices")
 def test_ranks_that_disagree_are_told() -> None:
-    assert ranks.run_on_ranks(disagree, 2) == ["DistBackendError", "DistBackendError"]
+    assert started_anew(disagree, 2, seconds=300, **NCCL) == ["DistBackendError", "DistBackendError"]

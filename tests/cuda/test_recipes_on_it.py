@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import ranks
+from support.pretended_steps import NCCL, WITHOUT_DEVICES, started_anew, watched
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -53,6 +53,8 @@ class Case:
 IN_BF16 = 2e-3
 FP16: dict[str, Any] = {"training": {"mixed_precision": "fp16"}, "on_cpu": {"mixed_precision": "no"}, "close": 5e-3}
 EXPERTS = {"model": {"name_or_path": "experts"}}
+HYBRID = {"strategy": "hybrid"}
+"""Two replicas of two ranks."""
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "ddp": Case({"strategy": "ddp"}),
@@ -68,6 +70,8 @@ CASES: dict[int, dict[str, Case]] = {
         "experts by block, bf16": Case(
             {"experts": 2, **BY_BLOCK}, BF16, EXPERTS | {"objective": {"router_aux_coef": 0.0}}, close=IN_BF16
         ),
+        "experts": Case({"experts": 2}, sections=EXPERTS),
+        "experts, bf16, offload": Case({"experts": 2, **OFFLOAD}, BF16, EXPERTS, close=IN_BF16),
         "sequence": Case({"sequence": 2}),
         "sequence, checkpointing, offload": Case(
             {"sequence": 2, "activation_checkpointing": 1, **OFFLOAD}, BF16, close=IN_BF16
@@ -85,12 +89,21 @@ CASES: dict[int, dict[str, Case]] = {
         "resumed, offload": Case(OFFLOAD, BF16, close=IN_BF16, resumed=True),
         "resumed, ddp, averages": Case({"strategy": "ddp"}, {"ema": 0.7}, resumed=True),
     },
+    4: {
+        "hybrid": Case(HYBRID),
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
+    save_models(folder)
+    return folder
+
+
+def save_models(folder: Path) -> None:
+    """A Llama and a mixture of experts with its tokenizer, and rows."""
     save_llama(folder / "model", TEXTS, tied=True)
     save_llama(folder / "experts", TEXTS, tied=False)
     settings = json.loads((folder / "experts" / "config.json").read_text())
@@ -100,7 +113,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     experts = Qwen3MoeConfig(**sizes, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     Qwen3MoeForCausalLM(experts).save_pretrained(folder / "experts")
     write(folder / "rows.jsonl", [{"text": text} for text in TEXTS])
-    return folder
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -142,19 +154,24 @@ def output_of(num_ranks: int, name: str, on_cpu: bool) -> str:
     return f"{'cpu' if on_cpu else 'cuda'}-{num_ranks}-{name}".replace(" ", "_")
 
 
-def all_runs(folder: Path, num_ranks: int, on_cpu: bool) -> dict[str, Any]:
-    """What every recipe finds on this rank, and what its device has seen of it."""
+def all_runs(folder: Path, num_ranks: int, on_cpu: bool, names: list[str]) -> dict[str, Any]:
+    """What each recipe finds on this rank, and what its device has seen of it. Four ranks are two hosts' to them."""
+    os.environ.update(LOCAL_WORLD_SIZE=str(min(2, num_ranks)), MASTER_ADDR="localhost", MASTER_PORT="0")
     if not on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "false"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     found: dict[str, Any] = {}
-    for name, case in CASES[num_ranks].items():
+    for name in names:
+        case = CASES[num_ranks][name]
         hybrid = case.sharding.get("strategy") == "hybrid"
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(num_ranks // 2) if hybrid else "1"
-        before = {} if on_cpu else seen()
-        found[name] = one_run(folder, output_of(num_ranks, name, on_cpu), case, on_cpu)
-        if not on_cpu:
-            found[name]["seen"] = {key: value - before[key] for key, value in seen().items()}
+        if on_cpu:
+            found[name] = one_run(folder, output_of(num_ranks, name, on_cpu), case, on_cpu)
+            continue
+        before = seen()
+        with watched() as steps:
+            found[name] = one_run(folder, output_of(num_ranks, name, on_cpu), case, on_cpu)
+        found[name] |= {"seen": {key: value - before[key] for key, value in seen().items()}, "steps": steps}
     return found
 
 
@@ -164,19 +181,20 @@ def seen() -> dict[str, int]:
     return pretended_device.counters() | {"failed": len(pretended_device.failed)}
 
 
-def on_ranks(folder: Path, num_ranks: int, on_cpu: bool) -> list[Any]:
-    """On ranks that are started anew: what is forked from a process that has looked for devices cannot use them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(*(("PRETENDED_LIBRARIES", "") if on_cpu else ("TEST_BACKEND", "cpu:gloo,cuda:nccl")))
-        patch.setattr(ranks, "_context", multiprocessing.get_context("spawn"))
-        patch.setattr(multiprocessing.context.SpawnContext, "set_forkserver_preload", lambda *_: None)
-        return ranks.run_on_ranks(all_runs, num_ranks, folder, num_ranks, on_cpu, seconds=1200)
-
-
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Callable[[int], tuple[list[Any], list[Any]]]:
-    """On devices and on the CPU, by the number of ranks."""
-    return functools.cache(lambda num_ranks: (on_ranks(folder, num_ranks, False), on_ranks(folder, num_ranks, True)))
+def found(folder: Path, request: pytest.FixtureRequest) -> Callable[[int], tuple[list[Any], list[Any]]]:
+    """On devices and on the CPU, by the number of ranks; only recipes of tests that were chosen run."""
+    chosen = [item.callspec.params for item in request.session.items if getattr(item, "module", None) is request.module]
+
+    def both(num_ranks: int) -> tuple[list[Any], list[Any]]:
+        names = [name for name in CASES[num_ranks] if {"num_ranks": num_ranks, "name": name} in chosen]
+        args = (num_ranks, folder, num_ranks)
+        return (
+            started_anew(all_runs, *args, False, names, seconds=1500, **NCCL),
+            started_anew(all_runs, *args, True, names, seconds=1500, **WITHOUT_DEVICES),
+        )
+
+    return functools.cache(both)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
@@ -190,3 +208,46 @@ def test_a_recipe_learns_on_devices_what_it_learns_on_cpu_ranks(
         assert len(own[name]["grad_norm"]) == STEPS
         assert own[name]["seen"]["misuses"] == own[name]["seen"]["failed"] == 0
         assert own[name]["seen"]["launches"] > 100
+
+
+ONCE = "trainer._exchange_figures"
+OF_DDP = {"distributed._pre_forward", "distributed.forward"}
+"""In its first ten steps DDP asks how long the step before has taken: that one's events are over. It sorts its buckets
+anew in the second."""
+
+OF_OFFLOAD = {"capture.wait_for_landing"}
+"""A gradient's copy to the host waits until the buffer is free into which it goes."""
+
+OF_AVERAGES = {"engine.flush"}
+"""With offload they wait for the update of the weights that they are of."""
+
+OF_EXPERTS = {"expert_parallel._forward_with_exchange", "balance.loads"}
+"""How many tokens an expert gets is known to the device alone, and so is what is told of it."""
+
+IN_FLOAT32 = {"functional.grouped_mm"}
+"""torch multiplies groups one by one there, whose sizes it reads."""
+
+
+def may_wait(case: Case) -> set[str]:
+    """Where the host may wait beside `ONCE`."""
+    bf16 = case.training.get("mixed_precision") == "bf16"
+    return {
+        *(OF_DDP if case.sharding.get("strategy") == "ddp" else ()),
+        *(OF_OFFLOAD if "offload" in case.sharding else ()),
+        *(OF_AVERAGES if "offload" in case.sharding and "ema" in case.training else ()),
+        *(OF_EXPERTS if "experts" in case.sharding else ()),
+        *(IN_FLOAT32 if "experts" in case.sharding and not bf16 else ()),
+    }
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
+def test_the_host_waits_once_a_step(
+    found: Callable[[int], tuple[list[Any], list[Any]]], num_ranks: int, name: str
+) -> None:
+    for rank in found(num_ranks)[0]:
+        steps = rank[name]["steps"]
+        assert len(steps) == STEPS
+        # A run's first step asks for its own counts, besides; some runs begin anew at the third.
+        for step in steps[1::2]:
+            assert step.waits.count(ONCE) == 1
+            assert {*step.waits} - {ONCE} <= may_wait(CASES[num_ranks][name])

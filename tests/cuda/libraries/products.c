@@ -162,6 +162,14 @@ PRODUCT(cublasSgemm_v2, float)
 PRODUCT(cublasDgemm_v2, double)
 BATCHED(cublasSgemmStridedBatched, float)
 BATCHED(cublasDgemmStridedBatched, double)
+#define VECTOR(name, type)                                                                                             \
+  cublasStatus_t name(cublasHandle_t handle, cublasOperation_t of_a, int m, int n, const type *alpha, const type *a,   \
+                      int lda, const type *x, int step_x, const type *beta, type *y, int step_y) {                     \
+    (void)of_a, (void)m, (void)n, (void)alpha, (void)lda, (void)step_x, (void)beta, (void)step_y;                      \
+    return with_handle(handle, #name, a, x, y);                                                                        \
+  }
+VECTOR(cublasSgemv_v2, float)
+VECTOR(cublasDgemv_v2, double)
 #define DOT(name, type)                                                                                                \
   cublasStatus_t name(cublasHandle_t handle, int n, const type *x, int step_x, const type *y, int step_y, type *found) { \
     (void)n, (void)step_x, (void)step_y;                                                                               \

@@ -84,8 +84,11 @@ def counters() -> dict[str, int]:
     return {name: int(runtime.pretended_counter(number)) for number, name in enumerate(COUNTERS)}
 
 
-def call_on_wait(function: Callable[[str, list[str]], None]) -> None:
+def call_on_wait(function: Callable[[str, list[str]], None] | None) -> None:
     """From now on, `function` gets each wait of the host for the device, and the Python lines that led to it."""
+    if function is None:
+        _loaded[SONAMES[0]].pretended_call_on_wait(None)
+        return
 
     def called(what: bytes) -> None:
         lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()[:-1]]
@@ -116,7 +119,7 @@ LEFT_ALONE = {
     *("_local_scalar_dense", "_fused_sdp_choice", "_has_same_storage_numel", "_efficientzerotensor"),
 }
 PREFIXES_LEFT_ALONE = ("empty", "_cudnn", "cudnn", "miopen", "_nested", "_sparse", "_thnn", "_cufft", "_fft")
-SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+SIZED_BY_DATA = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc")
 """The host side of these reads what the kernel wrote; so they are computed first, inside of other operators, too."""
 
 
@@ -165,7 +168,7 @@ class _Computed:
     def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
         args = self._with_tensors(args)
         if self._base in SIZED_BY_DATA and not self._is_in_place and self._is_small((args, kwargs)):
-            return _on_device(self._operator(*_on_host(args), **_on_host(kwargs)), args[0].device)
+            return _on_device(self._compute(*_on_host(args), **_on_host(kwargs)), args[0].device)
         if getattr(_busy, "on", False):
             return self._kernel.call_boxed(keys, *args, **kwargs)
         _busy.on = True
