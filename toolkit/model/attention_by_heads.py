@@ -20,15 +20,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of, mask_by_what_is_known
-from toolkit.model.positions import takes_positions
+from toolkit.model.positions import rotary_limit, takes_positions
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence_parallel import WholeRows, heads_for_tokens, own_part, rows_under_way, tokens_for_heads
 
 WITHIN_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers, as configurations name them, that mix tokens only in attention."""
-
-BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the longest position of a forward; a rank sees a part of them."""
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -60,12 +57,11 @@ def require_sequence(model: nn.Module, parts: int, max_length: int) -> None:
         raise BadInputError(f"sharding.sequence: {name} does not tell its number of attention heads; remove it")
     if heads % parts:
         raise BadInputError(_cannot_share(parts, heads, name))
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    known = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
-    if kind in BY_LENGTH and max_length > known:
+    limit = rotary_limit(model)
+    if limit is not None and max_length > limit[1]:
         raise BadInputError(
-            f"sharding.sequence: the rotary embeddings of {name} ({kind}) change with the length of a row beyond "
-            f"{known} tokens, and each rank has a part of it; lower data.max_length to {known}, or remove it"
+            f"sharding.sequence: the rotary embeddings of {name} ({limit[0]}) change with the length of a row beyond "
+            f"{limit[1]} tokens, and each rank has a part of it; lower data.max_length to {limit[1]}, or remove it"
         )
 
 

@@ -12,6 +12,10 @@ from toolkit.model.adapters import base_of
 from toolkit.recipe.schema import DataSection
 
 
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest position of a forward."""
+
+
 def takes_positions(model: nn.Module) -> bool:
     """Tells whether a forward takes positions that restart; otherwise documents in a packed row see each other."""
     return "position_ids" in inspect.signature(base_of(model).forward).parameters
@@ -36,6 +40,19 @@ def num_positions(model: nn.Module) -> int | None:
     if positions is None or positions < 1:
         return None  # XLNet says -1: any length
     return int(positions) - first_position(model)  # RoBERTa's family leaves the first ones unused
+
+
+def rotary_limit(model: nn.Module) -> tuple[str, int] | None:
+    """Returns the kind of rotary embeddings whose frequencies depend on a forward's longest row, and up to which length.
+
+    One row beyond that length (tokens) changes the frequencies of all rows of the forward. None if nothing does.
+    """
+    config: Any = base_of(model).config.get_text_config()
+    rotary = getattr(config, "rope_parameters", None) or {}
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    limits = [limit for limit in (rotary.get(names[0]), *(getattr(config, name, None) for name in names)) if limit]
+    kind = rotary.get("rope_type")
+    return (kind, int(limits[0])) if kind in BY_LENGTH and limits else None
 
 
 def require_positions(model: nn.Module, data: DataSection) -> None:

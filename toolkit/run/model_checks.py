@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.data.picture_samples import PictureSamples
+from toolkit.data.report import DataReport
 from toolkit.data.samples import LabelledSamples, PairSamples, TextSamples
 from toolkit.errors import BadInputError
+from toolkit.model.adapters import base_of
+from toolkit.model.positions import rotary_limit
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.planning.check import Planned
+from toolkit.recipe.recipe import Recipe
 from toolkit.run.packing_check import LeakError, check_causal, check_leaks
 from toolkit.run.padding_check import changed_by_padding
 from toolkit.run.picture_check import check_pictures
@@ -19,6 +25,7 @@ from toolkit.run.rows import may_pad, without_packing
 from toolkit.run.sequence_check import check_parts, part_of
 from toolkit.run.stages import CheckedModel, MetaModel, OpenedRun, PackingCheck, ShardedModel
 from toolkit.run.teacher_setup import check_teacher
+from toolkit.sharding.fsdp import class_name
 from toolkit.terminal import Pass, Terminal
 
 
@@ -39,6 +46,8 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
         objective = build_objective(
             recipe.objective, on_meta.model, False, counts, on_meta.teacher, apart=True, sources=names
         )
+    if (told := changed_by_longer_rows(sharded.inner, recipe, data.report)) is not None:
+        opened.console.warn(told)
     check_teacher(accelerator, recipe.training.micro_batch_size, objective, data, opened.in_16_bits)
     differ = _check_parts(opened, sharded, objective, data, planned)
     head_loss = objective.check_head_loss(model, opened.device, opened.in_16_bits)
@@ -46,6 +55,23 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
     if alone is not None:
         objective = RowsAlone(objective)
     return CheckedModel(objective, data, padded, packing, alone, head_loss, differ)
+
+
+def changed_by_longer_rows(inner: nn.Module, recipe: Recipe, report: DataReport) -> str | None:
+    """Returns a warning if a long row changes the rotary embeddings of the others of its micro-batch, or None."""
+    limit, longest = rotary_limit(inner), recipe.data.max_length
+    if limit is None or not (report.packing or recipe.training.micro_batch_size > 1):
+        return None
+    if report.train is not None:
+        longest = min(longest, int(report.train.longest["tokens"]))
+    if longest <= limit[1]:
+        return None
+    return (
+        f"model.name_or_path: the rotary embeddings of {class_name(base_of(inner))} ({limit[0]}) change for a whole "
+        f"micro-batch if one row has more than {limit[1]:,} tokens, and the longest has {longest:,}: a shorter row is "
+        f"not computed as it is alone. Set data.max_length={limit[1]}, or data.packing=false and "
+        "training.micro_batch_size=1"
+    )
 
 
 def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData) -> str | None:

@@ -1,0 +1,69 @@
+"""Rotary embeddings that change for a whole forward if one row is long: the run says so (Phi-3's longrope)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import llama
+from transformers import Phi3Config, Phi3ForCausalLM
+
+from toolkit.model.positions import rotary_limit
+from toolkit.run.model_checks import changed_by_longer_rows
+
+
+def phi3() -> Phi3ForCausalLM:
+    torch.manual_seed(0)
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10_000.0}
+    config = Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=128, original_max_position_embeddings=32,
+        rope_parameters=factors, pad_token_id=0,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).eval()
+
+
+def told(model: Any, longest: int, packing: bool = False, rows: int = 2, max_length: int = 100) -> str | None:
+    recipe: Any = SimpleNamespace(
+        data=SimpleNamespace(max_length=max_length), training=SimpleNamespace(micro_batch_size=rows)
+    )
+    report: Any = SimpleNamespace(packing=packing, train=SimpleNamespace(longest={"tokens": longest}))
+    return changed_by_longer_rows(model, recipe, report)
+
+
+@torch.no_grad()
+def test_a_row_is_computed_otherwise_beside_a_long_one() -> None:
+    """This is what the warning is about."""
+    model, ids = phi3(), torch.randint(1, 64, (2, 40))
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, 20:] = 0
+    alone = model(input_ids=ids[:1, :20]).logits
+    beside = model(input_ids=ids, attention_mask=mask).logits[:1, :20]
+    assert (alone - beside).abs().max() > 1e-3 * alone.abs().max()
+    fits = model(input_ids=ids[:, :32], attention_mask=mask[:, :32]).logits[:1, :20]
+    assert torch.allclose(alone, fits, atol=1e-6)
+
+
+@pytest.mark.parametrize(("packing", "rows"), [(True, 1), (False, 2)])
+def test_a_warning_tells_what_to_set(packing: bool, rows: int) -> None:
+    model = phi3()
+    assert rotary_limit(model) == ("longrope", 32)
+    found = told(model, 90, packing, rows)
+    assert found is not None
+    assert "Phi3ForCausalLM (longrope)" in found
+    assert "more than 32 tokens, and the longest has 90" in found
+    assert "Set data.max_length=32, or data.packing=false and training.micro_batch_size=1" in found
+    cut = told(model, 500, packing, rows)
+    assert cut is not None
+    assert "the longest has 100" in cut, "longer rows are cut"
+
+
+def test_no_warning_if_nothing_changes() -> None:
+    assert told(phi3(), 90, packing=False, rows=1) is None, "each row is alone"
+    assert told(phi3(), 32) is None
+    assert told(phi3(), 90, max_length=32) is None
+    plain = llama()
+    assert rotary_limit(plain) is None
+    assert told(plain, 90, packing=True) is None
