@@ -4,7 +4,8 @@
 
 A Llama of random weights in float32, one row of that many tokens a step, a thread a rank, over gloo. Both run what
 `finetune` runs, from the recipe to `Trainer.fit`, under zero3. They take turns (see turns.py); the ratios are of CPU
-time, of all ranks together, and of the slowest rank's clock: 0.5 would be two ranks that work for nothing else.
+time, of all ranks together, and of the slowest rank's clock: 0.5 would be two ranks that work for nothing else. Two
+rows of half the length show, on one rank and on two, what a second rank costs when no row is shared.
 """
 
 from __future__ import annotations
@@ -34,10 +35,17 @@ CONFIG = {
 }
 TINY = {**CONFIG, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 ALONE, SHARED = "one rank", "two ranks"
-VARIANTS: dict[str, tuple[int, Callable[[peers.Gate, peers.Job, int], None]]] = {
-    ALONE: (1, peers.by_toolkit("zero3", packing=False)),
-    SHARED: (2, peers.by_toolkit("zero3", packing=False, **{"sharding.sequence": 2})),
-}
+HALVES_ALONE, HALVES = "one rank, two rows of half", "two ranks, a row of half each"
+
+
+def variants(length: int) -> dict[str, tuple[int, Callable[[peers.Gate, peers.Job, int], None]]]:
+    half = {"data.max_length": length // 2}
+    return {
+        ALONE: (1, peers.by_toolkit("zero3", packing=False)),
+        SHARED: (2, peers.by_toolkit("zero3", packing=False, **{"sharding.sequence": 2})),
+        HALVES_ALONE: (1, peers.by_toolkit("zero3", packing=False, **half, **{"training.micro_batch_size": 2})),
+        HALVES: (2, peers.by_toolkit("zero3", packing=False, **half)),
+    }
 
 
 def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str, job: peers.Job) -> None:
@@ -45,7 +53,7 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str, jo
     try:
         turns.join(rank, ranks, meeting)
         with contextlib.redirect_stdout(sys.stderr):
-            VARIANTS[variant][1](peers.Gate(pipe, job.steps), job, rank)
+            variants(job.max_length)[variant][1](peers.Gate(pipe, job.steps), job, rank)
     except BaseException as error:
         traceback.print_exc()
         pipe.send(f"{type(error).__name__}: {error}")
@@ -57,7 +65,7 @@ def measure(config: dict[str, int], length: int, rounds: int) -> dict[str, Any]:
         job = peers.Job(folder, {**config, "max_position_embeddings": length}, length, 1, 1)
         peers.write_rows(job, ROWS, full=True)
         peers.write_recipe(job)
-        ends = {name: turns.start(work, name, ranks, folder, job) for name, (ranks, _) in VARIANTS.items()}
+        ends = {name: turns.start(work, name, ranks, folder, job) for name, (ranks, _) in variants(length).items()}
         taken = turns.take(ends, rounds)
         for pipes in ends.values():
             turns.end(pipes)
@@ -66,7 +74,8 @@ def measure(config: dict[str, int], length: int, rounds: int) -> dict[str, Any]:
     return {
         "cpu": turns.ratios(cpu[SHARED], cpu[ALONE]),
         "wall": turns.ratios(wall[SHARED], wall[ALONE]),
-        "losses": {name: [turn[0]["losses"][0] for turn in found] for name, found in taken.items()},
+        "halves": turns.ratios(cpu[HALVES], cpu[HALVES_ALONE]),
+        "losses": {name: [turn[0]["losses"][0] for turn in taken[name]] for name in (ALONE, SHARED)},
     }
 
 
@@ -82,6 +91,7 @@ def main() -> None:
         found = measure(TINY if options.tiny else CONFIG, length, options.rounds)
         tell({**told, "what": f"{SHARED} / {ALONE}", "tokens": length, **found}, options.output)
         rows.append([f"{length:,} tokens", *found["cpu"].values(), *found["wall"].values()])
+        print(f"{length:,} tokens as two rows of half: two ranks / one rank, CPU time {found['halves']['ratio']}")
     kinds = [f"{kind} {name}" for kind in ("CPU", "clock") for name in ("ratio", "low", "high", "s, two", "s, one")]
     show(f"A step of one row, {SHARED} / {ALONE}", ["row", *kinds], rows)
 
