@@ -45,19 +45,10 @@ def is_forked() -> bool:
 
 
 def _forget_launcher() -> None:
-    """Makes a forked rank what an interpreter of its own would be: without the launcher's handlers of signals.
-
-    If there are GPUs that are not used, a library may have called CUDA in the launcher, and each of torch's questions
-    about them would fail here. An interpreter of its own takes this one's place then.
-    """
+    """Takes away the launcher's handlers of signals, which a rank of an interpreter of its own would not have."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    import torch
-
-    if torch.cuda._is_in_bad_fork():
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606
 
 
 def end_at_interrupts() -> None:

@@ -34,7 +34,8 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
     Args:
         output_dir: output folder of the run, which may hold that state.
         stores: store of the run, if it has one, which may hold that state.
-        recipe: what recipes/finetune.py trains. Several ranks of it on CPUs are forked from this process.
+        recipe: what recipes/finetune.py trains. Several ranks of it are forked from this process if there are no
+            GPUs.
 
     Raises:
         BadInputError: if the launcher refuses its arguments or the config, or the hub lacks what the recipe names.
@@ -76,17 +77,16 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
 
 
 def _can_fork(arguments: Sequence[str]) -> bool:
-    """Tells whether the launcher starts several ranks on CPUs of a system that can fork.
+    """Tells whether the launcher starts several ranks on a machine without GPUs, whose system can fork.
 
-    Ranks on GPUs are interpreters of their own: a fork cannot use CUDA if this process has, as libraries do that look
-    at the GPU when they are imported (torchao).
+    Where there are GPUs, ranks are interpreters of their own: a fork cannot use CUDA if this process has, as libraries
+    do that look at the GPU when they are imported (torchao).
     """
     import torch
 
     from toolkit.sharding.accelerate_config import read_accelerate_config
 
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU") == "true" or torch.cuda.device_count() == 0
-    if sys.platform != "linux" or not on_cpu:
+    if sys.platform != "linux" or torch.accelerator.device_count() > 0:
         return False
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--num_processes", type=int)

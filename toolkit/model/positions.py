@@ -11,7 +11,6 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
 from toolkit.recipe.schema import DataSection
 
-
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest position of a forward."""
 
@@ -43,9 +42,9 @@ def num_positions(model: nn.Module) -> int | None:
 
 
 def rotary_limit(model: nn.Module) -> tuple[str, int] | None:
-    """Returns the kind of rotary embeddings whose frequencies depend on a forward's longest row, and up to which length.
+    """Returns the kind of rotary embeddings that change if a row is longer than a length (tokens), and that length.
 
-    One row beyond that length (tokens) changes the frequencies of all rows of the forward. None if nothing does.
+    One row beyond it changes the frequencies of all rows of its forward. None if nothing does.
     """
     config: Any = base_of(model).config.get_text_config()
     rotary = getattr(config, "rope_parameters", None) or {}

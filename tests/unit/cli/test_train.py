@@ -148,8 +148,6 @@ FORKED = """
 import json, os, signal, sys, torch
 from toolkit.cli import entry
 imported = "toolkit.run.run" in sys.modules
-in_bad_fork = imported and os.environ["IN_BAD_FORK"] == "1"
-torch.cuda._is_in_bad_fork = lambda: in_bad_fork
 from toolkit.cli import finetune
 finetune.finetune_command = lambda arguments: print(json.dumps([
     int(os.environ["RANK"]), imported, arguments, torch.get_num_threads(),
@@ -160,24 +158,24 @@ sys.exit(entry.finetune(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    ("in_bad_fork", "end", "exit_code"),
-    [("0", "0", 0), ("0", "3", 3), ("0", "os.kill(os.getpid(), 9)", None), ("1", "2", 2)],
+    ("gpus", "end", "exit_code"), [(0, "0", 0), (0, "3", 3), (0, "os.kill(os.getpid(), 9)", None), (2, "2", 2)]
 )
 def test_several_ranks_are_forked_from_what_has_imported_all(
-    in_bad_fork: str, end: str, exit_code: int | None, tmp_path: Path
+    gpus: int, end: str, exit_code: int | None, tmp_path: Path
 ) -> None:
-    """Where the launcher has called CUDA by mistake, interpreters of their own take their places."""
+    """Not if there are GPUs: these ranks are interpreters of their own."""
     (tmp_path / "script.py").write_text(FORKED)
     config = str(ROOT / "accelerate_configs/cpu_2.yaml")
     words = ["--config_file", config, "--main_process_port", str(free_port()), str(tmp_path / "script.py"), "one"]
     code = (
-        "import pathlib, sys; from toolkit import Recipe; from toolkit.cli import launcher\n"
+        "import pathlib, sys, torch; from toolkit import Recipe; from toolkit.cli import launcher\n"
+        f"torch.accelerator.device_count = lambda: {gpus}\n"
         "from toolkit.errors import RankLostError\n"
         "try: code = launcher.run_launcher(sys.argv[1:], pathlib.Path('.'), recipe=Recipe.load('quickstart'))\n"
         "except RankLostError as error: sys.exit(str(error))\n"
         "sys.exit(code)"
     )
-    environment = clean_environment(IN_BAD_FORK=in_bad_fork, END=end)
+    environment = clean_environment(END=end)
     environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-c", code, *words]
     ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=240, env=environment)
@@ -185,8 +183,8 @@ def test_several_ranks_are_forked_from_what_has_imported_all(
     assert ("rank 1 was ended by SIGKILL" in ended.stderr) == (exit_code is None)
     told = sorted(json.loads(line) for line in ended.stdout.splitlines())
     default = str(signal.SIG_DFL)
-    assert told[0] == [0, in_bad_fork == "0", ["one"], 1, default, True]
-    assert exit_code is None or told[1] == [1, in_bad_fork == "0", ["one"], 1, default, True]
+    assert told[0] == [0, gpus == 0, ["one"], 1, default, True]
+    assert exit_code is None or told[1] == [1, gpus == 0, ["one"], 1, default, True]
 
 
 def test_a_request_for_a_checkpoint_is_handed_on(tmp_path: Path) -> None:
