@@ -39,7 +39,7 @@ HALVES_ALONE, HALVES = "one rank, two rows of half", "two ranks, a row of half e
 
 
 def variants(length: int) -> dict[str, tuple[int, Callable[[peers.Gate, peers.Job, int], None]]]:
-    half = {"data.max_length": length // 2}
+    half = {"data.max_length": length // 2, "data.long_rows": "truncate"}
     return {
         ALONE: (1, peers.by_toolkit("zero3", packing=False)),
         SHARED: (2, peers.by_toolkit("zero3", packing=False, **{"sharding.sequence": 2})),
