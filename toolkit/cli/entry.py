@@ -15,6 +15,8 @@ INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """The `toolkit` command; see `toolkit.cli.app.main`."""
     end_at_interrupts()
+    if sys.argv[1:2] == ["train"]:
+        ignore_save_requests()
     _print_starting(sys.argv[1:])
     from toolkit.cli.app import main as command
 
@@ -24,8 +26,6 @@ def main() -> None:
 def _print_starting(arguments: list[str]) -> None:
     """Prints at once that `toolkit train` began: the imports behind the next word take seconds on a busy machine."""
     if arguments[:1] == ["train"] and not {"-h", "--help"}.intersection(arguments):
-        if hasattr(signal, "SIGUSR1"):  # Windows lacks it
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a request for a checkpoint does not end what still starts
         print("reading the recipe ...", file=sys.stderr, flush=True)
 
 
@@ -49,6 +49,12 @@ def _forget_launcher() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def ignore_save_requests() -> None:
+    """Makes a request for a checkpoint (SIGUSR1) not end a process that still starts up. A run has its own handler."""
+    if hasattr(signal, "SIGUSR1"):  # Windows lacks it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def end_at_interrupts() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
 from toolkit.cli.console import prepare_process, print_error, print_failure, print_interrupt, require_files
-from toolkit.cli.entry import is_forked
+from toolkit.cli.entry import ignore_save_requests, is_forked
 from toolkit.cli.hub import settle_hub
 from toolkit.cli.recipes import recipe_rows
 from toolkit.errors import RankError, ToolkitError
@@ -20,9 +19,7 @@ from toolkit.terminal import Terminal
 
 def finetune_command(arguments: list[str]) -> int:
     """`recipes/finetune.py [RECIPE] [section.key=value ...]`; returns the exit code."""
-    # Ranks that still start are not ended by a request for a checkpoint.
-    if hasattr(signal, "SIGUSR1"):  # Windows lacks it
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    ignore_save_requests()
     prepare_process()
     options = _argument_parser().parse_intermixed_args(arguments)
 

@@ -46,14 +46,14 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
         objective = build_objective(
             recipe.objective, on_meta.model, False, counts, on_meta.teacher, apart=True, sources=names
         )
-    if (told := changed_by_longer_rows(sharded.inner, recipe, data.report)) is not None:
-        opened.console.warn(told)
     check_teacher(accelerator, recipe.training.micro_batch_size, objective, data, opened.in_16_bits)
     differ = _check_parts(opened, sharded, objective, data, planned)
     head_loss = objective.check_head_loss(model, opened.device, opened.in_16_bits)
     alone = check_padding(opened, sharded, objective, data)
     if alone is not None:
         objective = RowsAlone(objective)
+    elif (told := changed_by_longer_rows(sharded.inner, recipe, data.report)) is not None:
+        opened.console.warn(told)
     return CheckedModel(objective, data, padded, packing, alone, head_loss, differ)
 
 
@@ -62,7 +62,7 @@ def changed_by_longer_rows(inner: nn.Module, recipe: Recipe, report: DataReport)
     limit, longest = rotary_limit(inner), recipe.data.max_length
     if limit is None or not (report.packing or recipe.training.micro_batch_size > 1):
         return None
-    if report.train is not None:
+    if report.train is not None and not report.streaming:  # of a stream it is the first window
         longest = min(longest, int(report.train.longest["tokens"]))
     if longest <= limit[1]:
         return None

@@ -78,7 +78,7 @@ class Extension:
         """Is called when a step is done, and the evaluation after it, if one was due."""
 
     def after_last_step(self) -> None:
-        """Training and its last evaluation are done."""
+        """Is called when training and its last evaluation are done."""
 
     def close(self) -> None:
         """Is called when the loop ends, normally or by an error."""
