@@ -149,10 +149,14 @@ import json, os, signal, sys, torch
 from toolkit.cli import entry
 imported = "toolkit.run.run" in sys.modules
 from toolkit.cli import finetune
-finetune.finetune_command = lambda arguments: print(json.dumps([
-    int(os.environ["RANK"]), imported, arguments, torch.get_num_threads(),
-    str(signal.getsignal(signal.SIGTERM)), signal.getsignal(signal.SIGINT) is entry._on_interrupt
-])) or os.environ["RANK"] == "1" and eval(os.environ["END"]) or 0
+def tell(arguments):
+    told = [
+        int(os.environ["RANK"]), imported, arguments, torch.get_num_threads(),
+        str(signal.getsignal(signal.SIGTERM)), signal.getsignal(signal.SIGINT) is entry._on_interrupt
+    ]
+    os.write(1, (json.dumps(told) + "\n").encode())  # unlike print, in one piece: the ranks share a pipe
+    return os.environ["RANK"] == "1" and eval(os.environ["END"]) or 0
+finetune.finetune_command = tell
 sys.exit(entry.finetune(sys.argv[1:]))
 """
 
