@@ -20,6 +20,7 @@ from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.model.recurrent import kernels_take_documents
 from toolkit.model.sight import Sight
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.find_head import find_head_loss
 from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
 from toolkit.objectives.objective import Ingredients, Objective
@@ -203,12 +204,9 @@ class CausalLM(Objective):
             A description of how the loss is computed, for the run summary.
         """
         if isinstance(self.head_loss, HeadLoss):
-            was_training = model.training
-            # Without dropout, which would draw another mask for each of the two.
-            model.eval()
             batch = self.few_tokens(self.head_loss.vocabulary, device)
-            found, whole = self.loss_sum(model, batch).item(), self._loss_of_whole_logits(model, batch).item()
-            model.train(was_training)
+            with without_dropout(model):
+                found, whole = self.loss_sum(model, batch).item(), self._loss_of_whole_logits(model, batch).item()
             # `not <=`, so that a NaN from the head's inputs is a difference too.
             if math.isfinite(whole) and not abs(found - whole) <= HEAD_LOSS_TOLERANCE[in_16_bits] * abs(whole):
                 self.head_loss = f"on a few tokens the head's inputs give {found:.6g}, and whole logits {whole:.6g}"

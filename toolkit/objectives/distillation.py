@@ -10,6 +10,7 @@ from torch import nn
 
 from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import HEAD_LOSS_TOLERANCE, CausalLM, rows_of
 from toolkit.objectives.divergence import ENTRIES, Divergence, summed_divergence
 from toolkit.objectives.fused_linear_cross_entropy import AfterHead, chunk_tokens
@@ -81,16 +82,14 @@ class Distillation(Objective):
         Raises:
             BadInputError: if the two losses differ.
         """
-        was_training = model.training
-        model.eval()
         batch = self._causal.few_tokens(min(self._head_loss.vocabulary, self.teacher.head_loss.vocabulary), device)
-        found = self.loss_sum(model, batch).item()
         both = ((self._causal, model), (self.teacher.causal, self.teacher.model))
-        z, y = (causal.logits(of, batch).flatten(0, 1).float() for causal, of in both)
+        with without_dropout(model):
+            found = self.loss_sum(model, batch).item()
+            z, y = (causal.logits(of, batch).flatten(0, 1).float() for causal, of in both)
         sums = self.divergence.compare(z.clone(), y[:, : z.shape[1]].clone(), self._causal.targets(batch).clamp_min(0))
         counts = self._causal.targets(batch) >= 0
         whole = self.divergence.loss(*(each[counts].sum() for each in sums)).item()
-        model.train(was_training)
         if math.isfinite(whole) and not abs(found - whole) <= HEAD_LOSS_TOLERANCE[in_16_bits] * max(1.0, abs(whole)):
             raise BadInputError(
                 f"objective.kind distillation: on a few tokens the heads' inputs give a loss of {found:.6g}, and whole "

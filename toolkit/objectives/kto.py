@@ -13,6 +13,7 @@ from toolkit.data.documents_apart import documents_apart
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off, has_new_adapter
 from toolkit.model.fake_tensors import has_values
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
 from toolkit.objectives.preference_losses import share_won
@@ -97,14 +98,12 @@ class Kto(Objective):
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
         """Returns the batches with the base's log-probabilities, (R, 2), and `window_sums`, (2,)."""
         # For all micro-batches at once: dropout and adapters are switched off for the whole process, not for a thread.
-        was_training = model.training
-        model.eval()
-        if self._adapted is not None:
-            with adapters_off(self._adapted):
-                known = run([functools.partial(self.log_probabilities, model, batch) for batch in batches])
-            batches = [{**batch, OF_BASE: sums} for batch, (sums, _) in zip(batches, known, strict=True)]
-        found = run([functools.partial(self.window_sums, model, batch) for batch in batches])
-        model.train(was_training)
+        with without_dropout(model):
+            if self._adapted is not None:
+                with adapters_off(self._adapted):
+                    known = run([functools.partial(self.log_probabilities, model, batch) for batch in batches])
+                batches = [{**batch, OF_BASE: sums} for batch, (sums, _) in zip(batches, known, strict=True)]
+            found = run([functools.partial(self.window_sums, model, batch) for batch in batches])
         return [{**batch, SUMS: sums} for batch, sums in zip(batches, found, strict=True)]
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -133,11 +132,9 @@ class Kto(Objective):
         """Returns the sum and the number of the log-ratios of prompts with mismatched completions, (2,)."""
         if SUMS in batch:
             return batch[SUMS]
-        was_training = model.training
         # The reference has no dropout either; with it the two would differ.
-        model.eval()
-        log_ratios = self._log_ratios(model, batch, is_other=True)
-        model.train(was_training)
+        with without_dropout(model):
+            log_ratios = self._log_ratios(model, batch, is_other=True)
         learned = self._learned_rows(batch)
         return torch.stack([log_ratios.masked_fill(~learned, 0.0).sum(), learned.sum()])
 
@@ -146,10 +143,8 @@ class Kto(Objective):
         part = _mismatched(batch) if is_other else batch
         reference = batch[OF_BASE if OF_BASE in batch else "reference"][:, int(is_other)]
         if self._adapted is not None and OF_BASE not in batch:
-            was_training = model.training
-            with torch.no_grad(), adapters_off(self._adapted):
-                reference, _ = self._causal.segment_log_probabilities(model.eval(), part, len(reference))
-            model.train(was_training)
+            with torch.no_grad(), adapters_off(self._adapted), without_dropout(model):
+                reference, _ = self._causal.segment_log_probabilities(model, part, len(reference))
         return self._causal.segment_log_probabilities(model, part, len(reference))[0] - reference
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

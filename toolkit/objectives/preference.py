@@ -14,6 +14,7 @@ from toolkit.data.cut import counts_here
 from toolkit.data.documents_apart import documents_apart
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.model.adapters import adapters_off, has_new_adapter
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
 from toolkit.objectives.preference_losses import LOSSES, Loss, Pairs
@@ -124,11 +125,8 @@ class Preference(Objective):
 
     @contextmanager
     def _as_base(self, model: nn.Module, adapted: nn.Module) -> Iterator[None]:
-        was_training = model.training
-        model.eval()
-        with adapters_off(adapted):
+        with without_dropout(model), adapters_off(adapted):
             yield
-        model.train(was_training)
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         losses, figures, counted = self._losses_and_figures(model, batch)

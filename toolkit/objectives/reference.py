@@ -25,6 +25,7 @@ from toolkit.data.samples import JudgedSamples, PairSamples
 from toolkit.model.adapters import base_of
 from toolkit.model.load import fingerprint
 from toolkit.model.weights import fit_of
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 
@@ -62,11 +63,13 @@ def with_reference(
     known = ranks.on_first_rank(lambda: _load_cached(path, len(samples.rows)))
     missing = [number for number in reached if np.isnan(known[samples.rows_of(number)]).any()]
     kept_at = time.monotonic()
-    for done in _compute_missing(accelerator, model, objective, samples, missing, micro_batch_size, known, part):
-        tell(done, len(missing))
-        if ranks.rank() == 0 and (done == len(missing) or time.monotonic() - kept_at > KEPT_SECONDS):
-            _save_cached(path, known)
-            kept_at = time.monotonic()
+    # The reference is a fixed model: without dropout, whose masks would be kept for the whole run.
+    with without_dropout(model):
+        for done in _compute_missing(accelerator, model, objective, samples, missing, micro_batch_size, known, part):
+            tell(done, len(missing))
+            if ranks.rank() == 0 and (done == len(missing) or time.monotonic() - kept_at > KEPT_SECONDS):
+                _save_cached(path, known)
+                kept_at = time.monotonic()
     return replace(samples, reference=known)
 
 
@@ -98,9 +101,6 @@ def _compute_missing(
     part: Part,
 ) -> Iterator[int]:
     """Fills `known` (rows, 2) on every rank, some samples at a time; yields how many are done."""
-    was_training = model.training
-    # The reference is a fixed model: without dropout, whose masks would be kept for the whole run.
-    model.eval()
     group, stride = accelerator.process_index // part.count, micro_batch_size * accelerator.num_processes // part.count
     for round_start in range(0, len(missing), stride):
         start = round_start + group * micro_batch_size
@@ -113,7 +113,6 @@ def _compute_missing(
         for rows_of_rank, found in ranks.gather_objects((rows, sums.float().cpu().numpy()[: len(rows)])):
             known[rows_of_rank] = found
         yield min(round_start + stride, len(missing))
-    model.train(was_training)
 
 
 def identity_of(recipe: Recipe, model: nn.Module, mixed_precision: str, data: str, split: str) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from toolkit import ranks
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
+from toolkit.model.without_dropout import without_dropout
 from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.by_block import ByBlock
@@ -92,16 +93,13 @@ def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) ->
     rows = int(base_of(model).get_input_embeddings().weight.shape[0])
     ids = torch.arange(2 * TOKENS, device=device).view(2, 1, TOKENS) * 7 % rows
     forwards = [functools.partial(_logits, model, of_batch) for of_batch in ids]
-    was_training = model.training
-    model.eval()  # dropout would make any two forwards differ
-    with torch.no_grad():
-        alone, again = ([forward() for forward in forwards] for _ in range(2))
-    try:
-        together = by_block.evaluate(forwards)
-    except Exception as error:
-        raise BadInputError(f"{_refusal(model)}: {type(error).__name__}: {error}. {MEND}") from error
-    finally:
-        model.train(was_training)
+    with without_dropout(model):
+        with torch.no_grad():
+            alone, again = ([forward() for forward in forwards] for _ in range(2))
+        try:
+            together = by_block.evaluate(forwards)
+        except Exception as error:
+            raise BadInputError(f"{_refusal(model)}: {type(error).__name__}: {error}. {MEND}") from error
     noise, difference = _largest_difference(again, alone), _largest_difference(together, alone)
     if difference > NOISE * noise:
         raise BadInputError(

@@ -19,6 +19,7 @@ from toolkit.data.picture_files import preview
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import IGNORED, Batch, PairSamples, SourceTargetSamples, TextSamples, filled_up
 from toolkit.data.tokenizer import pad_id
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.pages.side_by_side import SideBySide
 from toolkit.paths import atomic_write
@@ -123,24 +124,22 @@ def continuations(
     samples = run.data.validation
     shown = samples.shown_tensors([[p.images] for p in prompts]) if isinstance(samples, PictureSamples) else {}
     never = sorted(_placeholders(samples))  # no further image can be generated
-    was_training = run.model.training
-    run.model.eval()
     tell = Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts")
-    for number in range(length):
-        tell(number, length)
-        beat()
-        batch = _padded_batch(rows, width, padding)
-        if isinstance(samples, PictureSamples):
-            batch = samples.with_kinds(batch) | shown
-        batch = run.objective.on_host(_with_sources(batch, prompts, padding) if begun else batch)
-        logits = run.objective.logits(run.model, send_to_device(batch, accelerator.device))
-        ends = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
-        last = logits[torch.arange(len(rows), device=logits.device), ends]
-        last[:, never] = -torch.inf
-        chosen = last.argmax(dim=-1).tolist()
-        for row, token in zip(rows, chosen, strict=True):
-            row.append(token)
-    run.model.train(was_training)
+    with without_dropout(run.model):
+        for number in range(length):
+            tell(number, length)
+            beat()
+            batch = _padded_batch(rows, width, padding)
+            if isinstance(samples, PictureSamples):
+                batch = samples.with_kinds(batch) | shown
+            batch = run.objective.on_host(_with_sources(batch, prompts, padding) if begun else batch)
+            logits = run.objective.logits(run.model, send_to_device(batch, accelerator.device))
+            ends = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
+            last = logits[torch.arange(len(rows), device=logits.device), ends]
+            last[:, never] = -torch.inf
+            chosen = last.argmax(dim=-1).tolist()
+            for row, token in zip(rows, chosen, strict=True):
+                row.append(token)
     return [_text_up_to_end(run, row[start:]) for row, start in zip(rows, starts, strict=True)]
 
 

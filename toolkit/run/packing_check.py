@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import Batch, PairSamples, TextSamples, sample_of, stack
-from toolkit.errors import BadInputError, ToolkitError, in_words, is_lost_peer
+from toolkit.errors import BadInputError, in_words
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
-from toolkit.model.parts import needs_more_than_text, sees
+from toolkit.model.parts import sees
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
+from toolkit.run.checked_forward import is_the_models, logits_of, on_text_alone
 from toolkit.sharding.fsdp import class_name
 
 SAMPLES = 256
@@ -75,9 +76,6 @@ def check_leaks(
     numbers = _numbers_to_compare(samples, min(micro_batch_size, MOST_TOKENS // length))
     if numbers is None:
         return None
-    was_training = model.training
-    # Dropout would make any two forwards differ.
-    model.eval()
     pieces = [(ids, [True] * len(ids)) for ids in samples.documents(numbers[0])]
     batch = samples.batch(numbers)
     if batch["input_ids"].shape[1] > MOST_TOKENS:
@@ -88,44 +86,20 @@ def check_leaks(
     # Without position_ids the model uses its own, which RoBERTa's family counts from another number.
     by_itself = stack([sample_of(pieces[-1:], length if samples.packed else len(pieces[-1][0]), samples.pad_id)])
     ids = {"input_ids": by_itself["input_ids"]}
-    with on_text_alone(inner):
-        alone = _logits(model, objective, ids, device, slice(span.stop - span.start))
     mend = "Set data.packing=false, or another model.attention"
     if isinstance(samples, PairSamples):
         mend = "Both completions of a pair share a sample: remove data.packing, or set another model.attention"
-    with _on_shared_samples(inner, mend):
-        together, replaced = (
-            _logits(model, objective, b, device, span) for b in (batch, _others_replaced(batch, span.start))
-        )
-    model.train(was_training)
+    with without_dropout(model):
+        with on_text_alone(inner):
+            alone = _few_logits(model, objective, ids, device, slice(span.stop - span.start))
+        with _on_shared_samples(inner, mend):
+            both = (batch, _others_replaced(batch, span.start))
+            together, replaced = (_few_logits(model, objective, one, device, span) for one in both)
     found = (relative_difference(replaced, together), relative_difference(together, alone))
     if not all(map(math.isfinite, found)):
         return None  # the first step will say so
     _require_small(found, TOLERANCE[in_16_bits], inner, mend)
     return found
-
-
-@contextlib.contextmanager
-def on_text_alone(inner: nn.Module, samples: object = None) -> Iterator[None]:
-    """Says of an error of a forward on whole rows of text that the model, which reads more than text, needs more.
-
-    Surrounds nothing but such a forward, without parts, packed samples and quantised layers, so that an error is the
-    model's. Models that read text alone, and rows with images, raise what they raise.
-
-    Args:
-        inner: the model without its wrappers.
-        samples: what the rows come from.
-
-    Raises:
-        BadInputError: in place of what the forward raised.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not sees(base_of(inner)) or isinstance(samples, PictureSamples) or not _is_the_models(error):
-            raise
-        model_of_recipe = f"model.name_or_path: {class_name(base_of(inner))}"
-        raise needs_more_than_text(model_of_recipe, f" ({in_words(error)})") from error
 
 
 @contextlib.contextmanager
@@ -138,19 +112,13 @@ def _on_shared_samples(inner: nn.Module, mend: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_the_models(error):
+        if not is_the_models(error):
             raise
         name = class_name(base_of(inner))
         raise BadInputError(
             f"data.packing: {name} with attention {attention_of(inner)!r} cannot run rows that share a sample "
             f"({in_words(error)}). {mend}"
         ) from error
-
-
-def _is_the_models(error: Exception) -> bool:
-    """Returns whether an error may come from a model's code: not one of ours, of memory, of a device, or of a peer."""
-    others = (ToolkitError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-    return not isinstance(error, others) and "allocate memory" not in str(error) and not is_lost_peer(error)
 
 
 @torch.no_grad()
@@ -166,14 +134,11 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     config = base_of(inner).config.get_text_config()
     if getattr(config, "is_decoder", True) and not sees(base_of(inner)):
         return  # the configuration has no `is_decoder`, or it is true
-    was_training = model.training
-    model.eval()
     ids = torch.arange(1, 17, device=device)[None] % config.vocab_size
     other = ids.clone()
     other[0, -1] = (ids[0, -1] + 1) % config.vocab_size
-    with on_text_alone(inner):
+    with without_dropout(model), on_text_alone(inner):
         one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
-    model.train(was_training)
     # Zero in a decoder, in 16 bits too: kernels and shapes are the same.
     if relative_difference(two, one) > TOLERANCE[False][0]:
         raise BadInputError(
@@ -201,11 +166,12 @@ def _others_replaced(batch: Batch, end: int) -> Batch:
     return {**batch, "input_ids": ids}
 
 
-def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device, tokens: slice) -> torch.Tensor:
+def _few_logits(
+    model: nn.Module, objective: Objective, batch: Batch, device: torch.device, tokens: slice
+) -> torch.Tensor:
     """Returns the logits of some tokens of the first sample, (t, V), in float32."""
-    moved = {name: tensor.to(device) for name, tensor in batch.items()}
     # A copy: a view would keep the logits of all tokens.
-    return objective.logits(model, moved)[0, tokens].to(torch.float32, copy=True)
+    return logits_of(model, objective, batch, device)[0, tokens].to(torch.float32, copy=True)
 
 
 def _require_small(found: tuple[float, float], tolerance: tuple[float, float], model: nn.Module, mend: str) -> None:

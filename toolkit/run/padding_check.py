@@ -19,8 +19,10 @@ from toolkit.data.documents_apart import FILLING, documents_apart
 from toolkit.data.samples import Batch, Samples, TextSamples
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import rows_without_padding
+from toolkit.run.checked_forward import logits_of
 from toolkit.sharding.fsdp import class_name
 
 SAMPLES = 64
@@ -54,26 +56,24 @@ def changed_by_padding(
     rows = rows_without_padding(batch)
     if isinstance(samples, TextSamples) and batch["input_ids"].shape[1] > CHECKED_TOKENS:
         rows, batch = _shortened(rows)
-    was_training = model.training
-    # Dropout would make any two forwards differ.
-    model.eval()
-    try:
-        alone = [_logits(model, objective, row, device) for row in rows]
-    except Exception as error:  # the code of a model may do anything with a row
-        raise BadInputError(
-            f"data.train: {class_name(base_of(inner))} cannot run on a row of it ({type(error).__name__}: "
-            f"{first_line(error)}); use the tokenizer that belongs to the model, or train another one"
-        ) from error
     name, why = class_name(base_of(inner)), ""
     try:
-        together = _logits(model, objective, batch, device)
+        with without_dropout(model):
+            alone = [logits_of(model, objective, row, device) for row in rows]
+    except Exception as error:  # the code of a model may do anything with a row
+        raise BadInputError(
+            f"data.train: {name} cannot run on a row of it ({type(error).__name__}: {first_line(error)}); use the "
+            "tokenizer that belongs to the model, or train another one"
+        ) from error
+    try:
+        with without_dropout(model):
+            together = logits_of(model, objective, batch, device)
     except Exception as error:
         why = f"{name} cannot run on padded rows ({type(error).__name__}: {first_line(error)})"
     else:
         difference = max(_difference(together[i], found[0]) for i, found in enumerate(alone))
         if difference > TOLERANCE[in_16_bits]:
             why = f"padding changes the logits of a row by {difference:.1e} of the largest in {name}"
-    model.train(was_training)
     # All or none: ranks whose rounding differs must run the same forwards.
     return next((told for told in ranks.gather_objects(why) if told), None)
 
@@ -95,10 +95,6 @@ def _shortened(rows: list[Batch]) -> tuple[list[Batch], Batch]:
         short.append({**cut, "lengths": torch.tensor([cut["input_ids"].shape[1]])})
     padded = {name: pad_sequence([row[name][0] for row in short], True, FILLING[name]) for name in names}
     return short, {**padded, "lengths": torch.cat([row["lengths"] for row in short])}
-
-
-def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
-    return objective.logits(model, {name: tensor.to(device) for name, tensor in batch.items()})
 
 
 def _difference(padded: torch.Tensor, alone: torch.Tensor) -> float:

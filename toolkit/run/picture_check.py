@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from PIL import Image
 from torch import nn
 
@@ -17,7 +16,9 @@ from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
+from toolkit.run.checked_forward import logits_of
 from toolkit.run.packing_check import TOLERANCE, LeakError
 from toolkit.sharding.fsdp import class_name, sharded_modules
 
@@ -71,14 +72,10 @@ def check_pictures(
     if found is None:
         return None
     require_no_targets(samples)
-    was_training = model.training
-    model.eval()
-    try:
+    with without_dropout(model):
         _require_features(model, inner, objective, samples, device)
         _require_units(model, inner, objective, samples, found, device)
         check = _measure(model, objective, samples, found, device)
-    finally:
-        model.train(was_training)
     if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
         return None  # the first step will say so
     _require_small(check, TOLERANCE[in_16_bits], _row_name(samples, found, _first_seen(samples, found)), _class(inner))
@@ -249,5 +246,4 @@ def _changed_picture(picture: Image.Image) -> Image.Image:
 
 def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
     """Returns the logits of the only row, (T, V), as training computes them."""
-    moved = send_to_device(objective.on_host(batch), device)
-    return objective.logits(model, moved)[0].float()
+    return logits_of(model, objective, objective.on_host(batch), device)[0].float()

@@ -8,12 +8,13 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.samples import Batch, LabelledSamples, Samples, TextSamples
+from toolkit.data.samples import LabelledSamples, Samples, TextSamples
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.quantised import quantised_layers, weights_as_numbers
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
-from toolkit.run.packing_check import on_text_alone
+from toolkit.run.checked_forward import logits_of, on_text_alone
 from toolkit.sharding.fsdp import class_name
 
 CHECKED_TOKENS = 512
@@ -39,21 +40,19 @@ def check_quantised(
     inner = accelerator.unwrap_model(model)
     if not any(quantised_layers(inner)) or not isinstance(samples, TextSamples | LabelledSamples):
         return
-    batch, was_training = samples.few(CHECKED_TOKENS), model.training
-    # Dropout would make any two forwards differ.
-    model.eval()
-    with weights_as_numbers(inner, _compute_dtype(accelerator, dtype)) as read, on_text_alone(inner, samples):
-        numbers = _logits(model, objective, batch, accelerator.device)
-    problem = ""
-    try:
-        difference = relative_difference(_logits(model, objective, batch, accelerator.device), numbers)
-        if difference > TOLERANCE:
-            problem = f"logits differ by {difference:.1e} of the largest from those of the same weights as numbers"
-    except Exception as error:  # the code of a model may do anything with bytes
-        if not read:
-            raise
-        problem = f"{type(error).__name__}: {first_line(error)}"
-    model.train(was_training)
+    batch, problem = objective.on_host(samples.few(CHECKED_TOKENS)), ""
+    with without_dropout(model):
+        with weights_as_numbers(inner, _compute_dtype(accelerator, dtype)) as read, on_text_alone(inner, samples):
+            numbers = logits_of(model, objective, batch, accelerator.device).float()
+        try:
+            found = logits_of(model, objective, batch, accelerator.device).float()
+            difference = relative_difference(found, numbers)
+            if difference > TOLERANCE:
+                problem = f"logits differ by {difference:.1e} of the largest from those of the same weights as numbers"
+        except Exception as error:  # the code of a model may do anything with bytes
+            if not read:
+                raise
+            problem = f"{type(error).__name__}: {first_line(error)}"
     if problem := next((told for told in ranks.gather_objects(problem) if told), ""):
         named = f" The code reads the weights of {', '.join(sorted(read)[:4])}." if read else ""
         raise BadInputError(
@@ -66,11 +65,3 @@ def _compute_dtype(accelerator: Accelerator, dtype: str) -> torch.dtype:
     names = {"bf16": torch.bfloat16, "fp16": torch.float16}
     own: torch.dtype = getattr(torch, dtype)
     return names.get(accelerator.mixed_precision, own)
-
-
-def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
-    moved = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in objective.on_host(batch).items()
-    }
-    return objective.logits(model, moved).float()

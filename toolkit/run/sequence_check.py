@@ -21,8 +21,9 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import attention_of
 from toolkit.model.attention_by_heads import attend_by_heads, require_sequence
+from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
-from toolkit.run.packing_check import on_text_alone
+from toolkit.run.checked_forward import on_text_alone
 from toolkit.sharding.chunks import chunks_of
 from toolkit.sharding.fsdp import class_name
 from toolkit.sharding.sequence_parallel import form_groups
@@ -90,15 +91,13 @@ def check_parts(
     """
     if part.count == 1 and not chunked:
         return None
-    batch, was_training = samples.few(CHECKED_TOKENS), model.training
+    batch = samples.few(CHECKED_TOKENS)
     length = batch["input_ids"].shape[1]
-    # Dropout would make any two forwards differ.
-    model.eval()
-    with chunks_of(length, inner), on_text_alone(inner, samples):
+    with without_dropout(model), chunks_of(length, inner), on_text_alone(inner, samples):
         whole = _outputs_and_gradients(model, inner, objective, batch, device)
     differences, problem = dict.fromkeys(whole, 0.0), ""
     try:
-        with chunks_of(max(1, length // part.count // 3), inner):
+        with without_dropout(model), chunks_of(max(1, length // part.count // 3), inner):
             mine = _outputs_and_gradients(model, inner, objective, part.of(batch), device)
         for name, found in mine.items():
             same = whole[name]
@@ -107,7 +106,6 @@ def check_parts(
             differences[name] = relative_difference(found[:, : same.shape[1]], same) if same.numel() else 0.0
     except Exception as error:  # the code of a model may do anything with half a row
         problem = f"{type(error).__name__}: {first_line(error)}"
-    model.train(was_training)
     outcomes = ranks.gather_objects((differences, problem))
     problem = next((told for _, told in outcomes if told), "")
     # NaN is kept: the first step reports it.

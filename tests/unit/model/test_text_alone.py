@@ -22,7 +22,8 @@ from toolkit.model.possible import require_library, require_possible
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.plain_losses import PlainCausal
 from toolkit.recipe.schema import ModelSection
-from toolkit.run.packing_check import check_causal, check_leaks, on_text_alone
+from toolkit.run.checked_forward import on_text_alone
+from toolkit.run.packing_check import check_causal, check_leaks
 from toolkit.run.sequence_check import check_parts
 
 CPU = torch.device("cpu")
