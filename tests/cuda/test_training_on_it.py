@@ -144,7 +144,7 @@ def overflow(
     return scales, steps[-1], steps
 
 
-OVERFLOWS = {"zero1": 2, "zero2": 2, "zero3": 2}
+OVERFLOWS = {"zero1": 2, "zero2": 2, "zero3": 2, "hybrid": 4}
 """Strategies, and on how many ranks."""
 
 

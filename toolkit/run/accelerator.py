@@ -27,6 +27,7 @@ from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.launched import accumulation_plugin, resolve_offload, resolve_strategy
+from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.offload import OffloadSettings
 from toolkit.sharding.plugin import ShardingPlugin, reset_accelerate, sharding_kwargs
 from toolkit.terminal import Terminal
@@ -123,6 +124,7 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
         project_dir=str(output_dir),
         **plugins,
     )
+    share_overflows(accelerator.scaler)
     precision, device = accelerator.mixed_precision, accelerator.device.type
     if precision not in PRECISIONS:
         raise BadInputError(f"mixed_precision {precision} is not possible; allowed: {', '.join(PRECISIONS)}")

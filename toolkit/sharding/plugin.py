@@ -43,6 +43,7 @@ from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.expert_parallel import expert_grid
 from toolkit.sharding.launched import configured_size, refuse_stock_settings, resolve_offload, resolve_strategy
+from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
 from toolkit.sharding.sequence_parallel import require_groups
@@ -200,6 +201,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         # transformers' mark of a sharded model: `generate` then goes on until every rank has ended its rows. Without
         # it, a rank that ends early leaves the others in a gather.
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
+        share_overflows(accelerator.scaler)
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:
             _rebind_optimizer(optimizer, renewed)

@@ -73,6 +73,9 @@ PRIVATE_NAMES = (
     PrivateName("accelerate.state:GradientState._reset_state"),
     PrivateName("accelerate.state:PartialState.__init__", ("distributed_type",)),
     PrivateName("accelerate.utils:FullyShardedDataParallelPlugin.__post_init__", ("VERSION",)),
+    # loss_scale.py: both ways in which the scaler looks for infinities go through one method.
+    PrivateName("torch.amp.grad_scaler:GradScaler.unscale_", ('["found_inf_per_device"] = self._unscale_grads_(',)),
+    PrivateName("torch.amp.grad_scaler:GradScaler._check_inf_per_device", ("self._unscale_grads_(",)),
     # plugin.py: prepare shards through set_auto_wrap_policy before it wraps, and leaves a sharded model alone.
     PrivateName(
         "accelerate:Accelerator._prepare_fsdp2",

@@ -359,13 +359,15 @@ class Trainer:
             *astuple(self._count(self._upcoming)),
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
+        norms = [rank.grad_norm for rank in found]
         # Unknown at the end, and where `train_step` is called without `fit`: then it asks the ranks itself.
         self._counted = None
         if self._upcoming is not None:
             self._counted = Counts.total(rank.next_counts for rank in found)
         return Step(
             loss=sum(rank.loss_sum for rank in found) / max(1, counts.targets),
-            grad_norm=found[self.accelerator.process_index].grad_norm,
+            # That of a replica which alone found one that is not finite, so that all ranks skip the step.
+            grad_norm=next((norm for norm in norms if not math.isfinite(norm)), norms[self.accelerator.process_index]),
             counts=counts,
             peak_device_bytes=max(rank.peak_device_bytes for rank in found),
             peak_host_bytes=max(rank.peak_host_bytes for rank in found),

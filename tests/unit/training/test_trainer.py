@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,6 +140,27 @@ def test_a_search_for_the_scale_is_no_broken_run_but_one_without_a_scale_left_is
     assert trainer.counters.skipped_steps == 8
     with pytest.raises(TrainingError, match="3 in a row"):
         trained([0.0] * 9, False, scale=2.0)
+
+
+def test_a_norm_that_another_rank_alone_finds_not_finite_skips_the_step_here_too() -> None:
+    trainer, told = built([1.0, 1.0], False, None)
+    gather = trainer.accelerator.gather
+
+    def with_another_rank(mine: torch.Tensor) -> torch.Tensor:
+        other = gather(mine).clone()
+        if trainer.global_step == 1:
+            other[0, 1] = float("nan")  # its norm
+        return torch.cat([mine, other])
+
+    trainer.accelerator.gather = with_another_rank
+    try:
+        trainer.fit()
+    finally:
+        reset_accelerate()
+    assert trainer.counters.skipped_steps == 1
+    assert [math.isfinite(record["grad_norm"]) for record in told.records] == [True, False]
+    weight: Any = trainer.model.weight
+    assert weight.item() == pytest.approx(0.01 - 1e-3, abs=1e-8)
 
 
 def test_without_a_scaler_the_schedule_waits_too() -> None:
