@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import llama
-from transformers import Phi3Config, Phi3ForCausalLM
+from support.ranks import run_on_ranks
+from support.texts import make_texts
+from support.tiny import llama, recipe_values, save_llama
+from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
 from toolkit.model.positions import rotary_limit
 from toolkit.run.model_checks import changed_by_longer_rows
@@ -78,3 +84,24 @@ def test_no_warning_if_nothing_changes() -> None:
     plain = llama()
     assert rotary_limit(plain) is None
     assert told(plain, 90, packing=True) is None
+
+
+def warned(folder: Path) -> str:
+    """What a run of a step writes to standard error."""
+    from toolkit import finetune
+    from toolkit.recipe.recipe import Recipe
+
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(8)))
+    values = recipe_values(folder / "model", folder / "rows.jsonl", folder / "run", folder / "cache", max_steps=1)
+    values["data"]["max_length"] = 90
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        finetune(Recipe.from_mapping(values))
+    return told.getvalue()
+
+
+def test_a_run_warns(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model", make_texts(8), tied=True)
+    config = Phi3Config(**{**phi3().config.to_dict(), "vocab_size": len(AutoTokenizer.from_pretrained(folder))})
+    Phi3ForCausalLM(config).save_pretrained(folder)
+    found = run_on_ranks(warned, 1, tmp_path)[0]
+    assert "(longrope) change for a whole micro-batch if one row has more than 32 tokens" in found
