@@ -27,19 +27,32 @@ def find_head_loss(model: nn.Module) -> HeadLoss | str:
         head, decoder = base.get_output_embeddings(), base.get_decoder()
     except (AttributeError, NotImplementedError):
         head = decoder = None
-    if decoder is base:
-        decoder = getattr(base, "model", None)  # Llama 4: its accessor looks for a part of the multimodal model
     name = type(base).__name__
-    if head is None or decoder is None:
+    body = None if head is None or decoder is None else _without_head(base, head, decoder)
+    if head is None or body is None:
         return f"{name} does not tell its head from its decoder"
     if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         return f"the head of {name} is a {type(head).__name__}, not a plain Linear"
     try:
         with unset_fake_temporarily():
-            after = _find_after_head(base, head, decoder)
+            after = _find_after_head(base, head, body)
     except Exception as error:  # whatever the code of a model raises
         return f"the head of {name} cannot be tried alone ({type(error).__name__}: {first_line(error)})"
     return after if isinstance(after, str) else HeadLoss(base, head, after, hasattr(base, LOGITS_BIAS))
+
+
+def _without_head(base: Any, head: nn.Module, decoder: nn.Module) -> nn.Module | None:
+    """Returns the largest part of `base` that computes the head's inputs and nothing after them; None if it has none.
+
+    A multimodal model's part around its decoder looks for places of images, which needs values of parameters.
+    """
+    if head in decoder.modules():  # Llama 4 and Kosmos-2.5 call a model with its head their decoder
+        return getattr(decoder, "model", None)
+    if getattr(base.config, "is_encoder_decoder", False):
+        return decoder
+    path = next((path for path, found in base.named_modules() if found is decoder), "").split(".")
+    around = (base.get_submodule(".".join(path[: length + 1])) for length in range(len(path)))
+    return next((module for module in around if head not in module.modules()), decoder)
 
 
 class _StandIn(nn.Module):
@@ -64,7 +77,7 @@ class _OnlyHidden(BaseModelOutputWithPast):  # type: ignore[misc]
 
 
 @torch.no_grad()
-def _find_after_head(base: Any, head: Any, decoder: nn.Module) -> AfterHead | str:
+def _find_after_head(base: Any, head: Any, body: nn.Module) -> AfterHead | str:
     """Returns what the model does to its head's outputs, or why `AfterHead` cannot describe it."""
     z = _probe_logits(head.out_features)
     calls = 0
@@ -82,7 +95,7 @@ def _find_after_head(base: Any, head: Any, decoder: nn.Module) -> AfterHead | st
     if getattr(base.config, "is_encoder_decoder", False):  # stands for an encoder that has run
         inputs = {"encoder_outputs": BaseModelOutput(last_hidden_state=hidden), "decoder_input_ids": ids}
     with ExitStack() as stack:
-        stack.enter_context(_forward_replaced(base, decoder, lambda *_args, **_kwargs: outputs))
+        stack.enter_context(_forward_replaced(base, body, lambda *_args, **_kwargs: outputs))
         stack.enter_context(_forward_replaced(base, head, forward))
         stack.enter_context(_logits_bias_zeroed(base))
         found = type(base).forward(base, **inputs, use_cache=False).logits.cpu()
