@@ -9,11 +9,13 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -103,7 +105,8 @@ def export_checkpoint(
             carry_over(run / MODEL_FILES, unfinished, [PROCESSORS])
             difference = None
         else:
-            names = FileNames(model, _read_stored_names(run / MODEL_FILES / STORED_NAMES))
+            stored = _read_stored_names(run / MODEL_FILES / STORED_NAMES)
+            names = FileNames(model, stored, _base_on_this_machine(manifest, folder))
             write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings, names)
             take_generation_settings(model, str(run / MODEL_FILES))
             write_configuration(model, tokenizer, unfinished, settings.dtype)
@@ -137,6 +140,18 @@ def _read_stored_names(path: Path) -> frozenset[str] | None:
     except (OSError, ValueError):
         return None
     return frozenset(map(str, found)) if isinstance(found, list) else None
+
+
+def _base_on_this_machine(manifest: Manifest, folder: Path) -> Path | None:
+    """Returns the folder of the base, for its tensors that no run reads. None if it had no files, or has none here."""
+    _, name, revision = _trained_as(manifest, folder)
+    if name is None:
+        return None
+    found = Path(name).expanduser()
+    if not found.is_dir():
+        with suppress(OSError, ValueError):  # of a name that the hub does not allow, too
+            found = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    return found if (found / "config.json").is_file() else None
 
 
 def _make_folder(folder: Path, to: Path) -> None:
@@ -261,7 +276,7 @@ def _empty_model(config: PretrainedConfig, manifest: Manifest, folder: Path) -> 
     return add_adapter(model, section, base, revision)
 
 
-def _trained_as(manifest: Manifest, folder: Path) -> tuple[AdapterSection, str, str | None]:
+def _trained_as(manifest: Manifest, folder: Path) -> tuple[AdapterSection, str | None, str | None]:
     """Returns what was trained, the base and its revision. Raises BadInputError if the manifest does not say."""
     try:
         model, adapter = manifest.recipe["model"], manifest.recipe["adapter"]

@@ -176,7 +176,8 @@ def _write_model(model: nn.Module, folder: Path, settings: ExportSettings) -> No
 
 def file_names(model: nn.Module) -> FileNames:
     """Returns the names of tensors in the files from which the model was loaded."""
-    return FileNames(base_of(model), fit_of(model).stored)
+    fit = fit_of(model)
+    return FileNames(base_of(model), fit.stored, None if fit.stored is None else fit.folder)
 
 
 def carry_over(base: Path | None, folder: Path, patterns: Sequence[str] = CARRIED) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Set
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from toolkit.model.on_meta import build_on_meta
+from toolkit.model.weights import unread_files
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 """Tensors of a block are converted together: a name in memory may stand for several in files, or the reverse."""
@@ -31,9 +34,12 @@ class FileNames:
         model: a model of transformers, sharded or not; only its class and configuration are used.
         stored: the names in the files of the base; None for random weights, which get the names of
             `save_pretrained`.
+        base: the folder of the base, whose tensors that transformers does not load follow after the others, as they
+            are; None if there is none.
     """
 
-    def __init__(self, model: PreTrainedModel, stored: Set[str] | None) -> None:
+    def __init__(self, model: PreTrainedModel, stored: Set[str] | None, base: Path | None = None) -> None:
+        self._unread = {} if base is None else unread_files(base, model)
         # Some towers have no class for the attention of the run.
         config = copy.deepcopy(model.config)
         self._model: Any = build_on_meta(lambda: type(model)._from_config(config, attn_implementation="eager"))
@@ -58,7 +64,20 @@ class FileNames:
         return revert_weight_conversion(self._model, state)  # type: ignore[no-any-return]
 
     def in_files(self, tensors: Tensors) -> Tensors:
-        """Yields the tensors as files hold them; one block of the model is in memory at a time."""
+        """Yields the tensors as files hold them; one block of the model is in memory at a time.
+
+        What the base has beside them follows, if there are any: only the first rank has tensors.
+        """
+        written: set[str] = set()
+        for name, tensor in self._in_blocks(tensors):
+            written.add(name)
+            yield name, tensor
+        for name, path in self._unread.items() if written else ():
+            if name not in written:
+                with safe_open(path, framework="pt") as file:
+                    yield name, file.get_tensor(name)
+
+    def _in_blocks(self, tensors: Tensors) -> Tensors:
         group: dict[str, torch.Tensor] = {}
         group_key: str | None = None
         for tied, tensor in tensors:

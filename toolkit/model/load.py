@@ -56,7 +56,6 @@ from toolkit.model.weights import (
     SafetensorsWeights,
     Weights,
     materialize,
-    names_in_files,
     readable,
     require_fitting,
     require_safetensors,
@@ -136,8 +135,7 @@ def load(
         if quantise(built, adapter):
             weights = QuantisedWeights(weights, built, settings["dtype"])
     if model.name_or_path is not None:
-        fit.folder = _model_folder(model)
-        fit.stored = names_in_files(fit.folder)
+        fit.take_names(_model_folder(model), built)
         take_generation_settings(built, model.name_or_path, model.revision)
     elif model.tokenizer is not None and sees(built):  # with the processor, which an export has, too
         fit.folder = _folder(model.tokenizer, None, CARRIED)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, in_words
@@ -44,6 +44,7 @@ class Fit:
         adapter: fingerprint of the adapter that training continues, or None.
         stored: names of the tensors in its files, or None without files.
         folder: the folder of its files, or else of its processor's, or None without either.
+        unread: names of tensors in the files that transformers does not load.
     """
 
     all_drawn: bool = False
@@ -54,13 +55,20 @@ class Fit:
     folder: Path | None = None
     drawn: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     zero: list[str] = field(default_factory=list)
+
+    def take_names(self, folder: Path, model: PreTrainedModel) -> None:
+        """Takes the names of the tensors in the folder that `model` is read from."""
+        self.folder, self.stored = folder, names_in_files(folder)
+        self.unread = sorted(unread_files(folder, model))
 
     def describe(self) -> str:
         """Describes the differences; empty if the files hold exactly the model."""
         if self.all_drawn:
             return "all drawn at random (model.config)"
         told = {"drawn at random": self.drawn, "left unused": self.unused, "nothing but zeros": self.zero}
+        told["left as they are, as transformers does not load them"] = self.unread
         return "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in told.items() if names)
 
 
@@ -341,6 +349,36 @@ def unused_names(folder: Path, model: PreTrainedModel) -> list[str]:
         and f"{model.base_model_prefix}.{name}" not in known
         and not any(re.search(pattern, name) for pattern in passed)
     ]
+
+
+def unread_files(folder: Path, model: PreTrainedModel) -> dict[str, Path]:
+    """Returns the file of each tensor that transformers does not load, by name: layers that predict further tokens.
+
+    There are none for a model of another class than its files, which leaves a part of them out, for a base in 8 or 4
+    bits, whose export has another type, and for a model with more tokens than its files, as such layers can have
+    embeddings of their own.
+    """
+    passed = model._keys_to_ignore_on_load_unexpected or []
+    config = PretrainedConfig.get_config_dict(folder, local_files_only=True)[0] if passed else {}
+    classes, named = {each.__name__ for each in type(model).__mro__}, config.get("architectures") or []
+    text = {**config, **(config.get("text_config") or {})}
+    is_resized = text.get("vocab_size") != getattr(model.config.get_text_config(), "vocab_size", None)
+    if not classes.intersection(named) or "quantization_config" in text or is_resized:
+        return {}
+    own = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+    # Patterns name the blocks of one size of a type; in another these are its own, under other names in memory.
+    own |= {found[1] for name in own if (found := _BLOCK.match(name))}
+    return {
+        name: path
+        for name, path in _files_of_tensors(folder).items()
+        if any(re.search(pattern, name) for pattern in passed)
+        and name not in own
+        and not ((found := _BLOCK.match(name)) and found[1] in own)
+    }
+
+
+_BLOCK = re.compile(r"(.*?\.\d+)\.")
+"""The name of a block, in that of its tensor."""
 
 
 def stored_names(folder: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]] | None:
