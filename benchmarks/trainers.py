@@ -88,6 +88,7 @@ def run_benchmark(
     trainers: Sequence[str],
     train: Callable[[str, Path, int], None],
     run: Callable[[argparse.Namespace, Path], None],
+    tasks: Sequence[str] = (),
 ) -> None:
     """Reads the command line, and trains one cell or runs the benchmark.
 
@@ -95,10 +96,13 @@ def run_benchmark(
         about: the script's docstring, whose first line is its help.
         train: trains one cell, of a trainer and a seed, in the current folder.
         run: runs the benchmark in a folder.
+        tasks: what `--task` chooses from; the first is the default.
     """
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--trainers", nargs="+", choices=trainers, default=list(trainers))
+    if tasks:
+        parser.add_argument("--task", choices=tasks, default=tasks[0])
     parser.add_argument("--work", type=Path, help="keep models and logs in this folder")
     parser.add_argument("--output", type=Path, help="add a line of JSON for each cell to this file")
     parser.add_argument("--train", choices=trainers, help=argparse.SUPPRESS)
