@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import ranks
 from support.pretended_steps import NCCL, WITHOUT_DEVICES, started_anew, watched
 from support.texts import make_texts
@@ -38,6 +39,7 @@ class Case:
 
     Attributes:
         close: how far losses may be off, of themselves; norms ten times as far.
+        weights: how far the exported ones may be off, in all, if not half of that.
         resumed: the run is cut off at its middle and started again.
         on_cpu: what differs on CPU ranks, which do not have fp16.
     """
@@ -46,24 +48,33 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     close: float = 1e-5
+    weights: float | None = None
     resumed: bool = False
     on_cpu: dict[str, Any] = field(default_factory=dict)
 
 
 IN_BF16 = 2e-3
-FP16: dict[str, Any] = {"training": {"mixed_precision": "fp16"}, "on_cpu": {"mixed_precision": "no"}, "close": 5e-3}
+FP16: dict[str, Any] = {
+    "training": {"mixed_precision": "fp16"},
+    "on_cpu": {"mixed_precision": "no"},
+    "close": 5e-3,
+    "weights": 1e-2,
+}
 EXPERTS = {"model": {"name_or_path": "experts"}}
 HYBRID = {"strategy": "hybrid"}
-"""Two replicas of two ranks."""
+"""Two replicas, of half of the ranks each, on two hosts."""
+NODES = {"reshard_after_forward": 2}
+"""hpZ: backward gathers among two ranks."""
+AVERAGES = {"ema": 0.7, "eval_every_steps": 2}
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "ddp": Case({"strategy": "ddp"}),
         "ddp, bf16": Case({"strategy": "ddp"}, BF16, close=IN_BF16),
         "ddp, fp16": Case({"strategy": "ddp"}, **FP16),
-        "ddp, averages": Case({"strategy": "ddp"}, {"ema": 0.7, "eval_every_steps": 2}),
+        "ddp, averages": Case({"strategy": "ddp"}, AVERAGES),
         "zero3, fp16": Case(**FP16),
-        "zero3, averages": Case(training={"ema": 0.7, "eval_every_steps": 2}),
-        "averages, offload": Case(OFFLOAD, {"ema": 0.7, "eval_every_steps": 2, **BF16}, close=IN_BF16),
+        "zero3, averages": Case(training=AVERAGES),
+        "averages, offload": Case(OFFLOAD, AVERAGES | BF16, close=IN_BF16),
         "by block": Case(BY_BLOCK),
         "by block, offload": Case(BY_BLOCK | OFFLOAD, BF16, close=IN_BF16),
         "by block, LoRA": Case(BY_BLOCK, BF16, {"adapter": LORA}, close=IN_BF16),
@@ -90,7 +101,28 @@ CASES: dict[int, dict[str, Case]] = {
         "resumed, ddp, averages": Case({"strategy": "ddp"}, {"ema": 0.7}, resumed=True),
     },
     4: {
+        "plain": Case(),
         "hybrid": Case(HYBRID),
+        "hybrid, bf16": Case(HYBRID, BF16, close=IN_BF16),
+        "hybrid, fp16": Case(HYBRID, **FP16),
+        "hybrid, averages": Case(HYBRID, AVERAGES),
+        "hybrid, offload": Case(HYBRID | OFFLOAD, BF16, close=IN_BF16),
+        "hybrid, by block": Case(HYBRID | BY_BLOCK, BF16, close=IN_BF16),
+        "hybrid, LoRA": Case(HYBRID, sections={"adapter": LORA}),
+        "hybrid, experts": Case(HYBRID | {"experts": 2}, sections=EXPERTS),
+        "hybrid, sequence": Case(HYBRID | {"sequence": 2}),
+        "hybrid, resumed": Case(HYBRID, resumed=True),
+        "hpZ": Case(NODES),
+        "hpZ, bf16, checkpointing": Case(NODES | {"activation_checkpointing": 1}, BF16, close=IN_BF16),
+        "hpZ, offload": Case(NODES | OFFLOAD | {"prefetch": 2}, BF16, close=IN_BF16),
+        "hpZ, LoRA": Case(NODES, BF16, {"adapter": LORA}, close=IN_BF16),
+        "hpZ, averages": Case(NODES, AVERAGES),
+    },
+    8: {
+        "plain": Case(),
+        "hybrid, bf16": Case(HYBRID, BF16, close=IN_BF16),
+        "hpZ": Case(NODES),
+        "by block, offload": Case(BY_BLOCK | OFFLOAD, BF16, close=IN_BF16),
     },
 }
 
@@ -155,8 +187,9 @@ def output_of(num_ranks: int, name: str, on_cpu: bool) -> str:
 
 
 def all_runs(folder: Path, num_ranks: int, on_cpu: bool, names: list[str]) -> dict[str, Any]:
-    """What each recipe finds on this rank, and what its device has seen of it. Four ranks are two hosts' to them."""
-    os.environ.update(LOCAL_WORLD_SIZE=str(min(2, num_ranks)), MASTER_ADDR="localhost", MASTER_PORT="0")
+    """What each recipe finds on this rank, and what its device has seen of it. Four ranks and more are two hosts'."""
+    on_host = num_ranks if num_ranks == 2 else num_ranks // 2
+    os.environ.update(LOCAL_WORLD_SIZE=str(on_host), MASTER_ADDR="localhost", MASTER_PORT="0")
     if not on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "false"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -208,6 +241,25 @@ def test_a_recipe_learns_on_devices_what_it_learns_on_cpu_ranks(
         assert len(own[name]["grad_norm"]) == STEPS
         assert own[name]["seen"]["misuses"] == own[name]["seen"]["failed"] == 0
         assert own[name]["seen"]["launches"] > 100
+
+
+def exported(folder: Path, *which: Any) -> dict[str, torch.Tensor]:
+    files = sorted((folder / output_of(*which) / "export").glob("*.safetensors"))
+    return {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
+def test_a_recipe_exports_what_cpu_ranks_export(
+    found: Callable[[int], tuple[list[Any], list[Any]]], folder: Path, num_ranks: int, name: str
+) -> None:
+    found(num_ranks)
+    case = CASES[num_ranks][name]
+    own, exact = (exported(folder, num_ranks, name, on_cpu) for on_cpu in (False, True))
+    assert own.keys() == exact.keys()
+    assert exact
+    for weight, tensor in exact.items():
+        far = case.weights or case.close / 2  # four steps move norms by 5e-3 and matrices by more
+        assert (own[weight] - tensor).norm() <= far * tensor.norm(), weight
 
 
 ONCE = "trainer._exchange_figures"
