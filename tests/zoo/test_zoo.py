@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ QUICK = [
     ("plain", "llama"),
     ("shared_rows", "ctrl"),  # scales in place what is embedded
     ("by_block", "ctrl"),
-    ("bf16", "llama"),
+    ("bf16", "jamba"),
     ("bf16", "glm4_moe"),  # its authors keep the bias of its router in float32
     ("checkpointing", "llama4_text"),  # its router tells logits alone, and the experts are found from them
 ]
@@ -52,6 +53,17 @@ def test_xlm_which_fills_a_cache_is_refused_before_its_first_step(feature: str, 
     assert outcome(said) == "refused"
     assert "XLMWithLMHeadModel" in said or "MultiHeadAttention fills a cache" in said
     assert not list((tmp_path / "run").glob("checkpoint*"))
+
+
+@pytest.mark.parametrize("feature", ["classification", "tagging"])
+def test_squeezebert_which_runs_blocks_without_a_call_needs_ddp(feature: str, tmp_path: Path) -> None:
+    """Its encoder calls `layer.forward`. A tagger does not use its pooler, of which DDP has to know."""
+    assert judged("squeezebert", FEATURES[feature], tmp_path / "sharded") == (
+        "refused: sharding.strategy: SqueezeBertModule is run by its forward and not by a call, so that no hook of "
+        "FSDP2 gathers its weights; set sharding.strategy=ddp"
+    )
+    whole = replace(FEATURES[feature], changes={"sharding": {"strategy": "ddp"}})
+    assert judged("squeezebert", whole, tmp_path / "whole") == "right"
 
 
 @pytest.mark.slow

@@ -194,9 +194,11 @@ def freeze_untrained(model: nn.Module) -> None:
 def may_leave_unused(model: nn.Module) -> bool:
     """Tells whether a forward may leave trained parameters out, which torch's DistributedDataParallel must know.
 
-    Besides branches, these are layers of towers: LLaVA does not use the last ones, nor Gemma 3 the pooling.
+    Besides branches, these are layers of towers: LLaVA does not use the last ones, nor Gemma 3 the pooling. SqueezeBERT
+    has a pooler for its classifier, which a tagger does not use.
     """
-    return has_branches(model) or VISION in trained_parts(model)
+    pools = any(name.endswith("pooler") for name, _ in model.named_modules())
+    return pools or has_branches(model) or VISION in trained_parts(model)
 
 
 def untrained_modules(model: nn.Module) -> list[str]:

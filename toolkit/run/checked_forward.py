@@ -11,16 +11,29 @@ from torch import nn
 
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.samples import Batch
-from toolkit.errors import ToolkitError, in_words, is_lost_peer
+from toolkit.errors import BadInputError, ToolkitError, in_words, is_lost_peer
 from toolkit.model.adapters import base_of
 from toolkit.model.parts import needs_more_than_text, sees
 from toolkit.objectives.objective import Objective
-from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.fsdp import class_name, run_while_sharded
 
 
 def logits_of(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
-    """Returns the logits of a batch, (B, T, V) or (B, C), in the type of compute."""
-    return objective.logits(model, send_to_device(batch, device))
+    """Returns the logits of a batch, (B, T, V) or (B, C), in the type of compute.
+
+    Raises:
+        BadInputError: if the model runs a block without calling it, so that FSDP2 does not gather its weights.
+    """
+    try:
+        return objective.logits(model, send_to_device(batch, device))
+    except Exception as error:
+        block = run_while_sharded(error)
+        if block is None:
+            raise
+        raise BadInputError(
+            f"sharding.strategy: {class_name(block)} is run by its forward and not by a call, so that no hook of FSDP2 "
+            "gathers its weights; set sharding.strategy=ddp"
+        ) from error
 
 
 @contextlib.contextmanager

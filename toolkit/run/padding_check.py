@@ -17,7 +17,7 @@ from toolkit import ranks
 from toolkit.checkpoint.export import relative_difference
 from toolkit.data.documents_apart import FILLING, documents_apart
 from toolkit.data.samples import Batch, Samples, TextSamples
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
@@ -60,6 +60,8 @@ def changed_by_padding(
     try:
         with without_dropout(model):
             alone = [logits_of(model, objective, row, device) for row in rows]
+    except ToolkitError:
+        raise
     except Exception as error:  # the code of a model may do anything with a row
         raise BadInputError(
             f"data.train: {name} cannot run on a row of it ({type(error).__name__}: {first_line(error)}); use the "

@@ -6,6 +6,7 @@ a state has only one group. versions.py reports a name that has moved.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,18 @@ def groups_of_module(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in (state._fsdp_param_group,) if group is not None] if groups is None else groups
+
+
+def run_while_sharded(error: BaseException) -> nn.Module | None:
+    """Returns the module of a unit whose weights were not gathered where an error came up in its forward, if any.
+
+    A unit is gathered by hooks, which run when the module is called; `module.forward(...)` runs none.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        unit: Any = frame.f_locals.get("self")
+        if isinstance(unit, FSDPModule) and any(group.is_sharded for group in groups_of_module(unit)):
+            return unit  # type: ignore[return-value]
+    return None
 
 
 def fsdp_units(model: nn.Module) -> Iterator[tuple[list[Any], list[DTensor]]]:

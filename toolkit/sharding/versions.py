@@ -146,7 +146,7 @@ PRIVATE_NAMES = (
     # planning: what is copied of parameters that are not sharded by rows.
     PrivateName(f"{_FSDP}_fsdp_collectives", ("torch.empty_like(t)", "unsharded_grads[i] = torch.cat(chunks, dim=0)")),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("self.post_forward_mesh_info = post_forward_mesh_info",)),
-    PrivateName(f"{_GROUP}:FSDPParamGroup", ("def is_sharded_post_forward(self)",)),
+    PrivateName(f"{_GROUP}:FSDPParamGroup", ("def is_sharded(self)", "def is_sharded_post_forward(self)")),
     # UnitStates.forget_forwards: what a backward prefetches.
     PrivateName(
         f"{_GROUP}:FSDPParamGroup._backward_prefetch",
