@@ -108,6 +108,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     },
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
     "squeezebert": {"embedding_size": 16},
+    "t5": {"d_ff": 24},  # by default 2048 ReLUs, of which some are within rounding of zero
     "whisper": _SIDES,
     "xlnet": {"d_head": 8, "d_inner": 24},
     "youtu": {"pad_token_id": None},  # its row of padding is set to zero on every load, which is refused

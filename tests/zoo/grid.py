@@ -19,7 +19,7 @@ from support.four_bits import as_dequantised
 from support.ranks import run_on_ranks
 from torch import nn
 
-from zoo.kinds import LENGTHS, MAX_LENGTH, Rows, kinds_of, rows_of, save_tiny, write_rows
+from zoo.kinds import LENGTHS, MAX_LENGTH, UNPADDED, Rows, kinds_of, rows_of, save_tiny, write_rows
 from zoo.reference import loaded, trained, trained_in_bf16
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -50,6 +50,8 @@ class Feature:
         tolerance: of losses and changes, see `TOLERANCE`.
         adapted: whether adapters are trained, which are compared with peft's own.
         backend: of torch.compile, if the recipe asks for it; inductor also compiles what the others trace.
+        lengths: of the rows, in tokens.
+        samples: of a step.
     """
 
     objective: str = "causal_lm"
@@ -58,6 +60,8 @@ class Feature:
     tolerance: float = TOLERANCE
     adapted: bool = False
     backend: str = "inductor"
+    lengths: tuple[int, ...] = LENGTHS
+    samples: int = SAMPLES
 
     @property
     def in_bf16(self) -> bool:
@@ -78,7 +82,13 @@ FEATURES = {
     "nf4": Feature(changes={"adapter": {**LORA, "quantize": "nf4"}}, adapted=True),
     "offload": Feature(changes={"sharding": {"strategy": "zero3", "offload": "optimizer"}}),
     "checkpointing": Feature(changes={"sharding": {"strategy": "zero3", **CHECKPOINTED}}),
-    "bf16": Feature(changes={"training": {"mixed_precision": "bf16"}}, tolerance=0.2),
+    # Each row is a sample, so that both models run the same products of matrices and round them alike.
+    "bf16": Feature(
+        changes={"training": {"mixed_precision": "bf16", "micro_batch_size": 1}, "data": {"packing": False}},
+        tolerance=0.02,  # a few steps of bf16, which are 1/256
+        lengths=UNPADDED,
+        samples=8,
+    ),
     "compile": Feature(changes={"training": {"compile": True}}),
     "traced": Feature(changes={"training": {"compile": True}}, backend="aot_eager"),
     "classification": Feature(objective="sequence_classification"),
@@ -114,7 +124,8 @@ def recipe_of(feature: Feature, folder: Path) -> dict[str, Any]:
     for section, fields in feature.changes.items():
         values[section] = {**values.get(section, {}), **fields}
     groups = feature.num_ranks // values.get("sharding", {}).get("sequence", 1)
-    values["training"]["gradient_accumulation_steps"] = SAMPLES // groups // values["training"]["micro_batch_size"]
+    micro_batches = feature.samples // values["training"]["micro_batch_size"]
+    values["training"]["gradient_accumulation_steps"] = micro_batches // groups
     return values
 
 
@@ -149,7 +160,7 @@ def judged(kind: str, feature: Feature, folder: Path) -> str:
         save_tiny(kind, feature.objective, folder / "model")
     except Exception as error:  # no small model of this type can be made
         return f"untried: no tiny model: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
-    write_rows(feature.objective, folder / "rows.jsonl")
+    write_rows(feature.objective, folder / "rows.jsonl", feature.lengths)
     values = recipe_of(feature, folder)
     try:
         status, told = run_on_ranks(run, feature.num_ranks, values, feature.backend, seconds=SECONDS)[0]
@@ -168,7 +179,7 @@ def compared(feature: Feature, folder: Path, records: list[dict[str, Any]]) -> s
     """`right`, or what differs from the reference."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    rows = rows_of(feature.objective)
+    rows = rows_of(feature.objective, feature.lengths)
     windows = windows_of(feature.objective, rows, records)
     try:
         if feature.adapted:
@@ -216,7 +227,7 @@ def windows_of(objective: str, rows: Rows, records: list[dict[str, Any]]) -> lis
     """The rows of each step: all if they share samples, otherwise four after another."""
     if objective in ("causal_lm", "preference", "reward"):
         counts = {"causal_lm": "target_tokens", "preference": "pairs", "reward": "pairs"}
-        all_terms = sum(LENGTHS) - len(LENGTHS) if objective == "causal_lm" else len(rows)
+        all_terms = sum(len(row["ids"]) for row in rows) if objective == "causal_lm" else len(rows)
         if records[0][counts[objective]] == all_terms:
             return [rows] * STEPS
     return [[rows[(step * SAMPLES + i) % len(rows)] for i in range(SAMPLES)] for step in range(STEPS)]

@@ -27,6 +27,12 @@ from transformers.models.auto import modeling_auto
 LENGTHS = (17, 7, 13, 11, 16, 8, 14, 10)
 """Tokens of each row; two by two they fill a sample of `MAX_LENGTH`."""
 
+UNPADDED = (24, 8, 16, 24, 8, 16, 24, 16)
+"""Of rows that a run without packing does not pad, as it pads to multiples of 8; they have 128 targets.
+
+Dividing by a power of two rounds nothing, so that gradients in bf16 do not depend on when a loss is divided.
+"""
+
 MAX_LENGTH = 24
 CLASSES = ("a", "b", "c")
 VOCABULARY = SIZES["vocab_size"]
@@ -35,7 +41,7 @@ END = 2
 
 IN_PARTS = (
     *("audioflamingo3", "encoder-decoder", "fsmt", "musicflamingo", "seamless_m4t", "seamless_m4t_v2"),
-    *("t5gemma", "t5gemma2"),
+    *("t5gemma", "t5gemma2", "ultravbert"),
 )
 """Types whose sizes have names or parts of their own, besides all that read images or sound."""
 
@@ -75,7 +81,8 @@ def save_tiny(kind: str, objective: str, folder: Path) -> None:
         config.label2id = {name: number for number, name in enumerate(CLASSES)}
     if objective == "reward":
         config.num_labels = 1
-    if objective == "seq2seq" and not (getattr(config, "decoder_start_token_id", None) or VOCABULARY) < VOCABULARY:
+    starts = objective in ("seq2seq", "sequence_classification") and config.is_encoder_decoder
+    if starts and not (getattr(config, "decoder_start_token_id", None) or VOCABULARY) < VOCABULARY:
         config.decoder_start_token_id = 0
     model = AUTO[objective].from_config(config, dtype=torch.float32)
     for module in model.modules():
@@ -112,7 +119,7 @@ Rows = list[dict[str, Any]]
 """Rows of tokens: `ids` with `label`, `tags` or `target`, or `prompt`, `chosen` and `rejected`."""
 
 
-def rows_of(objective: str) -> Rows:
+def rows_of(objective: str, lengths: tuple[int, ...] = LENGTHS) -> Rows:
     """Eight rows of unequal lengths."""
     generator = torch.Generator().manual_seed(1)
 
@@ -120,7 +127,7 @@ def rows_of(objective: str) -> Rows:
         return torch.randint(4, VOCABULARY, (count,), generator=generator).tolist()
 
     rows: Rows = []
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         if objective in ("preference", "reward"):
             # Two prompts, their completions and the tokens that end them are as long as the row.
             asked = 1 + (length >= 10)
@@ -134,10 +141,10 @@ def rows_of(objective: str) -> Rows:
     return rows
 
 
-def write_rows(objective: str, path: Path) -> None:
+def write_rows(objective: str, path: Path, lengths: tuple[int, ...] = LENGTHS) -> None:
     """The rows as a file that the toolkit reads."""
     written = []
-    for row in rows_of(objective):
+    for row in rows_of(objective, lengths):
         if objective in ("preference", "reward"):
             # A space before each completion, as no token holds one.
             written.append({"prompt": text(row["prompt"]), **{s: " " + text(row[s]) for s in ("chosen", "rejected")}})
