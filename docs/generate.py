@@ -178,8 +178,8 @@ MODELS_HEAD = """# Models
 
 A tiny model of each model type of transformers 5.23 was trained for three optimizer steps on rows of unequal lengths
 (torch 2.13, CPU, float32), and compared with transformers' own model, which gets each row alone and unpadded. The table
-says whether losses and the changes of all weights agree within 2e-3 (bf16: within 0.2 of a copy that transformers runs
-in bf16, with its gradients summed in float32).
+says whether losses and the changes of all weights agree within 2e-3 (bf16: within 2e-2 of a copy that transformers runs
+in bf16, with its gradients summed in float32, and the rows are not packed).
 
 - right: they agree.
 - refused: before its first step the run says why it cannot train this type in this way; the reason is below.

@@ -104,9 +104,12 @@ def trained_in_bf16(objective: str, folder: Path, windows: list[Rows], settings:
     """The trained float32 weights, as a model, and the loss of each step.
 
     A copy that transformers loads in bf16 runs each row; its gradients are summed in float32, and step the weights. The
-    copy has in float32 what its authors keep there (routers and norms of some types).
+    copy has in float32 what its authors keep there (routers and norms of some types), and what follows the head (a
+    scale or a cap of the logits), as the run has.
     """
     weights, copied = loaded(objective, folder), loaded(objective, folder, torch.bfloat16)
+    if (head := copied.get_output_embeddings()) is not None:
+        head.register_forward_hook(lambda _module, _args, logits: logits.float())
     pairs = list(zip(weights.parameters(), copied.parameters(), strict=True))
     optimizer = _adamw(weights, settings)
     losses = []
