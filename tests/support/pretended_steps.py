@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ class Watched:
         allocated: after it.
         reserved: bytes that the caching allocator holds then.
         pinned: bytes of pinned memory of the host.
+        resident: bytes of the process, with the pretended device's pages that were touched.
     """
 
     waits: tuple[str, ...]
@@ -56,6 +58,7 @@ class Watched:
     allocated: int
     reserved: int
     pinned: int
+    resident: int
 
 
 @contextmanager
@@ -96,6 +99,7 @@ def _seen(waits: list[tuple[bool, str]], peak_before: int) -> Watched:
         torch.cuda.memory_allocated(),
         torch.cuda.memory_reserved(),
         torch.cuda.host_memory_stats()["allocated_bytes.current"],
+        int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
     )
 
 

@@ -1,0 +1,160 @@
+"""Two ranks on each of two hosts that share a folder and nothing else: they learn what four ranks of one host do.
+
+A host is a set of Linux namespaces: network, name, process ids, `/tmp`, shared memory (support/whole_hosts.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+import yaml
+from support.launches import clean_environment
+from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
+from support.tiny import recipe_values, save_llama
+from support.whole_hosts import NAMES, ROOT, WholeHost, run_on_hosts, whole_hosts
+
+STEPS = 6
+OFFLOAD = {"offload": "optimizer", "offload_executor": "cpu_torch"}
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "zero3": {"strategy": "zero3"},
+    "hpZ": {"strategy": "zero3", "reshard_after_forward": 2},
+    "hpZ, offload": {"strategy": "zero3", "reshard_after_forward": 2, **OFFLOAD},
+    "hybrid": {"strategy": "hybrid"},
+    "hybrid, offload": {"strategy": "hybrid", **OFFLOAD},
+}
+TOLD = ("split", "step", "samples", "tokens", "loss", "grad_norm", "learning_rate")
+NAMESPACES = ("net", "uts", "pid", "ipc", "mnt")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hosts")
+    texts = make_texts(60)
+    save_llama(folder / "model", texts, tied=True)
+    (folder / "texts.txt").write_text("\n".join(texts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hosts(folder: Path) -> Iterator[list[WholeHost]]:
+    with whole_hosts(folder) as made:
+        if not made:
+            pytest.skip("this test needs Linux namespaces: run it as root")
+        yield made
+
+
+def values_of(folder: Path, output: Path, **sections: Any) -> dict[str, Any]:
+    values = recipe_values(folder / "model", folder / "texts.txt", output, folder / "cache", max_steps=STEPS)
+    values["training"] |= {"micro_batch_size": 2, **sections.pop("training", {})}
+    values["export"] = {"enabled": False}
+    return values | sections
+
+
+def finetuned(values: dict[str, Any]) -> list[dict[str, Any]]:
+    from toolkit import Recipe, finetune
+
+    meet()
+    hybrid = values.get("sharding", {}).get("strategy") == "hybrid"
+    os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if hybrid else "1"
+    records = finetune(Recipe.from_mapping(values)).metrics
+    return [{key: record.get(key) for key in TOLD} for record in records]
+
+
+# One run over a shared folder
+
+
+def learn(folder: Path, where: str) -> dict[str, Any]:
+    """What each sharding learns, and on which hosts the ranks of a group of hpZ are."""
+    from toolkit.sharding import plugin
+
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29555"}
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    groups_of, nodes = plugin.groups_of, []
+
+    def noted(mesh: Any, node: int | None) -> Any:
+        found = groups_of(mesh, node)
+        nodes.append(None if found is None else dist.get_process_group_ranks(found.get_all_groups()[-1]))
+        return found
+
+    found: dict[str, Any] = {"host": socket.gethostname(), "beside": os.listdir(folder.parent)}
+    found["namespaces"] = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in NAMESPACES}
+    with mock.patch.object(plugin, "groups_of", noted):
+        for name, sharding in SHARDINGS.items():
+            output = folder / f"{where}-{name}".replace(" ", "")
+            saves = {"checkpoint": {"every_steps": 4}} if name == "hpZ" else {}
+            found[name] = finetuned(values_of(folder, output, sharding=sharding, **saves))
+    return found | {"nodes": nodes}
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path) -> list[dict[str, Any]]:
+    """Four ranks of one host."""
+    return run_on_ranks(learn, 4, folder, "together")
+
+
+def test_ranks_on_two_hosts_learn_what_those_of_one_do(
+    hosts: list[WholeHost], folder: Path, together: list[dict[str, Any]]
+) -> None:
+    apart = run_on_hosts(hosts, folder, learn, folder, "apart")
+    assert [rank["host"] for rank in apart] == [NAMES[0]] * 2 + [NAMES[1]] * 2
+    assert [rank["beside"] for rank in apart] == [[folder.name]] * 4, "/tmp is the hosts' own but for the shared folder"
+    of_hosts = [rank["namespaces"] for rank in apart]
+    assert of_hosts[0] == of_hosts[1]
+    assert of_hosts[2] == of_hosts[3]
+    assert all(of_hosts[0][kind] != of_hosts[2][kind] for kind in NAMESPACES)
+    for number, rank in enumerate(apart):
+        for name in SHARDINGS:
+            assert len(rank[name]) >= STEPS
+            assert rank[name] == together[number][name], name
+        # hpZ gathers for backward inside a host.
+        own = [0, 1] if number < 2 else [2, 3]
+        assert rank["nodes"] == [None, own, own, None, None]
+
+
+def test_accelerate_launches_two_hosts(hosts: list[WholeHost], folder: Path, together: list[dict[str, Any]]) -> None:
+    """By the first host's name; the launcher is process 1, as in a container."""
+    recipe = folder / "launched.yaml"
+    recipe.write_text(yaml.safe_dump(values_of(folder, folder / "launched", sharding=SHARDINGS["zero3"])))
+    config = yaml.safe_load((ROOT / "accelerate_configs/two_nodes.yaml").read_text())
+    config |= {"num_processes": 4, "mixed_precision": "no", "main_process_ip": NAMES[0], "main_process_port": 29600}
+    launchers = []
+    for number, host in enumerate(hosts):
+        path = folder / f"launched-{number}.config.yaml"
+        path.write_text(yaml.safe_dump(config | {"machine_rank": number}))
+        command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(path)]
+        command += [str(ROOT / "recipes/finetune.py"), "--recipe", str(recipe)]
+        environment = clean_environment(OMP_NUM_THREADS="1") | host.environment
+        launchers.append(
+            subprocess.Popen(
+                [*host.prefix, *command],
+                env=environment,
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        )
+    try:
+        outputs = [launcher.communicate(timeout=400)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(outputs)[-4000:]
+    assert "ranks: 4 on" in outputs[0]
+    found, expected = (
+        [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("launched", "together-zero3")
+    )
+    assert len(found) == STEPS
+    assert found == expected
