@@ -75,7 +75,7 @@ REFUSED_WITH: dict[str, dict[str, str]] = {
         **dict.fromkeys(("dots3_note", "glm5_next", "inkling2", "inkling_mm_model", "lfm3_vl", "minicpm_ocr"), _MIXES),
         **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "mistral_large4", "nemotron_h_omni", "qwen3_5"), _MIXES),
         **dict.fromkeys(("nemo_speechlm", "qwen3_5_moe", "qwen4_exp", "unlimited_ocr"), _MIXES),
-        **dict.fromkeys(("gemma4_unified", "git", "kosmos-2.5", "molmo2"), _CANNOT_SHARE),
+        **dict.fromkeys(("gemma4_unified", "git", "kosmos-2.5", "molmo2", "paligemma"), _CANNOT_SHARE),
         **dict.fromkeys(("moss_transcribe_diarize", "vibevoice_asr"), "takes no position_ids, and a part of a row"),
     },
     "by_block": {"git": "changes in place what its embeddings or a block return"},
