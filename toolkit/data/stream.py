@@ -173,7 +173,7 @@ class Stream:
         # Counts restart, because the first window is read once before training, for its checks.
         self.counts = StreamCounts()
         places = state["sources"] if state is not None else [(0, 0, 0)] * len(self.sources)
-        cursors = [_Cursor(*source, *place) for source, place in zip(self.sources, places, strict=True)]
+        cursors = [_Cursor(source, *place) for (source, _), place in zip(self.sources, places, strict=True)]
         number, samples_before = (state["window"], state["samples"]) if state is not None else (0, 0)
         while True:
             # Taken before the rows are read: a run interrupted in this window reads it again from its first row.
@@ -283,7 +283,7 @@ class _Cursor:
         drawn: number of rows drawn in total.
     """
 
-    def __init__(self, source: Source, layout: Layout, passes: int, row: int, drawn: int) -> None:
+    def __init__(self, source: Source, passes: int, row: int, drawn: int) -> None:
         self.weight = source.weight
         self.passes = passes
         self._source = source
