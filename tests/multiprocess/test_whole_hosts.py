@@ -1,15 +1,17 @@
-"""Two ranks on each of two hosts that share a folder and nothing else: they learn what four ranks of one host do.
+"""Two ranks on each of two hosts that share a folder and nothing else: what they train, hold and refuse.
 
 A host is a set of Linux namespaces: network, name, process ids, `/tmp`, shared memory (support/whole_hosts.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from support.launches import clean_environment
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
-from support.whole_hosts import NAMES, ROOT, WholeHost, run_on_hosts, whole_hosts
+from support.whole_hosts import NAMES, ROOT, Job, WholeHost, outcomes_of, run_on_hosts, turn_off, whole_hosts
 
 STEPS = 6
 OFFLOAD = {"offload": "optimizer", "offload_executor": "cpu_torch"}
@@ -158,3 +160,102 @@ def test_accelerate_launches_two_hosts(hosts: list[WholeHost], folder: Path, tog
     )
     assert len(found) == STEPS
     assert found == expected
+
+
+# One run at a time in a folder that both hosts see
+
+
+def hold(folder: Path) -> Any:
+    """The first host trains, and is turned off in its third step once the second was refused."""
+    from toolkit.errors import BadInputError
+    from toolkit.supervise import lease
+    from toolkit.training.trainer import Trainer
+
+    lease.BEAT_SECONDS, lease.STALE_SECONDS = 0.5, 5.0
+    values = values_of(folder, folder / "held", checkpoint={"every_steps": 2})
+    train_step, steps = Trainer.train_step, itertools.count(1)
+    is_first = socket.gethostname() == NAMES[0]
+
+    def step(trainer: Any, window: Any) -> Any:
+        if is_first and next(steps) == 3:
+            (folder / "training").touch()
+            _until(folder / "refused")
+            turn_off(folder, 0)
+        return train_step(trainer, window)
+
+    Trainer.train_step = step  # type: ignore[method-assign]
+    if is_first:
+        return finetuned(values)
+    _until(folder / "training")
+    told = ""
+    try:
+        finetuned(values)
+    except BadInputError as error:
+        told = str(error)
+    (folder / "refused").touch()
+    return told, finetuned_once_free(values)
+
+
+def finetuned_once_free(values: dict[str, Any]) -> list[dict[str, Any]]:
+    from toolkit.errors import BadInputError
+
+    for _ in range(30):
+        try:
+            return finetuned(values)
+        except BadInputError:
+            time.sleep(1)
+    raise AssertionError("the folder was not given free")
+
+
+def _until(file: Path) -> None:
+    for _ in range(1200):
+        if file.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{file} did not come")
+
+
+def test_a_folder_is_held_against_the_other_host_until_its_own_is_off(hosts: list[WholeHost], folder: Path) -> None:
+    jobs = [Job(hold, (folder,), range(2), 2, world=f"of-{number}") for number in (0, 1)]
+    first, second = outcomes_of(hosts, folder, jobs)
+    assert first is None
+    assert second is not None
+    for ok, result in second:
+        assert ok, result
+        told, records = result
+        assert f"on {NAMES[0]}" in told
+        assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+
+
+# Hosts that are not alike
+
+
+def unlike(folder: Path) -> tuple[str, float]:
+    """hpZ in groups of two, on a host whose launchers start one rank each."""
+    from toolkit import Recipe, finetune
+    from toolkit.errors import BadInputError
+    from toolkit.supervise import rendezvous
+
+    rendezvous.SHORTEST_SECONDS, begun = 20.0, time.monotonic()
+    training = {"stall_minutes": 0.1}
+    values = values_of(folder, folder / "unlike", sharding=SHARDINGS["hpZ"], training=training)
+    try:
+        finetune(Recipe.from_mapping(values))
+    except BadInputError as error:
+        return str(error), time.monotonic() - begun
+    return "trained", 0.0
+
+
+def test_a_host_that_cannot_hold_a_group_refuses_at_once_and_the_other_does_not_wait_for_ever(
+    hosts: list[WholeHost], folder: Path
+) -> None:
+    jobs = [Job(unlike, (folder,), range(2 * n, 2 * n + 2), 4, 2 - n, meets=False) for n in (0, 1)]
+    first, second = outcomes_of(hosts, folder, jobs)
+    assert second is not None
+    for ok, result in second:
+        assert ok, result
+        assert "2 is not a group inside the nodes of 1 ranks" in result[0]
+    assert first == [(False, "died without a word")] * 2
+    told = (folder / "host-0.log").read_text()
+    assert f"error: rank 0 on {NAMES[0]} has waited 20 s for all 4 ranks to meet at {hosts[0].address}:29555" in told
+    assert not (folder / "unlike").exists()
