@@ -27,7 +27,7 @@ def logits_of(model: nn.Module, objective: Objective, batch: Batch, device: torc
     try:
         return objective.logits(model, send_to_device(batch, device))
     except Exception as error:
-        block = run_while_sharded(error)
+        block = run_while_sharded(error) if is_the_models(error) else None
         if block is None:
             raise
         raise BadInputError(

@@ -17,12 +17,12 @@ from toolkit import ranks
 from toolkit.checkpoint.export import relative_difference
 from toolkit.data.documents_apart import FILLING, documents_apart
 from toolkit.data.samples import Batch, Samples, TextSamples
-from toolkit.errors import BadInputError, ToolkitError, first_line
+from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters import base_of
 from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import rows_without_padding
-from toolkit.run.checked_forward import logits_of
+from toolkit.run.checked_forward import is_the_models, logits_of
 from toolkit.sharding.fsdp import class_name
 
 SAMPLES = 64
@@ -60,9 +60,9 @@ def changed_by_padding(
     try:
         with without_dropout(model):
             alone = [logits_of(model, objective, row, device) for row in rows]
-    except ToolkitError:
-        raise
     except Exception as error:  # the code of a model may do anything with a row
+        if not is_the_models(error):
+            raise
         raise BadInputError(
             f"data.train: {name} cannot run on a row of it ({type(error).__name__}: {first_line(error)}); use the "
             "tokenizer that belongs to the model, or train another one"
@@ -71,6 +71,8 @@ def changed_by_padding(
         with without_dropout(model):
             together = logits_of(model, objective, batch, device)
     except Exception as error:
+        if not is_the_models(error):
+            raise
         why = f"{name} cannot run on padded rows ({type(error).__name__}: {first_line(error)})"
     else:
         difference = max(_difference(together[i], found[0]) for i, found in enumerate(alone))

@@ -52,7 +52,8 @@ def run_while_sharded(error: BaseException) -> nn.Module | None:
     A unit is gathered by hooks, which run when the module is called; `module.forward(...)` runs none.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        unit: Any = frame.f_locals.get("self")
+        # Not its hooks: one of them fails, before the weights are gathered, if a peer is gone.
+        unit: Any = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
         if isinstance(unit, FSDPModule) and any(group.is_sharded for group in groups_of_module(unit)):
             return unit  # type: ignore[return-value]
     return None

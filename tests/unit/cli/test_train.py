@@ -154,7 +154,7 @@ def tell(arguments):
         int(os.environ["RANK"]), imported, arguments, torch.get_num_threads(),
         str(signal.getsignal(signal.SIGTERM)), signal.getsignal(signal.SIGINT) is entry._on_interrupt
     ]
-    os.write(1, (json.dumps(told) + "\n").encode())  # unlike print, in one piece: the ranks share a pipe
+    os.write(1, (json.dumps(told) + "\\n").encode())  # unlike print, in one piece: the ranks share a pipe
     return os.environ["RANK"] == "1" and eval(os.environ["END"]) or 0
 finetune.finetune_command = tell
 sys.exit(entry.finetune(sys.argv[1:]))
