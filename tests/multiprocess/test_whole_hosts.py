@@ -124,6 +124,7 @@ def test_ranks_on_two_hosts_learn_what_those_of_one_do(
         assert rank["nodes"] == [None, own, own, None, None]
 
 
+@pytest.mark.slow
 def test_accelerate_launches_two_hosts(hosts: list[WholeHost], folder: Path, together: list[dict[str, Any]]) -> None:
     """By the first host's name; the launcher is process 1, as in a container."""
     recipe = folder / "launched.yaml"
