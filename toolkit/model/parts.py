@@ -197,8 +197,15 @@ def may_leave_unused(model: nn.Module) -> bool:
     Besides branches, these are layers of towers: LLaVA does not use the last ones, nor Gemma 3 the pooling. SqueezeBERT
     has a pooler for its classifier, which a tagger does not use.
     """
-    pools = any(name.endswith("pooler") for name, _ in model.named_modules())
-    return pools or has_branches(model) or VISION in trained_parts(model)
+    return _leaves_pooler(model) or has_branches(model) or VISION in trained_parts(model)
+
+
+def _leaves_pooler(model: nn.Module) -> bool:
+    """Tells whether a pooler is trained in another model than a classifier of whole texts, which reads it."""
+    if any(type(module).__name__.endswith("ForSequenceClassification") for module in model.modules()):
+        return False
+    poolers = (module for name, module in model.named_modules() if name.endswith("pooler"))
+    return any(parameter.requires_grad for module in poolers for parameter in module.parameters())
 
 
 def untrained_modules(model: nn.Module) -> list[str]:
