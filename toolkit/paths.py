@@ -141,6 +141,21 @@ def require_folder(name: str, field: str) -> None:
         raise BadInputError(f"{field}: the folder {name!r} {found}; {mend}name a model's folder or a hub name")
 
 
+def folder_on_this_machine(name: str, revision: str | None) -> Path:
+    """Returns a folder, or that of a hub model that was downloaded before.
+
+    Raises:
+        OSError: if there is neither.
+        ValueError: if there is no such folder, and the hub allows no such name.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, local_files_only=True))
+
+
 SAMPLED_BYTES = 1024
 """The bytes of a tensor that a fingerprint reads at its start, in its middle and at its end."""
 

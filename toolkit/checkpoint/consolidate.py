@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -51,7 +50,7 @@ from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_ada
 from toolkit.model.file_names import FileNames
 from toolkit.model.load import PROCESSORS, auto_class, take_generation_settings
 from toolkit.optim.ema import AVERAGE
-from toolkit.paths import GIB, told_of_checkpoint
+from toolkit.paths import GIB, folder_on_this_machine, told_of_checkpoint
 from toolkit.recipe.schema import LARGEST_SHARD_GIB, AdapterSection, ExportSection
 
 EXPORT_TYPES = ("float32", "bfloat16", "float16")
@@ -147,11 +146,10 @@ def _base_on_this_machine(manifest: Manifest, folder: Path) -> Path | None:
     _, name, revision = _trained_as(manifest, folder)
     if name is None:
         return None
-    found = Path(name).expanduser()
-    if not found.is_dir():
-        with suppress(OSError, ValueError):  # of a name that the hub does not allow, too
-            found = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    return found if (found / "config.json").is_file() else None
+    with suppress(OSError, ValueError):
+        found = folder_on_this_machine(name, revision)
+        return found if (found / "config.json").is_file() else None
+    return None
 
 
 def _make_folder(folder: Path, to: Path) -> None:

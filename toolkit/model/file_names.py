@@ -7,7 +7,6 @@ in the files, so an export has those of the base that it was trained from.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from toolkit.model.on_meta import build_on_meta
-from toolkit.model.weights import unread_files
-
-_BLOCK = re.compile(r"^(.*?\.\d+)\.")
-"""Tensors of a block are converted together: a name in memory may stand for several in files, or the reverse."""
+from toolkit.model.weights import block_of, unread_files
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -82,8 +78,8 @@ class FileNames:
         group_key: str | None = None
         for tied, tensor in tensors:
             name = self._tied.get(tied, tied)
-            found = _BLOCK.match(name)
-            key = found[1] if found is not None else name.rpartition(".")[0]
+            # Those of a block are converted together: a name in memory may stand for several in files, or the reverse.
+            key = block_of(name) or name.rpartition(".")[0]
             if group and key != group_key:
                 yield from self._convert_block(group)
                 group = {}

@@ -66,7 +66,7 @@ from toolkit.model.weights import (
     unused_names,
 )
 from toolkit.objectives.specs.registry import SPECS
-from toolkit.paths import fingerprint_of, require_folder
+from toolkit.paths import fingerprint_of, folder_on_this_machine, require_folder
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.terminal import Pass, Terminal
@@ -206,9 +206,7 @@ def load_stored(
         config: the configuration without its section about quantisation.
         stored: that section.
     """
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    folder = folder_on_this_machine(name, revision)
     built = _without_weights(auto_class(config), config, {"dtype": dtype}, 0, "model.name_or_path")
     quantise_as_stored(built, stored)
     built.materialize_weights = None

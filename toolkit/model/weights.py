@@ -367,18 +367,18 @@ def unread_files(folder: Path, model: PreTrainedModel) -> dict[str, Path]:
         return {}
     own = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
     # Patterns name the blocks of one size of a type; in another these are its own, under other names in memory.
-    own |= {found[1] for name in own if (found := _BLOCK.match(name))}
+    own |= {block for name in own if (block := block_of(name))}
     return {
         name: path
         for name, path in _files_of_tensors(folder).items()
-        if any(re.search(pattern, name) for pattern in passed)
-        and name not in own
-        and not ((found := _BLOCK.match(name)) and found[1] in own)
+        if any(re.search(pattern, name) for pattern in passed) and name not in own and block_of(name) not in own
     }
 
 
-_BLOCK = re.compile(r"(.*?\.\d+)\.")
-"""The name of a block, in that of its tensor."""
+def block_of(name: str) -> str | None:
+    """Returns the name of the block (`model.layers.0`) that a tensor of this name is in, or None if it is in none."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found[1] if found else None
 
 
 def stored_names(folder: Path, model: PreTrainedModel) -> dict[str, tuple[Path, str]] | None:
