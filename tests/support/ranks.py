@@ -83,10 +83,13 @@ def alone(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _start(function: Callable[..., Any], num_ranks: int, folder: str, args: Any) -> tuple[list[Connection], list[Any]]:
+def _start(
+    function: Callable[..., Any], num_ranks: int, folder: str, args: Any, here: range | None = None
+) -> tuple[list[Connection], list[Any]]:
+    """Starts the ranks of this host; without `here` these are all."""
     _context.set_forkserver_preload(PRELOADED)
     pipes, processes = [], []
-    for rank in range(num_ranks):
+    for rank in here or range(num_ranks):
         receiver, sender = _context.Pipe(duplex=False)
         process = _context.Process(target=_rank, args=(sender, rank, num_ranks, folder, function, args), daemon=False)
         process.start()

@@ -168,19 +168,10 @@ def _on_host(job: Job) -> Any:
 
 def _main(file: Path) -> None:
     job: Job = pickle.loads(file.read_bytes())
-    ranks._context.set_forkserver_preload(ranks.PRELOADED)
     # Process groups meet over a file that both hosts see.
     meeting = file.parent / f"meeting-{job.world}-{file.stem.rpartition('-')[2]}"
     meeting.mkdir(exist_ok=True)
-    pipes, processes = [], []
-    for rank in job.ranks:
-        receiver, sender = ranks._context.Pipe(duplex=False)
-        args = (sender, rank, job.num_ranks, str(meeting), _on_host, (job,))
-        process = ranks._context.Process(target=ranks._rank, args=args)
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
+    pipes, processes = ranks._start(_on_host, job.num_ranks, str(meeting), (job,), job.ranks)
     outcomes = ranks._collect(pipes, job.seconds)
     ranks._end(processes)
     unfinished = file.with_suffix(".part")
