@@ -32,6 +32,7 @@ from toolkit.training.durable_writes import PATIENCE_SECONDS
 from toolkit.training.early_stopping import merit_of
 from toolkit.training.extension import Extension
 from toolkit.training.heartbeat import Heartbeat
+from toolkit.training.loop_state import LoopState
 from toolkit.training.metrics import Metrics
 from toolkit.training.phase import Phase
 from toolkit.training.step import Step
@@ -117,7 +118,7 @@ class RunCheckpoints(Extension):
         minutes = self._section.minutes
         return ranks.rank() == 0 and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
-    def between_steps(self, trainer: Trainer, step: Step) -> None:
+    def between_steps(self, trainer: LoopState, step: Step) -> None:
         """Saves the state if a checkpoint is due or requested.
 
         Raises:
@@ -132,7 +133,7 @@ class RunCheckpoints(Extension):
         if step.save or (every is not None and trainer.global_step % every == 0):
             self.save(trainer)
 
-    def save(self, trainer: Trainer, wait: bool = False) -> bool:
+    def save(self, trainer: LoopState, wait: bool = False) -> bool:
         """Saves the state after the last step, unless that is done. Returns whether it is saved, as far as is known."""
         trainer.enter_phase(Phase.SAVE)
         # The last step of a run can be due by `every_steps`, too.
@@ -297,11 +298,11 @@ def _merge(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for mapping in mappings for key, value in mapping.items()}
 
 
-def _tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _tensors_of(trainer: LoopState) -> dict[str, torch.Tensor]:
     return _merge(extension.tensors() for extension in trainer.extensions)
 
 
-def _non_finite_step(trainer: Trainer) -> str | None:
+def _non_finite_step(trainer: LoopState) -> str | None:
     if trainer.counters.non_finite_in_a_row == 0:
         return None
     return f"step {trainer.global_step} had no finite loss and gradient, and trained nothing"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any
 
+from toolkit.data.values import listed
 from toolkit.errors import DataError
 
 WRAPPERS = ("data", "rows", "examples")
@@ -75,8 +76,6 @@ def _values_under_key(text: _Text) -> Iterator[Any]:
     if len(keys) <= MAX_KEYS:
         text.expect("}")
     if found is None:
-        from toolkit.data.readers import listed
-
         raise DataError(
             f"data: {text.path!r} holds one object with the keys {listed(keys)}; allowed: a list of objects, "
             f"bare or under one of {', '.join(WRAPPERS)}, or an object on each line"

@@ -21,6 +21,7 @@ import fsspec
 from toolkit.data.json_list import values_of
 from toolkit.data.problem import RowProblem
 from toolkit.data.tar_rows import rows_of_tar
+from toolkit.data.values import listed
 from toolkit.errors import DataError, first_line
 
 Row = dict[str, Any] | RowProblem
@@ -32,12 +33,6 @@ MAX_TEXT_BYTES = 256 * 2**20
 """The largest text file, which is one document."""
 
 JOINED_ROWS = "a record of several lines, each with as many fields as the header: a stray quote joins rows"
-
-COLUMNS_LISTED = 10
-"""The most columns that an error names."""
-
-COLUMN_LENGTH = 40
-"""The most characters that it shows of each."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +78,6 @@ def unreadable(field: str, path: str, error: Exception) -> DataError:
     """Returns the error for a file or data set that a library could not read."""
     why = first_line(error.__cause__ or error).removesuffix(".")
     return DataError(f"{field}: {path!r} cannot be read: {why}; name another, or make it again")
-
-
-def listed(names: list[str]) -> str:
-    """Lists the first columns for an error, on one line."""
-    shown = [name if name.isprintable() else repr(name)[1:-1] for name in names[:COLUMNS_LISTED]]
-    cut = [name if len(name) <= COLUMN_LENGTH else f"{name[:COLUMN_LENGTH]}..." for name in shown]
-    more = f" and {len(names) - COLUMNS_LISTED:,} more" if len(names) > COLUMNS_LISTED else ""
-    return ", ".join(cut) + more
 
 
 def _read_lines(shard: Shard) -> Iterator[Row]:

@@ -45,6 +45,12 @@ def encodable(value: str, column: str) -> str:
     return value
 
 
+COLUMNS_LISTED = 10
+"""The most columns that an error names."""
+
+COLUMN_LENGTH = 40
+"""The most characters that it shows of each."""
+
 KEY_CHARACTERS = 60
 
 
@@ -93,3 +99,11 @@ def numbers_first(label: str) -> tuple[bool, int, str]:
     """Returns a sort key that puts labels that are numbers first, in their order."""
     is_number = re.fullmatch(r"-?[0-9]{1,18}", label) is not None
     return (not is_number, int(label) if is_number else 0, label)
+
+
+def listed(names: list[str]) -> str:
+    """Lists the first columns for an error, on one line."""
+    shown = [name if name.isprintable() else repr(name)[1:-1] for name in names[:COLUMNS_LISTED]]
+    cut = [name if len(name) <= COLUMN_LENGTH else f"{name[:COLUMN_LENGTH]}..." for name in shown]
+    more = f" and {len(names) - COLUMNS_LISTED:,} more" if len(names) > COLUMNS_LISTED else ""
+    return ", ".join(cut) + more

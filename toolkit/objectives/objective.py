@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from toolkit.data.samples import Batch
 from toolkit.objectives.specs.section import ObjectiveSection
-
-if TYPE_CHECKING:
-    from toolkit.objectives.teacher import Teacher
 
 OF_BASE = "of_base"
 """Key of a batch's log-probabilities by the model without its adapters, of each row or pair, (R, 2)."""
@@ -49,6 +47,16 @@ class Ingredients:
     sources: tuple[str, ...] = ()
 
 
+class FrozenModel(Protocol):
+    """A model that is learned from: the objective of its logits, and what gathers its head meanwhile; see `Teacher`."""
+
+    model: nn.Module
+    gathering: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def causal(self) -> Objective: ...
+
+
 class Objective(ABC):
     """One kind of training, on one model. What is known before there is a model is in its `ObjectiveSpec`.
 
@@ -66,7 +74,7 @@ class Objective(ABC):
     apart: bool = False
     needs_documents: bool = False
     needs_whole_steps: bool = False
-    teacher: Teacher | None = None
+    teacher: FrozenModel | None = None
 
     @classmethod
     @abstractmethod

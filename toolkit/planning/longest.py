@@ -16,8 +16,7 @@ from toolkit.planning.setup import Setup, require_ranks, settings_of
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import UNMASKED, workload_of
 from toolkit.recipe.combinations import refusals, refuse
-from toolkit.recipe.features import Settings
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.chunks import CHUNK_TOKENS
 from toolkit.sharding.strategy import STRATEGIES, MeshShape
@@ -73,7 +72,7 @@ def longest_rows(recipe: Recipe, hardware: Hardware, ranks: int, precision: str)
         BadInputError: if no row fits, or ranks cannot share rows.
     """
     require_ranks(ranks, hardware)
-    refuse(replace(Settings.of(recipe), longest_row=True))
+    refuse(replace(settings_of_recipe(recipe), longest_row=True))
     search = _Search(recipe, hardware, precision, _most_ranks_per_row(recipe, ranks, precision))
     found = {verdict: search.longest(verdict, ranks) for verdict in HEADROOM}
     rows = {verdict: row for verdict, row in found.items() if row is not None}

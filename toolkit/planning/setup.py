@@ -9,7 +9,7 @@ from toolkit.errors import BadInputError
 from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import Settings
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.recipe.schema import ShardingSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.chunks import CHUNK_TOKENS
@@ -126,7 +126,7 @@ def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Settings:
     """Returns what the table of combinations checks if the recipe runs with this setup."""
     checkpointing = setup.checkpointing
     return replace(
-        Settings.of(recipe),
+        settings_of_recipe(recipe),
         strategy=setup.strategy.name,
         offload=setup.offload,
         given=frozenset(),  # the launch command removes settings that a row does not use

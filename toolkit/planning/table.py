@@ -19,8 +19,7 @@ from toolkit.planning.setup import Setup, asked_setup, factors, mesh_of, require
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload import Workload, with_rows_of
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.features import Settings
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.recipe.schema import AdapterSection, ShardingSection, TrainingSection
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.expert_parallel import require_experts
@@ -111,7 +110,7 @@ def plan(
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
     settings = planner.settings(asked)
     # Without an Accelerate config, one that has offload may come later.
-    refuse(settings if strategy is None else replace(settings, given=Settings.of(recipe).given))
+    refuse(settings if strategy is None else replace(settings, given=settings_of_recipe(recipe).given))
     _require_spreadable(planner, asked)
     if recipe.sharding.accumulate == "auto":
         asked, _ = settle(planner, asked, lambda row: row.verdict == "fits")

@@ -18,7 +18,7 @@ from toolkit.errors import RecipeError
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.adapter_file import CONFIG, fill_from_file
 from toolkit.recipe.combinations import refusals
-from toolkit.recipe.features import Settings
+from toolkit.recipe.features import OFFLOAD_SETTINGS, Settings
 from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, drop_gone, find_recipe, read_yaml, replace_rivals
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
@@ -61,7 +61,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         # Sections check their own settings; settings of several sections are compared by the table alone.
-        if found := refusals(Settings.of(self)):
+        if found := refusals(settings_of_recipe(self)):
             raise contradiction("\n".join(map(str, found)))
         return self
 
@@ -195,3 +195,68 @@ def _is_conditional(section: Section, name: str) -> bool:
     if isinstance(section, LoggingSection):
         return name == "sample_max_new_tokens" and section.sample_prompt is None
     return isinstance(section, ExportSection) and name != "enabled" and not section.enabled
+
+
+def settings_of_recipe(recipe: Recipe) -> Settings:
+    """Returns the settings of a recipe, before an Accelerate config adds to them."""
+    section, training = recipe.sharding, recipe.training
+    return Settings(
+        objective=recipe.objective.spec,
+        strategy=section.strategy,
+        offload=None if section.offload is None else section.offload == "optimizer",
+        accumulate=section.accumulate,
+        micro_batches=training.gradient_accumulation_steps,
+        checkpointing=section.activation_checkpointing,
+        offload_checkpoints=section.offload_checkpoints,
+        chunk_tokens=section.chunk_tokens is not None,
+        precision=training.mixed_precision,
+        optimizer=recipe.optimizer.kind,
+        adapter=recipe.adapter.kind != "none",
+        is_quantised=recipe.adapter.quantize != "none",
+        compiled=training.compile,
+        experts=section.experts > 1,
+        sequence=section.sequence > 1,
+        node=section.reshard_after_forward,
+        prefetch=section.prefetch is not None,
+        moves_biases=bool(recipe.objective.router_bias_rate),
+        eval_steps=training.eval_every_steps,
+        save_steps=recipe.checkpoint.every_steps,
+        given=_fields_set(recipe),
+    )
+
+
+def _fields_set(recipe: Recipe) -> frozenset[str]:
+    data, columns, training, logging = recipe.data, recipe.data.columns, recipe.training, recipe.logging
+    is_given = {
+        "model.config": recipe.model.config is not None,
+        "model.add_tokens": recipe.model.add_tokens is not None,
+        "data.validation": data.validation is not None,
+        "data.validation_fraction": data.validation_fraction is not None,
+        "data.packing": data.packing is True,
+        "data.streaming": data.streaming,
+        f"data.long_rows {data.long_rows}": data.long_rows is not None,
+        "data.add_bos": data.add_bos is not None,
+        "data.targets": data.targets is not None,
+        "data.chat_template": data.chat_template is not None,
+        "data.template_arguments": bool(data.template_arguments),
+        "data.max_target_length": data.max_target_length is not None,
+        "data.source_prefix": data.source_prefix is not None,
+        "data.columns.source": columns.source is not None,
+        "data.columns.target": columns.target is not None,
+        "data.columns.margin": columns.margin is not None,
+        "data: name": bool(data.source_names),
+        "adapter.start_from": recipe.adapter.start_from is not None,
+        "answers.file": recipe.answers.file is not None,
+        "answers.every_evaluations above 1": recipe.answers.every_evaluations > 1,
+        "training.num_epochs": training.num_epochs is not None,
+        "training.eval_every_steps": training.eval_every_steps is not None,
+        "training.patience": training.patience is not None,
+        "training.best_by answers": training.best_by == "answers",
+        "checkpoint.keep_best": recipe.checkpoint.keep_best,
+        "export.enabled: false": not recipe.export.enabled,
+        "export.merge": recipe.export.merge,
+        "logging.held_out_samples": bool(logging.held_out_samples),
+        "logging.sample_prompt": logging.sample_prompt is not None,
+        **{key: getattr(recipe.sharding, key.partition(".")[2]) is not None for key in OFFLOAD_SETTINGS},
+    }
+    return frozenset(key for key, is_set in is_given.items() if is_set)

@@ -21,8 +21,7 @@ from accelerate.tracking import get_available_trackers
 from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.features import Settings
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
@@ -39,7 +38,7 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
     strategy = resolve_strategy(section.strategy)
     sharded = strategy.sharded
     offload = resolve_offload(section.strategy, section.offload) is not None
-    refuse(replace(Settings.of(recipe), strategy=strategy.name, offload=offload))
+    refuse(replace(settings_of_recipe(recipe), strategy=strategy.name, offload=offload))
     return sharding_kwargs(
         section.strategy,
         unit_classes=section.unit_classes,
@@ -131,7 +130,7 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
     plugin = plugins["fsdp_plugin"]
     refuse(
         replace(
-            Settings.of(recipe),
+            settings_of_recipe(recipe),
             strategy=plugin.strategy.name,
             offload=plugin.offload is not None,
             precision=precision,

@@ -28,8 +28,8 @@ from toolkit.recipe.schema import AnswersSection
 from toolkit.run.stages import Asked, OpenedRun, PreparedRun
 from toolkit.sharding.unit_states import UnitStates
 from toolkit.training.extension import Extension
+from toolkit.training.loop_state import LoopState
 from toolkit.training.phase import Phase
-from toolkit.training.trainer import Trainer
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -114,7 +114,7 @@ class Answers(Extension):
             if not self._loaded.encoder_decoder:  # whose answers have all positions, whatever the prompt
                 _require_room(self._loaded, self._rows, self._prompts, section)
 
-    def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
+    def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
         if not self._is_due(trainer.global_step):
             return {}
         began = time.perf_counter()

@@ -28,9 +28,9 @@ from toolkit.terminal import Pass, Terminal
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extension import Extension
 from toolkit.training.heartbeat import Heartbeat
+from toolkit.training.loop_state import LoopState
 from toolkit.training.metrics import Metrics
 from toolkit.training.phase import Phase
-from toolkit.training.trainer import Trainer
 
 SAMPLES_FILE = "samples.json"
 """File of a run's folder from which a resumed run reads what its model wrote at first."""
@@ -243,7 +243,7 @@ class HeldOutSamples(Extension):
         )
         return shown
 
-    def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
+    def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
         step = trainer.global_step
         if self._prompts and step in self._steps:
             first = self._continue(

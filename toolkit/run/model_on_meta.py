@@ -22,7 +22,7 @@ from toolkit.model.quantised import quantised_layers
 from toolkit.objectives.balance import build_balance
 from toolkit.objectives.build import build_objective
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.features import Settings
+from toolkit.recipe.recipe import settings_of_recipe
 from toolkit.run.rows import fitting, require_room
 from toolkit.run.sequence_check import share_rows
 from toolkit.run.stages import MetaModel, OpenedRun, TokenisedRows
@@ -86,7 +86,7 @@ def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     if recipe.export.merge:
         require_mergeable(model)
     quantised = any(quantised_layers(model))
-    refuse(replace(Settings.of(recipe), is_quantised=quantised, has_pictures=has_pictures))
+    refuse(replace(settings_of_recipe(recipe), is_quantised=quantised, has_pictures=has_pictures))
     return model
 
 

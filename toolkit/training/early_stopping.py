@@ -13,7 +13,7 @@ from toolkit.training.extension import Extension
 from toolkit.training.metrics import Metrics
 
 if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+    from toolkit.training.loop_state import LoopState
 
 
 class EarlyStopping(Extension):
@@ -25,13 +25,13 @@ class EarlyStopping(Extension):
     """
 
     def __init__(
-        self, settings: TrainingSection, metrics: Metrics, save: Callable[[Trainer], Any] = lambda trainer: None
+        self, settings: TrainingSection, metrics: Metrics, save: Callable[[LoopState], Any] = lambda trainer: None
     ) -> None:
         self._settings = settings
         self._metrics = metrics
         self._save = save
 
-    def ends_run(self, trainer: Trainer) -> bool:
+    def ends_run(self, trainer: LoopState) -> bool:
         why = ranks.gather_objects(patience_is_over(self._metrics.records, self._settings))[0]
         if why is None:
             return False

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from toolkit.training.loop_state import LoopState
     from toolkit.training.phase import Phase
     from toolkit.training.step import Step
-    from toolkit.training.trainer import Trainer
 
 
 class Extension:
@@ -56,25 +56,25 @@ class Extension:
         """Is called after the optimizer was stepped, or skipped. Returns metrics for the step's record."""
         return {}
 
-    def after_step(self, trainer: Trainer, step: Step) -> None:
+    def after_step(self, trainer: LoopState, step: Step) -> None:
         """Is called when a step is done, and the trainer's counters include it."""
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Returns a context that is entered around each evaluation."""
         return nullcontext()
 
-    def at_evaluation(self, trainer: Trainer) -> dict[str, Any]:
+    def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
         """Is called with the model in evaluation mode, with the weights to evaluate. Returns figures for the record."""
         return {}
 
-    def after_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
+    def after_evaluation(self, trainer: LoopState, record: dict[str, Any]) -> None:
         """Is called when an evaluation is done, and `record` holds its figures."""
 
-    def ends_run(self, trainer: Trainer) -> bool:
+    def ends_run(self, trainer: LoopState) -> bool:
         """Tells whether the run ends after an evaluation that was due, also when a run resumes there. Collective."""
         return False
 
-    def between_steps(self, trainer: Trainer, step: Step) -> None:
+    def between_steps(self, trainer: LoopState, step: Step) -> None:
         """Is called when a step is done, and the evaluation after it, if one was due."""
 
     def after_last_step(self) -> None:

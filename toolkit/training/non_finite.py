@@ -11,7 +11,7 @@ from toolkit.training.metrics import Metrics
 from toolkit.training.step import Step
 
 if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+    from toolkit.training.loop_state import LoopState
 
 
 class NonFiniteSteps(Extension):
@@ -21,7 +21,7 @@ class NonFiniteSteps(Extension):
         self._metrics = metrics
         self._limit = limit
 
-    def after_step(self, trainer: Trainer, step: Step) -> None:
+    def after_step(self, trainer: LoopState, step: Step) -> None:
         counters = trainer.counters
         if math.isfinite(step.loss) and not step.skipped:
             counters.non_finite_in_a_row = 0

@@ -21,7 +21,7 @@ from toolkit.training.extension import Extension
 from toolkit.training.step import Step
 
 if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+    from toolkit.training.loop_state import LoopState
 
 PROFILED, DATA, UPDATE = "toolkit.profiled", "toolkit.data", "toolkit.update"
 """Labels of the trainer's parts of a step."""
@@ -145,7 +145,7 @@ class StepProfile(Extension):
             self._profiler.start()
             self._region.__enter__()
 
-    def between_steps(self, trainer: Trainer, step: Step) -> None:
+    def between_steps(self, trainer: LoopState, step: Step) -> None:
         """Writes the trace and finds the shares after the last profiled step, which is collective."""
         if trainer.global_step != self._last or self._profiler is None:
             return

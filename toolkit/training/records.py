@@ -10,7 +10,7 @@ from toolkit.training.step import Step
 from toolkit.training.usage import ModelFlops
 
 if TYPE_CHECKING:
-    from toolkit.training.trainer import Trainer
+    from toolkit.training.loop_state import LoopState
 
 
 class Records(Extension):
@@ -24,7 +24,7 @@ class Records(Extension):
         self._metrics = metrics
         self._flops = flops
 
-    def after_step(self, trainer: Trainer, step: Step) -> None:
+    def after_step(self, trainer: LoopState, step: Step) -> None:
         counts, number, unit = step.counts, trainer.global_step, trainer.objective.unit
         windows, samples = trainer.windows, trainer.windows.samples_at(number)
         self._metrics.train(
@@ -56,5 +56,5 @@ class Records(Extension):
         flops, peak = self._flops
         return flops.of(step.counts) / (step.seconds * peak * num_ranks)
 
-    def after_evaluation(self, trainer: Trainer, record: dict[str, Any]) -> None:
+    def after_evaluation(self, trainer: LoopState, record: dict[str, Any]) -> None:
         self._metrics.evaluation(record)

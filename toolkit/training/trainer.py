@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import astuple, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -30,42 +30,12 @@ from toolkit.sharding.shards import whole_tensor
 from toolkit.terminal import Pass, Terminal
 from toolkit.training.extension import Extension
 from toolkit.training.garbage import collect_at, collected_by_step
+from toolkit.training.loop_state import Counters, Windows
 from toolkit.training.phase import Phase
 from toolkit.training.profile import DATA, UPDATE, label
 from toolkit.training.step import RankStep, Step
 from toolkit.training.stop import reason_of_all
 from toolkit.training.usage import Counts, counts_of, peak_device_bytes, peak_host_bytes
-
-
-class Windows(Protocol):
-    """Yields the micro-batches of one optimizer step at a time, equally many on every rank.
-
-    `state_at` returns, as plain JSON, the state that `resume` needs besides the position in the data.
-    """
-
-    def __iter__(self) -> Iterator[list[Batch]]: ...
-
-    def resume(self, step: int, samples: int, num_positions: int, state: Any) -> None: ...
-
-    def state_at(self, samples: int) -> Any: ...
-
-    @property
-    def samples_per_step(self) -> int: ...
-
-    def epoch_at(self, step: int) -> float: ...
-
-    def samples_at(self, step: int) -> int: ...
-
-
-@dataclass
-class Counters:
-    """Counts of a run so far, over all ranks."""
-
-    global_step: int = 0
-    tokens: int = 0
-    target_tokens: int = 0
-    non_finite_in_a_row: int = 0
-    skipped_steps: int = 0
 
 
 class Trainer:

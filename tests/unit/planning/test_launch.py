@@ -15,8 +15,7 @@ from toolkit.planning.setup import Setup, asked_setup
 from toolkit.planning.table import Plan, plan, precision_of
 from toolkit.planning.time.hardware import hardware_of
 from toolkit.recipe.combinations import refusals
-from toolkit.recipe.features import Settings
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.sharding.strategy import asks_for_offload, parse_strategy
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +37,7 @@ def read_back(found: Plan, command: str) -> tuple[Setup, str]:
     assert recipe.training.mixed_precision is None or precision in ("no", recipe.training.mixed_precision)
     assert not (offload and recipe.sharding.offload == "none"), "a run refuses it"
     settings = replace(
-        Settings.of(recipe), strategy=strategy, offload=offload or recipe.sharding.offload == "optimizer"
+        settings_of_recipe(recipe), strategy=strategy, offload=offload or recipe.sharding.offload == "optimizer"
     )
     assert refusals(settings) == [], "a run refuses it"
     ranks = int(flags.get("--num_processes") or flags.get("--gpus") or flags["--cpu"])

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from toolkit.objectives.specs.batches import TEXT
 from toolkit.objectives.specs.causal_lm import LAYOUTS
-from toolkit.objectives.specs.spec import ObjectiveSpec
+from toolkit.objectives.specs.spec import ObjectiveSettings, ObjectiveSpec
 from toolkit.recipe.section import contradiction
-
-if TYPE_CHECKING:
-    from toolkit.objectives.specs.section import ObjectiveSection
 
 
 @dataclass(frozen=True)
 class _Distillation(ObjectiveSpec):
-    def check(self, section: ObjectiveSection) -> None:
+    def check(self, section: ObjectiveSettings) -> None:
         if section.teacher is None:
             raise contradiction(
                 "objective.teacher: must be set with objective.kind distillation: a model's name or folder"

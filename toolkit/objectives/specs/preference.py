@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from toolkit.objectives.specs.batches import PAIRS
 from toolkit.objectives.specs.method import ANY_SIZE, Method, Rate
-from toolkit.objectives.specs.spec import ObjectiveSpec
+from toolkit.objectives.specs.spec import ObjectiveSettings, ObjectiveSpec
 from toolkit.recipe.section import contradiction
-
-if TYPE_CHECKING:
-    from toolkit.objectives.specs.section import ObjectiveSection
 
 SETTINGS_OF_LOSSES = {
     "dpo": ("beta", "label_smoothing"),
@@ -26,7 +22,7 @@ LAYOUTS = ("chosen and rejected",)
 
 @dataclass(frozen=True)
 class _Preference(ObjectiveSpec):
-    def check(self, section: ObjectiveSection) -> None:
+    def check(self, section: ObjectiveSettings) -> None:
         loss = section.preference_loss
         for key in self.settings[1:]:
             if getattr(section, key) is not None and key not in SETTINGS_OF_LOSSES[loss]:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from toolkit.objectives.specs.batches import BatchSpec
 from toolkit.objectives.specs.method import Method
 
-if TYPE_CHECKING:
-    from toolkit.objectives.specs.section import ObjectiveSection
+
+class ObjectiveSettings(Protocol):
+    """The settings that the checks of single objectives read. `ObjectiveSection` has them."""
+
+    @property
+    def beta(self) -> float | None: ...
+
+    @property
+    def teacher(self) -> str | None: ...
+
+    @property
+    def divergence(self) -> str | None: ...
+
+    @property
+    def preference_loss(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ class ObjectiveSpec:
         """Whether pairs say by how much the chosen completion is better."""
         return "margin" in self.batch
 
-    def check(self, section: ObjectiveSection) -> None:
+    def check(self, section: ObjectiveSettings) -> None:
         """Checks that the objective's own settings fit each other.
 
         Raises:
