@@ -156,6 +156,17 @@ def folder_on_this_machine(name: str, revision: str | None) -> Path:
     return Path(snapshot_download(name, revision=revision, local_files_only=True))
 
 
+def configuration_digest(folder: Path) -> str | None:
+    """Returns a digest of what a model's config.json says, or None if there is none that can be read."""
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    of_writer = ("transformers_version", "_name_or_path")
+    said = {name: value for name, value in fields.items() if name not in of_writer} if isinstance(fields, dict) else {}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
 SAMPLED_BYTES = 1024
 """The bytes of a tensor that a fingerprint reads at its start, in its middle and at its end."""
 

@@ -70,7 +70,8 @@ class Manifest:
         world_size, strategy, precision: those of the run that wrote it. A run with others may read it.
         recipe: the resolved recipe of that run.
         data: identifies the tokenised data.
-        content: identifies the files of a stream by their content.
+        content: identifies the files of a stream, and the images of rows, by their content. None if there are none of
+            both, or an older version wrote it.
         stream: the position in a stream, or None if `samples` is enough.
         trainer: the trainer's counters.
         scaler: the state of fp16's gradient scaler, or None without it.
@@ -81,6 +82,7 @@ class Manifest:
             the reference. Otherwise None; older versions may have no fingerprint of a reference.
         teacher: the fingerprint of the teacher's files, or None if there is none.
         adapter: the fingerprint of the adapter of `adapter.start_from`, or None if training began with a new one.
+        named: a digest of each further file that the recipe names, by its field. Older versions recorded none.
         non_finite: what is not finite in it, in words, or None if its weights and its step are finite.
         loads: the number of steps since the last record of expert loads, and their sums. None without experts.
         tensors: the dtype and the whole shape of each tensor, by name.
@@ -104,6 +106,7 @@ class Manifest:
     base: str | None = None
     teacher: str | None = None
     adapter: str | None = None
+    named: dict[str, str] = field(default_factory=dict)
     non_finite: str | None = None
     loads: tuple[int, list[list[float]]] | None = None
     merit: float | None = None

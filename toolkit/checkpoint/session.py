@@ -44,6 +44,9 @@ TELL_SECONDS = 10.0
 PARTING_SECONDS = 20.0
 """How long a rank that ends alone waits for its copy to a store: the others must hear of it within a minute."""
 
+ASKED = "answers.file"
+"""The field that names the questions of a run, of which the weights do not depend."""
+
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
@@ -56,8 +59,9 @@ class RunIdentity:
         seed: the seed of the run.
         strategy: the strategy as an Accelerate config spells it, for people.
         data: identifies the tokenised data.
-        content: identifies the files of a stream, or None if there is none.
+        content: identifies the files of a stream and the images of rows, or None if there are none of both.
         teacher: the fingerprint of the teacher, which is not saved, or None if there is none.
+        named: a digest of each further file that the recipe names, by its field.
     """
 
     recipe: dict[str, Any]
@@ -66,6 +70,7 @@ class RunIdentity:
     data: str
     content: str | None
     teacher: str | None
+    named: dict[str, str]
 
 
 class RunCheckpoints(Extension):
@@ -158,6 +163,7 @@ class RunCheckpoints(Extension):
             base=base_fingerprint(self._model),
             teacher=self._identity.teacher,
             adapter=fit_of(self._model).adapter,
+            named=self._identity.named,
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
@@ -227,12 +233,8 @@ class RunCheckpoints(Extension):
             BadInputError: if the data, the base or the teacher has changed, or the checkpoint does not hold the state
                 of a run.
         """
-        is_other_stream = manifest.content not in (None, self._identity.content)
-        if manifest.data != self._identity.data or is_other_stream:
-            raise BadInputError(
-                f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since, or another version "
-                "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir"
-            )
+        self._require_same_data(folder, manifest)
+        self._require_same_files(folder, manifest)
         if manifest.base is not None and manifest.base != base_fingerprint(self._model):
             raise BadInputError(
                 f"{str(folder)!r}: the adapters were trained on other weights than those of model.name_or_path as they "
@@ -251,6 +253,36 @@ class RunCheckpoints(Extension):
                 f"{str(folder)!r} holds something else than a run's state: {type(error).__name__}: "
                 f"{first_line(error)}; move it elsewhere, and the run goes on from the checkpoint before it"
             ) from error
+
+    def _require_same_data(self, folder: Path, manifest: Manifest) -> None:
+        """Raises BadInputError if the rows, the tokenizer, the files of a stream or the images have changed."""
+        if manifest.data != self._identity.data:
+            raise BadInputError(
+                f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since, or another version "
+                "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir"
+            )
+        content = self._identity.content
+        if manifest.content is None and content is not None:
+            self._metrics.warn(
+                "the checkpoint is of a version that did not record the content of images, nor of a stream's files; "
+                "whether they are the same is not known"
+            )
+        elif manifest.content != content:
+            raise BadInputError(
+                f"{str(folder)!r}: the content of data.train has changed since: images, or files of a stream, under "
+                "the same names; bring the old ones back, or start anew with another training.output_dir"
+            )
+
+    def _require_same_files(self, folder: Path, manifest: Manifest) -> None:
+        """Raises BadInputError if the configuration of a model has changed, and warns of other questions."""
+        changed = [name for name, known in self._identity.named.items() if manifest.named.get(name, known) != known]
+        if ASKED in changed:
+            self._metrics.warn(f"{ASKED} has changed since the checkpoint: scores before and after do not compare")
+        if models := [name for name in changed if name != ASKED]:
+            raise BadInputError(
+                f"{str(folder)!r}: config.json of {models[0]} has changed since; undo that, or start anew with another "
+                "training.output_dir"
+            )
 
     def _restore_state(
         self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int

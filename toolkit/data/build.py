@@ -18,7 +18,7 @@ from toolkit.data.encode import EACH_TURN, Encoder
 from toolkit.data.files import local_path, paths_of
 from toolkit.data.layouts import is_written_by_template, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
-from toolkit.data.picture_samples import PictureSamples
+from toolkit.data.picture_samples import PictureSamples, identify_pictures
 from toolkit.data.picture_settings import require_built, require_effect
 from toolkit.data.pictures import Pictures
 from toolkit.data.report import DataReport, Found, SplitReport
@@ -34,12 +34,11 @@ from toolkit.data.samples import (
 )
 from toolkit.data.selection import (
     Selection,
+    class_names,
     cut,
     hold_out,
     judgements,
-    nothing_left,
     one_pass,
-    problems_of,
     require_both,
     select,
 )
@@ -48,7 +47,6 @@ from toolkit.data.stops import next_turn_of, require_turn_end
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.template_date import date_of
 from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
-from toolkit.data.values import numbers_first
 from toolkit.errors import DataError
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
@@ -66,7 +64,8 @@ class TokenisedData:
         label_names: names of the classes, or of the one score of a reward model, in the order of their numbers; None
             for a model that writes text.
         stream: the stream to train on instead of `train`, which then is its first window.
-        content: for a stream, a digest that differs if its files have other content under the same names and sizes.
+        content: a digest of what the fingerprint has by name alone: the files of a stream, and the images of rows; None
+            if there are none of both.
     """
 
     train: Samples
@@ -107,7 +106,12 @@ def _with_stream(builder: Builder, prepared: TokenisedData) -> TokenisedData:
         report=describe_stream(prepared.report, stream, first.samples, builder.tokenizer),
         # Streamed rows are not read beforehand: names and sizes of their files stand for their content.
         fingerprint=digest(prepared.fingerprint, builder.glimpse()),
-        content=ranks.on_first_rank(lambda: digest([sampled(source, "data.train") for source in builder.data.train])),
+        content=ranks.on_first_rank(
+            lambda: digest(
+                [sampled(source, "data.train") for source in builder.data.train],
+                *([] if prepared.content is None else [prepared.content]),  # of held-out images
+            )
+        ),
         stream=stream,
     )
 
@@ -165,10 +169,12 @@ class Builder:
         seed = self.seed if self.data.validation_fraction is not None else None
         # A run resumes with files that were moved: their place decides the names of rows, not what is learned.
         fingerprint = digest("samples", folders, weights, fields, seed, self.objective.model_dump())
-        key = digest(fingerprint, train, validation)
+        content = self._content_of_pictures([*train, *validation])
+        # Images of other sizes have other numbers of tokens.
+        key = digest(fingerprint, train, validation, *([] if content is None else [content]))
 
         def write(folder: Path) -> None:
-            facts = {"documents": [train, validation], "fingerprint": f"samples-{fingerprint}"}
+            facts = {"documents": [train, validation], "fingerprint": f"samples-{fingerprint}", "content": content}
             (folder / "documents.json").write_text(json.dumps(facts), encoding="utf-8")
             self._write_samples(folder, self._rows(train, weighted=True), self._rows(validation, weighted=False))
 
@@ -225,6 +231,11 @@ class Builder:
         require_built(self.data, source.name)
         return self.pictures
 
+    def _content_of_pictures(self, named: list[Named]) -> str | None:
+        """Returns a digest of the images of all rows, or None if no source has any; see `identify_pictures`."""
+        pictured = [source for source in named if "roots" in source]
+        return identify_pictures(self._rows(pictured, False), self.pictures) if pictured and self.pictures else None
+
     def _encoder(self, source: Source, layout: str) -> Encoder:
         conversation = is_written_by_template(layout)
         if conversation and not getattr(self.tokenizer, "chat_template", None):
@@ -267,7 +278,9 @@ class Builder:
     def _write_samples(self, folder: Path, train: Rows, validation: Rows) -> None:
         # A stream has no training rows here; then the held-out rows decide.
         policy = self._long_rows({source.layout for source in (train if train.sources else validation).sources})
-        names = self._label_names(train) if self.classification else None
+        names = None
+        if self.classification:
+            names = list(self.objective.labels or class_names(train, self.tagged))
         kept_rows = self._select(train, "data.train", policy, names) if train.sources else None
         held_out = None
         # After the selection, so that rows that cannot be used are never held out.
@@ -326,29 +339,6 @@ class Builder:
             **splits,
             **examples,
         )
-
-    def _label_names(self, train: Rows) -> list[str]:
-        """Returns the names of the classes: those of the recipe, or of the data set, or of the rows."""
-        if self.objective.labels is not None:
-            return list(self.objective.labels)
-        named = [source.label_names for source in train.sources if source.label_names]
-        # If sources name their numbers differently, one number would mean two classes: the rows' names decide.
-        if named and len(named) == len(train.sources) and all(names == named[0] for names in named):
-            return named[0]
-        found = {label for source in train.sources for label in source.table.column("label").unique().to_pylist()}
-        found |= {tag for tags in train.tags() for tag in tags}
-        names = sorted(found - {None}, key=numbers_first)
-        if not names:
-            raise DataError(nothing_left("data.train", train, problems_of(train)))
-        numbers = [name for name in names if name.isdecimal()]
-        if self.objective.spec.row_form == "tagged" and 0 < len(numbers) < len(names):
-            raise DataError(
-                f"data.train: tags are numbers ({numbers[0]}) in some places and names ({names[-1]}) in others, and "
-                "one would be taken for two classes; write all as numbers or all as names"
-            )
-        if len(names) < 2:
-            raise DataError(f"data.train: all rows are of one class ({names[0]}); a classifier needs two or more")
-        return names
 
     def _write_split(
         self,
@@ -468,6 +458,7 @@ class Builder:
             validation=self._samples(folder / "validation.npz", held_out_rows),
             report=DataReport.model_validate(facts["report"]),
             fingerprint=kept_as["fingerprint"],
+            content=kept_as.get("content"),
             label_names=list(self.objective.spec.head_names) or facts["label_names"],
         )
 

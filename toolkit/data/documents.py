@@ -88,6 +88,7 @@ class Documents:
         paths: the file of each shard, with as few parts of its path as distinguish it from the run's others.
         label_names: in the order of their numbers, if the source has them.
         table: rows of `FEATURES`, or `TYPED`.
+        folder: the folder in the cache that holds them.
         told_as: the name under which the loss of its rows is reported, if it has one.
         roots: folder of the pictures of each shard's rows.
     """
@@ -98,6 +99,7 @@ class Documents:
     paths: list[str]
     label_names: list[str]
     table: pa.Table
+    folder: Path
     told_as: str | None = None
     roots: tuple[str, ...] = ()
 
@@ -107,6 +109,14 @@ class Documents:
             return []
         records = parse(self.table.column("pictures")[row].as_py())
         return [(record, self.roots[int(self.column("shard")[row])]) for record in records]
+
+    def all_pictures(self) -> Iterator[list[tuple[dict[str, Any], str]]]:
+        """Yields `pictures` of each row, in order, or nothing if no row may have any."""
+        if "pictures" not in self.table.column_names:
+            return
+        by_row = (records for chunk in self.table.column("pictures").chunks for records in chunk.to_pylist())
+        for shard, records in zip(self.column("shard").tolist(), by_row, strict=True):
+            yield [(record, self.roots[shard]) for record in parse(records)]
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """Returns a column of numbers, (rows,)."""
@@ -227,6 +237,7 @@ def read_documents(cache: Path, named: Named, weight: float | None) -> Documents
         **facts,
         weight=weight,
         table=table,
+        folder=folder,
         told_as=named.get("told_as"),
         roots=tuple(named.get("roots", ())),
     )

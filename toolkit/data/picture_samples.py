@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from toolkit.data.cache import digest
 from toolkit.data.packing import Pieces
 from toolkit.data.pictures import PREFIX, Pictures
 from toolkit.data.samples import Batch, Rows, TextSamples, batch_of
@@ -43,7 +45,7 @@ class PictureSamples(TextSamples):
         assert isinstance(self.rows, Rows)
         rows = self.rows
         return [
-            [self.pictures.read(record, root, rows.name(row)) for record, root in rows.pictures(row)]
+            [self.pictures.read(*shown, rows.name(row), rows.cached_in(row)) for shown in rows.pictures(row)]
             for row in self.rows_of(number)
         ]
 
@@ -92,6 +94,21 @@ class PictureSamples(TextSamples):
         """Returns whether a sample has a picture."""
         assert isinstance(self.rows, Rows)
         return any(self.rows.pictures(row) for row in self.rows_of(number))
+
+
+def identify_pictures(rows: Rows, pictures: Pictures) -> str:
+    """Returns a digest of the content of all pictures, in the order of their rows.
+
+    Raises:
+        DataError: if a picture's file is missing, or has another size than when its row was read.
+    """
+    found: list[list[str]] = []
+    for source in rows.sources:
+        for row, shown in enumerate(source.all_pictures()):
+            for record, root in shown:
+                pictures.require_there(record, root, partial(source.row_name, row), source.folder)
+            found.append([record["digest"] for record, _ in shown])
+    return digest("pictures", found)
 
 
 def pictures_in(batch: Batch) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -179,10 +179,12 @@ class Pictures:
         content = found if isinstance(found, bytes) else content_of(found)
         picture = decoded(content)
         known_by = _digest(content)
+        facts: dict[str, Any] = {"digest": known_by, "size": picture.size, "bytes": len(content)}
         if isinstance(found, Path):
-            return {"path": str(found.relative_to(root.resolve())), "digest": known_by, "size": picture.size}, picture
-        self._keep_content(content, known_by)
-        return {"digest": known_by, "size": picture.size}, picture
+            facts["path"] = str(found.relative_to(root.resolve()))
+        else:
+            self._keep_content(content, known_by)
+        return facts, picture
 
     def expanded(self, text: str, spans: list[Span], references: Sequence[Any], root: Path) -> Expanded:
         """Expands each picture's token in a text that the chat template wrote.
@@ -211,35 +213,56 @@ class Pictures:
 
     def _keep_content(self, content: bytes, known_by: str) -> None:
         place = self.store / known_by
-        if place.exists():
+        # Compared whole, because a copy that was cut short would stay so for as long as the cache.
+        if place.is_file() and _digest(place.read_bytes()) == known_by:
             return
         self.store.mkdir(parents=True, exist_ok=True)
         unfinished = place.with_name(f".{known_by}.{os.getpid()}.{threading.get_ident()}.tmp")
         unfinished.write_bytes(content)
         os.replace(unfinished, place)
 
-    def read(self, record: dict[str, Any], root: str, row: str) -> Image.Image:
+    def read(self, record: dict[str, Any], root: str, row: str, cached: Path) -> Image.Image:
         """Reads the picture of a record.
 
         Args:
             row: name of the row, for errors.
+            cached: the folder of the row's tokens in the cache, for errors.
 
         Raises:
             DataError: if the file is gone, or differs from the one when the rows were read.
         """
-        path = Path(root, record["path"]) if "path" in record else self.store / record["digest"]
+        path = self._place(record, root)
         try:
             content = content_of(path)
         except RowProblem as problem:
-            raise DataError(
-                f"{row}: {str(path)!r}: {problem}; bring it back, or start again to read the rows anew"
-            ) from problem
+            raise DataError(f"{row}: {str(path)!r}: {problem}; {_mend(cached)}") from problem
         if _digest(content) != record["digest"]:
-            raise DataError(
-                f"{row}: {str(path)!r} is another image than when the rows were read; bring the old one back, or "
-                "delete the tokenised rows in the cache (data.cache_dir)"
-            )
+            raise DataError(f"{row}: {str(path)!r} is another image than when the rows were read; {_mend(cached)}")
         return decoded(content)
+
+    def require_there(self, record: dict[str, Any], root: str, row: Callable[[], str], cached: Path) -> None:
+        """Checks, without reading it, that the file of a record is there, and as long as when the rows were read.
+
+        Args:
+            row: returns the name of the row, for errors.
+            cached: as for `read`.
+
+        Raises:
+            DataError: if it is not.
+        """
+        path = self._place(record, root)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DataError(
+                f"{row()}: {str(path)!r}: an image that cannot be read: {error.strerror}; {_mend(cached)}"
+            ) from error
+        if size != record.get("bytes", size):  # older versions did not record it
+            raise DataError(f"{row()}: {str(path)!r} is another image than when the rows were read; {_mend(cached)}")
+
+    def _place(self, record: dict[str, Any], root: str) -> Path:
+        """Returns the file of a record: the one that its row names, or the copy of one that its row holds."""
+        return Path(root, record["path"]) if "path" in record else self.store / record["digest"]
 
     def tensors(self, rows: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor]:
         """Returns the model's tensors for the pictures of rows, under `PREFIX` and the processor's names.
@@ -262,6 +285,10 @@ class Pictures:
 def parse(records: Sequence[str]) -> list[dict[str, Any]]:
     """Parses records, one JSON text each."""
     return [json.loads(record) for record in records]
+
+
+def _mend(cached: Path) -> str:
+    return f"bring the old one back, or delete {str(cached)!r} and start again, which reads the rows anew"
 
 
 def _digest(content: bytes) -> str:

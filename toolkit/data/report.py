@@ -293,7 +293,8 @@ def examples(
 def _previews(rows: Rows, row: int, pictures: Pictures | None) -> dict[str, Any]:
     if pictures is None or not rows.have_pictures:
         return {}
-    found = [preview(pictures.read(record, root, rows.name(row))) for record, root in rows.pictures(row)]
+    name, cached = rows.name(row), rows.cached_in(row)
+    found = [preview(pictures.read(*shown, name, cached)) for shown in rows.pictures(row)]
     return {"images": found} if found else {}
 
 

@@ -6,6 +6,7 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,6 +94,10 @@ class Rows:
         """See `Documents.pictures`."""
         source, number = self.where(row)
         return source.pictures(number)
+
+    def cached_in(self, row: int) -> Path:
+        """Returns the folder in the cache that holds a row's tokens."""
+        return self.where(row)[0].folder
 
     @property
     def have_pictures(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from toolkit.data.packing import Ints, Pieces, mixed, of_turns, split, whole
 from toolkit.data.report import by_reason
 from toolkit.data.samples import Rows, TokenRows
+from toolkit.data.values import numbers_first
 from toolkit.errors import DataError, counted
 
 LONG_SHARE = 0.01
@@ -124,6 +125,35 @@ def _without_class(rows: Rows, label_names: list[str], dropped: dict[int, str]) 
 def _without_targets(rows: Rows, long: Ints, max_length: int) -> list[int]:
     # From the second token on, because the first is never a target.
     return [row for row in long.tolist() if not rows.tokens(row, 1, max_length)[1].any()]
+
+
+def class_names(train: Rows, tagged: bool) -> list[str]:
+    """Returns the names of the classes: those of the data set, or of the rows.
+
+    Args:
+        tagged: whether words have classes, not rows.
+
+    Raises:
+        DataError: if there are fewer than two, or some are numbers and others names.
+    """
+    named = [source.label_names for source in train.sources if source.label_names]
+    # If sources name their numbers differently, one number would mean two classes: the rows' names decide.
+    if named and len(named) == len(train.sources) and all(names == named[0] for names in named):
+        return named[0]
+    found = {label for source in train.sources for label in source.table.column("label").unique().to_pylist()}
+    found |= {tag for tags in train.tags() for tag in tags}
+    names = sorted(found - {None}, key=numbers_first)
+    if not names:
+        raise DataError(nothing_left("data.train", train, problems_of(train)))
+    numbers = [name for name in names if name.isdecimal()]
+    if tagged and 0 < len(numbers) < len(names):
+        raise DataError(
+            f"data.train: tags are numbers ({numbers[0]}) in some places and names ({names[-1]}) in others, and "
+            "one would be taken for two classes; write all as numbers or all as names"
+        )
+    if len(names) < 2:
+        raise DataError(f"data.train: all rows are of one class ({names[0]}); a classifier needs two or more")
+    return names
 
 
 def nothing_within(max_length: int) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +15,14 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.checkpoint.resume import Resumption
-from toolkit.checkpoint.session import RunCheckpoints, RunIdentity, require_output_dir
+from toolkit.checkpoint.session import ASKED, RunCheckpoints, RunIdentity, require_output_dir
 from toolkit.checkpoint.store import StorePath
 from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
 from toolkit.errors import counted
 from toolkit.optim.ema import Ema
 from toolkit.optim.schedule import build_schedule
+from toolkit.paths import configuration_digest, folder_on_this_machine
 from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import inner_optimizer
@@ -120,9 +123,27 @@ def _checkpoints_of(
 ) -> RunCheckpoints:
     recipe, data, optimizer = opened.recipe, run.data, inner_optimizer(run.sharded.optimizer)
     values, seed = recipe.model_dump(mode="json"), recipe.training.seed
-    identity = RunIdentity(values, seed, opened.plugin.text, data.fingerprint, data.content, run.teacher_fingerprint)
+    named = ranks.on_first_rank(lambda: _named_files(recipe))
+    ours = (data.fingerprint, data.content, run.teacher_fingerprint, named)
+    identity = RunIdentity(values, seed, opened.plugin.text, *ours)
     accelerator, folder, section = opened.accelerator, opened.output_dir, recipe.checkpoint
     return RunCheckpoints(accelerator, folder, section, identity, run.model, optimizer, metrics, store, heartbeat)
+
+
+def _named_files(recipe: Recipe) -> dict[str, str]:
+    """Returns a digest of each file that the recipe names beside rows and weights, by its field; see `Manifest`."""
+    models = {
+        "model.name_or_path": (recipe.model.name_or_path, recipe.model.revision),
+        "objective.teacher": (recipe.objective.teacher, recipe.objective.teacher_revision),
+    }
+    found = {
+        field: configuration_digest(folder_on_this_machine(name, revision))
+        for field, (name, revision) in models.items()
+        if name is not None
+    }
+    if recipe.answers.file is not None:
+        found[ASKED] = hashlib.sha256(Path(recipe.answers.file).read_bytes()).hexdigest()
+    return {field: known for field, known in found.items() if known is not None}
 
 
 def _build_trainer(opened: OpenedRun, run: PreparedRun, extensions: Sequence[Extension]) -> Trainer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,42 @@ def test_a_folder_may_move_and_a_file_may_not_change(model: Path, folder: Path) 
     (moved / "in" / "0.png").unlink()
     with pytest.raises(DataError, match="an image that cannot be read: No such file"):
         second.train.batch([0])
+
+
+def test_what_an_error_about_the_cache_advises_leads_on(model: Path, folder: Path) -> None:
+    """An image that is gone, and a copy in the cache, of an image that a row holds, that is cut short or spoilt."""
+    held = {"messages": [user({**SHOWN, "image": URI}, text("who")), ANSWER]}
+    named = {"messages": [user({**SHOWN, "image": "in/1.png"}, text("who")), ANSWER]}
+    before = built(model, folder, [held, named], packing=False)
+    assert before.content is not None
+    (copy,) = (folder / "cache" / "pictures").iterdir()
+    told = []
+    for spoil in (lambda: copy.write_bytes(png(0)[:-9]), lambda: copy.write_bytes(png(0)[:-9] + bytes(9)), copy.unlink):
+        spoil()
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: ") as error:
+            built(model, folder, [held, named], packing=False).train.batch([0])
+        told.append(str(error.value))
+        shutil.rmtree(folder_to_delete(told[-1]))
+        found = built(model, folder, [held, named], packing=False)
+        assert (found.content, found.fingerprint) == (before.content, before.fingerprint)
+        assert torch.equal(found.train.batch([0])["input_ids"], before.train.batch([0])["input_ids"])
+    assert "is another image than when the rows were read" in told[0]
+    assert told[1] == told[0]
+    assert "cannot be read: No such file" in told[2]
+    (folder / "in" / "1.png").unlink()
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: .*cannot be read: No such file") as error:
+        built(model, folder, [held, named], packing=False)
+    shutil.rmtree(folder_to_delete(str(error.value)))
+    without = built(model, folder, [held, named], packing=False)
+    assert without.report.train is not None
+    assert (len(without.train), list(without.report.train.dropped)) == (1, ["an image that is missing"])
+    assert without.fingerprint == before.fingerprint
+    assert without.content != before.content
+
+
+def folder_to_delete(told: str) -> str:
+    (found,) = re.findall(r"bring the old one back, or delete '([^']*)' and start again", told)
+    return str(found)
 
 
 def test_another_folder_for_images(model: Path, folder: Path) -> None:

@@ -1,0 +1,141 @@
+"""A run goes on with the images, models and questions that it began with, whatever is in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.sights import picture, save_rows, save_seeing
+from support.texts import make_texts
+from support.tiny import recipe_values, save_llama, unfinish
+
+from toolkit import Recipe, finetune
+from toolkit.errors import ToolkitError
+from toolkit.run.origin import Origin
+from toolkit.run.reproduction import require_same_inputs
+
+TEXTS = [" ".join(text.split()[:6]) for text in make_texts(8, seed=4)]
+UNKNOWN = "whether they are the same is not known"
+
+
+def outcome(values: dict[str, Any]) -> str:
+    """The sentence of a run that is refused, or how many steps it took."""
+    try:
+        done = finetune(Recipe.from_mapping(values))
+    except ToolkitError as error:
+        assert error.exit_code == 2
+        return str(error)
+    return f"{done.metrics[-1]['step']} steps"
+
+
+class Begun:
+    """A folder with a run that was cut off behind step 1, whose files every case finds as they were."""
+
+    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
+        values["training"] |= {"max_steps": 1, "micro_batch_size": 2}
+        values["checkpoint"] = {"every_steps": 1, "asynchronous": False}
+        assert outcome(values) == "1 steps"
+        unfinish(folder / "run")
+        values["training"]["max_steps"] = 2
+        self.folder, self.values, self.kept = folder, values, shutil.copytree(folder, f"{folder}-kept")
+
+    def again(self, *changes: Callable[[Path], Any]) -> str:
+        shutil.rmtree(self.folder)
+        shutil.copytree(self.kept, self.folder)
+        for change in changes:
+            change(self.folder)
+        return outcome(self.values)
+
+
+def forget(*names: str) -> Callable[[Path], None]:
+    """Makes the checkpoint one of a version that did not record these."""
+
+    def forge(folder: Path) -> None:
+        place = folder / "run/checkpoints/step_00000001"
+        manifest = json.loads((place / "manifest.json").read_text())
+        text = json.dumps({name: value for name, value in manifest.items() if name not in names})
+        (place / "manifest.json").write_text(text)
+        (place / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+
+    return forge
+
+
+def without_cache(folder: Path) -> None:
+    shutil.rmtree(folder / "cache")
+
+
+def exchange(folder: Path) -> None:
+    """Another image of the same size in pixels under the name of the first."""
+    picture(3).save(folder / "shown" / "0.png")
+
+
+def set_field(model: str, **fields: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / model / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return change
+
+
+def test_a_run_goes_on_over_its_own_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "of"
+    save_seeing("llava", folder / "model", TEXTS)
+    rows = save_rows(folder, TEXTS, [1, 0, 2, 0, 1, 0, 1, 2])
+    values = recipe_values(folder / "model", rows, folder / "run", folder / "cache")
+    values["data"] |= {"max_length": 64}
+    begun = Begun(folder, values)
+
+    assert begun.again() == begun.again(without_cache) == "2 steps"
+    capsys.readouterr()
+    other = "the content of data.train has changed since: images, or files of a stream, under the same names"
+    assert other in begun.again(exchange, without_cache)
+    assert UNKNOWN not in capsys.readouterr().err
+    assert begun.again(forget("content", "named"), exchange, without_cache) == "2 steps"
+    assert UNKNOWN in capsys.readouterr().err
+
+    # As `toolkit reproduce` asks.
+    origin, recipe = Origin.read(folder / "run/export"), Recipe.from_mapping(values)
+    require_same_inputs(replace(origin, content=None), recipe)
+    with pytest.raises(ToolkitError, match="their images, or their tokenizer, are not those that the export was"):
+        require_same_inputs(replace(origin, content="0"), recipe)
+
+    # With the cache it is known before the first step which image it is, and each way out is one.
+    told = begun.again(exchange)
+    assert re.search(r"rows\.jsonl:1: '.*0\.png' is another image than when the rows were read", told)
+    (cached,) = re.findall(r"or delete '([^']*)' and start again", told)
+    shutil.rmtree(cached)
+    assert other in outcome(values)
+    values["training"]["output_dir"] = str(tmp_path / "anew")
+    assert outcome(values) == "2 steps"
+    values["training"]["output_dir"] = str(folder / "run")
+    picture(0).save(folder / "shown" / "0.png")
+    shutil.rmtree(cached)
+    assert outcome(values) == "2 steps"
+    gone = begun.again(lambda folder: (folder / "shown/1.png").unlink())
+    assert "rows.jsonl:3: " in gone
+    assert "an image that cannot be read: No such file or directory; bring the old one back, or delete" in gone
+
+
+def test_a_run_goes_on_with_models_of_the_same_configuration(tmp_path: Path) -> None:
+    """Of which the weights alone do not tell: the frequencies of positions, for one."""
+    folder = tmp_path / "of"
+    for name, seed in (("base", 0), ("teacher", 1)):
+        save_llama(folder / name, TEXTS, tied=False, seed=seed)
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    values = recipe_values(folder / "base", rows, folder / "run", folder / "cache")
+    values["objective"] = {"kind": "distillation", "teacher": str(folder / "teacher")}
+    begun = Begun(folder, values)
+    assert begun.again() == "2 steps"
+    for model, field in (("base", "model.name_or_path"), ("teacher", "objective.teacher")):
+        changed = set_field(model, rope_parameters={"rope_theta": 77.0, "rope_type": "default"})
+        assert f"config.json of {field} has changed since" in begun.again(changed)
+        assert begun.again(changed, forget("named")) == "2 steps"
+        assert begun.again(set_field(model, transformers_version="5.99")) == "2 steps"
