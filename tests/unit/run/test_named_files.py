@@ -30,8 +30,7 @@ def outcome(values: dict[str, Any]) -> str:
     try:
         done = finetune(Recipe.from_mapping(values))
     except ToolkitError as error:
-        assert error.exit_code == 2
-        return str(error)
+        return str(error) if error.exit_code == 2 else f"exit code {error.exit_code}: {error}"
     return f"{done.metrics[-1]['step']} steps"
 
 
