@@ -74,9 +74,17 @@ class RankLostError(ToolkitError):
 
 
 class StoppedError(ToolkitError):
-    """The run was asked to end, by a signal or its time limit. Its state is saved if it could be."""
+    """The run was asked to end, by a signal or its time limit. Its state is saved if it could be.
+
+    Attributes:
+        why: what asked, and whether the state is saved, for pages that name the step themselves.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why or message
 
 
 class StalledError(ToolkitError):

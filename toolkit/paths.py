@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shlex
+import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,34 @@ def atomic_write(path: Path, text: str, errors: str = "strict") -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_foreign(path: Path, most_bytes: int = GIB) -> bytes:
+    """Reads a file that somebody else may have written, or replaced by something that has no end.
+
+    Raises:
+        OSError: if it cannot be read, is not a regular file (opening a FIFO would wait for ever), or is larger.
+    """
+    # Windows has neither FIFOs in folders nor this flag.
+    no_wait = getattr(os, "O_NONBLOCK", 0)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | no_wait)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes:,} bytes", str(path))
+    return content
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Parses a JSON text that somebody else may have written. Raises ValueError if it is not JSON, or nested too deep.
+
+    Python's own parser raises RecursionError for depth, which nobody expects of a file.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def clear_interrupted_writes(folder: Path) -> None:

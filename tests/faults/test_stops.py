@@ -22,7 +22,6 @@ from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint import latest, list_checkpoints
-from toolkit.training.stop import StopRequests
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/cpu_2.yaml"]
@@ -152,21 +151,6 @@ def test_ctrl_c_and_the_time_limit(tmp_path: Path, text_file: Path) -> None:
     assert process.returncode == 3
     assert "time_limit_minutes (0.02) is over; its state is saved" in told
     assert latest(tmp_path / "run").step > step  # type: ignore[union-attr]
-
-
-def test_a_signal_that_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, it is the launcher's echo; SIGINT some seconds later is a person who does not want to wait."""
-    before = signal.getsignal(signal.SIGINT)
-    with StopRequests(None) as stop:
-        assert stop.reason_to_stop() is None
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-            assert stop.reason_to_stop() == "SIGINT"
-        monkeypatch.setattr("toolkit.training.stop.SAME_REQUEST_SECONDS", -1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def run_with_a_full_disk(folder: str, asynchronous: bool) -> dict[str, Any]:

@@ -132,8 +132,9 @@ class RunCheckpoints(Extension):
         # First, so that there is one save, for which the end waits.
         if step.stop is not None:
             saved = self.save(trainer, wait=True)
-            what = "its state is saved; the same command goes on from there" if saved else "its state was NOT saved"
-            raise StoppedError(f"stopped after step {trainer.global_step}: {step.stop}; {what}")
+            why = f"{step.stop}; its state {'is saved' if saved else 'was NOT saved'}"
+            next_start = "; the same command goes on from there" if saved else ""
+            raise StoppedError(f"stopped after step {trainer.global_step}: {why}{next_start}", why)
         every = self._section.every_steps
         if step.save or (every is not None and trainer.global_step % every == 0):
             self.save(trainer)

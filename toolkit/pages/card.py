@@ -95,10 +95,12 @@ def _base_model_name(recipe: Recipe) -> str | None:
     return Path(name).name if Path(name).expanduser().exists() else name
 
 
-def model_and_data(recipe: Recipe, class_name: str) -> str:
+def model_and_data(recipe: Recipe, class_name: str, is_done: bool = True) -> str:
     """Returns the name of the model, or its class if it begins with random weights, and the sources of the rows."""
     names = [source_name(source.path) for source in recipe.data.train]
     base, data = _base_model_name(recipe), format_names(names, len(names), 2)
+    if not is_done:
+        return f"Fine-tuning {base} on {data}" if base else f"Training {class_name} on {data} from random weights"
     return f"{base} fine-tuned on {data}" if base else f"{class_name} trained on {data} from random weights"
 
 

@@ -86,7 +86,7 @@ def render_report(summary: RunSummary) -> str:
         script=script(SCRIPT) if loss_chart else "",
         doubts=Note("doubts", "Look at this run.", "", summary.doubts) if summary.doubts else None,
         non_finite=_non_finite_note(non_finite(train + evals)),
-        tiles=_tiles(train, evals, summary.facts),
+        tiles=_tiles(train, evals, summary),
         loss_chart=loss_chart,
         small_charts=small_charts,
         wide_charts=wide_charts,
@@ -135,12 +135,13 @@ def _median_ends(losses: Sequence[float]) -> list[float]:
     return [statistics.median(known[:width]), statistics.median(known[-width:])][: len(known)] if known else []
 
 
-def _tiles(train: Metrics, evals: Metrics, facts: dict[str, str]) -> list[Tile | None]:
+def _tiles(train: Metrics, evals: Metrics, summary: RunSummary) -> list[Tile | None]:
+    held_out = "no evaluation yet" if summary.data_report.get("validation") else "no held-out data"
     return [
-        _eval_loss_tile(evals) if evals else _train_loss_tile(train),
+        _eval_loss_tile(evals) if evals else _train_loss_tile(train, held_out),
         figure_tile(evals),
         _tokens_tile(train),
-        _duration_tile(train, facts),
+        _duration_tile(train, summary.facts),
         _throughput_tile(train),
         _memory_tile(train),
     ]
@@ -153,13 +154,13 @@ def _eval_loss_tile(evals: Metrics) -> Tile:
     return Tile("tile-loss", "Held-out loss", values, plain, _eval_note(evals, losses), _change(losses))
 
 
-def _train_loss_tile(train: Metrics) -> Tile:
-    """Returns the tile of the training loss, which replaces the held-out loss without held-out data."""
+def _train_loss_tile(train: Metrics, held_out: str) -> Tile:
+    """Returns the tile of the training loss, in place of a held-out loss; `held_out` says why there is none."""
     losses = finite(column(train, "loss"))
     ends, width = _median_ends(losses), max(1, len(losses) // 10)
     values = [_format_loss(loss) for loss in ends] or [MISSING]
     note = "no finite value logged" if not losses else "" if width == 1 else f"medians of {width} logged steps"
-    return Tile("tile-loss", "Training loss", values, "no held-out data; lower is better", note, _change(ends))
+    return Tile("tile-loss", "Training loss", values, f"{held_out}; lower is better", note, _change(ends))
 
 
 def _eval_note(evals: Metrics, losses: list[float]) -> str:

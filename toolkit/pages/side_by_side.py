@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.pages.number_text import MISSING
-
 LONGEST = 600
 """The most characters of a prompt; the last ones are shown, because these are answered."""
 
@@ -38,9 +36,10 @@ def _end_of(prompt: str) -> str:
 
 
 def _answers(sample: SideBySide) -> list[tuple[str, str]]:
+    """Returns what there is: a run that is under way, or was stopped, has not written all of it."""
     return [
-        ("Before training", MISSING if sample.before is None else sample.before),
+        *([] if sample.before is None else [("Before training", sample.before)]),
         *((f"After step {step:,}", text) for step, text in sample.between),
-        ("After training", MISSING if sample.after is None else sample.after),
+        *([] if sample.after is None else [("After training", sample.after)]),
         ("In the data", sample.expected),
     ]

@@ -221,7 +221,7 @@ class HeldOutSamples(Extension):
             return
         self._run.shown.side_by_side = shown
         # Its forwards may compile.
-        self._continue(lambda: self._heartbeat.enter_phase(Phase.RESTORE), lambda one, text: replace(one, before=text))
+        self._continue(lambda: self._heartbeat.enter_phase(Phase.GENERATE), lambda one, text: replace(one, before=text))
         ranks.on_first_rank(self._write)
 
     def _written_until(self, step: int, shown: list[SideBySide]) -> list[SideBySide]:

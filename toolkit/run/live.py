@@ -51,6 +51,7 @@ class LiveReport:
         self._recorded = time.monotonic()
         self._due = self._recorded + FIRST_SECONDS
         self._slowest = 0.0
+        self._num_written = 0
 
     def record(self, records: list[dict[str, Any]], seconds_left: float | None) -> None:
         """Takes the records so far, and writes the report if it is due."""
@@ -61,12 +62,16 @@ class LiveReport:
         # Steps may take minutes each: the page is not late before the next step is.
         self._slowest = max(self._slowest, started - self._recorded)
         self._recorded = started
-        if ranks.rank() != 0 or started < self._due:
+        # The page of the last step stays for as long as an export takes.
+        is_last = self._num_written > 0 and self._step() >= self._num_steps
+        if ranks.rank() != 0 or (started < self._due and not is_last):
             return
         self._write("running", seconds_left=seconds_left)
-        taken = time.monotonic() - started
-        self._every = max(EVERY_SECONDS, taken / COST_SHARE)
+        # What the page has just promised; how long the writing took is for the promise of the next one.
         self._due = started + self._every
+        self._num_written += 1
+        if self._num_written > 1:  # the first one also imports what pages need, 1.6 s on a busy machine
+            self._every = max(EVERY_SECONDS, (time.monotonic() - started) / COST_SHARE)
 
     def end(self, state: str, problem: str) -> None:
         """Writes the report with the reason why the run ended early."""
@@ -75,21 +80,23 @@ class LiveReport:
 
     def failed(self, error: BaseException) -> None:
         """Writes the report after an error; on other ranks only if rank 0 may not know of it."""
-        told = f"{type(error).__name__}: {first_line(error)}"
+        told = f"{type(error).__name__}: {first_line(error)}."
         is_lost = isinstance(error, Exception) and is_lost_peer(error)
         if is_lost:
-            told = f"Another rank is gone ({told})."
+            told = f"Another rank is gone ({told.rstrip('.')})."
         # The rank that failed first may have reported why, which says more than that its peers lost it.
         if ranks.rank() == 0 and not (is_lost and state_of(self._path) == "failed"):
             self._write("failed", problem=told)
         elif ranks.fails_alone(error):
             mark_ended(self._path, "failed", told if is_lost else f"Rank {ranks.rank()}: {told}")
 
+    def _step(self) -> int:
+        return max((record["step"] for record in self._records), default=0)
+
     def _write(self, state: str, seconds_left: float | None = None, problem: str = "") -> None:
-        step = max((record["step"] for record in self._records), default=0)
         status = Status(
             state,
-            step,
+            self._step(),
             self._num_steps,
             seconds_left,
             round(time.time(), 1),
@@ -107,8 +114,11 @@ def ended_in(report: LiveReport) -> Iterator[None]:
     """Writes into the report why the run ended, if an error ends it."""
     try:
         yield
-    except (StoppedError, KeyboardInterrupt) as error:
-        report.end("stopped", first_line(error))
+    except StoppedError as error:
+        report.end("stopped", f"{error.why}.")
+        raise
+    except KeyboardInterrupt:
+        report.end("stopped", "Ctrl-C ended it at once; nothing was saved then.")
         raise
     except BaseException as error:
         report.failed(error)

@@ -17,6 +17,7 @@ from toolkit.checkpoint.resume import Resumption, find
 from toolkit.checkpoint.store import StorePath, store_of
 from toolkit.checkpoint.upload import finish_interrupted
 from toolkit.errors import BadInputError
+from toolkit.pages.card import model_and_data
 from toolkit.pages.run_page import RunSummary
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.finished import changed_export
@@ -106,7 +107,8 @@ def _finetune(recipe: Recipe) -> FinetuneResult:
             facts["resumed"] = f"after step {found.start[1].step:,}; the duration is that of the rest"
         live = _live_report(opened, run, facts, started, output)
         with ended_in(live):
-            heartbeat.enter_phase(Phase.RESTORE)
+            if found.start is not None:
+                heartbeat.enter_phase(Phase.RESTORE)
             fitted = fit(opened, run, found, store, heartbeat, live)
             heartbeat.enter_phase(Phase.EXPORT)
             export_dir, difference, sample = export_model(opened, run, heartbeat)
@@ -136,6 +138,8 @@ def _finished_before(opened: OpenedRun) -> FinetuneResult:
         )
     ranks.on_first_rank(lambda: clear_killed(output_dir))
     before = ranks.on_first_rank(lambda: finished_before(output_dir))
+    for doubt in before.doubts:
+        console.warn(doubt)
     _push(opened.recipe, before)
     return before
 
@@ -180,6 +184,7 @@ def _live_report(
 ) -> LiveReport:
     def summary(records: list[dict[str, Any]]) -> RunSummary:
         result = result_of(opened.output_dir, records, None, seconds=time.perf_counter() - started)
-        return replace(summary_of(opened, run, facts, result), doubts=())  # it may get better yet
+        title = model_and_data(opened.recipe, run.inner.config.architectures[0], is_done=False)
+        return replace(summary_of(opened, run, facts, result), title=title, doubts=())  # it may get better yet
 
     return LiveReport(opened.output_dir / REPORT, summary, run.num_steps, output)

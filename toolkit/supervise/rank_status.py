@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from toolkit.paths import parse_json, read_foreign
 
 REPORT = "report.html"
 """The report, written during a run and once more at its end."""
@@ -17,7 +20,7 @@ FOLDER = ".beats"
 WAIT = "wait"
 """The phase of a rank that waits for a disk or a store, and has seen it make progress."""
 
-PATIENCE = {"start": 36.0, "restore": 6.0, "save": 3.0, "export": 6.0, WAIT: 3.0}
+PATIENCE = {"start": 36.0, "restore": 6.0, "save": 3.0, "export": 6.0, "generate": 6.0, WAIT: 3.0}
 """How many times longer than others these phases may take, because they read, tokenise or write everything at once."""
 
 FROZEN_SHARE = 0.5
@@ -203,10 +206,23 @@ def to_text(places: Sequence[RankStatus], count: int, written: float) -> str:
 def read_host(path: Path) -> tuple[int, float, list[RankStatus]] | None:
     """Reads the count, the time of writing and the ranks from a host's file. Returns None if it cannot be read."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return int(found["count"]), float(found["written"]), [RankStatus(**place) for place in found["ranks"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        found: dict[str, Any] = parse_json(read_foreign(path))
+        count, written, places = found["count"], found["written"], [RankStatus(**place) for place in found["ranks"]]
+        is_typed = _are_numbers(count, written) and all(map(_is_typed, places))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
+    return (count, float(written), places) if is_typed else None
+
+
+def _is_typed(place: RankStatus) -> bool:
+    texts, numbers = (place.host, place.state, place.phase), (place.seconds, place.silent_seconds)
+    counts = (place.rank, place.pid, place.step, place.sequence)
+    is_typed = all(isinstance(text, str) for text in texts) and all(isinstance(count, int) for count in counts)
+    return is_typed and _are_numbers(*counts, *numbers)
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float) and math.isfinite(value) for value in values)
 
 
 def host_files(folder: Path) -> list[Path]:

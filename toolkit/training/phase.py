@@ -19,3 +19,4 @@ class Phase(IntEnum):
     EXPORT = 8
     RESTORE = 9
     WAIT = 10
+    GENERATE = 11

@@ -26,6 +26,8 @@ SAME_REQUEST_SECONDS = 3.0
 class StopRequests(Extension):
     """While entered, SIGTERM, SIGINT and SIGHUP only request an end; a SIGINT some seconds later ends at once.
 
+    Before the first step there is nothing to save, and evaluations may take minutes: SIGINT ends the run there at once.
+
     SIGHUP comes when the terminal is closed. A process that `nohup` started goes on, unless it is a rank of `torchrun`
     or `accelerate launch`, which end then and hand the signal on; `toolkit train` goes on.
 
@@ -44,6 +46,10 @@ class StopRequests(Extension):
         self._until = None if time_limit_minutes is None else time.monotonic() + 60 * time_limit_minutes
         self._time_limit_minutes = time_limit_minutes
         self._handlers: dict[signal.Signals, Any] = {}
+        self._has_begun = False
+
+    def before_step(self, step: int) -> None:
+        self._has_begun = True
 
     def reason_to_stop(self) -> str | None:
         if self._signal is None and self._until is not None and time.monotonic() > self._until:
@@ -71,7 +77,9 @@ class StopRequests(Extension):
             # A process that ends for SIGTERM still has to say so, whatever its launcher sends on.
             is_handed_on = number in (signal.SIGTERM, HANG_UP)
             ends = is_handed_on and self._signal == number.name and isinstance(error, StoppedError)
-            signal.signal(number, signal.SIG_IGN if ends else handler)
+            # The launcher's copy of the same Ctrl-C must not interrupt the report of it.
+            is_interrupted = number == signal.SIGINT and isinstance(error, KeyboardInterrupt)
+            signal.signal(number, self._on_signal if is_interrupted else signal.SIG_IGN if ends else handler)
         self._handlers = {}
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
@@ -82,8 +90,20 @@ class StopRequests(Extension):
             leave_terminal()
         if self._signal is None:
             self._signal, self._signalled = signal.Signals(number).name, time.monotonic()
+            if number == signal.SIGINT and not self._has_begun:
+                raise KeyboardInterrupt
+            _acknowledge(self._signal)
         elif number == signal.SIGINT and time.monotonic() - self._signalled > SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
+
+
+def _acknowledge(name: str) -> None:
+    """Prints, once for all ranks, what a signal does: the step under way may take minutes."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    again = "; Ctrl-C once more, some seconds later, stops at once without one" if name == "SIGINT" else ""
+    with contextlib.suppress(OSError):  # a signal's handler writes past Python's streams, which it may have interrupted
+        os.write(2, f"\n{name}: saving a checkpoint after this step, then stopping{again}\n".encode())
 
 
 def leave_terminal() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.html_page import HOSTILE, Page
 
-from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.errors import StoppedError
+from toolkit.pages.run_page import RunSummary, render_report, write_report
+from toolkit.pages.side_by_side import SideBySide
 from toolkit.pages.status import Status, mark_ended, state_of
 from toolkit.run import live
-from toolkit.run.live import LiveReport
+from toolkit.run.live import LiveReport, ended_in
 
 RUNNING = Status("running", 3, 10, 7.0, 1_700_000_000.5, 30)
 
@@ -68,7 +72,8 @@ def test_the_browser_runs_the_script_that_tells_of_a_page_too_old(tmp_path: Path
     assert len(scripts) == 2
     found = {name: value for _, name, value in Page(text).attributes if name.startswith("data-")}
     found.pop("data-curves")
-    assert found == {"data-step": "3", "data-steps": "10", "data-written": "1700000000.5", "data-late": "180"}
+    numbers = {"data-step": "3", "data-steps": "10", "data-written": "1700000000.5", "data-late": "180"}
+    assert found == {**numbers, "data-left": "7.0"}
     assert set(re.findall(r"dataset\.(\w+)", scripts[0])) <= {name.removeprefix("data-") for name in found}
     assert len(allowed_scripts(report(tmp_path / "report.html", None))) == 1, "that of the curves"
     write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}, None))
@@ -126,3 +131,59 @@ def test_slow_steps_do_not_make_the_page_late(tmp_path: Path, monkeypatch: pytes
         run.report.record([], None)
         lates += re.findall(r'data-late="(\d+)"', run.path.read_text())
     assert lates == ["1660", "2060", "2060", "2440"], "4 of the longest pause between two records, and a minute"
+
+
+def test_the_page_is_written_again_when_it_says_and_after_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first writing takes 1.6 s for imports, of which came 160 s without another, under a page that said 30."""
+    clock, cost = [0.0], [1.6]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    run = Run(tmp_path, 0, 1, monkeypatch)
+    written: list[tuple[float, int, int]] = []
+    summary = run.summary
+
+    def slow_summary(records: list[dict[str, Any]]) -> RunSummary:
+        clock[0] += cost[0]
+        return summary(records)
+
+    run.report._summary_of = slow_summary
+    for second in range(400):
+        clock[0] = max(clock[0], float(second))
+        cost[0] = 1.6 if not written else 0.5
+        began, step = clock[0], min(10, 1 + second // 36)
+        before = run.path.stat().st_mtime_ns if run.path.exists() else 0
+        run.report.record([{"split": "train", "step": step, "loss": 1.0}], None)
+        if run.path.exists() and run.path.stat().st_mtime_ns != before and step < 10:
+            seconds = re.search(r"at most every (\d+) s", run.path.read_text())
+            assert seconds is not None
+            written.append((began, int(seconds[1]), step))
+    pauses = [later[0] - one[0] for one, later in pairwise(written)]
+    promised = [every for _, every, _ in written[:-1]]
+    assert promised == [30, 30, *[50] * (len(promised) - 2)], "0.5 s of writing are 1 % of 50 s"
+    assert all(0 <= pause - every <= 2 for pause, every in zip(pauses, promised, strict=True)), pauses
+    assert "Running: step 10 of 10." in run.told(), "an export may take long"
+
+
+def test_a_stopped_run_says_what_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, 0, 1, monkeypatch)
+    ends = {
+        "Stopped after step 0 of 10. Ctrl-C ended it at once; nothing was saved then. Written": KeyboardInterrupt(),
+        "Stopped after step 0 of 10. SIGTERM; its state is saved. Written": StoppedError(
+            "stopped after step 0: SIGTERM; its state is saved; the same command goes on", "SIGTERM; its state is saved"
+        ),
+        "Failed after step 0 of 10. ValueError: no. Written": ValueError("no"),
+    }
+    for told, error in ends.items():
+        with suppress(BaseException), ended_in(run.report):
+            raise error
+        assert run.told().startswith(told)
+    data = {"validation": {"rows": 4}}
+    prompt = SideBySide("Who?", "Me.")
+    status = Status("stopped", 0, 10, None, 0.0, 30, "Ctrl-C.")
+    run_of = {"data_report": data, "side_by_side": [prompt], "command": "toolkit train x", "status": status}
+    text = render_report(RunSummary(**{**vars(run.summary([])), **run_of}))
+    assert "no evaluation yet" in text, "there are held-out rows"
+    assert "no held-out data" not in text
+    assert "or begins anew if there is none" in text, "no checkpoint is there"
+    assert not {"Before training", "After training"} & set(re.findall(r'class="label">([^<]*)<', text))
