@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, counted, first_line
-from toolkit.paths import CHECKPOINTS, STEP_FOLDER, STORES, is_store
+from toolkit.paths import CHECKPOINTS, STEP_FOLDER, STORES, is_store, read_foreign
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -161,9 +161,16 @@ def place_of(name: str | Path) -> Place:
     return StorePath(str(name).rstrip("/")) if is_store(str(name)) else Path(name)
 
 
+def read_file(path: Place) -> bytes:
+    """Reads a file of a run or a checkpoint, which may come from anywhere. Raises OSError if it has no end."""
+    return read_foreign(path) if isinstance(path, Path) else path.read_bytes()
+
+
 def place_named(name: str) -> Place:
     """Returns what a name on a command line stands for. Raises BadInputError for a URL of no known store."""
     protocol, _, place = name.partition("://")
+    if "\0" in name:
+        raise BadInputError(f"{name!r}: a name of a folder has no NUL character; remove it")
     if not is_store(name):
         return Path(name).expanduser()
     if protocol not in STORES or not place.strip("/"):
@@ -228,7 +235,7 @@ def look_at(folder: Place) -> Checkpoint:
 
 def _read_folder(folder: Place, step: int) -> Checkpoint:
     try:
-        marker = (folder / COMPLETE).read_bytes().strip()
+        marker = read_file(folder / COMPLETE).strip()
     except FileNotFoundError:
         if not (folder / MANIFEST).exists():
             return Checkpoint(folder, step, None, f"{MANIFEST} is missing: it was not finished", unfinished=True)
@@ -238,7 +245,7 @@ def _read_folder(folder: Place, step: int) -> Checkpoint:
     if not marker:  # of a version that wrote it in place, on a disk that was full
         return Checkpoint(folder, step, None, f"{COMPLETE} is empty: it was not finished", unfinished=True)
     try:
-        text = (folder / MANIFEST).read_bytes()
+        text = read_file(folder / MANIFEST)
         if marker != hashlib.sha256(text).hexdigest().encode():
             return Checkpoint(folder, step, None, f"{COMPLETE} does not fit {MANIFEST}")
         manifest = Manifest.from_json(text)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from toolkit import ranks
 from toolkit.errors import BadInputError, StoreError, ToolkitError, in_words, without_secrets
 
 EXTRAS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
@@ -206,6 +205,8 @@ def store_of(url: str | None) -> StorePath | None:
     """
     if url is None:
         return None
+    from toolkit import ranks  # torch, without which checkpoints are listed
+
     store = StorePath(url)
     ranks.on_every_rank(store.require_driver, "open checkpoint.to")
     return store

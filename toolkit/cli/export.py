@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import AsJson, RunPlace, parse_dtype
+from toolkit.errors import BadInputError
 from toolkit.recipe.schema import ExportSection
 
 MAX_SHARD_GIB = ExportSection().max_shard_gib
@@ -39,10 +40,14 @@ def export(
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time."""
     type_name = parse_dtype(dtype)
-    from toolkit.checkpoint.consolidate import export_run
     from toolkit.checkpoint.manifest import place_named
 
-    done = export_run(str(place_named(run)), to, checkpoint, type_name, check, max_shard_gib, average)
+    place = place_named(run)
+    if not place.is_dir():  # before torch is imported
+        raise BadInputError(f"there is no folder {run!r}; name the training.output_dir or the store of a run")
+    from toolkit.checkpoint.consolidate import export_run
+
+    done = export_run(str(place), to, checkpoint, type_name, check, max_shard_gib, average)
     if as_json:
         print(json.dumps({**dataclasses.asdict(done), "folder": str(done.folder), "dtype": type_name}, indent=1))
         return

@@ -30,7 +30,7 @@ from toolkit.cli.configs import find_config
 from toolkit.cli.retries import require_useful, with_retries
 from toolkit.data.files import paths_of
 from toolkit.errors import BadInputError
-from toolkit.paths import require_folder, shipped_folder, shown_path
+from toolkit.paths import read_foreign, require_folder, shipped_folder, shown_path
 from toolkit.recipe.recipe import Recipe
 
 ON_CPU = "ACCELERATE_USE_CPU"
@@ -142,8 +142,10 @@ def _saved_step(*places: str | Path) -> int:
 
 def _run_results(folder: Path) -> dict[str, Any]:
     """Returns the results of a run: its folder, its steps, and the first and the last loss of each split."""
+    from toolkit.pages.run_metrics import parse_metrics
+
     file = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    records = parse_metrics(read_foreign(file))[0] if file.is_file() else []
     losses = {
         f"{split}_loss": [found[0], found[-1]] if (found := _losses_of_split(records, split)) else None
         for split in ("train", "eval")

@@ -11,15 +11,17 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.problem import RowProblem
 from toolkit.data.values import is_absent, key_shown, parsed, type_of, writable
 from toolkit.errors import BadInputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 COLUMN = "chat_template_kwargs"
 """Column of a row's own arguments; TRL's name."""

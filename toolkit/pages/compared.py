@@ -40,7 +40,10 @@ class ComparedRun:
         recipe: key -> value of the settings; empty if no recipe can be read.
         made_with: ranks, strategy, precision, machine and versions, as far as they are known.
         num_steps: steps of the whole run, if they are known.
-        problems: sentences about what is missing or damaged, and why the run ended.
+        why: why a run that is not finished ended, if that is known.
+        problems: sentences about what is missing or damaged.
+        saved_step: the step of its last whole checkpoint, if it has one.
+        seconds_per_step: of a running run, with its evaluations and saves, if they are known.
     """
 
     name: str
@@ -50,7 +53,10 @@ class ComparedRun:
     recipe: dict[str, Any] = field(default_factory=dict)
     made_with: dict[str, str] = field(default_factory=dict)
     num_steps: int | None = None
+    why: str = ""
     problems: Sequence[str] = ()
+    saved_step: int | None = None
+    seconds_per_step: float | None = None
 
     @property
     def train(self) -> Metrics:
@@ -59,6 +65,11 @@ class ComparedRun:
     @property
     def evals(self) -> Metrics:
         return split_lines(self.metrics, "eval")
+
+    @property
+    def all_problems(self) -> list[str]:
+        """Returns why the run ended, and what is missing or damaged."""
+        return [*([f"{self.state}: {self.why}"] if self.why else []), *self.problems]
 
 
 @dataclass(frozen=True)
@@ -247,7 +258,7 @@ def setup_table(runs: Sequence[ComparedRun]) -> Table:
 
 def problem_lines(runs: Sequence[ComparedRun]) -> list[str]:
     """Returns a line for everything that is missing, damaged or went wrong."""
-    return [f"{run.name}: {problem}" for run in runs for problem in run.problems]
+    return [f"{run.name}: {problem}" for run in runs for problem in run.all_problems]
 
 
 def as_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
@@ -278,7 +289,7 @@ def _values(run: ComparedRun, figures: Sequence[Figure]) -> dict[str, Any]:
         "peak_bytes": None if peak is None else peak[0],
         "peak_of": None if peak is None else peak[1],
         "made_with": run.made_with,
-        "problems": list(run.problems),
+        "problems": run.all_problems,
     }
 
 

@@ -15,6 +15,9 @@ from toolkit.terminal import format_time
 STATE, HEAD_CHARACTERS = "run-state", 2000
 """Name of the field that only the report of an unfinished run has, near its beginning."""
 
+ENDINGS = ("stopped", "failed", "killed", "stalled")
+"""The states of a run that ended early."""
+
 SCRIPT = "status.js"
 """Script that warns of a page older than a running run would leave it, because a killed run cannot say so itself."""
 
@@ -60,12 +63,18 @@ def state_in(text: str) -> str:
     return found[1] if found else ""
 
 
-def told_in(text: str) -> tuple[int | None, str]:
-    """Returns an unfinished run's steps and why it ended from its report, or None and an empty text."""
-    found = _TOLD.search(text)
-    if found is None:
-        return None, ""
-    return int(found["num_steps"].replace(",", "")), html.unescape(found["problem"] or "").strip()
+def status_in(text: str) -> Status | None:
+    """Returns the status of an unfinished run from its report's text; None for a finished run's, or another text.
+
+    The report of a run that ended early has neither the time of writing nor the time left.
+    """
+    found, state = _TOLD.search(text), state_in(text)
+    if found is None or (state not in ENDINGS and state != "running"):
+        return None
+    step, num_steps = (int(found[name].replace(",", "")) for name in ("step", "num_steps"))
+    left = _LEFT.search(found["attributes"])
+    problem = html.unescape(found["problem"] or "").strip()
+    return Status(state, step, num_steps, float(left[1]) if left else None, 0.0, 0, problem)
 
 
 def mark_ended(path: Path, state: str, problem: str) -> None:
@@ -106,9 +115,11 @@ def status_note(status: Status) -> str:
 
 
 _TOLD = re.compile(
-    r'<section class="status [^>]*>\s*<strong>[^<]*step [\d,]+ of (?P<num_steps>[\d,]+)[^<]*</strong>'
+    r'<section class="status (?P<attributes>[^>]*)>\s*'
+    r"<strong>[^<]*step (?P<step>\d[\d,]{0,20}) of (?P<num_steps>\d[\d,]{0,20})[^<]*</strong>"
     r"(?: <span>(?P<problem>[^<]*)Written )?"
 )
+_LEFT = re.compile(r'data-left="(\d{1,15}(?:\.\d{1,15})?)"')
 _HEAD = re.compile(f'<meta name="{STATE}"[^\n]*')
 _NOTE = re.compile(
     r'<section class="status running" id="status" data-step="(?P<step>\d+)" data-steps="(?P<num_steps>\d+)" '

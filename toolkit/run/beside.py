@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import METRICS, Checkpoint, Place, latest, place_named
+from toolkit.checkpoint.manifest import METRICS, Checkpoint, Place, latest, place_named, read_file
 from toolkit.checkpoint.store import StorePath
-from toolkit.errors import BadInputError, counted, first_line
+from toolkit.errors import BadInputError, first_line
 from toolkit.pages.compared import ComparedRun, short_names
-from toolkit.pages.run_metrics import Metrics
-from toolkit.pages.status import state_in, told_in
-from toolkit.paths import ORIGIN
+from toolkit.pages.run_metrics import Metrics, damage_in_words, parse_metrics
+from toolkit.pages.status import Status, status_in
+from toolkit.paths import ORIGIN, parse_json
 from toolkit.recipe.load import NOT_YAML, dotted, yaml_value
 from toolkit.run.finished import is_finished
 from toolkit.supervise.rank_status import GONE_SECONDS, REPORT, read_statuses
 
 RECIPE = "recipe.yaml"
-LARGEST_STEP = 2**53
-"""Above this, floats cannot represent every whole number; no run has so many steps."""
 
 
 def read_runs(names: Sequence[str]) -> list[ComparedRun]:
@@ -42,7 +39,7 @@ def read_runs(names: Sequence[str]) -> list[ComparedRun]:
         raise BadInputError(f"{twice[0]!r} is named twice; name each run once")
     found = [_require_run(place) for place in places]
     return [
-        _read_run(name, place, checkpoint)
+        read_run(name, place, checkpoint)
         for name, place, checkpoint in zip(short_names(full), places, found, strict=True)
     ]
 
@@ -60,40 +57,62 @@ def _require_run(place: Place) -> Checkpoint | None:
     return checkpoint
 
 
-def _read_run(name: str, place: Place, checkpoint: Checkpoint | None) -> ComparedRun:
+def read_run(name: str, place: Place, checkpoint: Checkpoint | None) -> ComparedRun:
+    """Reads what there is of a run.
+
+    Args:
+        name: a short name for it.
+        place: its folder, or its address in a store.
+        checkpoint: its last whole checkpoint, if it has one.
+    """
     problems: list[str] = []
-    state, num_steps, why = _read_state(place)
-    if why:
-        problems.append(f"{state}: {why}")
+    state, status = _read_state(place)
     recipe = _read_recipe(place, checkpoint, problems)
-    if num_steps is None and isinstance(recipe.get("training.max_steps"), int):
-        num_steps = recipe["training.max_steps"]
+    num_steps = recipe.get("training.max_steps") if status is None else status.num_steps
     metrics = _read_metrics(place, checkpoint, state, problems)
-    made_with = _read_environment(place, checkpoint)
-    return ComparedRun(name, str(place), state, metrics, recipe, made_with, num_steps, problems)
+    return ComparedRun(
+        name,
+        str(place),
+        state,
+        metrics,
+        recipe,
+        _read_environment(place, checkpoint),
+        num_steps if isinstance(num_steps, int) else None,
+        "" if status is None or state == "running" else status.problem,
+        problems,
+        None if checkpoint is None else checkpoint.step,
+        _pace(status) if state == "running" else None,
+    )
 
 
-def _read_state(place: Place) -> tuple[str, int | None, str]:
-    """Returns a run's state, its number of steps, and why it ended, as far as they are known."""
+def _read_state(place: Place) -> tuple[str, Status | None]:
+    """Returns a run's state, and what its report says of a run that is not finished."""
     if is_finished(place):
-        return "finished", None, ""
+        return "finished", None
     try:
-        text = _read_bytes(place / REPORT).decode("utf-8", errors="replace")
+        status = status_in(read_file(place / REPORT).decode("utf-8", errors="replace"))
     except OSError:
-        text = ""
-    told, (num_steps, why) = state_in(text) or "unfinished", told_in(text)
+        status = None
+    state = "unfinished" if status is None else status.state
     if isinstance(place, Path):
         ranks = read_statuses(place, time.time())
         is_live = bool(ranks) and min(rank.silent_seconds for rank in ranks) <= GONE_SECONDS
-        told = "running" if is_live else "killed" if told == "running" else told
-    return told, num_steps, "" if told == "running" else why
+        state = "running" if is_live else "killed" if state == "running" else state
+    return state, status
+
+
+def _pace(status: Status | None) -> float | None:
+    """Returns the seconds per step that a running run's report expects, evaluations and saves included."""
+    if status is None or status.seconds_left is None or status.num_steps <= status.step:
+        return None
+    return status.seconds_left / (status.num_steps - status.step)
 
 
 def _read_recipe(place: Place, checkpoint: Checkpoint | None, problems: list[str]) -> dict[str, Any]:
     """Returns the recipe's settings, from its file or else from the checkpoint; null is not set."""
     values: Any = None
     try:
-        values = yaml_value(_read_bytes(place / RECIPE).decode("utf-8"))
+        values = yaml_value(read_file(place / RECIPE).decode("utf-8"))
         if not isinstance(values, dict):
             problems.append(f"{RECIPE} is no mapping of sections")
     except FileNotFoundError:
@@ -113,69 +132,40 @@ def _read_metrics(place: Place, checkpoint: Checkpoint | None, state: str, probl
     """Returns the lines of the run's metrics, or else those of its last checkpoint."""
     own = place / METRICS
     try:
-        return _parse_metrics(_read_bytes(own), state, problems)
+        return _parse(read_file(own), state, problems)
     except FileNotFoundError:
         pass
     except OSError as error:
         problems.append(f"{METRICS} cannot be read: {first_line(error)}")
     if checkpoint is None:
-        problems.append(f"there is no {METRICS}, so that nothing is known of its steps")
+        if state != "running":  # it writes the first line after its first evaluation or step
+            problems.append(f"there is no {METRICS}, so that nothing is known of its steps")
         return []
     problems.append(
         f"its own {METRICS} is not there; what is shown ends with the checkpoint of step {checkpoint.step:,}"
     )
     try:
-        return _parse_metrics(_read_bytes(checkpoint.folder / METRICS), state, problems)
+        return _parse(read_file(checkpoint.folder / METRICS), state, problems)
     except OSError as error:
         problems.append(f"{METRICS} of that checkpoint cannot be read: {first_line(error)}")
         return []
 
 
-def _parse_metrics(content: bytes, state: str, problems: list[str]) -> Metrics:
-    lines = content.split(b"\n")
-    # A last line without an end is being written; in a run that has ended, it was cut off.
-    if lines[-1] and state == "running":
-        lines[-1] = b""
-    found, damaged = [], []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        record = _parse_record(line)
-        if record is None:
-            damaged.append(number)
-        else:
-            found.append(record)
+def _parse(content: bytes, state: str, problems: list[str]) -> Metrics:
+    if state == "running":
+        content = content[: content.rfind(b"\n") + 1]  # the last line is being written; of an ended run it was cut off
+    found, damaged = parse_metrics(content)
     if damaged:
-        which = (
-            f"line {damaged[0]}" if len(damaged) == 1 else f"{counted(len(damaged), 'line')}, first line {damaged[0]},"
-        )
-        problems.append(
-            f"{METRICS} is damaged: {which} cannot be read and {'is' if len(damaged) == 1 else 'are'} left out"
-        )
-    if not found and not damaged:
+        problems.append(damage_in_words(damaged))
+    elif not found and state != "running":
         problems.append(f"{METRICS} is empty: no step is done yet")
     return found
-
-
-def _parse_record(line: bytes) -> dict[str, Any] | None:
-    """Returns a line of metrics, or None if it is not one."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or record.get("split") not in ("train", "eval"):
-        return None
-    step = record.get("step")
-    whole = [value for value in record.values() if isinstance(value, int)]
-    # JSON allows whole numbers of any length, which floats cannot hold.
-    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= LARGEST_STEP
-    return record if is_step and all(abs(value) < 2**1000 for value in whole) else None
 
 
 def _read_environment(place: Place, checkpoint: Checkpoint | None) -> dict[str, str]:
     """Returns ranks, strategy, precision and versions from the export, or else from the last checkpoint."""
     try:
-        told: Any = json.loads(_read_bytes(place / "export" / ORIGIN))
+        told: Any = parse_json(read_file(place / "export" / ORIGIN))
         named = {key: str(told[key]) for key in ("ranks", "device", "strategy", "precision")}
         return named | {str(name): str(version) for name, version in told["versions"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -185,7 +175,3 @@ def _read_environment(place: Place, checkpoint: Checkpoint | None) -> dict[str, 
         return {}
     named = {"ranks": str(manifest.world_size), "strategy": manifest.strategy, "precision": manifest.precision}
     return named | manifest.versions
-
-
-def _read_bytes(path: Place) -> bytes:
-    return path.read_bytes()

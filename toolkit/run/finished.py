@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import Place, sync, write_synced
+from toolkit.checkpoint.manifest import Place, read_file, sync, write_synced
 from toolkit.data.cache import digest
 from toolkit.pages.card import CARD
 from toolkit.pages.status import state_in
-from toolkit.paths import fingerprint_of
+from toolkit.paths import fingerprint_of, parse_json
 from toolkit.supervise.rank_status import REPORT
 
 FINISHED = "finished.json"
@@ -59,7 +59,7 @@ def export_identity(export_dir: Path) -> str:
 
 def _read_statement(output_dir: Place) -> dict[str, Any] | None:
     try:
-        found = json.loads((output_dir / FINISHED).read_bytes())
+        found = parse_json(read_file(output_dir / FINISHED))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and "export" in found else None
@@ -67,7 +67,7 @@ def _read_statement(output_dir: Place) -> dict[str, Any] | None:
 
 def _is_last_report(path: Place) -> bool:
     try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        text = read_file(path).decode("utf-8", errors="replace")
     except OSError:
         return False
     return text.rstrip().endswith("</html>") and state_in(text) == ""

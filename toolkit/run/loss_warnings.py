@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from toolkit.objectives.objective import Objective
+    from toolkit.objectives.objective import Objective
 
 FEWEST_STEPS = 10
 """Runs of fewer steps get no warning, because random weights stay near the uniform guess for a while."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -26,14 +25,15 @@ from toolkit.checkpoint.export import (
 )
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.data.loader import evaluation_batches
-from toolkit.errors import ToolkitError, counted
+from toolkit.errors import ToolkitError, counted, first_line
 from toolkit.model.load import auto_class
 from toolkit.model.weights import fit_of
 from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
 from toolkit.pages.number_text import format_bytes
+from toolkit.pages.run_metrics import damage_in_words, parse_metrics
 from toolkit.pages.run_page import RunSummary, write_report
-from toolkit.paths import GIB
+from toolkit.paths import GIB, read_foreign
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.finished import write_finished
 from toolkit.run.loss_warnings import Guess, doubts_of
@@ -103,9 +103,14 @@ class FinetuneResult:
 
 def finished_before(output_dir: Path) -> FinetuneResult:
     """Reads the result of a finished run from its folder."""
-    lines = (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    try:
+        metrics, damaged = parse_metrics(read_foreign(output_dir / "metrics.jsonl"))
+        problems = (damage_in_words(damaged),) if damaged else ()
+    except OSError as error:
+        metrics, problems = [], (f"metrics.jsonl cannot be read: {first_line(error)}",)
     export_dir = output_dir / "export"
-    return result_of(output_dir, [json.loads(line) for line in lines], export_dir if export_dir.is_dir() else None)
+    result = result_of(output_dir, metrics, export_dir if export_dir.is_dir() else None)
+    return replace(result, doubts=(*problems, *result.doubts))
 
 
 def result_of(

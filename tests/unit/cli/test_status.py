@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from support.launches import clean_environment
 from typer.testing import CliRunner, Result
 
 from toolkit.cli.app import app
@@ -14,6 +19,14 @@ from toolkit.errors import ToolkitError
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
 from toolkit.supervise.rank_status import FOLDER, RankStatus, to_text
+
+RECIPE = "model: {name_or_path: org/small}\ntraining: {max_steps: 10}\n"
+LINES = [
+    {"split": "eval", "step": 0, "loss": 3.5},
+    *({"split": "train", "step": step, "loss": 4.0 - 0.25 * step} for step in range(1, 6)),
+    {"split": "eval", "step": 5, "loss": 3.25},
+]
+"""Five of ten steps, of loss 3.75 to 2.75."""
 
 GOES = RankStatus(0, "one", 10, "S", "forward", 7, 41, 0.5, 1.0)
 
@@ -29,8 +42,9 @@ def write(run: Path, *ranks: RankStatus, ago: float = 0.0) -> None:
 
 def test_a_row_for_each_rank(tmp_path: Path) -> None:
     write(tmp_path, GOES, replace(GOES, rank=1, pid=11))
-    lines = shown(tmp_path).output.splitlines()
-    assert [line.split()[:5] for line in lines[1:]] == [
+    lines = shown(tmp_path).stdout.splitlines()
+    assert lines[0] == "running: before the first step"
+    assert [line.split()[:5] for line in lines[2:]] == [
         ["0", "one", "10", "forward", "7"],
         ["1", "one", "11", "forward", "7"],
     ], "and no word of who waits, as all go on"
@@ -50,7 +64,8 @@ def test_nothing_is_under_way(tmp_path: Path) -> None:
     result = shown(tmp_path)
     assert isinstance(result.exception, ToolkitError)
     assert result.exception.exit_code == 1
-    assert "no run is under way; the last one stalled" in str(result.exception)
+    assert "no run is under way" in str(result.exception)
+    assert f"see where it stalled in {tmp_path / 'stall.txt'}" in str(result.exception)
     assert shown(tmp_path, "--json").exit_code == 1
 
 
@@ -64,7 +79,7 @@ def test_a_run_that_was_killed_is_gone_and_its_report_says_so(tmp_path: Path) ->
     write(tmp_path, GOES, replace(GOES, rank=1, silent_seconds=20.0), ago=90.0)
     since = time.strftime("%Y-%m-%d %H:%M", time.gmtime(time.time() - 91))
     assert f"nothing was heard from any rank since {since}" in str(shown(tmp_path).exception)
-    assert "the same command resumes" in str(shown(tmp_path).exception)
+    assert "it left no checkpoint, so the same command begins at step 0" in str(shown(tmp_path).exception)
     assert state_of(page) == "killed"
     assert shown(tmp_path, "--json").exit_code == 1
 
@@ -91,12 +106,109 @@ def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None
     write(tmp_path, GOES, ago=30.0)
     assert shown(tmp_path).exit_code == 0, "it may still push its export"
     write(tmp_path, GOES, ago=90.0)
-    assert str(shown(tmp_path).exception).endswith("no run is under way")
+    assert shown(tmp_path).stdout.splitlines()[0] == "finished: 0 steps"
     losses = [{"split": "eval", "step": step, "loss": loss} for step, loss in ((0, 3.25), (7, 2.5))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
     told = shown(tmp_path)
     assert told.exit_code == 0
-    lines = told.output.splitlines()
+    lines = told.stdout.splitlines()
     assert lines[0] == "finished: 7 steps, held-out loss 3.2500 -> 2.5000"
     assert lines[-2:] == [f"report: {tmp_path / 'report.html'}", f"next: toolkit export {tmp_path} --to FOLDER"]
     assert json.loads(shown(tmp_path, "--json").output)["verdict"] is None
+
+
+def begun(run: Path, status: Status | None) -> Path:
+    run.mkdir()
+    (run / "recipe.yaml").write_text(RECIPE)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    if status is not None:
+        write_report(run / "report.html", RunSummary("run", "", LINES, {}, [], {}, {}, None, status=status))
+    return run
+
+
+def test_how_far_a_run_is_that_is_under_way(tmp_path: Path) -> None:
+    # At the report's third step 7 s were left for seven steps; five are done now.
+    run = begun(tmp_path / "run", Status("running", 3, 10, 7.0, time.time(), 30))
+    write(run, GOES)
+    told = shown(run)
+    assert told.stdout.splitlines()[0] == "running: step 5 of 10, loss 2.7500, held-out loss 3.2500, 0:05 left"
+    assert told.stderr == ""
+    found = json.loads(shown(run, "--json").stdout)
+    assert [found[name] for name in ("state", "step", "num_steps", "loss", "held_out_loss", "seconds_left")] == [
+        *("running", 5, 10, 2.75, 3.25),
+        5.0,
+    ]
+    (run / "report.html").unlink()
+    assert shown(run).stdout.splitlines()[0] == "running: step 5 of 10, loss 2.7500, held-out loss 3.2500"
+
+
+def test_how_a_run_ended_and_where_the_same_command_goes_on(tmp_path: Path) -> None:
+    wrong = {}
+    for state, told in (
+        ("stopped", "was stopped after step 5 of 10: Ctrl-C; "),
+        ("failed", "failed after step 5 of 10: Ctrl-C; "),
+        ("killed", "was killed after step 5 of 10: Ctrl-C; "),
+        ("stalled", "stalled after step 5 of 10: Ctrl-C; "),
+        ("running", "was killed after step 5 of 10; "),
+        (None, "was not finished after step 5 of 10; "),
+    ):
+        status = None if state is None else Status(state, 5, 10, None, 0.0, 30, "" if state == "running" else "Ctrl-C.")
+        result = shown(begun(tmp_path / f"{state}", status))
+        expected = f"the last one {told}it left no checkpoint, so the same command begins at step 0"
+        if result.exit_code != 1 or not str(result.exception).endswith(expected):
+            wrong[state] = str(result.exception)
+    assert not wrong
+    recipe = tmp_path / "stopped/recipe.yaml"
+    recipe.write_text(RECIPE + "checkpoint: {to: 's3://bucket/run'}\n")
+    assert str(shown(recipe.parent).exception).endswith("the last checkpoint here or in s3://bucket/run")
+
+
+def test_what_somebody_else_has_put_into_the_folder_is_no_traceback_and_no_wait(tmp_path: Path) -> None:
+    """Every file that `status` and `compare` read x what may stand there."""
+    deep = b"[" * 200_000 + b"]" * 200_000
+    nan = to_text([GOES], 1, time.time()).replace("0.5", "NaN").encode()
+    text = to_text([GOES], 1, time.time()).replace("0.5", '"x"').encode()
+    files = ("metrics.jsonl", "recipe.yaml", "report.html", "finished.json", "export/training.json", "stall.txt")
+    files += (f"{FOLDER}/host_00000.json", "checkpoints/step_00000005/COMPLETE")
+    wrong = []
+    other = begun(tmp_path / "other", None)
+    for number, name in enumerate(files):
+        contents = [b"", b"\0\xff", b"{", b"[]", b'{"split": "eval", "step": 1}', deep, nan, text, b"9" * 5000, None]
+        for kind, content in enumerate(contents):
+            run = begun(tmp_path / f"{number}_{kind}", Status("running", 3, 10, 7.0, time.time(), 30))
+            path = run / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            os.mkfifo(path) if content is None else path.write_bytes(content)
+            for command in (["status", str(run)], ["status", str(run), "--json"], ["compare", str(run), str(other)]):
+                signal.alarm(30)
+                ended = CliRunner().invoke(app, command).exception
+                signal.alarm(0)
+                if not isinstance(ended, ToolkitError | SystemExit | None):
+                    wrong.append((name, kind, command[0], repr(ended)))
+    assert not wrong
+    damaged = begun(tmp_path / "damaged", None)
+    (damaged / "finished.json").write_text('{"export": null}')
+    with (damaged / "metrics.jsonl").open("a") as file:
+        file.write("{\n")
+    result = shown(damaged)
+    assert result.stdout.splitlines()[0] == "finished: 5 steps, held-out loss 3.5000 -> 3.2500"
+    assert result.stderr == "warning: metrics.jsonl is damaged: line 8 cannot be read and is left out\n"
+
+
+def test_a_look_at_a_run_takes_no_import_of_torch(tmp_path: Path) -> None:
+    """They took 4 to 12 s of CPU and up to 1 GB."""
+    runs = [begun(tmp_path / name, None) for name in ("done", "live", "ended")]
+    (runs[0] / "finished.json").write_text('{"export": null}')
+    write(runs[1], GOES)
+    commands = [["status", str(run)] for run in (*runs, tmp_path / "none")]
+    commands += [["compare", *map(str, runs[:2])], ["compare", "none", "other"], ["checkpoints", str(runs[0])]]
+    commands += [["export", str(tmp_path / "none"), "--to", "x"], ["sample", str(tmp_path / "none.yaml")]]
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom toolkit.cli.app import app\n"
+        f"for command in {commands!r}:\n"
+        "    CliRunner().invoke(app, command)\n"
+        "    if 'torch' in sys.modules or 'transformers' in sys.modules: sys.exit(f'{command} imports torch')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, env=clean_environment())
+    assert ended.returncode == 0, ended.stderr
