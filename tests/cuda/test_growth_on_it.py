@@ -46,9 +46,9 @@ RUNS = {
 
 def fifty_steps(folder: Path, name: str) -> list[Watched]:
     from toolkit import Recipe, finetune
-    from toolkit.training import garbage
+    from toolkit.training import trainer
 
-    garbage.EVERY_STEPS = COLLECTED
+    trainer.EVERY_STEPS = COLLECTED
     run = RUNS[name]
     output = folder / name.replace(" ", "_")
     values = recipe_values(folder / "model", folder / "rows.jsonl", output, folder / "cache")

@@ -18,7 +18,7 @@ from toolkit.checkpoint.export import verify
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.upload import Uploads
 from toolkit.checkpoint.writer import Checkpointer
-from toolkit.data.ahead import ahead
+from toolkit.data.loader import ahead
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.offload.worker import Worker
 from toolkit.supervise.flight_recorder import last_collectives
@@ -27,7 +27,7 @@ from toolkit.supervise.watched import watched
 STARTERS = {
     "checkpoint/writer.py": "on_this_device",
     "checkpoint/upload.py": "on_this_device",
-    "data/ahead.py": "on_this_device",
+    "data/loader.py": "on_this_device",
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
     "run/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor
     "supervise/lease.py": "_keep_alive",  # writes a file; knows no torch

@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from toolkit.data import picture_places
-from toolkit.data.problem import RowProblem
 from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.templates import rendered
 from toolkit.data.thoughts import for_template
+from toolkit.data.values import RowProblem
 from toolkit.errors import first_line
 
 Targets = Literal["assistant", "last_turn", "all"]

@@ -23,9 +23,9 @@ from toolkit.data.cache import digest
 from toolkit.data.encode import EACH_TURN, Encoder, batches, notes_in
 from toolkit.data.layouts import Layout
 from toolkit.data.pictures import parse
-from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Shard, read
 from toolkit.data.sources import Source
+from toolkit.data.values import RowProblem
 from toolkit.errors import DataError
 from toolkit.objectives.specs.registry import SPECS
 

@@ -30,7 +30,6 @@ from toolkit.data.layouts import Layout
 from toolkit.data.pairs import SIDES
 from toolkit.data.picture_places import PICTURED
 from toolkit.data.pictures import Pictures
-from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
 from toolkit.data.stops import NextTurn
 from toolkit.data.template_arguments import note_of, require_taken
@@ -44,6 +43,7 @@ from toolkit.data.turns import (
     parts_in_turn,
     turns_of,
 )
+from toolkit.data.values import RowProblem
 from toolkit.errors import DataError, first_line
 from toolkit.objectives.specs.registry import SPECS
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.data.problem import RowProblem
-from toolkit.data.values import is_absent
+from toolkit.data.values import RowProblem, is_absent
 
 Span = tuple[int, int]
 

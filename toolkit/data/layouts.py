@@ -11,11 +11,10 @@ from toolkit.data.flags import refuse_media
 from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
 from toolkit.data.picture_places import COLUMNS, column_of
-from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row
 from toolkit.data.sources import Source
 from toolkit.data.template_arguments import COLUMN, arguments_of
-from toolkit.data.values import is_absent, key_shown, listed, text_of
+from toolkit.data.values import RowProblem, is_absent, key_shown, listed, text_of
 from toolkit.errors import DataError
 from toolkit.objectives.specs.registry import SPECS
 from toolkit.recipe.schema import ColumnsSection

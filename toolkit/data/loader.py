@@ -9,13 +9,15 @@ mean over the target tokens of the step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from toolkit import ranks
 from toolkit.data.cut import WHOLE, Part
 from toolkit.data.samples import IGNORED, Batch, Samples
 
@@ -178,3 +180,38 @@ def without_targets(batch: Batch) -> Batch:
     none = torch.zeros(len(batch["input_ids"]), dtype=torch.long)
     lengths = {"lengths": none, **({"target_lengths": none} if "target_lengths" in batch else {})}
     return {**batch, "labels": torch.full_like(batch["labels"], IGNORED), **lengths}
+
+
+# The next item is made in a thread while the current one is used
+
+
+T = TypeVar("T")
+
+
+def ahead(items: Iterator[T], name: str = "data") -> Generator[T, None, None]:
+    """Yields the same items, none of them None, each made while the one before is used; an error comes in its place.
+
+    If it is closed early, it waits for the item that is being made, and closes `items`.
+    """
+    # One worker: `items` is a single iterator, which two threads may not advance at once.
+    with ThreadPoolExecutor(1, name, initializer=ranks.on_this_device(lambda: None)) as thread:
+        try:
+            coming = thread.submit(next, items, None)
+            while (item := coming.result()) is not None:
+                # Before the yield, so that the next item is made while the caller uses this one.
+                coming = thread.submit(next, items, None)
+                yield item
+        finally:
+            # The thread first: a generator that is being advanced cannot be closed.
+            thread.shutdown(wait=True)
+            if hasattr(items, "close"):
+                items.close()
+
+
+def with_next(items: Iterator[T]) -> Iterator[tuple[T, T | None]]:
+    """Yields each item with the one after it, and the last with None."""
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        yield item, following
+        item = following

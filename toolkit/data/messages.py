@@ -7,9 +7,8 @@ from typing import Any
 from toolkit.data.examples import Conversation, Message
 from toolkit.data.flags import FLAGS, IN_PARTS, MEDIA, PARTS, is_learned, refuse_media, unlearned_parts
 from toolkit.data.picture_places import PICTURED, PLACE, is_picture, placed, reference_of
-from toolkit.data.problem import RowProblem
 from toolkit.data.thoughts import FIELDS, THOUGHTS, in_one_message, is_thought, thoughts_of
-from toolkit.data.values import encodable, is_absent, key_shown, parsed, text_of, type_of, writable
+from toolkit.data.values import RowProblem, encodable, is_absent, key_shown, parsed, text_of, type_of, writable
 
 ROLES = {
     "system": "system",

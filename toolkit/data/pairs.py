@@ -8,8 +8,7 @@ from typing import Any
 
 from toolkit.data.examples import Answer, Conversation, Message, Pair
 from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
-from toolkit.data.problem import RowProblem
-from toolkit.data.values import is_absent, text_of, type_of
+from toolkit.data.values import RowProblem, is_absent, text_of, type_of
 
 SIDES = ("chosen", "rejected")
 

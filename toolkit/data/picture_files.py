@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from toolkit.data.problem import RowProblem
+from toolkit.data.values import RowProblem
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """The formats that are read. Pillow knows more: for EPS it would run Ghostscript on an untrusted file."""

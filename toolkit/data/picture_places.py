@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.data.examples import Message
-from toolkit.data.problem import RowProblem
-from toolkit.data.values import is_absent
+from toolkit.data.values import RowProblem, is_absent
 
 PLACE = "\ufffc"
 """Stands for a picture in a message's words: Unicode's object replacement character."""

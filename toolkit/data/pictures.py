@@ -25,7 +25,7 @@ from toolkit.data.cache import digest
 from toolkit.data.flags import Span
 from toolkit.data.picture_files import content_of, decoded, file_or_content
 from toolkit.data.pixel_limits import CONFIGURATIONS, NO_LIMITS, PixelLimits
-from toolkit.data.problem import RowProblem
+from toolkit.data.values import RowProblem
 from toolkit.errors import BadInputError, DataError, first_line, in_words
 
 PREFIX = "picture/"

@@ -19,9 +19,8 @@ import datasets
 import fsspec
 
 from toolkit.data.json_list import values_of
-from toolkit.data.problem import RowProblem
 from toolkit.data.tar_rows import rows_of_tar
-from toolkit.data.values import listed
+from toolkit.data.values import RowProblem, listed
 from toolkit.errors import DataError, first_line
 
 Row = dict[str, Any] | RowProblem

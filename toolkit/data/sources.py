@@ -19,9 +19,8 @@ import datasets
 from toolkit.data.files import TABLES, expand_files, is_saved_dataset, local_path, suffix_of
 from toolkit.data.json_list import WRAPPERS
 from toolkit.data.picture_places import COLUMNS, is_picture
-from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Row, Shard, opened, read, unreadable
-from toolkit.data.values import is_absent
+from toolkit.data.values import RowProblem, is_absent
 from toolkit.errors import DataError
 from toolkit.paths import COMPRESSIONS, is_file_source, source_name
 from toolkit.recipe.schema import DataSection, SourceSection

@@ -16,11 +16,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import report as reports
-from toolkit.data.ahead import ahead
 from toolkit.data.cut import WHOLE, Part
 from toolkit.data.encode import EACH_TURN, Document, Encoder, ends_of, notes_in
 from toolkit.data.layouts import Layout
-from toolkit.data.loader import first_positions
+from toolkit.data.loader import ahead, first_positions
 from toolkit.data.packing import best_fit, by_sample
 from toolkit.data.readers import Row
 from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from toolkit.data.problem import RowProblem
+from toolkit.data.values import RowProblem
 
 MEDIA = {
     "image": ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),

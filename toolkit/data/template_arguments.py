@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from toolkit.data.problem import RowProblem
-from toolkit.data.values import is_absent, key_shown, parsed, type_of, writable
+from toolkit.data.values import RowProblem, is_absent, key_shown, parsed, type_of, writable
 from toolkit.errors import BadInputError
 
 if TYPE_CHECKING:

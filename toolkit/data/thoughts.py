@@ -11,8 +11,7 @@ from functools import cache
 from typing import Any
 
 from toolkit.data.examples import Message
-from toolkit.data.problem import RowProblem
-from toolkit.data.values import type_of
+from toolkit.data.values import RowProblem, type_of
 
 FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Keys of thoughts in a message; a template gets them under the first one that it reads."""

@@ -21,12 +21,12 @@ from toolkit.data.layer_limit import require_safe_stored
 from toolkit.data.layouts import recognise
 from toolkit.data.pictures import set_source
 from toolkit.data.pixel_limits import PixelLimits
-from toolkit.data.problem import RowProblem
 from toolkit.data.readers import read
 from toolkit.data.sources import identify_rows, open_source
 from toolkit.data.template_arguments import set_defaults
 from toolkit.data.template_date import set_date
 from toolkit.data.templates import MARKERS, use_template
+from toolkit.data.values import RowProblem
 from toolkit.errors import BadInputError, first_line, in_words
 from toolkit.paths import require_folder
 from toolkit.recipe.schema import DataSection, ModelSection

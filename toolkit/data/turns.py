@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.chat import NO_WAY, ConversationText, stands_in, target_mask, turn_span
 from toolkit.data.examples import Message
 from toolkit.data.flags import Span, without
-from toolkit.data.problem import RowProblem
 from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.thoughts import INSIDE, thought_of
+from toolkit.data.values import RowProblem
 
 GREETING = "an answer that nothing comes before is not learned (data.targets: each_turn)"
 OF_EARLIER_TURNS = "of earlier turns (data.targets: each_turn learns them)"

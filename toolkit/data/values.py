@@ -6,10 +6,15 @@ import json
 import re
 from typing import Any
 
-from toolkit.data.problem import RowProblem
-
 MAX_LEVELS = 100
 """Deepest nesting of a row's tools and calls; templates and Python's JSON fail at some hundreds."""
+
+
+class RowProblem(ValueError):  # noqa: N818 (a row's fate, not a failure of the program)
+    """Why a row cannot be trained on.
+
+    The text is the reason under which the data report counts rows, so it names no particulars of one row.
+    """
 
 
 def text_of(value: Any, column: str) -> str:

@@ -164,9 +164,9 @@ def templated(
     Raises:
         BadInputError: if the template refuses the messages.
     """
-    from toolkit.data.problem import RowProblem
     from toolkit.data.template_arguments import require_taken
     from toolkit.data.templates import rendered
+    from toolkit.data.values import RowProblem
 
     try:
         require_taken(arguments, tokenizer.get_chat_template(tools=tools))

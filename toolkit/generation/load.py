@@ -112,7 +112,7 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     import torch
     from transformers import GenerationConfig
 
-    from toolkit.model.four_bits import make_exact_on_cpu
+    from toolkit.model.quantised import make_exact_on_cpu
 
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInputError("--device: cuda is not available on this machine; allowed here: auto, cpu")

@@ -70,7 +70,7 @@ def encode_pictured(
 def _process(pictures: Pictures, written: str, images: Sequence[Path | bytes]) -> dict[str, torch.Tensor]:
     """Runs the processor on a text and its images. Raises BadInputError for an image that cannot be read."""
     from toolkit.data.picture_files import content_of, decoded
-    from toolkit.data.problem import RowProblem
+    from toolkit.data.values import RowProblem
 
     found = []
     for image in images:
@@ -95,7 +95,7 @@ def require_images(paths: Sequence[Path]) -> list[Path]:
     if not paths:
         return []
     from toolkit.data.picture_files import content_of, decoded
-    from toolkit.data.problem import RowProblem
+    from toolkit.data.values import RowProblem
 
     for path in paths:
         try:

@@ -197,8 +197,8 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
     from toolkit.data.picture_files import file_or_content
     from toolkit.data.picture_places import COLUMNS as IMAGES
     from toolkit.data.picture_places import column_of
-    from toolkit.data.problem import RowProblem
     from toolkit.data.template_arguments import COLUMN, arguments_of
+    from toolkit.data.values import RowProblem
 
     names = {"prompt": column, "completion": "completion", "tools": "tools"}
     layout = Layout("prompt and completion", names, pictures=True)
@@ -257,8 +257,7 @@ def _answers(value: Any) -> tuple[str, ...]:
 
 def _encodable_text(text: str, what: str) -> str:
     """Returns the text. Raises BadInputError if no tokenizer could encode it."""
-    from toolkit.data.problem import RowProblem
-    from toolkit.data.values import encodable
+    from toolkit.data.values import RowProblem, encodable
 
     try:
         return encodable(text, what)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.utils import import_utils
 
 from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapters import base_of
 from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
 from toolkit.model.spans import TAKE_SPANS, sees_in_spans
 from toolkit.sharding.sequence_parallel import rows_under_way
@@ -177,3 +181,26 @@ def best_flash(model: PreTrainedModel, device: torch.device, in_16_bits: bool) -
     if major >= 8 and import_utils.is_flash_attn_2_available():
         return "flash_attention_2", "installed"
     return None, NOT_INSTALLED
+
+
+# Layers that carry a state along a row (gated delta rules, state spaces, short convolutions), and their kernels
+
+
+_MARK = "is_new_implementation"
+"""transformers sets it in `use_kernel_func_from_hub_with_fallback` if a kernel has replaced the function."""
+
+
+def kernels_take_documents(model: nn.Module) -> bool:
+    """Tells whether a model has such layers, and a kernel for each of their functions."""
+    files = {type(module).__module__ for module in base_of(model).modules()}
+    marks = [mark for file in files for mark in _marks(sys.modules[file])]
+    return bool(marks) and all(marks)
+
+
+def _marks(file: Any) -> list[bool]:
+    functions = [found for found in vars(file).values() if isinstance(found, FunctionType)]
+    return [
+        inspect.getclosurevars(function).nonlocals[_MARK]
+        for function in functions
+        if _MARK in function.__code__.co_freevars
+    ]

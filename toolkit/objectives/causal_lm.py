@@ -15,10 +15,9 @@ from toolkit.data.cut import predictions_of
 from toolkit.data.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
-from toolkit.model.attention import is_flash, known_packing
+from toolkit.model.attention import is_flash, kernels_take_documents, known_packing
 from toolkit.model.fake_tensors import has_values
 from toolkit.model.positions import first_position, takes_positions
-from toolkit.model.recurrent import kernels_take_documents
 from toolkit.model.sight import Sight
 from toolkit.model.without_dropout import without_dropout
 from toolkit.objectives.find_head import find_head_loss

@@ -15,13 +15,13 @@ from toolkit.data import build
 from toolkit.data.examples import Answer, Conversation, Example, Judged, Pair, SourceTarget, Text
 from toolkit.data.layouts import Layout
 from toolkit.data.packing import Ints
-from toolkit.data.problem import RowProblem
 from toolkit.data.readers import read
 from toolkit.data.samples import LabelledSamples, PairSamples, SourceTargetSamples, TextSamples
 from toolkit.data.samples import Rows as TokenisedRows
 from toolkit.data.sources import Source
 from toolkit.data.templates import MARKERS
 from toolkit.data.turns import OF_EARLIER_TURNS
+from toolkit.data.values import RowProblem
 from toolkit.model.load import load_without_weights
 from toolkit.model.positions import first_position, takes_positions
 from toolkit.objectives.specs.section import ObjectiveSection

@@ -16,9 +16,8 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from toolkit.model.adapters import base_of, has_adapter
-from toolkit.model.four_bits import matrix_of_4_bits, plain_layer
 from toolkit.model.parts import freeze_untrained, train_parts, trained_parts, writer_class
-from toolkit.model.quantised import quantised_layers
+from toolkit.model.quantised import matrix_of_4_bits, plain_layer, quantised_layers
 from toolkit.recipe.recipe import Recipe
 
 

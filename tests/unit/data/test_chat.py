@@ -34,9 +34,9 @@ from tokenizers.processors import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from toolkit.data.chat import NO_FUNCTION, NO_TURN, NO_WAY, Rendered, render, target_mask
-from toolkit.data.problem import RowProblem
 from toolkit.data.templates import MARKERS, TEMPLATES, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.values import RowProblem
 from toolkit.errors import BadInputError
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from toolkit.data import json_list, readers
 from toolkit.data.json_list import values_of
-from toolkit.data.problem import RowProblem
 from toolkit.data.readers import Shard, read
+from toolkit.data.values import RowProblem
 from toolkit.errors import DataError
 
 MIB = 2**20

@@ -19,7 +19,7 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from toolkit.errors import BadInputError
-from toolkit.model.recurrent import kernels_take_documents
+from toolkit.model.attention import kernels_take_documents
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.run.packing_check import check_leaks
 

@@ -1,4 +1,4 @@
-"""toolkit.training.garbage: nothing is collected between the steps at which it is due; all is as before afterwards."""
+"""toolkit.training.trainer: nothing is collected between the steps at which it is due; all is as before afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from toolkit.training.garbage import EVERY_STEPS, collect_at, collected_by_step
+from toolkit.training.trainer import EVERY_STEPS, collect_at, collected_by_step
 
 
 def test_collection_by_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from torch import nn
 
 from toolkit.model.fake_tensors import FakeTensorMode
 from toolkit.objectives.teacher import teacher_units
-from toolkit.planning.memory.block_dedup import Aside, signature
 from toolkit.planning.memory.fake import Ledger, autocast, cuda_dropout, give_parameters, host_copies, tree_map_only
 from toolkit.planning.memory.known import known_batch
 from toolkit.planning.memory.recurrence import few_tokens
@@ -498,3 +497,45 @@ def _costs(events: Sequence[ProbeEvent]) -> tuple[dict[int, _Cost], dict[int, _C
 
 
 PAIRS = (("enter", "exit"), ("pre_backward", "post_backward"))
+
+
+# Blocks that do the same work, of which most need not run
+
+
+class Aside:
+    """The forward of a skipped block: returns its first input in the output structure of the block it duplicates.
+
+    Args:
+        outputs: for units that ran, their further outputs, each as the place of an input or as a value.
+        like: the unit that it duplicates.
+    """
+
+    def __init__(self, outputs: Mapping[int, Any], like: int) -> None:
+        self._outputs, self._like = outputs, like
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
+        # Hooks on outputs sit on tensors: if the input were returned itself, it would have every block's hooks.
+        hidden = hidden.view_as(hidden)  # a new tensor, like a block's output
+        others = self._outputs.get(self._like)
+        if others is None:
+            return hidden
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        return (hidden, *(value if place is None else given[place] for place, value in others))
+
+
+def signature(block: nn.Module) -> Any:
+    """Returns a key that is equal for blocks that do the same work: modules, settings and parameters, no numbers."""
+    modules = tuple((name, type(module).__name__, *sorted(_settings(module))) for name, module in block.named_modules())
+    parameters = tuple((name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters())
+    return modules, parameters, getattr(block.__dict__.get("forward"), "__name__", "")
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, value in module.__dict__.items():
+        if isinstance(value, str | int | float) and not name.startswith("_") and name not in NUMBERS:
+            yield name, str(value)
+
+
+NUMBERS = ("layer_idx", "layer_id", "layer_number", "training")
+"""Settings of a module that may differ between blocks that do the same work."""

@@ -18,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from toolkit.planning.memory.phases import HEAD, level_before_head, moment_names
 from toolkit.planning.memory.probe import Probe, ProbeEvent
 from toolkit.planning.memory.state_bytes import HeldUnit, MemoryLayout, held_unit, optimizer_bytes, rounded
 from toolkit.planning.memory.unit_shapes import UnitShape
-from toolkit.planning.memory.waiting_batches import window
 from toolkit.sharding.fsdp import frees_gather_before_copying
 from toolkit.sharding.offload.capture import MAX_IN_FLIGHT
 from toolkit.sharding.strategy import Strategy
@@ -438,3 +436,73 @@ class _WholeRank(_Rank):
     def on(self, event: ProbeEvent, is_first: bool, is_last: bool) -> None:
         if event.kind == "end" and is_first and not is_last:  # summed beside the buckets until the last micro-batch
             self.held["gradients"] += self._buckets
+
+
+# Names of a step's moments
+
+
+HEAD = ("forward of the head", "loss", "backward of the loss", "backward of the head")
+"""Moments in which live bytes beyond the blocks' activations belong to the logits."""
+
+
+def moment_names(events: Sequence[ProbeEvent], units: Sequence[UnitShape]) -> list[str]:
+    """Returns the name of what runs before each of a probe's events."""
+    in_blocks = [i for i, event in enumerate(events) if units[event.unit].kind == "block"]
+    exits = [i for i in in_blocks if events[i].kind == "exit"]
+    backwards = [i for i in in_blocks if events[i].kind == "pre_backward"]
+    loss = next(i for i, event in enumerate(events) if event.kind == "loss")
+    last_exit, first_backward = (exits or [loss])[-1], (backwards or [loss])[0]
+    names = []
+    for i, event in enumerate(events):
+        name = units[event.unit].name
+        if i in exits:
+            names.append(f"forward of {name}")
+        elif units[event.unit].kind == "block" and event.kind == "post_backward":
+            names.append(f"backward of {name}")
+        elif last_exit < i < loss:
+            names.append("forward of the head")
+        elif i == loss:
+            names.append("loss")
+        elif loss < i <= first_backward:
+            names.append("backward of the loss" if i == loss + 1 else "backward of the head")
+        else:
+            names.append("forward" if i < loss else "backward")
+    return names
+
+
+def level_before_head(events: Sequence[ProbeEvent], units: Sequence[UnitShape]) -> int:
+    """Returns the live activations (bytes) when the last block's forward is done."""
+    exits = [event for event in events if event.kind == "exit" and units[event.unit].kind == "block"]
+    return exits[-1].level if exits else 0
+
+
+# What the waiting micro-batches of a step hold while one of them is in a unit
+
+
+def window(units: Sequence[UnitShape], probe: Probe, num_batches: int) -> Probe:
+    """Returns the probe of one micro-batch with what the others of its step hold at the same time.
+
+    While one is in block u, each of the others holds the inputs of the blocks up to u and u's output or, in backward,
+    a gradient of the output's size. All their batches are on the device from the start. Levels of backward are those of
+    the last micro-batch, when the others have passed the block.
+
+    Args:
+        probe: with every block checkpointed, so that a block leaves nothing but its input.
+    """
+    exits = [event for event in probe.events if event.kind == "exit" and units[event.unit].kind == "block"]
+    if not exits:
+        return probe
+    after = {event.unit: event.level for event in exits}
+    before = dict(zip(after, (0, *after.values()), strict=False))
+    others, reached, is_after_loss, block, events = num_batches - 1, 0, False, -1, []
+    for event in probe.events:
+        is_after_loss = is_after_loss or event.kind == "loss"
+        if units[event.unit].kind != "experts":  # experts run inside of their block
+            block = event.unit
+        # Between blocks the level is that of the block that ran last.
+        reached = (before if is_after_loss else after).get(block, reached)
+        waiting = others * reached
+        # Bytes that micro-batches before the block hold more than those after it.
+        more = after[block] - before[block] if is_after_loss and block in after else 0
+        events.append(replace(event, level=event.level + waiting, peak=event.peak + waiting, to_come=more))
+    return replace(probe, events=tuple(events), buffers=probe.buffers + others * probe.batch)
