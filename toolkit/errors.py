@@ -122,10 +122,19 @@ def without_secrets(text: str) -> str:
     return text
 
 
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the known word that is closest to a word, or None if none is close.
+
+    Args:
+        cutoff: how alike the two must be, from 0 to 1 (difflib).
+    """
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns the end of an error's sentence that suggests the closest known word. Empty if none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = closest(word, known)
+    return f"; did you mean {close!r}?" if close is not None else ""
 
 
 def is_lost_peer(error: Exception) -> bool:

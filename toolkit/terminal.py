@@ -92,6 +92,20 @@ def format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
+def three_digits(value: float) -> str:
+    """Formats in fixed point, unlike `.3g`, which writes 999.7 as 1e+03 and 30.0 as 30."""
+    decimals = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{decimals}f}"
+
+
+def format_bytes(value: float) -> str:
+    """Formats a number of bytes with three digits and the unit, such as 1.50 GiB."""
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= scale:
+            return f"{three_digits(value / scale)} {unit}"
+    return f"{value:,.0f} B"
+
+
 class Pass:
     """Prints the progress of a long action: first after five seconds, then less and less often.
 

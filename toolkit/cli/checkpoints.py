@@ -10,8 +10,7 @@ import typer
 from toolkit.cli.arguments import AsJson, RunPlace
 from toolkit.cli.console import print_table
 from toolkit.errors import BadInputError
-from toolkit.pages.number_text import format_bytes
-from toolkit.terminal import Terminal
+from toolkit.terminal import Terminal, format_bytes
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.manifest import Checkpoint

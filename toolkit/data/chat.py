@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from toolkit.data import picture_places
+from toolkit.data.examples import Message
 from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.templates import rendered
 from toolkit.data.thoughts import for_template
@@ -29,7 +30,6 @@ from toolkit.errors import first_line
 Targets = Literal["assistant", "last_turn", "all"]
 """What is learned: every assistant turn, the last one only, or the whole text."""
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 
 NO_WAY = "the assistant's words cannot be located in what the chat template renders"

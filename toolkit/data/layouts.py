@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from toolkit.data.readers import Row
 from toolkit.data.sources import Source
 from toolkit.data.template_arguments import COLUMN, arguments_of
 from toolkit.data.values import RowProblem, is_absent, key_shown, listed, text_of
-from toolkit.errors import DataError
+from toolkit.errors import DataError, closest
 from toolkit.objectives.specs.registry import SPECS
 from toolkit.recipe.schema import ColumnsSection
 
@@ -314,8 +313,8 @@ def _nearness(found: dict[str, str]) -> tuple[int, int]:
 
 def _nearest_column(what: str, columns: list[str]) -> str | None:
     names = {column.lower(): column for column in columns}
-    near = difflib.get_close_matches(what, names, n=1, cutoff=0.75)
-    return _column_by_usual_name(what, columns) or (names[near[0]] if near else None)
+    near = closest(what, names, cutoff=0.75)
+    return _column_by_usual_name(what, columns) or (None if near is None else names[near])
 
 
 def _column_by_usual_name(what: str, columns: list[str]) -> str | None:

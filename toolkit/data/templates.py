@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +16,7 @@ from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.template_date import date_of, with_date
 from toolkit.data.template_trial import LONGEST, NUM_MESSAGES
 from toolkit.data.thoughts import for_template
-from toolkit.errors import BadInputError, DataError, ToolkitError
+from toolkit.errors import BadInputError, DataError, ToolkitError, did_you_mean
 from toolkit.paths import GIB
 
 TRIAL_SECONDS = 10
@@ -115,10 +114,10 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     if name is None:
         return
     if name not in TEMPLATES:
-        close = get_close_matches(name, TEMPLATES, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
         names = ", ".join(sorted(TEMPLATES))
-        raise BadInputError(f"data.chat_template: there is no template {name!r}{hint}. Templates: {names}")
+        raise BadInputError(
+            f"data.chat_template: there is no template {name!r}{did_you_mean(name, TEMPLATES)}; allowed: {names}"
+        )
     tokenizer.chat_template = TEMPLATES[name]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import overload
 
+from toolkit.data.examples import Message
 from toolkit.generation.command import BATCH_SIZE, evaluated, load_for
-from toolkit.generation.complete import Message
 from toolkit.generation.evaluation import Evaluation
 from toolkit.generation.options import Options
 from toolkit.generation.rows import completions, encode_rows, read_rows, row_of

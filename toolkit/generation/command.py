@@ -17,9 +17,10 @@ from typing import TypeVar
 
 from rich.progress import track
 
+from toolkit.data.examples import Message
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import encode_choices, log_probabilities
-from toolkit.generation.complete import Completion, Message, encode_prompt, stream
+from toolkit.generation.complete import Completion, encode_prompt, stream
 from toolkit.generation.evaluation import Evaluation, choose, evaluate, require_no_comparison, scoring_of, summary
 from toolkit.generation.load import Loaded, find_model, load_model
 from toolkit.generation.options import Options, Sampling, encodable

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.data.examples import Message
 from toolkit.errors import BadInputError
-from toolkit.generation.complete import Message, Prompt, after_system, fitting, templated
+from toolkit.generation.complete import Prompt, after_system, fitting, templated
 from toolkit.generation.load import Loaded
 from toolkit.paths import user_cache
 

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from toolkit.data.examples import Message
 from toolkit.errors import BadInputError
-from toolkit.generation.complete import Completion, Message, Prompt, complete, encode_prompt
+from toolkit.generation.complete import Completion, Prompt, complete, encode_prompt
 from toolkit.generation.load import Loaded
 from toolkit.generation.options import Sampling
 from toolkit.generation.pictured import encode_pictured

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.sharding.sequence_parallel import all_to_all
 from toolkit.sharding.shards import local_tensor, row_counts, shard_group, sharded_dim
 
 
@@ -116,23 +117,16 @@ def _updates_in_turns(matrices: Sequence[DTensor], rows: Iterator[torch.Tensor])
         here = [0] * size
         if rank < len(dealt):
             here = [count * dealt[rank].shape[-1] for count in row_counts(dealt[rank])]
-        flat = _all_to_all(torch.cat([tensor.flatten() for tensor in mine]), there, here, group)
+        flat = all_to_all(torch.cat([tensor.flatten() for tensor in mine]), there, here, group)
         if rank < len(dealt):
             flat = newton_schulz(flat.view(dealt[rank].shape[-2:])).flatten()
-        back = _all_to_all(flat, here, there, group)
+        back = all_to_all(flat, here, there, group)
         yield from (part.view_as(old) for part, old in zip(torch.split(back, there[: len(mine)]), mine, strict=True))
 
 
 def _each_orthogonalised(stack: torch.Tensor) -> torch.Tensor:
     """Returns the update of this rank's experts, (experts, rows, columns); it may have none."""
     return torch.stack([newton_schulz(matrix) for matrix in stack]) if len(stack) else stack
-
-
-def _all_to_all(flat: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchanges elements (n,) between ranks; returns what they send this one, in rank order. Counts are in elements."""
-    result = flat.new_empty(sum(received))
-    dist.all_to_all_single(result, flat.contiguous(), received, sent, group=group)
-    return result
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:

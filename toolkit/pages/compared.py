@@ -12,7 +12,6 @@ from toolkit.pages.figures import Figure, figures_of
 from toolkit.pages.number_text import (
     MISSING,
     finite,
-    format_bytes,
     format_count,
     format_names,
     format_seconds,
@@ -21,6 +20,7 @@ from toolkit.pages.number_text import (
 from toolkit.pages.page import Table
 from toolkit.pages.run_metrics import Metrics, column, split_lines
 from toolkit.paths import source_name
+from toolkit.terminal import format_bytes
 
 OF_THE_RUN_ITSELF = ("description", "training.output_dir")
 """Settings that name a run and do not change it."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.pages.charts import Chart, Series, drawable
-from toolkit.pages.number_text import finite, format_percent, format_short, three_digits
+from toolkit.pages.number_text import finite, format_percent, format_short
 from toolkit.pages.page import Table, Tile
 from toolkit.pages.run_metrics import Metrics, column
+from toolkit.terminal import three_digits
 
 
 @dataclass(frozen=True)

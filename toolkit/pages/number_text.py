@@ -1,10 +1,12 @@
-"""Formats numbers, names, sizes and times for pages and consoles."""
+"""Formats numbers, names and times for pages and consoles."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from toolkit.terminal import three_digits
 
 MISSING = "\N{EN DASH}"
 """Shown for a value that a run does not have."""
@@ -55,12 +57,6 @@ def format_short(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else three_digits(value)
 
 
-def three_digits(value: float) -> str:
-    """Formats in fixed point, unlike `.3g`, which writes 999.7 as 1e+03 and 30.0 as 30."""
-    decimals = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    return f"{value:,.{decimals}f}"
-
-
 def format_tick(value: float, _position: int | None = None) -> str:
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
@@ -69,13 +65,6 @@ def format_tick(value: float, _position: int | None = None) -> str:
         mantissa, exponent = f"{value:.3e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:.4g}"
-
-
-def format_bytes(value: float) -> str:
-    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= scale:
-            return f"{three_digits(value / scale)} {unit}"
-    return f"{value:,.0f} B"
 
 
 def format_seconds(seconds: float) -> str:

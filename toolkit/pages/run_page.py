@@ -23,7 +23,6 @@ from toolkit.pages.figures import confusion_table, figure_charts, figure_tile, f
 from toolkit.pages.number_text import (
     MISSING,
     finite,
-    format_bytes,
     format_percent,
     format_seconds,
     format_short,
@@ -35,7 +34,7 @@ from toolkit.pages.side_by_side import SideBySide, prompts_and_answers
 from toolkit.pages.status import SCRIPT as STATUS_SCRIPT
 from toolkit.pages.status import Status, status_head, status_note
 from toolkit.pages.svg import NARROW_PX, WIDE_PX
-from toolkit.terminal import format_time
+from toolkit.terminal import format_bytes, format_time
 
 MAX_LISTED_STEPS = 20
 """The most non-finite steps that the note names before it says how many more there are."""

@@ -12,7 +12,6 @@ from torch import nn
 
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.errors import BadInputError, UnplannableError, first_line
-from toolkit.paths import GIB
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.pictured import with_pictures
@@ -24,6 +23,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.offload.host import free_host_bytes
 from toolkit.sharding.strategy import MeshShape, Strategy
+from toolkit.terminal import format_bytes
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,10 @@ class Planned:
         if self.peak is None:
             return f"not planned: {self.problem}"
         kind, num_bytes = self.peak.largest
-        most = f"in {self.peak.moment} ({kind} {_gib(num_bytes)})"
-        process = f"; {_gib(self.process)} of it Python, libraries and data" if self.process else ""
-        return f"peak {_gib(self.process + self.peak.total)} of {_gib(self.room)} a rank, {most}{process}"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
+        most = f"in {self.peak.moment} ({kind} {format_bytes(num_bytes)})"
+        process = f"; {format_bytes(self.process)} of it Python, libraries and data" if self.process else ""
+        whole, room = format_bytes(self.process + self.peak.total), format_bytes(self.room)
+        return f"peak {whole} of {room} a rank, {most}{process}"
 
 
 def plan_run(
@@ -131,8 +128,8 @@ def _require_host_memory(num_bytes: int) -> None:
     needed, free = num_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_host_bytes()
     if needed > free:
         raise BadInputError(
-            f"this run cannot fit: its ranks would need {_gib(needed)} of this host's memory for offloaded state and "
-            f"for saves, but {_gib(free)} is free; set checkpoint.asynchronous=false or "
+            f"this run cannot fit: its ranks would need {format_bytes(needed)} of this host's memory for offloaded "
+            f"state and for saves, but {format_bytes(free)} is free; set checkpoint.asynchronous=false or "
             "checkpoint.every_minutes=never, keep state on the device (sharding.device_state_gib), or use more hosts"
         )
 

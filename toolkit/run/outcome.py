@@ -30,7 +30,6 @@ from toolkit.model.load import auto_class
 from toolkit.model.weights import fit_of
 from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
-from toolkit.pages.number_text import format_bytes
 from toolkit.pages.run_metrics import damage_in_words, parse_metrics
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.paths import GIB, read_foreign
@@ -43,7 +42,7 @@ from toolkit.run.stages import OpenedRun, PreparedRun
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.unit_plan import UnitPlan
 from toolkit.supervise.rank_status import REPORT
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import Pass, Terminal, format_bytes
 from toolkit.training.durable_writes import patiently
 from toolkit.training.early_stopping import patience_is_over
 from toolkit.training.heartbeat import Heartbeat

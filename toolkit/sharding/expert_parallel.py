@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp import class_name
-from toolkit.sharding.sequence_parallel import exchanges_are_planned, planned_exchange, planned_skew
+from toolkit.sharding.sequence_parallel import all_to_all, exchanges_are_planned, planned_skew
 from toolkit.sharding.shards import MAX_PADDING, shard_dim, shard_group
 from toolkit.sharding.units import stacked_experts
 
@@ -212,20 +212,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | int
     ) -> torch.Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _all_to_all(rows, received, sent, group)
+        return all_to_all(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(gradient, ctx.sent, ctx.received, ctx.group), None, None, None
-
-
-def _all_to_all(
-    rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | int
-) -> torch.Tensor:
-    if exchanges_are_planned() or isinstance(group, int):
-        ranks = group if isinstance(group, int) else group.size()
-        planned: torch.Tensor = planned_exchange(rows.contiguous(), ranks, sum(received))
-        return planned
-    result = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-    return result
+        return all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None

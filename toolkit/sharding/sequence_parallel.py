@@ -160,7 +160,7 @@ def tokens_for_heads(whole: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _exchange_over_group(by_rank: torch.Tensor) -> torch.Tensor:
-    exchanged: torch.Tensor = _OverGroup.apply(by_rank, _process.group, _all_to_all)  # type: ignore[no-untyped-call]
+    exchanged: torch.Tensor = _OverGroup.apply(by_rank, _process.group, _exchange_parts)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -182,15 +182,29 @@ class _OverGroup(torch.autograd.Function):
         return ctx.collective(gradient, ctx.group), None, None
 
 
-def _all_to_all(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _exchange_parts(by_rank: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sends part i of a tensor (n, ...) to rank i of the group. Returns the received parts, (n, ...)."""
-    by_rank = by_rank.contiguous()
-    if group is None:
-        planned: torch.Tensor = planned_exchange(by_rank, len(by_rank), len(by_rank))
+    counts = [1] * len(by_rank)
+    return all_to_all(by_rank, counts, counts, len(by_rank) if group is None else group)
+
+
+def all_to_all(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | int
+) -> torch.Tensor:
+    """Exchanges rows (N, ...) between the ranks of a group. Returns what they send to this one, (M, ...), by rank.
+
+    Args:
+        sent: how many of the rows go to each rank, in order.
+        received: how many rows come from each rank.
+        group: the ranks that exchange. For a plan, their number.
+    """
+    if exchanges_are_planned() or isinstance(group, int):
+        ranks = group if isinstance(group, int) else group.size()
+        planned: torch.Tensor = planned_exchange(rows.contiguous(), ranks, sum(received))
         return planned
-    received = torch.empty_like(by_rank)
-    dist.all_to_all_single(received, by_rank, group=group)
-    return received
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result
 
 
 @torch.library.custom_op("toolkit::planned_exchange", mutates_args=())

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from toolkit.terminal import format_bytes
+
 UnitKind = Literal["block", "experts", "embeddings", "tail", "root"]
 
 
@@ -91,15 +93,7 @@ def _group_name(group: Sequence[Unit]) -> str:
 def _table_row(name: str, class_name: str, units: Sequence[Unit]) -> tuple[str, str, str, str, str]:
     num_parameters = sum(unit.num_parameters for unit in units)
     num_bytes = sum(unit.num_bytes for unit in units)
-    return name, class_name, str(len(units)), f"{num_parameters:,}", _format_bytes(num_bytes)
-
-
-def _format_bytes(num_bytes: int) -> str:
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{num_bytes} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
+    return name, class_name, str(len(units)), f"{num_parameters:,}", format_bytes(num_bytes)
 
 
 def _align_row(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -30,11 +30,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from torch import nn
 
-from toolkit.errors import UnitError
+from toolkit.errors import UnitError, did_you_mean
 from toolkit.sharding.unit_plan import Unit, UnitKind, UnitPlan
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -430,19 +429,14 @@ def _no_block_message(tree: _Tree) -> str:
 
 
 def _unmatched_message(tree: _Tree, unknown: list[str], counts: Counter[str]) -> str:
-    problems = [f"{name!r} matches no module of {tree.class_of('')}{_suggestion(name, counts)}" for name in unknown]
+    problems = [f"{name!r} matches no module of {tree.class_of('')}{did_you_mean(name, counts)}" for name in unknown]
     return "\n".join(
         [
             "sharding.unit_classes: " + ("; ".join(problems) or "the list is empty"),
             f"module classes that it may name: {_in_words(counts)}",
-            "mend the recipe key sharding.unit_classes, or leave it out to have the blocks found",
+            "correct sharding.unit_classes, or remove it; then the blocks are found",
         ]
     )
-
-
-def _suggestion(name: str, counts: Iterable[str]) -> str:
-    close = get_close_matches(name, list(counts), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _in_words(counts: Counter[str]) -> str:

@@ -17,6 +17,7 @@ import torch
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.paths import GIB
+from toolkit.terminal import format_bytes
 from toolkit.unix import resource
 
 # The files of cgroup version 2. Without them the figure of the host counts.
@@ -48,7 +49,8 @@ class HostPlan:
 
     def __str__(self) -> str:
         parts = ("masters", "moments", "gradients", "staging")
-        return f"{_in_gib(self.total)} ({', '.join(f'{part} {_in_gib(getattr(self, part))}' for part in parts)})"
+        each = ", ".join(f"{part} {format_bytes(getattr(self, part))}" for part in parts)
+        return f"{format_bytes(self.total)} ({each})"
 
 
 def plan_host(hosted: Sequence[int], num_moments: int, gradient_bytes: int, longest_bytes: int) -> HostPlan:
@@ -67,10 +69,6 @@ def plan_host(hosted: Sequence[int], num_moments: int, gradient_bytes: int, long
         gradients=gradient_bytes * elements,
         staging=longest_bytes * max(hosted, default=0),
     )
-
-
-def _in_gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
@@ -109,15 +107,15 @@ def require_host_memory(plan: HostPlan) -> None:
         for room in rooms:
             if needed[room.key] > room.num_bytes:
                 raise BadInputError(
-                    f"offload: {room.who} would take {_in_gib(needed[room.key])} of host memory, but {room.found}. "
-                    f"A rank takes {plan}; {_memory_advice(held)}"
+                    f"offload: {room.who} would take {format_bytes(needed[room.key])} of host memory, but "
+                    f"{room.found}. A rank takes {plan}; {_memory_advice(held)}"
                 )
 
 
 def _memory_advice(held: int) -> str:
     if held:
         return (
-            f"{_in_gib(held)} are still held by a model that this process has trained before; let go of it first: "
+            f"{format_bytes(held)} are still held by a model that this process has trained before; let go of it first: "
             "plugin.close(), or del its trainer, accelerator, model and optimizer"
         )
     return (
@@ -132,7 +130,7 @@ def _memory_limits() -> list[Room]:
     rooms = []
     process = _process_room()
     if process is not None:
-        found = f"its limit (ulimit) leaves {_in_gib(process)}"
+        found = f"its limit (ulimit) leaves {format_bytes(process)}"
         rooms.append(Room(("rank", rank), f"rank {rank}", found, process))
     container = _container_room()
     if container is not None:
@@ -144,7 +142,7 @@ def _memory_limits() -> list[Room]:
 
 
 def _free_message(num_bytes: int) -> str:
-    return f"{_in_gib(num_bytes)} are free"
+    return f"{format_bytes(num_bytes)} are free"
 
 
 def _machine_id() -> str:
@@ -264,7 +262,9 @@ class Slabs:
         if code != 0:
             held = held_bytes() - self.nbytes
             advice = _memory_advice(held) if held else "raise the limit of locked memory (ulimit -l), or use more ranks"
-            raise ToolkitError(f"offload: CUDA could not pin {_in_gib(size)} of host memory (error {code}); {advice}")
+            raise ToolkitError(
+                f"offload: CUDA could not pin {format_bytes(size)} of host memory (error {code}); {advice}"
+            )
         self._pinned.append(slab.data_ptr())
 
 

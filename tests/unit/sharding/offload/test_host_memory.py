@@ -92,7 +92,7 @@ def test_what_an_earlier_model_holds_is_told(monkeypatch: pytest.MonkeyPatch, dr
     driver.code = 2
     with pytest.raises(ToolkitError, match=r"could not pin .* \(error 2\); raise the limit of locked memory"):
         slabs.cut([2**20], torch.float32, pin=True)
-    with pytest.raises(ToolkitError, match=r"4.0 MiB are still held by a model"):
+    with pytest.raises(ToolkitError, match=r"4.00 MiB are still held by a model"):
         Slabs().cut([2**20], torch.float32, pin=True)
 
 

@@ -149,4 +149,4 @@ def test_threads_are_the_ranks_share_of_the_cores(
 
 def test_a_plan_is_readable() -> None:
     plan = HostPlan(masters=4 * 2**30, moments=8 * 2**30, gradients=2 * 2**30, staging=2**20)
-    assert str(plan) == "14.00 GiB (masters 4.00 GiB, moments 8.00 GiB, gradients 2.00 GiB, staging 1.0 MiB)"
+    assert str(plan) == "14.0 GiB (masters 4.00 GiB, moments 8.00 GiB, gradients 2.00 GiB, staging 1.00 MiB)"
