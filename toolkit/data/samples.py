@@ -171,6 +171,10 @@ class TextSamples:
         first = self.ends[number - 1] if number else 0
         return [self.rows.tokens(*self.pieces.place(i)) for i in range(first, self.ends[number])]
 
+    def asked(self, number: int) -> list[tuple[Any, Any]]:
+        """Returns the pieces of a sample whose answers the model should write; of a pair, the chosen one."""
+        return self.tokens(number)
+
     def few(self, tokens: int) -> Batch:
         """Returns a micro-batch of one row of at most `tokens` tokens, (1, T), to try a model on.
 
@@ -253,6 +257,9 @@ class PairSamples(TextSamples):
             (ids, targets), split = self.rows.tokens(row), int(self.splits[row])
             parts += [(ids[:split], targets[:split]), (ids[split:], targets[split:])]
         return parts
+
+    def asked(self, number: int) -> list[tuple[Any, Any]]:
+        return self.tokens(number)[::2]
 
     def few(self, tokens: int) -> Batch:
         """Returns a row (1, T) of the ends of both completions of a pair; see `TextSamples.few`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from toolkit.data.examples import Message
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.generation.load import Loaded
 from toolkit.generation.options import Sampling
@@ -16,8 +17,6 @@ from toolkit.generation.options import Sampling
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
-
-Message = dict[str, Any]
 
 CONTEXT = 8
 """Number of tokens before a continuation that are decoded with it, to keep its first space."""
@@ -202,6 +201,15 @@ def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
 
 def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[Completion]:
     """Completes each prompt, in one batch except for prompts near the model's last position or with images."""
+    written = continued(loaded, prompts, sampling)
+    return [
+        Completion(_continuation(loaded.tokenizer, prompt.context, ids), len(ids), stopped)
+        for prompt, (ids, stopped) in zip(prompts, written, strict=True)
+    ]
+
+
+def continued(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[tuple[list[int], bool]]:
+    """Returns the tokens behind each prompt before the first stop, and whether there is one; batches as `complete`."""
     batches: dict[tuple[int, int], list[int]] = {}
     # RWKV, which sees padding, also mixes rows of one length up.
     texts_alone = [prompt.ids for prompt in prompts if prompt.shown is None]
@@ -211,12 +219,10 @@ def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[
         # From 1 on, so that no prompt of its own shares the batch of the others.
         place = number + 1 if apart or prompt.shown is not None else 0
         batches.setdefault((_room_of(loaded, prompt, sampling), place), []).append(number)
-    written: dict[int, Completion] = {}
+    written: dict[int, tuple[list[int], bool]] = {}
     for (room, _), numbers in batches.items():
         found = _generate(loaded, [prompts[number] for number in numbers], room, sampling)
-        for number, (ids, stopped) in zip(numbers, found, strict=True):
-            text = _continuation(loaded.tokenizer, prompts[number].context, ids)
-            written[number] = Completion(text, len(ids), stopped)
+        written.update(zip(numbers, found, strict=True))
     return [written[number] for number in range(len(prompts))]
 
 
@@ -296,6 +302,7 @@ def _generate(
             **({} if shown is None else {name: _on_model_device(loaded, tensor) for name, tensor in shown().items()}),
             max_new_tokens=room,
             eos_token_id=sorted(loaded.stops) or None,
+            suppress_tokens=sorted(loaded.never_written) or None,
             streamer=streamer,
             synced_gpus=loaded.collective,
             do_sample=False,

@@ -46,6 +46,7 @@ class Loaded:
         encoder_decoder: whether it writes a target for a prompt, rather than a continuation.
         collective: whether all ranks run each forward together, so that ranks with finished texts go on.
         if_too_large: what to do if the GPU has too little memory.
+        never_written: tokens that are not chosen, however likely they are.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Loaded:
     encoder_decoder: bool = False
     collective: bool = False
     if_too_large: str = "lower --batch-size or --max-new-tokens, or try --dtype bfloat16"
+    never_written: frozenset[int] = frozenset()
 
 
 def find_model(source: str) -> Place:

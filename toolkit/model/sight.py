@@ -92,11 +92,15 @@ class Sight:
         if COUNTS not in batch:
             ids = batch["input_ids"]
             return kinds_of_text(self._base, ids.view(1, -1) if in_one_row else ids)
-        found: dict[str, Any] = {name: value for name, value in pictures_in(batch).items() if name in self._takes}
         kinds = batch[KINDS_OF_TOKENS]
-        found |= {name: kinds.view(1, -1) if in_one_row else kinds for name in NAMES_OF_KINDS if name in self._takes}
+        found = self.shown(batch, kinds.view(1, -1) if in_one_row else kinds)
         if AXES in batch:
             found["position_ids"] = batch[AXES].view(4, 1, -1) if in_one_row else batch[AXES]
         if self._has_spans:
             found["attention_mask"] = masks_of(self._base, kinds, batch["position_ids"])
         return found
+
+    def shown(self, batch: Batch, kinds: torch.Tensor) -> dict[str, Any]:
+        """Returns the processor's tensors in a batch and the kinds of its tokens, as far as the model takes them."""
+        found: dict[str, Any] = {name: value for name, value in pictures_in(batch).items() if name in self._takes}
+        return found | {name: kinds for name in NAMES_OF_KINDS if name in self._takes}

@@ -789,8 +789,8 @@ class LoggingSection(Section):
     held_out_samples: int = Field(
         0,
         ge=0,
-        description="Show in the report how the model continues N held-out prompts: before training, at up to four "
-        "evaluations, and after it.",
+        description="Show in the report what the model writes behind N held-out prompts, up to 40 tokens each: before "
+        "training, at up to four evaluations, and after it.",
     )
 
     @model_validator(mode="after")

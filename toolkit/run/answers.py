@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
-from transformers import GenerationConfig
 
 from toolkit import ranks
 from toolkit.data.picture_samples import PictureSamples
@@ -18,15 +14,14 @@ from toolkit.errors import BadInputError
 from toolkit.generation.choices import Continued, encode_choices, scored
 from toolkit.generation.complete import Completion, Prompt, complete, sees_padding
 from toolkit.generation.evaluation import choose, evaluate, require_no_comparison, scoring_of
-from toolkit.generation.load import Loaded, beginning, positions_of, stop_tokens
+from toolkit.generation.load import Loaded
 from toolkit.generation.options import Sampling
 from toolkit.generation.rows import PromptRow, all_right, encode_rows, read_rows
 from toolkit.generation.scorer import Scorer
-from toolkit.model.adapters import base_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
+from toolkit.run.generating import generating, loaded_of
 from toolkit.run.stages import Asked, OpenedRun, PreparedRun
-from toolkit.sharding.unit_states import UnitStates
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState
 from toolkit.training.phase import Phase
@@ -80,20 +75,10 @@ class Answers(Extension):
 
     def __init__(self, opened: OpenedRun, run: PreparedRun) -> None:
         recipe = opened.recipe
-        self._opened, self._model, self._num_steps = opened, run.inner, run.num_steps
+        self._opened, self._run = opened, run
         self._section, self._every = recipe.answers, recipe.training.eval_every_steps
         self._rows = run.asked.rows
-        base = base_of(run.inner)
-        self._loaded = Loaded(
-            recipe.model.name_or_path or "the model",
-            base,
-            run.tokenizer,
-            stop_tokens(base, run.tokenizer),
-            positions_of(base),
-            recipe.objective.spec.encoder_decoder,
-            collective=opened.plugin.strategy.sharded and ranks.world_size() > 1,
-            if_too_large="lower answers.batch_size or answers.max_new_tokens",
-        )
+        self._loaded = loaded_of(opened, run, "lower answers.batch_size or answers.max_new_tokens")
         section = self._section
         if run.tokenizer.chat_template is not None and run.data.report.chat_template is None and not section.raw:
             opened.console.warn(
@@ -118,38 +103,15 @@ class Answers(Extension):
         if not self._is_due(trainer.global_step):
             return {}
         began = time.perf_counter()
-        with self._generating(lambda: trainer.enter_phase(Phase.EVALUATE)):
+        with generating(self._opened, self._run, lambda: trainer.enter_phase(Phase.EVALUATE)):
             found = self._evaluate_choices() if self._choices else self._evaluate_answers()
         shares = {f"answer_{name}": share for name, share in found.items()}
         return {**shares, "answer_seconds": time.perf_counter() - began}
 
     def _is_due(self, step: int) -> bool:
-        if step in (0, self._num_steps) or self._every is None:
+        if step in (0, self._run.num_steps) or self._every is None:
             return True
         return step // self._every % self._section.every_evaluations == 0
-
-    @contextmanager
-    def _generating(self, beat: Callable[[], None]) -> Iterator[None]:
-        """Lets the model generate as an export does.
-
-        Args:
-            beat: called before each forward, so that a long answer does not count as a stall.
-        """
-        base = self._loaded.model
-        with ExitStack() as stack:
-            if self._opened.plugin.strategy.sharded:
-                stack.enter_context(UnitStates(self._model).generating())
-            else:
-                # Accelerate wraps the whole model's forward in autocast, but peft's base is called directly.
-                stack.enter_context(self._opened.accelerator.autocast())
-            if self._opened.recipe.training.compile:
-                # Each length would be compiled again.
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.callback(base.register_forward_pre_hook(lambda *_: beat()).remove)
-            stack.callback(setattr, base, "generation_config", base.generation_config)
-            # As `load_model` does: only our settings count.
-            base.generation_config = GenerationConfig(**beginning(base))
-            yield
 
     def _evaluate_answers(self) -> dict[str, float]:
         size, prompts = self._section.batch_size, self._prompts

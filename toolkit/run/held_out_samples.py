@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from PIL import Image
 
 from toolkit import ranks
 from toolkit.data.picture_files import preview
-from toolkit.data.picture_samples import PictureSamples
-from toolkit.data.samples import IGNORED, Batch, PairSamples, SourceTargetSamples, TextSamples, filled_up
-from toolkit.data.tokenizer import pad_id
-from toolkit.model.without_dropout import without_dropout
-from toolkit.objectives.objective import Objective
+from toolkit.data.picture_samples import KINDS_OF_TOKENS, PictureSamples
+from toolkit.data.samples import SourceTargetSamples, TextSamples
+from toolkit.generation.complete import Prompt, continued
+from toolkit.generation.options import Sampling
+from toolkit.model.sight import Sight
 from toolkit.pages.side_by_side import SideBySide
 from toolkit.paths import atomic_write
+from toolkit.run.generating import generating, loaded_of
 from toolkit.run.stages import OpenedRun, PreparedRun
 from toolkit.terminal import Pass, Terminal
 from toolkit.training.durable_writes import patiently
@@ -36,7 +36,7 @@ SAMPLES_FILE = "samples.json"
 """File of a run's folder from which a resumed run reads what its model wrote at first."""
 
 NEW_TOKENS = 40
-"""The most tokens of a continuation; each takes a forward of all prompts, without a cache, as in training."""
+"""The most tokens of a continuation."""
 
 MOST_BETWEEN = 4
 """The most evaluations between the first step and the last at which prompts are continued, however long the run is."""
@@ -49,7 +49,7 @@ PLAIN_PROMPT = 16
 
 
 @dataclass(frozen=True)
-class Prompt:
+class HeldOutPrompt:
     """Tokens of a held-out row: the prompt, with its images, and the answer behind it, or the target."""
 
     asked: list[int]
@@ -57,30 +57,28 @@ class Prompt:
     images: tuple[Image.Image, ...] = ()
 
 
-def held_out_prompts(run: PreparedRun, count: int) -> list[Prompt]:
+def held_out_prompts(run: PreparedRun, count: int) -> list[HeldOutPrompt]:
     """Returns the first held-out rows that leave room for an answer; for pairs, with the chosen completion."""
     samples = run.data.validation
     if isinstance(samples, SourceTargetSamples):
         pairs = (samples.parts(number) for number in range(min(count, len(samples))))
-        return [Prompt(source.tolist(), target.tolist()) for source, target in pairs]
+        return [HeldOutPrompt(source.tolist(), target.tolist()) for source, target in pairs]
     if not isinstance(samples, TextSamples):
         return []
-    found: list[Prompt] = []
-    for number in range(len(samples)):
-        pieces = samples.tokens(number)
-        seen = samples.seen(number) if isinstance(samples, PictureSamples) else [[]] * len(pieces)
-        # The completions of a pair follow each other, the chosen one first.
-        step = 2 if isinstance(samples, PairSamples) else 1
-        for (ids, targets), images in zip(pieces[::step], seen[::step], strict=True):
-            prompt = _prompt(ids, targets)
-            if prompt is None or len(found) == count or len(prompt.asked) + NEW_TOKENS > samples.max_length:
-                continue
-            if images and _placeholders(samples).intersection(map(int, ids[len(prompt.asked) :])):
-                continue  # an image of a later turn
-            found.append(replace(prompt, images=tuple(images)))
-        if len(found) == count:
-            break
-    return found
+    prompts = (prompt for number in range(len(samples)) for prompt in _prompts_of(samples, number))
+    fitting = (prompt for prompt in prompts if len(prompt.asked) + NEW_TOKENS <= samples.max_length)
+    return list(islice(fitting, count))
+
+
+def _prompts_of(samples: TextSamples, number: int) -> Iterator[HeldOutPrompt]:
+    """Yields the prompts of a sample, but those in which an image follows the prompt."""
+    pieces = samples.asked(number)
+    seen = samples.seen(number) if isinstance(samples, PictureSamples) else [[]] * len(pieces)
+    hidden = _placeholders(samples)
+    for (ids, targets), images in zip(pieces, seen, strict=True):
+        prompt = _prompt(ids, targets)
+        if prompt is not None and not hidden.intersection(map(int, ids[len(prompt.asked) :])):
+            yield replace(prompt, images=tuple(images))
 
 
 def _placeholders(samples: object) -> frozenset[int]:
@@ -88,7 +86,7 @@ def _placeholders(samples: object) -> frozenset[int]:
     return samples.pictures.token_ids if isinstance(samples, PictureSamples) else frozenset()
 
 
-def _prompt(ids: np.ndarray, targets: np.ndarray) -> Prompt | None:
+def _prompt(ids: np.ndarray, targets: np.ndarray) -> HeldOutPrompt | None:
     """Returns what comes before the first target, and the targets from there on; None if either is empty.
 
     `ids` and `targets` are (length,).
@@ -99,76 +97,55 @@ def _prompt(ids: np.ndarray, targets: np.ndarray) -> Prompt | None:
         return None
     ends = np.flatnonzero(~learned[first:])
     end = first + int(ends[0]) if len(ends) else len(ids)
-    return Prompt([int(token) for token in ids[:first]], [int(token) for token in ids[first:end]])
+    return HeldOutPrompt([int(token) for token in ids[:first]], [int(token) for token in ids[first:end]])
 
 
 @torch.no_grad()
 def continuations(
-    accelerator: Accelerator, run: PreparedRun, prompts: list[Prompt], beat: Callable[[], None]
+    opened: OpenedRun, run: PreparedRun, prompts: list[HeldOutPrompt], beat: Callable[[], None]
 ) -> list[str]:
-    """Returns the most likely tokens behind each prompt, as text. Every rank calls this.
+    """Returns the most likely tokens behind each prompt, as text. Every rank calls this, and runs the same forwards.
 
-    The model runs as it is trained, sharded and without a cache, so that nothing is copied; every rank runs the same
-    forwards. Without dropout no random number is drawn, so training is not affected.
+    No random number is drawn, so training is not affected.
 
     Args:
         beat: called before each forward, so that slow ones do not count as a stall.
     """
-    # An encoder-decoder's rows are targets, which begin with the token that begins a target.
-    begun = isinstance(run.data.validation, SourceTargetSamples)
-    rows = [_decoder_start(run.objective, prompt) if begun else list(prompt.asked) for prompt in prompts]
-    starts, length = [len(row) for row in rows], NEW_TOKENS
-    if isinstance(run.data.validation, SourceTargetSamples):
-        length = min(length, run.data.validation.max_target_length - 1)
-    width, padding = max(starts) + length, pad_id(run.tokenizer)
     samples = run.data.validation
-    shown = samples.shown_tensors([[p.images] for p in prompts]) if isinstance(samples, PictureSamples) else {}
-    never = sorted(_placeholders(samples))  # no further image can be generated
-    tell = Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts")
-    with without_dropout(run.model):
-        for number in range(length):
-            tell(number, length)
-            beat()
-            batch = _padded_batch(rows, width, padding)
-            if isinstance(samples, PictureSamples):
-                batch = samples.with_kinds(batch) | shown
-            batch = run.objective.on_host(_with_sources(batch, prompts, padding) if begun else batch)
-            logits = run.objective.logits(run.model, send_to_device(batch, accelerator.device))
-            ends = torch.tensor([len(row) - 1 for row in rows], device=logits.device)
-            last = logits[torch.arange(len(rows), device=logits.device), ends]
-            last[:, never] = -torch.inf
-            chosen = last.argmax(dim=-1).tolist()
-            for row, token in zip(rows, chosen, strict=True):
-                row.append(token)
-    return [_text_up_to_end(run, row[start:]) for row, start in zip(rows, starts, strict=True)]
+    length = NEW_TOKENS
+    if isinstance(samples, SourceTargetSamples):
+        length = min(length, samples.max_target_length - 1)
+    # No further image can be generated.
+    loaded = loaded_of(opened, run, "lower logging.held_out_samples", never_written=_placeholders(samples))
+    asked = [Prompt(prompt.asked, [], _shown(run, prompt)) for prompt in prompts]
+    with (
+        Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts"),
+        generating(opened, run, beat),
+    ):
+        written = continued(loaded, asked, Sampling(length, 0.0))
+    return [_text_up_to_end(run, ids) for ids, _ in written]
 
 
-def _decoder_start(objective: Objective, prompt: Prompt) -> list[int]:
-    """Returns the token that the decoder gets before a target."""
-    return objective.decoder_inputs(torch.tensor([prompt.answer]))[0, :1].tolist()
-
-
-def _with_sources(batch: Batch, prompts: list[Prompt], padding: int) -> Batch:
-    """Returns a batch of targets as the decoder gets them, (B, U), with their sources, (B, T)."""
-    sources, lengths = filled_up([prompt.asked for prompt in prompts], padding, max(len(p.asked) for p in prompts))
-    mask = (torch.arange(sources.shape[1]) < lengths[:, None]).long()
-    targets = {"decoder_input_ids": batch["input_ids"], "labels": batch["labels"], "target_lengths": batch["lengths"]}
-    return {"input_ids": sources, "attention_mask": mask, "lengths": lengths, **targets}
-
-
-def _padded_batch(rows: list[list[int]], width: int, padding: int) -> Batch:
-    """Returns a batch (B, `width`), padded on the right, where a causal model never looks."""
-    ids = torch.tensor([row + [padding] * (width - len(row)) for row in rows])
-    positions = torch.arange(width).expand(len(rows), -1).contiguous()
-    lengths = torch.tensor([len(row) for row in rows])
-    return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "position_ids": positions, "lengths": lengths}
+def _shown(run: PreparedRun, prompt: HeldOutPrompt) -> Callable[[], dict[str, torch.Tensor]] | None:
+    """Returns what makes the model's arguments for the images of a prompt; None without images."""
+    samples = run.data.validation
+    if not prompt.images or not isinstance(samples, PictureSamples):
+        return None
+    batch = samples.with_kinds({"input_ids": torch.tensor([prompt.asked])})
+    batch |= samples.shown_tensors([[prompt.images]])
+    return lambda: Sight(run.inner).shown(batch, batch[KINDS_OF_TOKENS])
 
 
 def _text_up_to_end(run: PreparedRun, ids: list[int]) -> str:
-    """Decodes the tokens up to the first special one, which ends a text or a turn."""
+    """Decodes the tokens up to the first special one, which ends a text or a turn.
+
+    A target may also begin with one, such as BART's `<s>` or the language of mBART.
+    """
     special = set(run.tokenizer.all_special_ids)
-    end = next((place for place, token in enumerate(ids) if token in special), len(ids))
-    text: str = run.tokenizer.decode(ids[:end])
+    begins = special - {run.tokenizer.eos_token_id, run.tokenizer.pad_token_id}
+    first = int(isinstance(run.data.validation, SourceTargetSamples) and not begins.isdisjoint(ids[:1]))
+    end = next((place for place, token in enumerate(ids) if place >= first and token in special), len(ids))
+    text: str = run.tokenizer.decode(ids[first:end])
     return text
 
 
@@ -194,12 +171,12 @@ class HeldOutSamples(Extension):
     """
 
     def __init__(self, opened: OpenedRun, run: PreparedRun, metrics: Metrics, heartbeat: Heartbeat) -> None:
-        self._run, self._accelerator, self._console = run, opened.accelerator, opened.console
+        self._run, self._opened, self._console = run, opened, opened.console
         self._metrics, self._heartbeat = metrics, heartbeat
         self._path = opened.output_dir / SAMPLES_FILE
         self._count = opened.recipe.logging.held_out_samples
         self._steps = steps_between(run.num_steps, opened.recipe.training.eval_every_steps)
-        self._prompts: list[Prompt] = []
+        self._prompts: list[HeldOutPrompt] = []
 
     def begin(self, step: int) -> None:
         """Continues the prompts before the first step. A run that resumes after `step` reads what it wrote. Collective.
@@ -220,7 +197,6 @@ class HeldOutSamples(Extension):
             self._run.shown.side_by_side = ranks.on_first_rank(lambda: self._written_until(step, shown))
             return
         self._run.shown.side_by_side = shown
-        # Its forwards may compile.
         self._continue(lambda: self._heartbeat.enter_phase(Phase.GENERATE), lambda one, text: replace(one, before=text))
         ranks.on_first_rank(self._write)
 
@@ -265,7 +241,7 @@ class HeldOutSamples(Extension):
 
     def _continue(self, beat: Callable[[], None], put: Callable[[SideBySide, str], SideBySide]) -> str:
         """Continues the prompts, puts each text into what is shown of its prompt, and returns the first. Collective."""
-        texts = continuations(self._accelerator, self._run, self._prompts, beat)
+        texts = continuations(self._opened, self._run, self._prompts, beat)
         shown = self._run.shown
         shown.side_by_side = [put(one, text) for one, text in zip(shown.side_by_side, texts, strict=True)]
         return texts[0]
@@ -280,7 +256,7 @@ class HeldOutSamples(Extension):
         atomic_write(self._path, text)
 
 
-def _unanswered(run: PreparedRun, prompt: Prompt) -> SideBySide:
+def _unanswered(run: PreparedRun, prompt: HeldOutPrompt) -> SideBySide:
     """Returns a prompt with its answer in the data; one token stands for all those of an image."""
     hidden = _placeholders(run.data.validation)
     before = [None, *prompt.asked]
