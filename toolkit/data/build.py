@@ -16,7 +16,7 @@ from toolkit.data.cache import cache_folder, digest, kept
 from toolkit.data.documents import FEATURES, Named, picture_root, read_documents, write_documents
 from toolkit.data.encode import EACH_TURN, Encoder
 from toolkit.data.files import local_path, paths_of
-from toolkit.data.layouts import is_written_by_template, recognise
+from toolkit.data.layouts import Layout, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.picture_samples import PictureSamples, identify_pictures
 from toolkit.data.picture_settings import require_built, require_effect
@@ -116,7 +116,7 @@ def _with_stream(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     )
 
 
-DOCUMENTS = "documents-3-"
+DOCUMENTS = "documents-4-"
 """Prefix of the folder of a source's documents. The number is raised if rows are read differently, so that documents of
 older versions are made again. Runs of older versions resume, because their fingerprint uses the rest of the name."""
 
@@ -192,7 +192,7 @@ class Builder:
         layout = recognise(source, self.data.columns, self.objective.kind)
         pictures = self._pictures_of(source)
         layout = replace(layout, pictures=pictures is not None)
-        encoder = replace(self._encoder(source, layout.kind), pictures=pictures, picture_root=self._image_root())
+        encoder = replace(self._encoder(source, layout), pictures=pictures, picture_root=self._image_root())
         key = digest(
             "documents",
             list(FEATURES),
@@ -201,7 +201,9 @@ class Builder:
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
             *([encoder.truncate_target_to, encoder.prefix, languages(self.tokenizer)] if self.seq2seq else []),
-            *(self._template_day() if is_written_by_template(layout.kind) else []),
+            # A run that learned these prompts as text must not resume.
+            *(["templated"] if layout.templated else []),
+            *(self._template_day() if layout.has_conversations else []),
             *([] if encoder.next_turn is None else [astuple(encoder.next_turn)]),
             *([] if pictures is None else [pictures.identity, self.data.image_root]),
         )
@@ -236,16 +238,16 @@ class Builder:
         pictured = [source for source in named if "roots" in source]
         return identify_pictures(self._rows(pictured, False), self.pictures) if pictured and self.pictures else None
 
-    def _encoder(self, source: Source, layout: str) -> Encoder:
-        conversation = is_written_by_template(layout)
+    def _encoder(self, source: Source, layout: Layout) -> Encoder:
+        conversation = layout.has_conversations
         if conversation and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
-                f"{source.field}: {source.name!r} holds conversations ({layout}), and the tokenizer has no chat "
+                f"{source.field}: {source.name!r} holds conversations ({layout.kind}), and the tokenizer has no chat "
                 "template; set data.chat_template=chatml, or alpaca if the vocabulary lacks its markers"
             )
         if conversation and self.objective.spec.predicts_next_tokens:
             require_turn_end(self.tokenizer, f"{source.field}: {source.name!r}")
-        if layout == "text" and self.data.targets not in (None, "all"):
+        if layout.kind == "text" and self.data.targets not in (None, "all"):
             raise DataError(
                 f"data.targets: {self.data.targets} has no effect on {source.name!r}, which holds plain text; remove it"
             )
@@ -417,7 +419,7 @@ class Builder:
         ]
         sources = [(source, recognise(source, self.data.columns, self.objective.kind)) for source in opened]
         # Made for each source, because that checks it; what they encode is alike, and the stream takes the first.
-        encoders = [self._encoder(source, layout.kind) for source, layout in sources]
+        encoders = [self._encoder(source, layout) for source, layout in sources]
         stream = Stream(
             sources,
             encoders[0],

@@ -20,19 +20,19 @@ from toolkit.data.examples import (
     Judged,
     Labelled,
     Message,
-    Pair,
     SourceTarget,
     Tagged,
     Text,
 )
 from toolkit.data.flags import Span, without
 from toolkit.data.layouts import Layout
+from toolkit.data.messages import SYSTEM
 from toolkit.data.pairs import SIDES
 from toolkit.data.picture_places import PICTURED
 from toolkit.data.pictures import Pictures
 from toolkit.data.readers import Row
 from toolkit.data.stops import NextTurn
-from toolkit.data.template_arguments import note_of, require_taken
+from toolkit.data.template_arguments import note_of, require_taken, takes_tools
 from toolkit.data.thoughts import left_out
 from toolkit.data.turns import (
     GREETING,
@@ -52,6 +52,8 @@ NOTE_END = "; "
 
 EACH_TURN: Final = "each_turn"
 """`data.targets` for a sample of each answer."""
+
+NO_TOOLS, NO_SYSTEM = "the chat template leaves out tools", "the chat template leaves out the system prompt"
 
 DEVELOPER = "developer is written as system: the chat template knows no developer"
 
@@ -110,10 +112,10 @@ class Encoder:
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """Returns a document for each row; that of a row that cannot be used has a reason instead of tokens."""
-        examples = [_result_or_problem(layout.example, row) for row in rows]
-        documents = self._documents_or_data_error(examples)
-        for document, row, example in zip(documents, rows, examples, strict=True):
-            if document["problem"] is None and (unread := layout.unread(row, is_conversation(example))):
+        read = [_result_or_problem(layout.read, row) for row in rows]
+        documents = self._documents_or_data_error([item if isinstance(item, RowProblem) else item[0] for item in read])
+        for document, item in zip(documents, read, strict=True):
+            if document["problem"] is None and (unread := item[1]):
                 document["note"] = joined_notes([document["note"], *unread])
         if self.pictures is not None:
             return [{"pictures": [], **document} for document in documents]
@@ -172,6 +174,8 @@ class Encoder:
         if example.arguments:
             require_taken(example.arguments, template)
             notes.append(note_of(example.arguments))
+        if example.tools and not takes_tools(template):
+            notes.append(NO_TOOLS)
         if "developer" not in template and any(message["role"] == "developer" for message in messages):
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
             notes.append(DEVELOPER)
@@ -187,6 +191,7 @@ class Encoder:
         if self.next_turn is not None:
             text, spans = self.next_turn.stopped(text, spans, messages)
         spans = without(spans, parts_in(text, messages, example.parts))
+        notes += _without_system(messages, text)
         left = left_out(messages, text)
         if example.pictures:
             assert self.pictures is not None
@@ -208,6 +213,7 @@ class Encoder:
             turns = [replace(turn, written=turn.written + following.stop(messages, turn.index)) for turn in turns]
         if wanted[0] == 0:
             notes.append(GREETING)
+        notes += _without_system(messages, turns[-1].prompt)
         cuts = [
             parts_in_turn(turn, messages[turn.index], example.parts[turn.index]) if turn.index in example.parts else []
             for turn in turns
@@ -431,6 +437,12 @@ def parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ..
     return found
 
 
+def _without_system(messages: list[Message], text: str) -> list[str]:
+    """Returns a note if a chat template leaves the system prompt out of the text."""
+    prompts = [message["content"] or "" for message in messages if message["role"] in SYSTEM]
+    return [] if all(prompt.strip() in text for prompt in prompts) else [NO_SYSTEM]
+
+
 def ends_of(document: Document) -> list[int]:
     """Returns the position after the last token of each sample of a document."""
     return document.get("ends") or [document["length"]]
@@ -445,13 +457,6 @@ def joined_notes(notes: Iterable[str | None]) -> str | None:
 def notes_in(text: str) -> list[str]:
     """Splits the notes about a row."""
     return text.split(NOTE_END)
-
-
-def is_conversation(example: Example | RowProblem) -> bool:
-    """Returns whether a chat template renders the example."""
-    if isinstance(example, Judged):
-        return isinstance(example.answer, Conversation)
-    return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
 
 
 def _pair_document(chosen: Document, rejected: Document, margin: float) -> Document:

@@ -93,6 +93,13 @@ class Judged:
 Example = Text | Answer | SourceTarget | Conversation | Labelled | Tagged | Pair | Judged
 
 
+def is_conversation(example: Example) -> bool:
+    """Returns whether a chat template writes the example."""
+    if isinstance(example, Judged):
+        return isinstance(example.answer, Conversation)
+    return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
+
+
 def texts_of(example: Example) -> list[str]:
     """Returns the texts of a row, to train a tokenizer on."""
     if isinstance(example, Text):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.data.values import RowProblem, is_absent
+from toolkit.data.values import RowProblem, is_empty
 
 Span = tuple[int, int]
 
@@ -40,7 +40,7 @@ def refuse_media(values: Mapping[str, Any], whose: str) -> None:
         RowProblem: if there are any.
     """
     for name in MEDIA:
-        if name in values and not is_absent(values[name]) and values[name] not in ([], {}):
+        if not is_empty(values.get(name)):
             raise RowProblem(f"{whose}{name} holds what is not text, and only text is trained on; remove {name}")
 
 
@@ -72,7 +72,7 @@ def unlearned_parts(fields: Mapping[str, Any], text: str) -> tuple[Span, ...]:
         RowProblem: if it is not a list of parts of the text.
     """
     parts = fields.get(PARTS)
-    if is_absent(parts) or parts == []:
+    if is_empty(parts):
         return ()
     spans = []
     for part in parts if isinstance(parts, list) else [parts]:

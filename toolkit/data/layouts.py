@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypeVar
 
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Labelled, Pair, SourceTarget, Tagged, Text
+from toolkit.data.examples import (
+    Answer,
+    Conversation,
+    Example,
+    Judged,
+    Labelled,
+    Pair,
+    SourceTarget,
+    Tagged,
+    Text,
+    is_conversation,
+)
 from toolkit.data.flags import refuse_media
 from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
 from toolkit.data.picture_places import COLUMNS, column_of
 from toolkit.data.readers import Row
-from toolkit.data.sources import Source
+from toolkit.data.sources import ROWS_LOOKED_AT, Source, named_rows
 from toolkit.data.template_arguments import COLUMN, arguments_of
-from toolkit.data.values import RowProblem, is_absent, key_shown, listed, text_of
+from toolkit.data.values import RowProblem, RowValues, is_empty, key_shown, listed, text_of
 from toolkit.errors import DataError, closest
 from toolkit.objectives.specs.registry import SPECS
 from toolkit.recipe.schema import ColumnsSection
@@ -101,67 +114,78 @@ class Layout:
         columns: meaning of a column -> its name.
         label_names: names of the numbers in the label's column, if the source has them.
         pictures: whether conversations may have pictures.
+        templated: whether pairs whose prompt is text are conversations; see `_says_more_than_text`.
+        margins: whether the objective uses the margins of pairs.
     """
 
     kind: str
     columns: dict[str, str]
     label_names: tuple[str, ...] = ()
     pictures: bool = False
+    templated: bool = False
+    margins: bool = False
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether all rows of this layout are conversations, which a chat template writes."""
+        plain = ("text", *CLASSES, "source and target", "prompt and completion", "chosen and rejected")
+        return self.templated or JUDGED.get(self.kind, self.kind) not in plain
 
     def example(self, row: Row) -> Example:
-        """Returns what is learned from a row.
+        """Returns what is learned from a row; see `read`."""
+        return self.read(row)[0]
+
+    def read(self, row: Row) -> tuple[Example, list[str]]:
+        """Returns what is learned from a row, and a sentence for each of its columns that has a value and is ignored.
 
         Raises:
             RowProblem: if the row cannot be used.
         """
         if isinstance(row, RowProblem):
             raise row
-        taken = {*self.columns.values(), *(COLUMNS if self.pictures else ())}
-        refuse_media({name: value for name, value in row.items() if name not in taken}, "")
-        values = {what: _value(row, column) for what, column in self.columns.items()}
+        known = {*self.columns.values(), *(COLUMNS if self.pictures else ())}
+        refuse_media({name: value for name, value in row.items() if name not in known}, "")
+        values = RowValues(row, self.columns)
+        example = _with_arguments(self._example_of_row(values), row)
+        read = {*values.taken, *(COLUMNS if self.pictures else ())}
+        if is_conversation(example):  # only a chat template takes arguments
+            read.add(COLUMN)
+        unread = [name for name, value in row.items() if name not in read and not is_empty(value)]
+        return example, [f"column {key_shown(name)} is not read" for name in unread]
+
+    def _example_of_row(self, values: RowValues) -> Example:
         if self.kind in JUDGED:
             answer = self._example_of_kind(values, JUDGED[self.kind])
             assert isinstance(answer, Answer | Conversation)
             if isinstance(answer, Conversation):
                 answered_last(answer)
-            return Judged(_with_arguments(answer, row), _judgement(values["label"], self.columns["label"]))
-        self._require_unjudged(row)
-        of_row = column_of(row) if self.pictures else None
+            return Judged(answer, _judgement(values["label"], self.columns["label"]))
+        self._require_unjudged(values.row)
+        of_row = column_of(values.row) if self.pictures else None
         found = self._example_of_kind(values, self.kind, of_row)
         if of_row and not isinstance(found, Conversation):
             raise RowProblem("images beside text that is no conversation, where no place is known for them")
-        return _with_arguments(found, row)
+        return found
 
-    def unread(self, row: Row, is_conversation: bool) -> list[str]:
-        """Returns a sentence for each column of a row that has a value and is ignored."""
-        if isinstance(row, RowProblem):
-            return []
-        read = {*self.columns.values(), *(name.partition(".")[0] for name in self.columns.values())}
-        read |= {*COLUMNS} if self.pictures else set()
-        if is_conversation:  # only a chat template takes arguments
-            read.add(COLUMN)
-        unread = [name for name, value in row.items() if name not in read and not is_absent(value)]
-        return [f"column {key_shown(name)} is not read" for name in unread]
-
-    def _example_of_kind(self, values: dict[str, Any], kind: str, of_row: list[Any] | None = None) -> Example:
+    def _example_of_kind(self, values: RowValues, kind: str, of_row: list[Any] | None = None) -> Example:
         if kind == "text":
-            return Text(text_of(values["text"], self.columns["text"]))
+            return Text(values.text("text"))
         if kind == "text and label":
             return self._text_and_label(values)
         if kind == "source and target":
-            return SourceTarget(*(text_of(values[what], self.columns[what]) for what in ("source", "target")))
+            return SourceTarget(values.text("source"), values.text("target"))
         if kind == "tokens and tags":
-            return _tokens_and_tags(values, self.columns, self.label_names)
+            return _tokens_and_tags(values, self.label_names)
         if kind == "chosen and rejected":
-            return pair_of(values, self.columns)
+            return pair_of(values, self.templated, self.margins)
         if kind == "prompt and completion":
-            return _prompt_and_completion(values, self.columns, of_row)
+            return _prompt_and_completion(values, of_row)
         if kind == "instruction and output":
-            return _instruction(values, self.columns, of_row)
+            return _instruction(values, of_row)
         messages = messages_of(values["messages"], self.columns["messages"], self.pictures)
-        return conversation(with_system(messages, values.get("system")), tools_of(values.get("tools")), of_row)
+        return conversation(with_system(messages, values), tools_of(values["tools"]), of_row)
 
-    def _require_unjudged(self, row: dict[str, Any]) -> None:
+    def _require_unjudged(self, row: Mapping[str, Any]) -> None:
         """Raises DataError if answers have judgements: the bad ones would be learned like the good ones."""
         # These layouts hold no single answers that could be judged; a `label` there is a class.
         if self.kind in ("text", "source and target", *CLASSES, "chosen and rejected"):
@@ -175,19 +199,12 @@ class Layout:
                     f"column {column}"
                 )
 
-    def _text_and_label(self, values: dict[str, Any]) -> Labelled:
-        pair = values.get("text_pair")
+    def _text_and_label(self, values: RowValues) -> Labelled:
         return Labelled(
-            text_of(values["text"], self.columns["text"]),
-            text_of(pair, self.columns["text_pair"]) if "text_pair" in self.columns else None,
+            values.text("text"),
+            values.text("text_pair") if "text_pair" in self.columns else None,
             _class_name(values["label"], self.columns["label"], self.label_names),
         )
-
-
-def is_written_by_template(layout: str) -> bool:
-    """Returns whether rows of this layout, a key of `KINDS`, are conversations, which a chat template writes."""
-    plain = ("text", *CLASSES, "source and target", "prompt and completion", "chosen and rejected")
-    return JUDGED.get(layout, layout) not in plain
 
 
 def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layout:
@@ -205,27 +222,18 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
             raise DataError(
                 f"{source.field}: {source.name!r} has no column {name!r} (data.columns.{what}); {_columns_text(source)}"
             )
-    usual = {**{what: what for what in ColumnsSection.model_fields}, **by_hand}
-    candidates = [kind for objective in objectives for kind in SPECS[objective].layouts]
+    candidates = [(kind, SPECS[objective]) for objective in objectives for kind in SPECS[objective].layouts]
+    kinds = [kind for kind, _ in candidates]
+    only_optional = by_hand.keys().isdisjoint(what for kind in kinds for what in KINDS[kind])
     idle: tuple[str, str] | None = None
-    for kind in candidates:
-        # ShareGPT's `conversations` stand for `messages`, unless the recipe names that column by hand.
-        pairs = kind == "chosen and rejected" and "messages" not in source.columns
-        sharegpt = (kind.endswith("conversations") or pairs) and "messages" not in by_hand
-        names = {**usual, "messages": "conversations"} if sharegpt else usual
-        # LLaMA-Factory's name of the judgement.
-        if kind in JUDGED and "label" not in source.columns and "label" not in by_hand:
-            names = {**names, "label": "kto_tag"}
-        # The usual name in data sets of named entities.
-        if kind == "tokens and tags" and "tags" not in source.columns and "tags" not in by_hand:
-            names = {**names, "tags": "ner_tags"}
-        if kind == "source and target":
-            names = {**names, **_source_and_target(source, by_hand)}
+    for kind, spec in candidates:
+        names = _usual_names(kind, source, by_hand)
         needed = {what: names[what] for what in KINDS[kind]}
         # A needed column that is named by hand picks the layout; an optional one rules out layouts without it.
         chosen = any(what in by_hand for what in KINDS[kind]) or all(what in OPTIONAL[kind] for what in by_hand)
-        if chosen and all(_has_column(name, source.columns) for name in needed.values()):
-            unused = [what for what in by_hand if what not in {*KINDS[kind], *OPTIONAL[kind]}]
+        if (chosen or only_optional) and all(_has_column(name, source.columns) for name in needed.values()):
+            read = {*KINDS[kind], *OPTIONAL[kind]} - (set() if spec.has_margins else {"margin"})
+            unused = [what for what in by_hand if what not in read]
             if unused:
                 idle = idle or (unused[0], kind)
                 continue
@@ -234,21 +242,61 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
                 what: names[what] for what in OPTIONAL[kind] if what != "text_pair" or names[what] in source.columns
             }
             labels = source.label_names.get(needed.get("label") or needed.get("tags", ""), [])
-            return Layout(kind, {**needed, **extra}, tuple(labels))
+            templated = kind == "chosen and rejected" and _say_more_than_text(source, {**needed, **extra}, by_hand)
+            return Layout(kind, {**needed, **extra}, tuple(labels), templated=templated, margins=spec.has_margins)
     if idle is not None:
         raise DataError(
             f"data.columns.{idle[0]} has no effect on {source.name!r}, whose rows would be read as {idle[1]}; remove it"
+            f"{_place_for(*idle)}"
         )
     # `conversations` needs the same column as `messages`; it would be listed twice.
-    allowed = "; ".join(" + ".join(KINDS[kind]) for kind in candidates if not kind.endswith("conversations"))
+    allowed = "; ".join(" + ".join(KINDS[kind]) for kind in kinds if not kind.endswith("conversations"))
     others = [
         spec.kind for spec in SPECS.values() if any(set(KINDS[kind]) <= set(source.columns) for kind in spec.layouts)
     ]
     fitting = f"Its columns fit {' or '.join(f'objective.kind={other}' for other in others)}. " if others else ""
     raise DataError(
         f"{source.field}: {source.name!r} matches no known column layout; {_columns_text(source)}; needed: {allowed}. "
-        f"{fitting}{_advice(source, candidates)}"
+        f"{fitting}{_advice(source, kinds)}"
     )
+
+
+def _usual_names(kind: str, source: Source, by_hand: dict[str, str]) -> dict[str, str]:
+    """Returns the names of all columns in a layout: those of the recipe, or usual ones."""
+    names = {what: what for what in ColumnsSection.model_fields}
+    # ShareGPT's `conversations` stand for `messages`.
+    if kind.endswith("conversations") or (kind == "chosen and rejected" and "messages" not in source.columns):
+        names["messages"] = "conversations"
+    # LLaMA-Factory's name of the judgement.
+    if kind in JUDGED and "label" not in source.columns:
+        names["label"] = "kto_tag"
+    # The usual name in data sets of named entities.
+    if kind == "tokens and tags" and "tags" not in source.columns:
+        names["tags"] = "ner_tags"
+    if kind == "source and target":
+        names |= _source_and_target(source, by_hand)
+    return {**names, **by_hand}
+
+
+def _say_more_than_text(source: Source, columns: dict[str, str], by_hand: dict[str, str]) -> bool:
+    """Returns whether pairs of a text prompt and texts have a system prompt or tools, as Intel/orca_dpo_pairs does.
+
+    Only a conversation has a place for these. The first rows decide for all, and a column that is named by hand does,
+    because rows without a system prompt among others must not be learned in another form.
+    """
+    rows = (row for _, row in islice(named_rows(source.shards, source.paths), ROWS_LOOKED_AT))
+    found = (RowValues(row, columns) for row in rows if not isinstance(row, RowProblem))
+    texts = [values for values in found if isinstance(values["prompt"], str) and isinstance(values["chosen"], str)]
+    return any(what in by_hand or not is_empty(values[what]) for values in texts for what in ("system", "tools"))
+
+
+def _place_for(what: str, kind: str) -> str:
+    """Returns advice where a column has an effect that has none in this layout."""
+    if what == "margin" and kind == "chosen and rejected":
+        return ", or set objective.kind=reward, which uses it"
+    if JUDGED.get(kind, kind) == "prompt and completion" and what in OPTIONAL["instruction and output"]:
+        return ", or name the prompt data.columns.instruction and the completion data.columns.output"
+    return ""
 
 
 def _advice(source: Source, kinds: list[str]) -> str:
@@ -266,12 +314,6 @@ def _advice(source: Source, kinds: list[str]) -> str:
 def _has_column(name: str, columns: list[str]) -> bool:
     """Returns whether there is such a column; `translation.de` is a key of one that holds mappings."""
     return name in columns or ("." in name and name.partition(".")[0] in columns)
-
-
-def _value(row: dict[str, Any], name: str) -> Any:
-    column, _, key = name.partition(".")
-    inner = row.get(column) if name not in row and key else None
-    return inner.get(key) if isinstance(inner, dict) else row.get(name)
 
 
 def _source_and_target(source: Source, by_hand: dict[str, str]) -> dict[str, str]:
@@ -359,8 +401,8 @@ def _class_name(value: Any, column: str, names: tuple[str, ...]) -> str:
     return text_of(value, column).strip()
 
 
-def _tokens_and_tags(values: dict[str, Any], columns: dict[str, str], names: tuple[str, ...]) -> Tagged:
-    words, tags = values["tokens"], values["tags"]
+def _tokens_and_tags(values: RowValues, names: tuple[str, ...]) -> Tagged:
+    words, tags, columns = values["tokens"], values["tags"], values.columns
     for value, column in ((words, columns["tokens"]), (tags, columns["tags"])):
         if not isinstance(value, list):
             raise RowProblem(f"{column} is {'missing or null' if value is None else 'not a list'}")
@@ -386,18 +428,16 @@ def _judgement(value: Any, column: str) -> bool:
     return said in ("true", "1")
 
 
-def _prompt_and_completion(values: dict[str, Any], columns: dict[str, str], of_row: list[Any] | None = None) -> Example:
-    prompt, completion = values["prompt"], values["completion"]
+def _prompt_and_completion(values: RowValues, of_row: list[Any] | None = None) -> Example:
+    prompt, completion, columns = values["prompt"], values["completion"], values.columns
     if isinstance(prompt, list) or isinstance(completion, list):
         asked = messages_of(prompt, columns["prompt"], of_row is not None)
         answered = messages_of(completion, columns["completion"], of_row is not None)
-        return conversation([*asked, *answered], tools_of(values.get("tools")), of_row)
+        return conversation([*asked, *answered], tools_of(values["tools"]), of_row)
     return Answer(text_of(prompt, columns["prompt"]), text_of(completion, columns["completion"]))
 
 
-def _instruction(values: dict[str, Any], columns: dict[str, str], of_row: list[Any] | None = None) -> Conversation:
-    asked = asked_of(values, columns)
-    answer = text_of(values["output"], columns["output"])
-    messages = [*asked, {"role": "assistant", "content": answer}]
-    messages = with_system(messages, values.get("system"))
+def _instruction(values: RowValues, of_row: list[Any] | None = None) -> Conversation:
+    asked = asked_of(values)
+    messages = with_system([*asked, {"role": "assistant", "content": values.text("output")}], values)
     return conversation(messages, None, of_row) if of_row else Conversation(messages)

@@ -8,7 +8,17 @@ from toolkit.data.examples import Conversation, Message
 from toolkit.data.flags import FLAGS, IN_PARTS, MEDIA, PARTS, is_learned, refuse_media, unlearned_parts
 from toolkit.data.picture_places import PICTURED, PLACE, is_picture, placed, reference_of
 from toolkit.data.thoughts import FIELDS, THOUGHTS, in_one_message, is_thought, thoughts_of
-from toolkit.data.values import RowProblem, encodable, is_absent, key_shown, parsed, text_of, type_of, writable
+from toolkit.data.values import (
+    RowProblem,
+    RowValues,
+    encodable,
+    is_absent,
+    key_shown,
+    parsed,
+    text_of,
+    type_of,
+    writable,
+)
 
 ROLES = {
     "system": "system",
@@ -40,19 +50,18 @@ OF_ROW = ("unread", "parts", "weight", PICTURED)
 SYSTEM = ("system", "developer")
 
 
-def asked_of(values: dict[str, Any], columns: dict[str, str]) -> list[Message]:
+def asked_of(values: RowValues) -> list[Message]:
     """Returns what Alpaca's columns ask: earlier turns (`history`), then the instruction with its input.
 
     Raises:
         RowProblem: if a column holds no text, or `history` is not a list of pairs.
     """
-    asked = text_of(values["instruction"], columns["instruction"])
-    about = values.get("input")
+    asked, about = values.text("instruction"), values["input"]
     if about is not None and not isinstance(about, str):
-        raise RowProblem(f"{columns['input']} is {type_of(about)}, not text")
+        raise RowProblem(f"{values.columns['input']} is {type_of(about)}, not text")
     if about and about.strip():
-        asked = f"{asked}\n\n{encodable(about, columns['input'])}"
-    return [*_history(values.get("history"), columns["history"]), {"role": "user", "content": asked}]
+        asked = f"{asked}\n\n{encodable(about, values.columns['input'])}"
+    return [*_history(values["history"], values.columns["history"]), {"role": "user", "content": asked}]
 
 
 def _history(value: Any, column: str) -> list[Message]:
@@ -67,9 +76,9 @@ def _history(value: Any, column: str) -> list[Message]:
     ]
 
 
-def with_system(messages: list[Message], system: Any) -> list[Message]:
-    """Returns the messages behind the system prompt, if there is one and they have none."""
-    if is_absent(system) or (messages and messages[0]["role"] in SYSTEM):
+def with_system(messages: list[Message], values: RowValues) -> list[Message]:
+    """Returns the messages behind the row's system prompt, if there is one and they have none."""
+    if (messages and messages[0]["role"] in SYSTEM) or is_absent(system := values["system"]):
         return messages
     return [{"role": "system", "content": text_of(system, "system")}, *messages]
 

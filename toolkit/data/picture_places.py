@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.data.examples import Message
-from toolkit.data.values import RowProblem, is_absent
+from toolkit.data.values import RowProblem, is_absent, is_empty
 
 PLACE = "\ufffc"
 """Stands for a picture in a message's words: Unicode's object replacement character."""
@@ -47,7 +47,7 @@ def column_of(row: Mapping[str, Any]) -> list[Any]:
     Raises:
         RowProblem: if several columns have some.
     """
-    found = [name for name in COLUMNS if not is_absent(row.get(name)) and row[name] not in ([], {})]
+    found = [name for name in COLUMNS if not is_empty(row.get(name))]
     if len(found) > 1:
         raise RowProblem(f"both {found[0]} and {found[1]} hold images")
     value = row[found[0]] if found else []

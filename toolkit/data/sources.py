@@ -20,7 +20,7 @@ from toolkit.data.files import TABLES, expand_files, is_saved_dataset, local_pat
 from toolkit.data.json_list import WRAPPERS
 from toolkit.data.picture_places import COLUMNS, is_picture
 from toolkit.data.readers import Row, Shard, opened, read, unreadable
-from toolkit.data.values import RowProblem, is_absent
+from toolkit.data.values import RowProblem, is_empty
 from toolkit.errors import DataError
 from toolkit.paths import COMPRESSIONS, is_file_source, source_name
 from toolkit.recipe.schema import DataSection, SourceSection
@@ -200,7 +200,7 @@ def has_pictures(source: Source) -> bool:
 
 
 def _holds_picture(row: dict[str, Any]) -> bool:
-    if any(not is_absent(row.get(name)) and row[name] not in ([], {}) for name in COLUMNS):
+    if any(not is_empty(row.get(name)) for name in COLUMNS):
         return True
     messages = (message for value in row.values() if isinstance(value, list) for message in value)
     contents = (message.get("content") for message in messages if isinstance(message, dict))

@@ -36,13 +36,23 @@ GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
-@cache
-def variables(template: str) -> frozenset[str]:
-    """Returns the variables that a chat template takes from outside, except those that it always gets."""
+def _parsed(template: str) -> nodes.Template:
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     environment.globals |= dict.fromkeys(("raise_exception", "strftime_now"))
     # transformers' own tag, which plain Jinja does not know.
-    parsed_template = environment.parse(_GENERATION.sub("", template))
+    return environment.parse(_GENERATION.sub("", template))
+
+
+@cache
+def takes_tools(template: str) -> bool:
+    """Returns whether a chat template reads the tools of a conversation."""
+    return "tools" in meta.find_undeclared_variables(_parsed(template))
+
+
+@cache
+def variables(template: str) -> frozenset[str]:
+    """Returns the variables that a chat template takes from outside, except those that it always gets."""
+    parsed_template = _parsed(template)
     found = meta.find_undeclared_variables(parsed_template)
     # Jinja also counts what one branch sets and another reads. A template with a default tests if a name is defined.
     own = {name.name for name in parsed_template.find_all(nodes.Name) if name.ctx in ("store", "param")}

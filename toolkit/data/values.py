@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 MAX_LEVELS = 100
@@ -15,6 +16,37 @@ class RowProblem(ValueError):  # noqa: N818 (a row's fate, not a failure of the 
 
     The text is the reason under which the data report counts rows, so it names no particulars of one row.
     """
+
+
+class RowValues:
+    """The values of a row by the meaning of their columns. It records which of them are taken.
+
+    A layout may take more columns than it takes of one row: a text prompt, for example, has no use for tools.
+
+    Attributes:
+        row: the row as it was read.
+        columns: meaning of a column -> its name.
+        taken: names of the columns whose values were taken.
+    """
+
+    def __init__(self, row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+        self.row = row
+        self.columns = columns
+        self.taken: set[str] = set()
+
+    def __getitem__(self, what: str) -> Any:
+        """Returns the value of a column, or None if the layout or the row has no such column."""
+        name = self.columns.get(what)
+        if name is None:
+            return None
+        column, _, key = name.partition(".")
+        inner = self.row.get(column) if name not in self.row and key else None
+        self.taken |= {name, column}
+        return inner.get(key) if isinstance(inner, dict) else self.row.get(name)
+
+    def text(self, what: str) -> str:
+        """Returns the text of a column; see `text_of`."""
+        return text_of(self[what], self.columns[what])
 
 
 def text_of(value: Any, column: str) -> str:
@@ -35,6 +67,11 @@ def text_of(value: Any, column: str) -> str:
 def is_absent(value: Any) -> bool:
     """Returns whether an optional column has no value; a CSV file has empty text instead of null."""
     return value is None or (isinstance(value, str) and not value.strip())
+
+
+def is_empty(value: Any) -> bool:
+    """Returns whether a value holds nothing: it is absent, or a list or an object without entries."""
+    return is_absent(value) or value in ([], {})
 
 
 def encodable(value: str, column: str) -> str:

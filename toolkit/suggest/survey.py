@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import build
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Pair, SourceTarget, Text
+from toolkit.data.examples import Answer, Conversation, Example, Judged, Pair, SourceTarget, Text, is_conversation
 from toolkit.data.layouts import Layout
 from toolkit.data.packing import Ints
 from toolkit.data.readers import read
@@ -134,7 +134,7 @@ def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: lis
 
 def template_for(tokenizer: PreTrainedTokenizerBase, source: Source, layout: Layout) -> str | None:
     """Returns our chat template that the rows need, or None if the tokenizer has one or no row is a dialogue."""
-    if getattr(tokenizer, "chat_template", None) or not any(map(_is_conversation, _examples(source, layout))):
+    if getattr(tokenizer, "chat_template", None) or not any(map(is_conversation, _examples(source, layout))):
         return None
     # chatml's markers would be several tokens each in a vocabulary that does not hold them.
     return "chatml" if set(MARKERS["chatml"]) <= set(tokenizer.get_vocab()) else "alpaca"
@@ -156,12 +156,6 @@ def _examples(source: Source, layout: Layout) -> Iterator[Example]:
             yield layout.example(row)
         except RowProblem:
             continue
-
-
-def _is_conversation(example: Example) -> bool:
-    if isinstance(example, Judged):
-        return isinstance(example.answer, Conversation)
-    return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
 
 
 def _prompt_of(example: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, ChatTemplate, of
 
 from toolkit.data import build
 from toolkit.data.encode import Encoder
-from toolkit.data.layouts import Layout
-from toolkit.recipe.schema import DataSection
+from toolkit.data.layouts import Layout, recognise
+from toolkit.data.sources import open_source
+from toolkit.data.templates import use_template
+from toolkit.errors import DataError
+from toolkit.recipe.schema import ColumnsSection, DataSection, SourceSection
 
 MESSAGES = Layout("messages", {"messages": "messages", "system": "system", "tools": "tools"})
 ASKED = {"role": "user", "content": "why"}
@@ -184,6 +188,21 @@ def test_thoughts_inside_the_words_that_a_template_leaves_out_are_counted() -> N
     assert encoded(earlier)[2] is None, "ChatML writes words as they are"
 
 
+def test_what_a_template_leaves_out_of_a_conversation_is_counted() -> None:
+    """The test's own ChatML writes no tools; the second template neither these nor a system prompt."""
+    tools = {"tools": [{"type": "function", "function": {"name": "look"}}]}
+    silent = replace(CHATML, template=CHATML.template.replace("messages %}", "messages if m.role != 'system' %}"))
+    silent = replace(silent, template=silent.template.replace("for message in", "for m in").replace("message[", "m["))
+    kept_system = {"messages": [BRIEF, *DIALOGUE]}
+    no_tools, no_system = "the chat template leaves out tools", "the chat template leaves out the system prompt"
+    assert encoded(kept_system | tools) == (f"so{END}", None, no_tools)
+    assert encoded(kept_system | tools, silent) == (f"so{END}", None, f"{no_tools}; {no_system}")
+    assert encoded({"messages": DIALOGUE, "system": "be kind"}, silent)[2] == no_system
+    assert encoded(kept_system | tools, QWEN_3_OWN)[2] is None
+    by_turn = Encoder(tokenizer(silent), "each_turn").documents([kept_system], MESSAGES)[0]
+    assert by_turn["note"] == no_system
+
+
 def test_the_report_counts_each_key_once_a_row(tmp_path: Path) -> None:
     rows = [answers({"train": False, "mood": "glad"}, {}) | {"id": i, "source": "web"} for i in range(5)]
     path = tmp_path / "chat.jsonl"
@@ -200,3 +219,90 @@ def test_the_report_counts_each_key_once_a_row(tmp_path: Path) -> None:
     told = "\n".join(report.warnings)
     assert "train: 5 rows: a message is not learned (train: false)" in told
     assert "train: columns that are not read: id (5 rows), source (5 rows)" in told
+
+
+DIALOGUE = [ASKED, {"role": "assistant", "content": "so"}]
+WORSE = [ASKED, {"role": "assistant", "content": "no"}]
+BRIEF = {"role": "system", "content": "be kind"}
+SIDES = {"chosen": "so", "rejected": "no"}
+TURNS = {"chosen": DIALOGUE[1:], "rejected": WORSE[1:]}
+LEARNED = {
+    "messages": {"messages": DIALOGUE},
+    "with a system message": {"messages": [BRIEF, *DIALOGUE]},
+    "conversations": {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}]},
+    "prompt as text": {"prompt": "why", "completion": "so"},
+    "prompt as messages": {"prompt": [ASKED], "completion": DIALOGUE[1:]},
+    "instruction": {"instruction": "why", "output": "so"},
+}
+COMPARED = {
+    "prompt as text": {"prompt": "why", **SIDES},
+    "prompt as messages": {"prompt": [ASKED], **TURNS},
+    "with a system message": {"prompt": [BRIEF, ASKED], **TURNS},
+    "text before messages": {"prompt": "why", **TURNS},
+    "whole conversations": {"chosen": DIALOGUE, "rejected": WORSE},
+    "written conversations": {f"{side}": f"\n\nHuman: why\n\nAssistant: {text}" for side, text in SIDES.items()},
+    "messages before answers": {"messages": [ASKED], **SIDES},
+    "instruction": {"instruction": "why", **SIDES},
+}
+ROWS: dict[str, dict[str, dict[str, Any]]] = {
+    "causal_lm": {**LEARNED, "text": {"text": "so"}},
+    "distillation": {**LEARNED, "text": {"text": "so"}},
+    "kto": {name: {**row, "label": True} for name, row in LEARNED.items()},
+    "preference": COMPARED,
+    "reward": COMPARED,
+    "seq2seq": {"source and target": {"source": "why", "target": "so"}},
+    "sequence_classification": {"text": {"text": "so", "label": "good"}},
+    "token_classification": {"words": {"tokens": ["so", "no"], "tags": ["O", "B"]}},
+}
+"""Objective -> a row of each layout that it learns from."""
+
+VALUES: dict[str, Any] = {
+    **dict.fromkeys(ColumnsSection.model_fields, "a king walked"),
+    "messages": [ASKED, {"role": "assistant", "content": "a king walked"}],
+    "history": [["who", "a king"]],
+    "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+    "margin": 2.5,
+    "tokens": ["a", "king"],
+    "tags": ["B", "I"],
+}
+"""A value of each column that any layout knows."""
+
+
+@lru_cache
+def with_tools() -> Any:
+    tokens = tokenizer_for(CHATML)
+    use_template(tokens, "chatml")
+    return tokens
+
+
+def learned_of(folder: Path, row: dict[str, Any], objective: str, **columns: str) -> tuple[Any, str]:
+    """What is learned of the only row of a file, or None if it is refused; what is noted of it."""
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    source = open_source(SourceSection(path=str(folder / "rows.jsonl")), "data.train")
+    encoder = Encoder(
+        with_tools(), "assistant" if objective in ("causal_lm", "distillation") else "last_turn", objective
+    )
+    try:
+        layout = recognise(source, ColumnsSection.model_validate(columns), objective)
+        [document] = encoder.documents([row], layout)
+    except DataError:
+        return None, ""
+    learned = [document[name] for name in ("input_ids", "targets", "split", "margin", "label", "tags")]
+    return (learned if document["problem"] is None else None), document["note"] or ""
+
+
+@pytest.mark.parametrize("objective", ROWS)
+def test_a_column_that_some_layout_knows_changes_what_is_learned_or_is_counted_or_refused(
+    objective: str, tmp_path: Path
+) -> None:
+    """Every layout, every such column that its row lacks, under its own name and named by the recipe."""
+    silent = []
+    for name, row in ROWS[objective].items():
+        plain, note = learned_of(tmp_path, row, objective)
+        assert (plain is None, note) == (False, ""), name
+        for what in VALUES.keys() - row.keys():
+            for column, named in ((what, {}), ("mine", {what: "mine"})):
+                found, note = learned_of(tmp_path, {**row, column: VALUES[what]}, objective, **named)
+                if found is not None and (found == plain) != (f"column {column} is not read" in note):
+                    silent.append(f"{name}: {column} as {what}: {'lost' if found == plain else 'read and counted'}")
+    assert silent == []

@@ -300,6 +300,57 @@ def test_pairs_that_are_named(tmp_path: Path, chatml: Any, row: dict[str, Any], 
     assert {why: found.rows for why, found in report.train.dropped.items()} == {reason: ["rows.jsonl:2"]}
 
 
+def test_a_system_prompt_beside_a_text_prompt_makes_conversations(tmp_path: Path, chatml: Any) -> None:
+    """Intel/orca_dpo_pairs, some of whose rows have an empty system prompt."""
+    orca = {"system": "be kind", "question": "hi", "chosen": "hello", "rejected": "go"}
+    named = {"columns": {"prompt": "question"}}
+    data = built(tmp_path, chatml, [orca, {**orca, "question": "hi hi", "system": ""}], "preference", **named)
+    brief, asked = turn("system", "be kind"), turn("user", "hi hi")
+    assert learned(data, chatml, 0) == [(f"{brief}{text}", words) for text, words in PAIR]
+    assert [text for text, _ in learned(data, chatml, 1)] == [asked + turn("assistant", w) for w in ("hello", "go")]
+    assert data.report.train is not None
+    assert data.report.train.noted == {}
+    # Without one they are what they were: text behind text, whose end is the tokenizer's.
+    text = [(f"hihello{chatml.eos_token}", f"hello{chatml.eos_token}"), (f"higo{chatml.eos_token}",) * 2]
+    text[1] = (text[1][0], f"go{chatml.eos_token}")
+    for plain in (
+        {key: value for key, value in orca.items() if key != "system"},
+        {**orca, "system": None, "tools": []},
+    ):
+        assert learned(built(tmp_path, chatml, [plain], "preference", **named), chatml) == text
+    # Where the first rows have none, a later one is not read, unless the column is named.
+    rows = [{**orca, "question": f"hi{'!' * i}", "system": "be kind" if i == 100 else ""} for i in range(101)]
+    counted = built(tmp_path, chatml, rows, "preference", **named)
+    assert counted.report.train is not None
+    assert {what: found.rows for what, found in counted.report.train.noted.items()} == {
+        "column system is not read": ["rows.jsonl:101"]
+    }
+    assert learned(counted, chatml)[0] == text[0]
+    named["columns"]["system"] = "system"
+    written = built(tmp_path, chatml, rows, "preference", **named)
+    assert [learned(written, chatml, i)[0][0].startswith(brief) for i in (0, 100)] == [False, True]
+    assert learned(written, chatml)[0] == PAIR[0]
+    assert len({data.fingerprint for data in (counted, written)}) == 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_beside_text_is_counted_and_the_advice_of_a_refusal_leads_on(
+    tmp_path: Path, chatml: Any, streaming: bool
+) -> None:
+    row = {"prompt": "hi", "completion": "hello", "tools": [{"type": "function", "function": {"name": "sum"}}]}
+    report = built(tmp_path, chatml, [row | {"system": "be kind"}], streaming=streaming).report
+    assert any("columns that are not read: tools" in line and "system" in line for line in report.warnings)
+    row = {"prompt": "hi", "completion": "hello", "system": "be kind"}
+    with pytest.raises(
+        DataError,
+        match=r"system has no effect .* or name the prompt data.columns.instruction and the completion data.col",
+    ):
+        built(tmp_path, chatml, [row], columns={"system": "system"}, streaming=streaming)
+    columns = {"system": "system", "instruction": "prompt", "output": "completion"}
+    data = built(tmp_path, chatml, [row], columns=columns, streaming=streaming)
+    assert learned(data, chatml)[0] == (turn("system", "be kind") + PAIR[0][0], PAIR[0][1])
+
+
 def test_margins_come_with_the_batch(tmp_path: Path, chatml: Any) -> None:
     pair = {"prompt": "hi", "chosen": [ANSWER], "rejected": [WORSE]}
     rows = [{**pair, "prompt": f"hi {gap}", "gap": gap} for gap in (0.5, None, "2", True, "much")]
@@ -310,6 +361,10 @@ def test_margins_come_with_the_batch(tmp_path: Path, chatml: Any) -> None:
         "gap is true or false, not a finite number": 1,
         "gap is str, not a finite number": 1,
     }
+    with pytest.raises(
+        DataError, match=r"margin has no effect on 'rows.jsonl', .* or set objective.kind=reward, which"
+    ):
+        built(tmp_path, chatml, rows, "preference", columns={"margin": "gap"})
 
 
 @pytest.fixture

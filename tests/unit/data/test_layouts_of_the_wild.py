@@ -125,7 +125,12 @@ WILD = {
             "score_rejected": 3.0,
         },
         objective="preference",
-        noted=("column prompt_id is not read", "column score_chosen is not read", "column score_rejected is not read"),
+        noted=(
+            "column messages is not read",
+            "column prompt_id is not read",
+            "column score_chosen is not read",
+            "column score_rejected is not read",
+        ),
         learned="so<|im_end|>no<|im_end|>",
     ),
     "hh": Wild(
