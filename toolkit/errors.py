@@ -137,7 +137,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close!r}?" if close is not None else ""
 
 
-def is_lost_peer(error: Exception) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Returns whether a collective failed because another rank is gone."""
     names = {kind.__name__ for kind in type(error).__mro__}
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")

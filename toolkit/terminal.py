@@ -7,9 +7,11 @@ may also contain codes that move the cursor or change colours. Here none of them
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +32,29 @@ HARMLESS = {
 def harmless(text: str) -> str:
     """Returns text without codes that would have an effect on the terminal."""
     return text.replace("\r\n", "\n").translate(HARMLESS)
+
+
+@contextlib.contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """While entered, what writes to stdout (file descriptor 1), such as a child process, writes to stderr.
+
+    stdout is for the JSON of a command alone.
+    """
+    _flush_stdout()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        _flush_stdout()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def _flush_stdout() -> None:
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None and not stream.closed:
+            stream.flush()
 
 
 def in_notebook() -> bool:

@@ -106,7 +106,7 @@ def print_interrupt() -> int:
     return INTERRUPTED
 
 
-def print_failure(error: Exception) -> int:
+def print_failure(error: BaseException) -> int:
     """Prints, at once and on the rank that failed, an error that nobody has foreseen; returns the exit code."""
     if is_lost_peer(error):
         time.sleep(PATIENCE_SECONDS)  # the rank that was lost has an error of its own, and the launcher ends this one
@@ -124,7 +124,7 @@ def print_failure(error: Exception) -> int:
     return 1
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     """Tells whether device (torch.OutOfMemoryError) or host, for which torch raises RuntimeError, lack memory."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool({"OutOfMemoryError", "MemoryError"} & names) or "can't allocate memory" in str(error)

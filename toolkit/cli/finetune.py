@@ -49,7 +49,7 @@ def as_rank(action: Callable[[], object]) -> int:
         return print_error(error)
     except KeyboardInterrupt:  # outside training, whose own end saves the state
         return _exit_rank(print_interrupt())
-    except Exception as error:
+    except BaseException as error:  # sys.exit in a library must not end a run as if it was done
         return _exit_rank(print_failure(error))
     return 0
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import AsJson
-from toolkit.cli.train import ON_CPU, launcher_options, ranks_on_stderr, shown_script
+from toolkit.cli.train import ON_CPU, launcher_options, require_finished, shown_script
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
+from toolkit.terminal import stdout_on_stderr
 
 if TYPE_CHECKING:
     from toolkit.run.origin import Origin
@@ -79,6 +80,7 @@ def reproduce(
     code = _train_again(recipe, options, cpu is not None, to, as_json)
     if code:
         raise typer.Exit(code)
+    require_finished(recipe, to)
     found, again = difference(folder, to / "export"), Origin.read(to / "export")
     _print_difference(found, to / "export", _changed_settings(origin, again), as_json)
     if found.different:
@@ -114,7 +116,7 @@ def _train_again(recipe: Recipe, options: list[str], on_cpu: bool, to: Path, as_
 
     if on_cpu:
         os.environ[ON_CPU] = "true"
-    with tempfile.TemporaryDirectory() as place, ranks_on_stderr() if as_json else nullcontext():
+    with tempfile.TemporaryDirectory() as place, stdout_on_stderr() if as_json else nullcontext():
         file = Path(place, "recipe.yaml")
         file.write_text(recipe.to_yaml(), encoding="utf-8")
         return run_launcher([*options, shown_script(), str(file)], to, recipe=recipe)

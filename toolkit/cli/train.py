@@ -6,8 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +28,10 @@ from toolkit.cli.arguments import (
 from toolkit.cli.configs import find_config
 from toolkit.cli.retries import require_useful, with_retries
 from toolkit.data.files import paths_of
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, ToolkitError
 from toolkit.paths import read_foreign, require_folder, shipped_folder, shown_path
 from toolkit.recipe.recipe import Recipe
+from toolkit.terminal import stdout_on_stderr
 
 ON_CPU = "ACCELERATE_USE_CPU"
 """Accelerate's variable: the launcher does not hand `use_cpu` of a config to the ranks."""
@@ -83,17 +83,41 @@ def train(
 
     folder = Path(loaded.training.output_dir).expanduser()
     stores = [loaded.checkpoint.to] if loaded.checkpoint.to is not None else []
-    with ranks_on_stderr() if as_json else nullcontext():
+    with stdout_on_stderr() if as_json else nullcontext():
         code = with_retries(
             lambda: run_launcher(words, folder, *stores, recipe=loaded),
             retries,
             lambda: _saved_step(folder, *stores),
         )
+    if code == 0 and not dry_run:
+        require_finished(loaded, folder)
     if as_json:
         print(
             json.dumps({"command": command, "exit_code": code, **({} if dry_run else _run_results(folder))}, indent=1)
         )
     raise typer.Exit(code)
+
+
+def require_finished(recipe: Recipe, folder: Path) -> None:
+    """Checks that a run whose ranks ended with code 0 has said that it is done.
+
+    Raises:
+        ToolkitError: if it has not: code that runs in a rank can end its process with any code.
+    """
+    from toolkit.pages.status import mark_ended
+    from toolkit.run.finished import FINISHED, is_finished
+    from toolkit.supervise.rank_status import REPORT
+
+    if is_finished(folder):
+        return
+    score = recipe.answers.score
+    suspect = f"answers.score ({score}) or a library" if score is not None else "a library"
+    what = f"the ranks ended with code 0 before the run was done: {str(folder)!r} has no {FINISHED}"
+    mark_ended(folder / REPORT, "failed", f"{what[0].upper()}{what[1:]}.")
+    raise ToolkitError(
+        f"{what}; {suspect} has ended a process: look at the last lines above; the same command goes on from the last "
+        "checkpoint"
+    )
 
 
 def shown_script() -> str:
@@ -117,19 +141,6 @@ def _require_inputs(recipe: Recipe) -> None:
         if name is not None:
             require_folder(name, field)
     paths_of(recipe.data)
-
-
-@contextmanager
-def ranks_on_stderr() -> Iterator[None]:
-    """While entered, what is started writes its stdout to stderr: stdout is for the JSON alone."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def _saved_step(*places: str | Path) -> int:

@@ -165,6 +165,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
         ("data", "cache_dir"),
         ("data", "image_root"),
         ("answers", "file"),
+        ("answers", "score"),
         ("checkpoint", "to"),
     ):
         values[section][key] = _source_names(values[section].get(key))

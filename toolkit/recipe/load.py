@@ -122,7 +122,7 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
         ("model", ("name_or_path", "tokenizer")),
         ("adapter", ("start_from",)),
         ("objective", ("teacher",)),
-        ("answers", ("file",)),
+        ("answers", ("file", "score")),
     ):
         fields = values.get(section)
         if not isinstance(fields, dict):
@@ -145,7 +145,7 @@ def _absolute_path(source: str, folder: Path) -> str:
     if is_store(source):
         return source
     candidate = folder / source
-    named_as_file = source.endswith(DATA_SUFFIXES) or source.startswith(("./", "../"))
+    named_as_file = source.endswith(DATA_SUFFIXES) or source.startswith(("./", "../")) or ".py:" in source
     return str(candidate.resolve()) if named_as_file or candidate.exists() else source
 
 

@@ -35,12 +35,14 @@ class Section(BaseModel):
         return value
 
 
-FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^\n]*\.py):[A-Za-z_]\w*")
 
 
 def function_problem(name: str) -> str:
     """Returns what is wrong with the name of a user's function, or an empty text. The function is not imported."""
-    return "" if FUNCTION.fullmatch(name) else f"{name!r} names no function; write module:function, as in scores:length"
+    if FUNCTION.fullmatch(name):
+        return ""
+    return f"{name!r} names no function; write file.py:function or module:function, as in scores.py:length"
 
 
 def contradiction(message: str) -> PydanticCustomError:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit import ranks
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.errors import BadInputError
 from toolkit.generation.choices import Continued, encode_choices, scored
 from toolkit.generation.complete import Completion, Prompt, complete, sees_padding
-from toolkit.generation.evaluation import choose, evaluate, require_no_comparison, scoring_of
+from toolkit.generation.evaluation import COMPARES, choose, evaluate, require_no_comparison, scoring_of
 from toolkit.generation.load import Loaded
 from toolkit.generation.options import Sampling
 from toolkit.generation.rows import PromptRow, all_right, encode_rows, read_rows
@@ -25,6 +26,7 @@ from toolkit.run.stages import Asked, OpenedRun, PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState
 from toolkit.training.phase import Phase
+from toolkit.user_function import require_same_source
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -49,6 +51,31 @@ def _read(section: AnswersSection) -> Asked:
         require_no_comparison(section, "answers.")
     scoring = scoring_of(rows, section, "answers.")
     return Asked(rows, scoring.fingerprint if isinstance(scoring, Scorer) else None)
+
+
+def require_same_scoring(asked: Asked, recipe: Recipe, resumed: Manifest | None) -> None:
+    """Checks that a resumed run scores its answers as before. Its records, and what follows from them, compare them.
+
+    Raises:
+        BadInputError: if the source of the function that scores has changed, or, where the answers decide about the
+            best checkpoint, how they are compared.
+    """
+    if resumed is None or not asked.rows:
+        return
+    if resumed.scorer is not None and asked.scorer is not None:
+        require_same_source(resumed.scorer, asked.scorer, "answers.score", f"scored the run up to step {resumed.step}")
+    before, now = resumed.recipe.get("answers", {}), recipe.answers.model_dump()
+    if recipe.training.best_by != "answers" or before.get("file") is None:
+        return
+    # A function of another name may have the same source, which is compared above.
+    before, now = ({**section, "score": section.get("score") is not None} for section in (before, now))
+    changed = [f"answers.{name}" for name in COMPARES if before.get(name, now[name]) != now[name]]
+    if changed:
+        raise BadInputError(
+            f"{', '.join(changed)}: the run up to step {resumed.step} compared its answers otherwise, and "
+            "training.best_by=answers takes the best of all evaluations; undo that, or start anew with another "
+            "training.output_dir"
+        )
 
 
 def require_sighted(asked: Asked, train: object) -> None:
@@ -77,7 +104,7 @@ class Answers(Extension):
         recipe = opened.recipe
         self._opened, self._run = opened, run
         self._section, self._every = recipe.answers, recipe.training.eval_every_steps
-        self._rows = run.asked.rows
+        self._rows, self._scorer = run.asked.rows, run.asked.scorer
         self._loaded = loaded_of(opened, run, "lower answers.batch_size or answers.max_new_tokens")
         section = self._section
         if run.tokenizer.chat_template is not None and run.data.report.chat_template is None and not section.raw:
@@ -98,6 +125,9 @@ class Answers(Extension):
             self._prompts = encode_rows(self._loaded, self._rows, FILE, section.system, section.raw)
             if not self._loaded.encoder_decoder:  # whose answers have all positions, whatever the prompt
                 _require_room(self._loaded, self._rows, self._prompts, section)
+
+    def state(self) -> dict[str, Any]:
+        return {"scorer": self._scorer}
 
     def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
         if not self._is_due(trainer.global_step):

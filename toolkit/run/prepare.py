@@ -19,7 +19,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.answers import read_asked, require_sighted
+from toolkit.run.answers import read_asked, require_same_scoring, require_sighted
 from toolkit.run.by_block_check import accumulation_of
 from toolkit.run.model_checks import check_model
 from toolkit.run.model_on_meta import build_on_meta, read_rows
@@ -43,6 +43,7 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     recipe, accelerator = opened.recipe, opened.accelerator
     training = recipe.training
     asked = read_asked(recipe)  # before the model is built, so that a bad row is reported at once
+    require_same_scoring(asked, recipe, resumed)
     on_meta = build_on_meta(opened, read_rows(opened, resumed))
     require_sighted(asked, on_meta.data.train)
     _require_same_adapter(on_meta.model, recipe, resumed)

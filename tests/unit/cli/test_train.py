@@ -26,6 +26,7 @@ from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
 from toolkit.ranks import free_port
 from toolkit.recipe.recipe import Recipe
+from toolkit.terminal import stdout_on_stderr
 
 ROOT = Path(__file__).parents[3]
 
@@ -272,7 +273,7 @@ def test_configs_are_listed_and_copied(tmp_path: Path) -> None:
 
 
 def test_with_json_what_ranks_print_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    with train.ranks_on_stderr():
+    with stdout_on_stderr():
         subprocess.run(["echo", "run: outputs/mine"], check=True)
     subprocess.run(["echo", "{}"], check=True)
     told = capfd.readouterr()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from toolkit.generation.rows import PromptRow, read_rows
 from toolkit.generation.scorer import Scorer, load_scorer
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.origin import Origin
+from toolkit.user_function import UserFunction
 
 SOURCE = """
 from pathlib import Path
@@ -62,32 +66,52 @@ def test_scores_are_averaged_and_those_below_one_are_listed(module: str, tmp_pat
     assert scorer.fingerprint == hashlib.sha256((tmp_path / f"{module}.py").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("value", [True, 1, 0.0, 0.5, np.float32(1), np.int64(0), False])
-def test_numbers_from_0_to_1_are_scores(value: Any) -> None:
-    row = PromptRow("f:1", "?", "?")
-    assert Scorer("m:f", lambda _text, _row: value, "", "--score").score("", row) == float(value)
+class Odd(float):
+    """A number whose conversion and text are code of the user's."""
+
+    def __float__(self) -> float:
+        raise SystemExit(0)
+
+    def __repr__(self) -> str:
+        raise ValueError
 
 
-@pytest.mark.parametrize("value", [None, "1", 2, -0.1, float("nan"), float("inf"), [1], 1j, torch.tensor(1.0)], ids=str)
-def test_other_values_are_refused_and_name_the_row(value: Any) -> None:
-    with pytest.raises(BadInputError, match=r"--score: m:f returned .* for f:7; allowed: True, False, or a number"):
-        Scorer("m:f", lambda _text, _row: value, "", "--score").score("", PromptRow("f:7", "?", "?"))
+class Masked:
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        raise KeyError("class")
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("no_such_module_at_all:f", "no module 'no_such_module_at_all' on Python's path; set PYTHONPATH"),
-        ("{}:no_such", "has no function 'no_such'"),
-        ("{}:Path.cwd", "has no function 'Path.cwd'"),
-        ("math:sqrt", "'math:sqrt' has no source file"),
-        ("broken_{}:f", r"cannot be imported: ModuleNotFoundError: No module named 'absent_library'"),
-    ],
-)
-def test_what_cannot_be_imported_is_told(name: str, told: str, module: str, tmp_path: Path) -> None:
-    (tmp_path / f"broken_{module}.py").write_text("import absent_library\n")
-    with pytest.raises(BadInputError, match=rf"answers.score: .*{told}"):
-        load_scorer(name.format(module), "answers.score")
+def test_numbers_from_0_to_1_are_scores_and_other_values_name_the_row() -> None:
+    def score(value: Any) -> float:
+        return Scorer(UserFunction("m:f", lambda _text, _row: value, "", "--score")).score("", PromptRow("f:7", "", ""))
+
+    scores = [True, 1, 0.0, 0.5, np.float32(1), np.int64(0), False, Fraction(1, 4)]
+    assert [score(value) for value in scores] == [1, 1, 0, 0.5, 1, 0, 0, 0.25]
+    others = [
+        None,
+        "1",
+        2,
+        -0.1,
+        math.nan,
+        math.inf,
+        [1],
+        1j,
+        torch.tensor(1.0),
+        10**400,
+        10**5000,
+        -(10**400),
+        Odd(0.5),
+    ]
+    wrong = []
+    for value in [*others, Masked(), object]:
+        with pytest.raises(BadInputError) as caught:
+            score(value)
+        if not re.match(
+            "--score: m:f returned .* for f:7; allowed: True, False, or a number from 0", str(caught.value)
+        ):
+            wrong.append(str(caught.value))
+    assert wrong == []
 
 
 def test_a_function_that_fails_names_the_row_and_its_line(module: str) -> None:
