@@ -1,59 +1,128 @@
-"""`finetune(recipe, num_processes=2)`: ranks forked from this process give back their result or their error."""
+"""`finetune(recipe, num_processes=2)` gives back the result or the error of its ranks, whatever was done before."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from support.ranks import alone, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
 
-def _let_rank_0_return_last() -> None:
-    from toolkit.run import run
+class Nested(torch.autograd.Function):
+    """A backward inside a backward. The 61st starts a thread of torch's, after which no forked process can train."""
 
-    first, finish = os.getpid(), run.finetune
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, depth: int) -> torch.Tensor:
+        context.depth = depth
+        return value.clone()
 
-    def late(*args: Any) -> Any:
-        result = finish(*args)
-        if os.getpid() != first and os.environ["RANK"] == "0":
-            time.sleep(2)
-        return result
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if context.depth:
+            with torch.enable_grad():
+                start_thread_of_autograd(context.depth - 1)
+        return gradient, None
 
-    run.finetune = late
+
+def start_thread_of_autograd(depth: int = 70) -> None:
+    Nested.apply(torch.ones(1, requires_grad=True), depth).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def values_of(folder: Path, name: str, **training: Any) -> dict[str, Any]:
+    values = recipe_values(folder / "model", folder / "texts.jsonl", folder / name, folder / "cache", max_steps=2)
+    values["training"] |= training
+    return {**values, "export": {"enabled": False}}
+
+
+def stop_when_it_trains(run: Path) -> None:
+    """Interrupts this process, as the button of a notebook does, as soon as the run has made a step."""
+    while not (run / "metrics.jsonl").is_file():
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 @alone
-def runs(folder: Path) -> tuple[Any, str]:
+def after_all_that(folder: Path) -> dict[str, Any]:
+    from toolkit import Recipe, finetune
+    from toolkit.errors import BadInputError, StoppedError
+
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # as in a notebook
+        del os.environ[name]
+    sys.modules.setdefault("bitsandbytes", type(sys)("bitsandbytes"))  # after which Accelerate's launcher starts none
+    kept = torch.nn.Linear(1000, 1000)
+    finetune(Recipe.from_mapping(values_of(folder, "before")))
+    start_thread_of_autograd()
+    found: dict[str, Any] = {"kept": kept.in_features}
+    bad = values_of(folder, "other")
+    bad["data"]["train"] = str(folder / "none.jsonl")
+    try:
+        finetune(Recipe.from_mapping(bad), num_processes=2)
+    except BadInputError as error:
+        found["failed"] = str(error)
+    handler = signal.getsignal(signal.SIGINT)
+    threading.Thread(target=stop_when_it_trains, args=(folder / "stopped",), daemon=True).start()
+    try:
+        finetune(Recipe.from_mapping(values_of(folder, "stopped", max_steps=100_000)), num_processes=2)
+    except StoppedError as error:
+        found["stopped"] = str(error)
+    found["handler"] = signal.getsignal(signal.SIGINT) == handler
+    found["result"] = finetune(Recipe.from_mapping(values_of(folder, "run")), num_processes=2)
+    return found
+
+
+@alone
+def in_a_fork(folder: Path) -> str:
+    """What a run says in a process that `notebook_launcher` has forked from one that has trained."""
     from toolkit import Recipe, finetune
     from toolkit.errors import BadInputError
 
-    sys.modules.pop("bitsandbytes", None)  # the launcher starts no ranks where it is imported, as servers of tests do
-    values = recipe_values(folder / "model", folder / "texts.jsonl", folder / "run", folder / "cache", max_steps=2)
-    values["export"] = {"enabled": False}
-    _let_rank_0_return_last()
-    result = finetune(Recipe.from_mapping(values), num_processes=2)
-    values["data"]["train"] = str(folder / "none.jsonl")
-    values["training"]["output_dir"] = str(folder / "other")
-    try:
-        finetune(Recipe.from_mapping(values), num_processes=2)
-    except BadInputError as error:
-        return result, str(error)
-    return result, ""
+    start_thread_of_autograd()
+    receiver, sender = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            finetune(Recipe.from_mapping(values_of(folder, "forked")))
+        except BadInputError as error:
+            os.write(sender, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(receiver, 10_000).decode()
 
 
-def test_forked_ranks_give_back_their_result_or_their_error(tmp_path: Path) -> None:
-    save_llama(tmp_path / "model", make_texts(20), tied=True)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
-    [(result, told)] = run_on_ranks(runs, 1, tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert result.metrics == records
-    assert [record["step"] for record in records] == [1, 2]
-    assert result.output_dir == tmp_path / "run"
-    assert told.startswith(f"data.train: there is no file {str(tmp_path / 'none.jsonl')!r}; correct the path")
+def save_inputs(folder: Path) -> None:
+    save_llama(folder / "model", make_texts(20), tied=True)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
+
+
+def test_ranks_give_back_their_result_or_their_error_whatever_was_done_before(tmp_path: Path) -> None:
+    """After a run in this process, threads of autograd, a failed run and an interrupted one."""
+    save_inputs(tmp_path)
+    [found] = run_on_ranks(after_all_that, 1, tmp_path)
+    assert found["failed"].startswith(
+        f"data.train: there is no file {str(tmp_path / 'none.jsonl')!r}; correct the path"
+    )
     assert not (tmp_path / "other").exists()
+    assert found["stopped"].startswith("stopped ")
+    assert list((tmp_path / "stopped/checkpoints").glob("step_*/COMPLETE")), "its state is saved"
+    assert found["handler"], "the next interrupt is the notebook's"
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert found["result"].metrics == records
+    assert [record["step"] for record in records] == [1, 2]
+    assert found["result"].output_dir == tmp_path / "run"
+
+
+def test_a_fork_of_a_process_that_has_trained_is_refused(tmp_path: Path) -> None:
+    save_inputs(tmp_path)
+    [told] = run_on_ranks(in_a_fork, 1, tmp_path)
+    assert "this process was forked from one that has trained (Unable to handle autograd's threading" in told
+    assert told.endswith("restart the notebook, or use finetune(recipe, num_processes=N), which forks no process")
+    assert not (tmp_path / "forked").exists()

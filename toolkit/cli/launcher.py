@@ -19,11 +19,8 @@ import psutil
 from toolkit.cli.hub import settle_hub
 from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line
 from toolkit.recipe.recipe import Recipe
-from toolkit.supervise.launcher_logs import silence_launcher
+from toolkit.supervise.launcher_logs import settle_launcher
 from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
-
-SECONDS_TO_SAVE = 600
-"""How long ranks that are asked to stop may take to save their state. torch's 30 are too few for a large model."""
 
 
 def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recipe: Recipe | None = None) -> int:
@@ -50,8 +47,7 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
 
     if forks:
         _import_for_ranks()
-    silence_launcher()  # a rank prints its own error
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
+    settle_launcher()  # a rank prints its own error
     started = time.time()
     try:
         with _forwarding_signals():

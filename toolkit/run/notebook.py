@@ -1,28 +1,35 @@
-"""Runs from a notebook: updates one output of the cell, and returns the result of forked ranks.
+"""Runs from a notebook: updates one output of the cell, and returns the result of ranks that it starts.
 
-Accelerate's `notebook_launcher` forks the ranks. What a forked process sends to the browser is lost, so rank 0
-sends its outputs and its result through a pipe to the notebook's process.
+Only the notebook's process can send to the browser, so rank 0 sends its outputs and its result to that process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import multiprocessing
 import os
+import pickle
+import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 from typing import Any
 
+from accelerate.utils import check_cuda_p2p_ib_support, patch_environment
+
 from toolkit import ranks
-from toolkit.errors import BadInputError, ToolkitError, first_line
+from toolkit.errors import BadInputError, StoppedError, ToolkitError
 from toolkit.pages.notebook_output import Output, curve_of, progress_output, result_output
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.notebook_rank import Job
 from toolkit.run.outcome import FinetuneResult
-from toolkit.supervise.launcher_logs import silence_launcher
+from toolkit.supervise.launcher_logs import settle_launcher
 from toolkit.terminal import Terminal, in_notebook
 
 BAR_SECONDS = 0.5
@@ -34,8 +41,11 @@ CURVE_SHARE = 0.02
 LAST_SECONDS = 10.0
 """Time limit for the last message of ranks that have ended."""
 
-_to_notebook: Connection | None = None
-"""In a rank that `finetune_on` forked, the connection to the notebook's process. It is set before the fork."""
+connection: Connection | None = None
+"""In rank 0 of `finetune_on`, the connection to the process that started it."""
+
+shows = False
+"""Whether that process is a notebook's."""
 
 
 class NotebookOutput:
@@ -83,10 +93,10 @@ def notebook_output(num_steps: int) -> NotebookOutput | None:
     """Returns the output of the cell that this run was started in; None if there is none, and on ranks other than 0."""
     if ranks.rank() != 0:
         return None
+    if shows:
+        return NotebookOutput(send, num_steps)
     if not in_notebook():
         return None
-    if _to_notebook is not None:
-        return NotebookOutput(_send, num_steps)
     if multiprocessing.parent_process() is not None:  # a `notebook_launcher` in a cell has forked this process
         return None
     handle = _display(progress_output([], num_steps, None, None))
@@ -99,86 +109,125 @@ def _display(output: Output) -> Any:
     return display(output, raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
 
-def _send(message: Any) -> None:
+def send(message: Any) -> None:
     """Sends an output or a result to the notebook's process; a run goes on if that process is gone."""
-    assert _to_notebook is not None
+    assert connection is not None
     with contextlib.suppress(OSError):
-        _to_notebook.send(message)
+        connection.send(message)
 
 
 def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
-    """Runs a recipe on ranks that are forked from this process, and returns what rank 0 returned.
+    """Runs a recipe on ranks that are interpreters of their own, and returns what rank 0 returned.
+
+    They are not forked: in a fork of a process that has trained, or used CUDA, torch can do neither.
 
     Raises:
-        BadInputError: if a rank found bad input, or ranks cannot be forked from here.
+        BadInputError: if a rank found bad input.
+        StoppedError: if the run was asked to end.
         ToolkitError: if a rank failed.
     """
-    from accelerate import notebook_launcher
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if num_processes < 2:
         raise BadInputError(f"num_processes: {num_processes}, but ranks are started from 2 on; leave it out for one")
     if ranks.world_size() > 1:
         raise BadInputError("num_processes: this process is a rank already; leave it out")
-    silence_launcher()
+    settle_launcher()
     print(f"starting {num_processes} processes", flush=True)
-    stdout = sys.stdout
-
-    def as_rank() -> None:
-        from toolkit.run.run import finetune
-
-        sys.stdout = stdout
-        result = finetune(recipe)
-        # The process group is gone by now, so only the launcher's variable tells ranks apart.
-        if os.environ["RANK"] == "0":
-            _send(result)
-
-    with _receiving() as results:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        rdzv_backend="static",
+        rdzv_endpoint=f"127.0.0.1:{ranks.free_port()}",
+        rdzv_configs={"rank": 0},
+        max_restarts=0,
+    )
+    with _receiving() as (address, key, results), tempfile.TemporaryDirectory() as folder, _same_signals():
+        job = Path(folder, "job")
+        job.write_bytes(pickle.dumps(Job(recipe, address, key, in_notebook())))
         try:
-            # The launcher prints that it uses CUDA devices even if there are none.
-            with contextlib.redirect_stdout(io.StringIO()):
-                notebook_launcher(as_rank, (), num_processes, use_port=str(ranks.free_port()))
+            with patch_environment(**_environment()):
+                elastic_launch(config, sys.executable)("-m", "toolkit.run.notebook_rank", str(job))
         except ChildFailedError as error:
             raise _error_of_rank(*error.get_first_failure()) from None
-        except (ValueError, RuntimeError) as error:
-            raise BadInputError(f"num_processes: {first_line(error)}") from error
+        except SignalException as error:
+            raise StoppedError(
+                f"stopped by {error.sigval.name}; if the run had begun to train, its state is saved, and the same call "
+                "goes on from there"
+            ) from None
+    if not results:
+        raise ToolkitError("the ranks ended with code 0 before the run was done: look at the last lines above")
     return results[0]
 
 
+def _environment() -> dict[str, str]:
+    """Returns the variables of the ranks: Python's path as it is here, and what Accelerate's launcher sets."""
+    found = {"PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)}
+    if "OMP_NUM_THREADS" not in os.environ:
+        found["OMP_NUM_THREADS"] = "1"
+    if not check_cuda_p2p_ib_support():
+        found |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    return found
+
+
 @contextlib.contextmanager
-def _receiving() -> Iterator[list[FinetuneResult]]:
-    """Receives from forked ranks inside the block: shows their outputs, and fills the yielded list with results."""
-    global _to_notebook
-    receiver, _to_notebook = multiprocessing.Pipe(duplex=False)
-    results: list[FinetuneResult] = []
-    thread = threading.Thread(target=_receive, args=(receiver, results), name="notebook", daemon=True)
-    thread.start()
+def _same_signals() -> Iterator[None]:
+    """Puts the handlers of signals back at the end: torch's launcher leaves its own, which would end the next cell."""
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set them
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if is_main else ()
+    before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None)) is not None}
     try:
-        yield results
+        yield
     finally:
-        _to_notebook.close()  # the ranks have ended: no other process holds this end any more
-        _to_notebook = None
-        thread.join(LAST_SECONDS)
-        receiver.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _receive(receiver: Connection, results: list[FinetuneResult]) -> None:
+@contextlib.contextmanager
+def _receiving() -> Iterator[tuple[tuple[str, int], bytes, list[FinetuneResult]]]:
+    """Receives from rank 0 inside the block: shows its outputs, and fills the yielded list with its result.
+
+    Also yields the address at which it listens, and the key that rank 0 has to know.
+    """
+    key = os.urandom(32)
+    results: list[FinetuneResult] = []
+    ended = threading.Event()
+    with Listener(("127.0.0.1", 0), authkey=key) as listener:
+        address: Any = listener.address
+        thread = threading.Thread(target=_receive, args=(listener, results, ended), name="notebook", daemon=True)
+        thread.start()
+        try:
+            yield address, key, results
+        finally:
+            ended.set()
+            with contextlib.suppress(OSError):
+                socket.create_connection(address).close()  # the thread may wait for a connection
+            thread.join(LAST_SECONDS)
+
+
+def _receive(listener: Listener, results: list[FinetuneResult], ended: threading.Event) -> None:
     handle = None
-    with contextlib.suppress(EOFError):
-        while True:
-            message = receiver.recv()
-            if isinstance(message, FinetuneResult):
-                results.append(message)
-            elif handle is None:
-                handle = _display(message)
-            else:
-                handle.update(message, raw=True)
+    while not ended.is_set():
+        with contextlib.suppress(EOFError, OSError, AuthenticationError), listener.accept() as receiver:
+            while True:
+                message = receiver.recv()
+                if isinstance(message, FinetuneResult):
+                    results.append(message)
+                elif handle is None:
+                    handle = _display(message)
+                else:
+                    handle.update(message, raw=True)
 
 
 def _error_of_rank(rank: int, failure: Any) -> ToolkitError:
     """Returns the message of the first rank that failed, as an error of its type."""
     said = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
     kind, _, text = said.partition(": ")
+    if kind == StoppedError.__name__:
+        return StoppedError(text)
     bad_input: set[type[ToolkitError]] = {BadInputError, *BadInputError.__subclasses__()}
     is_bad_input = kind in {each.__name__ for each in bad_input}
     return BadInputError(text) if is_bad_input else ToolkitError(f"rank {rank}: {said}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from toolkit import ranks
 from toolkit.checkpoint.push import require_login
+from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.accelerator import (
     build_accelerator,
@@ -24,6 +28,24 @@ from toolkit.terminal import Terminal
 from toolkit.training.usage import forget_peaks
 
 
+def _require_usable_fork() -> None:
+    """Raises BadInputError in a forked process that cannot train, because its parent has started torch's threads.
+
+    `toolkit train` forks from a process that has only imported; somebody else's `notebook_launcher` may not.
+    """
+    if multiprocessing.parent_process() is None:
+        return
+    mend = "restart the notebook, or use finetune(recipe, num_processes=N), which forks no process"
+    if torch.cuda._is_in_bad_fork():
+        raise BadInputError(f"this process was forked from one that has used CUDA; {mend}")
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError as error:
+        raise BadInputError(
+            f"this process was forked from one that has trained ({first_line(error)}); {mend}"
+        ) from None
+
+
 @contextmanager
 def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
     """Opens a run for the length of the block, and releases its process group, trackers and offload at the end.
@@ -32,6 +54,7 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
         BadInputError: if the recipe contradicts the Accelerate config, the machine or an installed package.
         ToolkitError: if the ranks did not meet in time.
     """
+    _require_usable_fork()
     quiet_libraries()
     # Both before the accelerator: CUDA is not started yet, and a setting that cannot be used ends here.
     grow_segments()

@@ -64,7 +64,7 @@ def finetune(
     Args:
         recipe: a recipe, or its name or path for `Recipe.load`.
         overrides: overrides of a recipe that is named; see `Recipe.load`.
-        num_processes: in a notebook, the number of ranks that Accelerate's `notebook_launcher` starts.
+        num_processes: the number of ranks to start, each in a process of its own, from a notebook or a script.
 
     A finished run of the same recipe in the folder is not run again: its result is read from there.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+from multiprocessing.connection import Client
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, ToolkitError
+from toolkit.errors import BadInputError, StoppedError, ToolkitError
 from toolkit.pages.notebook_output import Output
 from toolkit.run import notebook
 from toolkit.run.notebook import NotebookOutput, notebook_output
@@ -107,15 +109,19 @@ def test_elsewhere_there_is_no_output(case: str, monkeypatch: pytest.MonkeyPatch
     assert displays.outputs == []
 
 
-def test_a_forked_rank_sends_its_outputs_to_the_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rank_sends_its_outputs_to_the_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     displays = Displays(monkeypatch)
     result = result_of(tmp_path, EVALS, None)
-    with notebook._receiving() as results:
+    with notebook._receiving() as (address, key, results):
+        socket.create_connection(address).close()  # somebody else's
+        monkeypatch.setattr(notebook, "connection", Client(address, authkey=key))
+        monkeypatch.setattr(notebook, "shows", True)
         output = notebook_output(3)
         assert output is not None
         output.record(EVALS, None)
         output.finish(result)
-        notebook._send(result)
+        notebook.send(result)
+        notebook.connection.close()
     assert results == [result]
     assert [[each["text/plain"].partition(",")[0] for each in shown] for shown in displays.outputs] == [
         ["step 3 of 3", f"report: {tmp_path / 'report.html'}"]
@@ -126,6 +132,7 @@ def test_a_forked_rank_sends_its_outputs_to_the_notebook(monkeypatch: pytest.Mon
     ("said", "kind", "told"),
     [
         ("DataError: data.train: no rows", BadInputError, "data.train: no rows"),
+        ("StoppedError: stopped after step 3: SIGINT", StoppedError, "stopped after step 3: SIGINT"),
         ({"message": "BadInputError: a: b", "extraInfo": {}}, BadInputError, "a: b"),
         ("ZeroDivisionError: division by zero", ToolkitError, "rank 1: ZeroDivisionError: division by zero"),
         ("Signal 9 (SIGKILL) received", ToolkitError, "rank 1: Signal 9 (SIGKILL) received"),
