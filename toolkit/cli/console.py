@@ -114,6 +114,9 @@ def print_failure(error: BaseException) -> int:
     where = f"rank {rank} of {world_size} on {platform.node()}" if world_size != "1" else "the run"
     when = "".join(f", {note}" for note in getattr(error, "__notes__", []))
     console = Terminal()
+    if is_lost_peer(error) and (ended := list(getattr(error, "__notes__", []))):
+        console.fail(f"{where} lost its connection: {', '.join(ended)}; look at what that rank ran last")
+        return 1
     if _is_out_of_memory(error):
         what = f"ran out of memory{when}: {first_line(error)}; {MORE_MEMORY}"
     else:

@@ -117,6 +117,10 @@ class Watch:
                 self._report(places)
             self._end_ranks(here)
 
+    def dead_ranks(self) -> list[RankStatus]:
+        """Returns the ranks of this host whose processes have ended in the midst of the run."""
+        return [place for place in self._local_ranks(time.monotonic()) if place.is_dead]
+
     def _limit_to_awake_time(self, places: list[RankStatus], now: float) -> list[RankStatus]:
         if self._awake_since is None:
             return places

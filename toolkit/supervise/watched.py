@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from toolkit import ranks
+from toolkit.errors import is_lost_peer
 from toolkit.supervise.flight_recorder import last_collectives
 from toolkit.supervise.rank_status import FOLDER
 from toolkit.supervise.watchdog import STALL_FILE, Watch
@@ -71,6 +72,11 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat
     try:
         with guarded(local, shared, limit, interval) if _needs_guard() else nullcontext():
             yield beats
+    except Exception as error:
+        if is_lost_peer(error):
+            for place in watch.dead_ranks():
+                error.add_note(f"rank {place.rank} (process {place.pid}) has ended without an error of its own")
+        raise
     finally:
         done.set()
         thread.join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from rich.console import Console
@@ -9,6 +11,8 @@ from rich.console import Console
 from toolkit.cli import console as consoles
 from toolkit.cli.checkpoints import _cell_text
 from toolkit.cli.console import print_failure, print_table
+from toolkit.cli.finetune import as_rank
+from toolkit.errors import BadInputError, StoppedError
 
 COLUMNS = ["key", "value", "from"]
 ROWS = [
@@ -47,6 +51,30 @@ def test_checkpoints_have_sizes_for_people() -> None:
         "whole",
         "",
     )
+
+
+def test_a_rank_that_lost_another_names_that_one(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(consoles.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    error = RuntimeError("Read error [127.0.0.1]:9385: Connection reset by peer.")
+    error.add_note("rank 0 (process 88) has ended without an error of its own")
+    assert print_failure(error) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "lost its connection: rank 0 (process 88) has ended without an error of its own; look at" in told
+    assert "Traceback" not in told
+
+
+def test_no_exit_in_a_rank_counts_as_done(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [(SystemExit(0), 1), (SystemExit(), 1), (GeneratorExit(), 1), (BadInputError("a: b"), 2)]
+    for error, code in [*ends, (StoppedError("stopped"), 3), (KeyboardInterrupt(), 130)]:
+        assert as_rank(lambda error=error: raises(error)) == code, error
+        assert capsys.readouterr().err != "", error
+    assert as_rank(lambda: None) == 0
+
+
+def raises(error: BaseException) -> None:
+    raise error
 
 
 def test_a_model_that_does_not_compute_in_16_bits_is_told_what_to_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,6 +245,33 @@ def test_json_tells_the_command_and_what_the_run_has_left(launched: list[list[st
     assert set(json.loads(dry.stdout)) == {"command", "exit_code"}
 
 
+def test_code_0_without_a_run_that_says_it_is_done_is_an_error(
+    launched: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As after a function of the user's, or a library, that ends the process of its rank."""
+
+    def ranks(words: list[str], output_dir: Path, *, recipe: Recipe) -> int:
+        (output_dir / "export").mkdir(parents=True, exist_ok=True)
+        if "training.max_steps=9" in words:
+            (output_dir / "finished.json").write_text('{"export": null}')
+        return 0
+
+    monkeypatch.setattr(launcher, "run_launcher", ranks)
+    score = ["answers.file=asked.jsonl", "answers.score=mine.py:judge"]
+    for name, words, suspect in (
+        ("one", [], "; a library has"),
+        ("two", score, "; answers.score (mine.py:judge) or a"),
+    ):
+        result = run("sft", *words, f"training.output_dir={tmp_path / name}")
+        assert isinstance(result.exception, ToolkitError)
+        assert result.exception.exit_code == 1
+        told = str(result.exception)
+        assert told.startswith(f"the ranks ended with code 0 before the run was done: {str(tmp_path / name)!r} has no")
+        assert suspect in told
+    assert run("sft", "--dry-run", f"training.output_dir={tmp_path / 'one'}").exit_code == 0
+    assert run("sft", "training.max_steps=9", f"training.output_dir={tmp_path / 'one'}").exit_code == 0
+
+
 def test_a_signal_goes_to_a_single_rank_and_its_exit_code_comes_back(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -13,9 +14,17 @@ import pytest
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.generation.complete import Prompt
 from toolkit.generation.rows import PromptRow
+from toolkit.pages.card import recipe_for_readers
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.answers import Answers, _require_room, _split_over_ranks, read_asked, require_sighted
+from toolkit.run.answers import (
+    Answers,
+    _require_room,
+    _split_over_ranks,
+    read_asked,
+    require_same_scoring,
+    require_sighted,
+)
 from toolkit.run.stages import Asked
 
 QUESTION = {"prompt": "2 + 2?", "answer": "4"}
@@ -43,11 +52,58 @@ def test_rows_are_those_of_an_evaluation(tmp_path: Path) -> None:
     assert read_asked(Recipe.load("sft")).rows == []
 
 
+def test_a_resumed_run_scores_as_before(tmp_path: Path) -> None:
+    """The same source, wherever it is; and the same comparison where the best checkpoint is the one with most right."""
+    for name, text in {"one": "True", "same": "True", "other": "False"}.items():
+        (tmp_path / f"{name}.py").write_text(f"def judge(completion, row):\n    return {text}\n")
+    file = written(tmp_path, QUESTION)
+    best = ["training.best_by=answers", "training.patience=1", "training.eval_every_steps=1"]
+
+    def resume(before: list[str], now: list[str]) -> str:
+        old, new = recipe_of(file, *before), recipe_of(file, *now)
+        resumed = SimpleNamespace(step=8, scorer=read_asked(old).scorer, recipe=old.model_dump(mode="json"))
+        try:
+            require_same_scoring(read_asked(new), new, resumed)  # type: ignore[arg-type]
+        except BadInputError as error:
+            return str(error)
+        return ""
+
+    one, same, other = ([f"answers.score={tmp_path / name}.py:judge"] for name in ("one", "same", "other"))
+    hashes = [hashlib.sha256((tmp_path / f"{name}.py").read_bytes()).hexdigest() for name in ("one", "other")]
+    changed = resume(one, other)
+    assert changed.startswith(
+        f"answers.score: the source has changed: SHA-256 {hashes[0]} scored the run up to step 8, and {hashes[1]} is"
+    )
+    assert "bring the first one back, or start anew with another training.output_dir" in changed
+    for words in ([], best):
+        assert resume([*one, *words], [*same, *words]) == ""
+        assert resume([*one, *words], [*other, *words]) == changed
+    numeric = ["answers.numeric=true"]
+    assert resume(numeric, []) == ""
+    assert resume(one, []) == ""
+    assert resume([*numeric, *best], [*numeric, *best, "answers.batch_size=2", "answers.max_new_tokens=3"]) == ""
+    for before, now, names in (
+        (numeric, [], "answers.numeric: "),
+        ([], one, "answers.score: "),
+        (one, numeric, "answers.numeric, answers.score: "),
+        ([], ["answers.extract=a+", "answers.strict=true"], "answers.strict, answers.extract: "),
+    ):
+        assert resume([*before, *best], [*now, *best]).startswith(f"{names}the run up to step 8 compared its answers")
+    old = recipe_of(file, *one)
+    missing = SimpleNamespace(step=8, scorer=None, recipe=old.model_dump(mode="json"))
+    require_same_scoring(read_asked(recipe_of(file, *other)), old, missing)  # type: ignore[arg-type]  # an older version
+
+
 def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
     written(tmp_path, QUESTION)
     text = Recipe.load("sft").to_yaml().replace("file: null", "file: asked.jsonl")
     (tmp_path / "mine.yaml").write_text(text)
     assert Recipe.load(tmp_path / "mine.yaml").answers.file == str(tmp_path / "asked.jsonl")
+    scored = Recipe.load("sft", ["answers.file=a.jsonl", "answers.score=mine.py:judge"]).to_yaml()
+    (tmp_path / "scored.yaml").write_text(scored)
+    found = Recipe.load(tmp_path / "scored.yaml")
+    assert found.answers.score == f"{tmp_path / 'mine.py'}:judge"
+    assert "score: mine.py:judge" in recipe_for_readers(found)
 
 
 @pytest.mark.parametrize(

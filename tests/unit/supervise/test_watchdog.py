@@ -215,6 +215,7 @@ def test_a_rank_that_is_dead_is_waited_for_a_minute(
     watch = host.watch(1)
     monkeypatch.setattr(watch, "_rank", 1)
     assert looks(watch, host, 1, 100, 200) == 169, "rank 0 cannot tell, and 1 does"
+    assert {place.rank for place in watch.dead_ranks()} == {0, 1}
     assert killed == [], "its number may be another process's by now"
 
 
