@@ -141,12 +141,12 @@ _real_exit = os._exit
 _fence = threading.local()
 
 
-def _exit(code: int) -> NoReturn:
+def _exit(status: int) -> NoReturn:
     """`os._exit`, which raises in the thread that is in the fence; elsewhere, and in its child processes, it exits."""
     ours = str(sys._getframe(1).f_globals.get("__name__")).startswith("toolkit.")  # a handler of signals
     if getattr(_fence, "pid", None) == os.getpid() and not ours:
-        raise _ExitError(f"os._exit({code})")
-    _real_exit(code)
+        raise _ExitError(f"os._exit({status})")
+    _real_exit(status)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,8 @@ Structured = Annotated[
 Score = Annotated[
     str | None,
     typer.Option(
-        help="With --eval: score with this function (module:function on Python's path), which needs no answers.",
+        help="With --eval: score with this function (file.py:function, or module:function on Python's path), which "
+        "needs no answers.",
         show_default=False,
     ),
 ]

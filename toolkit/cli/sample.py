@@ -30,7 +30,9 @@ Structured = Annotated[
 Score = Annotated[
     str | None,
     typer.Option(
-        help="Score with this function (module:function on Python's path), which needs no answers.", show_default=False
+        help="Score with this function (file.py:function, or module:function on Python's path), which needs no "
+        "answers.",
+        show_default=False,
     ),
 ]
 

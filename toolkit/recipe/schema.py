@@ -640,8 +640,8 @@ class AnswersSection(Section):
     structured: bool = Field(False, description="Compare as JSON; order of keys and whitespace do not count.")
     score: str | None = Field(
         None,
-        description="Score answers with this function (module:function on Python's path). It is called with the answer "
-        "and its row, and returns True, False or a number from 0 to 1. The module's code is run.",
+        description="Score answers with this function (file.py:function, or module:function on Python's path). It is "
+        "called with the answer and its row, and returns True, False or a number from 0 to 1. The file's code is run.",
     )
 
     @model_validator(mode="after")

@@ -44,7 +44,7 @@ def main(job: Job) -> int:
     try:
         _run(job)
     except BaseException as error:
-        handler.record_exception(error)  # type: ignore[arg-type] - it takes any
+        handler.record_exception(error)
         if isinstance(error, ToolkitError):
             return error.exit_code
         traceback.print_exc()

@@ -39,7 +39,7 @@ def _require_usable_fork() -> None:
     if torch.cuda._is_in_bad_fork():
         raise BadInputError(f"this process was forked from one that has used CUDA; {mend}")
     try:
-        torch.ones(1, requires_grad=True).sum().backward()
+        torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise BadInputError(
             f"this process was forked from one that has trained ({first_line(error)}); {mend}"

@@ -49,11 +49,13 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
                 f"adapter.start_from: the adapter in {recipe.adapter.start_from!r} is not the one that the export was "
                 "trained from; name the folder that has it: adapter.start_from=..."
             )
-    if recipe.answers.score is not None and load_scorer(recipe.answers.score, SCORE).fingerprint != origin.scorer:
-        raise BadInputError(
-            f"{SCORE}: the source of {recipe.answers.score!r} is not the one that scored the run's answers; bring that "
-            f"back, or name the function that has it: {SCORE}=..."
-        )
+    if recipe.answers.score is not None:
+        found_source = load_scorer(recipe.answers.score, SCORE).fingerprint
+        if found_source != origin.scorer:
+            raise BadInputError(
+                f"{SCORE}: the source of {recipe.answers.score!r} (SHA-256 {found_source}) is not the one that scored "
+                f"the run's answers (SHA-256 {origin.scorer}); name the function that has it: {SCORE}=..."
+            )
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     found = build.build(recipe.data, tokens, recipe.training.seed, recipe.objective)
     # Older exports do not know the content of images.

@@ -181,7 +181,7 @@ def test_a_strangers_recipe_runs_no_code_unless_it_is_allowed(
     assert not marker.exists()
     changed = refusals.toolkit(*words, "--trust-code")
     assert changed.problems("answers.score") == []
-    assert "is not the one that scored" in " ".join(changed.told.split())
+    assert "is not the one that" in " ".join(changed.told.split())
     assert marker.exists()
     Origin(
         Recipe.load("sft", ["model.trust_remote_code=true"]).to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}

@@ -151,8 +151,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ([*FILE, "answers.numeric=true", "answers.structured=true"], "answers.numeric has no effect with"),
         ([*FILE, "answers.raw=true", "answers.system=Hi"], "answers.system has no effect with"),
         ([*FILE, "answers.strict=true", "answers.numeric=true"], "answers.strict has no effect with"),
-        ([*FILE, "answers.score=scores"], "answers.score: 'scores' names no function; write module:function"),
-        ([*FILE, "answers.score=a b:c"], "answers.score: 'a b:c' names no function; write module:function"),
+        ([*FILE, "answers.score=scores"], "answers.score: 'scores' names no function; write file.py:function"),
+        ([*FILE, "answers.score=a b:c"], "answers.score: 'a b:c' names no function; write file.py:function"),
         ([*FILE, "answers.score=a:b", "answers.numeric=true"], "answers.numeric has no effect with answers.score"),
         ([*FILE, "answers.extract='('"], "answers.extract: '(' is no regular expression"),
         (
