@@ -19,7 +19,7 @@ from toolkit.data.files import local_path, paths_of
 from toolkit.data.layouts import Layout, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.picture_samples import PictureSamples, identify_pictures
-from toolkit.data.picture_settings import require_built, require_effect
+from toolkit.data.picture_settings import require_built, require_effect, require_root
 from toolkit.data.pictures import Pictures
 from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.samples import (
@@ -41,6 +41,7 @@ from toolkit.data.selection import (
     one_pass,
     require_both,
     select,
+    ways_of_long_rows,
 )
 from toolkit.data.sources import Source, glimpse, has_pictures, identify, open_source, sampled, short_names
 from toolkit.data.stops import next_turn_of, require_turn_end
@@ -231,6 +232,7 @@ class Builder:
         if not self.objective.spec.sees_pictures or self.pictures is None or not has_pictures(source):
             return None
         require_built(self.data, source.name)
+        require_root(self.data)
         return self.pictures
 
     def _content_of_pictures(self, named: list[Named]) -> str | None:
@@ -314,6 +316,7 @@ class Builder:
             already_cut=self.classification or self.seq2seq,
             max_dropped=self.data.max_dropped_fraction,
             max_target_length=self.max_target,
+            ways=ways_of_long_rows(self.objective.spec, rows.have_pictures or self.targets == EACH_TURN),
         )
 
     def _long_rows(self, layouts: set[str]) -> str:
@@ -430,6 +433,7 @@ class Builder:
             self.seed if self.data.shuffle else None,
             self.data.max_dropped_fraction,
             held_out,
+            ways_of_long_rows(self.objective.spec, self.targets == EACH_TURN),
         )
         # Read now, so that data that cannot be used ends the run before its first step.
         first = next(stream.windows())

@@ -26,7 +26,7 @@ from toolkit.data.pictures import parse
 from toolkit.data.readers import Shard, read
 from toolkit.data.sources import Source
 from toolkit.data.values import RowProblem
-from toolkit.errors import DataError
+from toolkit.errors import DataError, ToolkitError
 from toolkit.objectives.specs.registry import SPECS
 
 # Given, not inferred: a column that begins with nulls, such as `problem`, would become a column of nulls.
@@ -252,7 +252,7 @@ def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> 
             for batch in batches(read(shard), BATCH_ROWS):
                 for document in encoder.documents(batch, layout):
                     yield {**document, "shard": number}
-        except DataError as error:
+        except ToolkitError as error:  # of a file, or of the model's image processor
             [document] = encoder.documents([RowProblem(f"{_FATAL}{error}")], layout)
             yield {**document, "shard": number}
             return

@@ -17,8 +17,9 @@ from toolkit.data.values import RowProblem
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """The formats that are read. Pillow knows more: for EPS it would run Ghostscript on an untrusted file."""
 
-MAX_PIXELS = 89_478_485
-"""Pillow's own limit against decompression bombs, beyond which it only warns: 256 MiB of RGB."""
+MAX_PIXELS = 2**26
+"""The largest picture: 256 MiB as RGB, twice that while it is decoded. A GIF of 29 bytes can claim as many, and
+Pillow's own limit (warned of at 89 million, refused at twice that) would let it take 1.4 GiB."""
 
 MAX_BYTES = 256 * 2**20
 """The largest file; a picture of at most `MAX_PIXELS` needs no more."""
@@ -38,7 +39,8 @@ def decoded(content: bytes) -> Image.Image:
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
             _require_usable(picture)
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            ImageOps.exif_transpose(picture, in_place=True)  # otherwise a copy, even of one that needs no turning
+            return picture.convert("RGB")
     except RowProblem:
         raise
     except UnidentifiedImageError as error:

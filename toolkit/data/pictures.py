@@ -234,11 +234,11 @@ class Pictures:
         path = self._place(record, root)
         try:
             content = content_of(path)
+            if _digest(content) == record["digest"]:
+                return decoded(content)  # another version may have taken what this one refuses
         except RowProblem as problem:
             raise DataError(f"{row}: {str(path)!r}: {problem}; {_mend(cached)}") from problem
-        if _digest(content) != record["digest"]:
-            raise DataError(f"{row}: {str(path)!r} is another image than when the rows were read; {_mend(cached)}")
-        return decoded(content)
+        raise DataError(f"{row}: {str(path)!r} is another image than when the rows were read; {_mend(cached)}")
 
     def require_there(self, record: dict[str, Any], root: str, row: Callable[[], str], cached: Path) -> None:
         """Checks, without reading it, that the file of a record is there, and as long as when the rows were read.

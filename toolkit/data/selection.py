@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from toolkit.data.report import by_reason
 from toolkit.data.samples import Rows, TokenRows
 from toolkit.data.values import numbers_first
 from toolkit.errors import DataError, counted
+from toolkit.objectives.specs.spec import ObjectiveSpec
 
 LONG_SHARE = 0.01
 """Share of rows longer than `data.max_length` above which they are an error, unless the recipe says otherwise."""
@@ -50,6 +52,7 @@ def select(
     already_cut: bool,
     max_dropped: float,
     max_target_length: int | None = None,
+    ways: Sequence[str] = ("drop",),
 ) -> Selection:
     """Selects the rows of a split that can be used.
 
@@ -59,6 +62,7 @@ def select(
         already_cut: whether long rows were cut when they were tokenised, so that `truncate` finds none.
         max_dropped: share of the rows that may be dropped, not counting those that are too long.
         max_target_length: the most tokens of a target, for rows of a source and a target, else None.
+        ways: the values of `data.long_rows` that an error may advise.
 
     Raises:
         DataError: if too many are too long or cannot be used, or none is left.
@@ -78,7 +82,7 @@ def select(
     if policy == "error" and len(long) > LONG_SHARE * len(good):
         if max_target_length is not None:
             raise DataError(_too_many_of_two(field, rows, good, len(long), max_length, max_target_length))
-        raise DataError(too_many_long(field, lengths[good], len(good), len(long), max_length))
+        raise DataError(too_many_long(field, lengths[good], len(good), len(long), max_length, ways))
     if policy in ("error", "drop"):
         dropped |= dict.fromkeys(long.tolist(), too_long)
     # A prompt that fills max_length leaves nothing to learn.
@@ -103,6 +107,17 @@ def _too_many_of_two(field: str, rows: Rows, good: Ints, num_long: int, max_leng
         f"the longest source has {int(sources.max()):,} and the longest target {int(targets.max()):,}. Raise these, or "
         "choose what happens to the rows: data.long_rows=drop or truncate"
     )
+
+
+def ways_of_long_rows(spec: ObjectiveSpec, whole: bool) -> tuple[str, ...]:
+    """Returns the values of `data.long_rows` besides `error` that rows support.
+
+    Args:
+        whole: whether the rows are never cut: they have images, or a sample for each answer.
+    """
+    if whole or spec.compares_completions:
+        return ("drop",)
+    return ("drop", "truncate") if spec.padded else ("drop", "truncate", "split")
 
 
 def problems_of(rows: Rows) -> dict[int, str]:
@@ -161,19 +176,23 @@ def nothing_within(max_length: int) -> str:
     return f"nothing to learn within {max_length} tokens"
 
 
-def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_length: int) -> str:
-    """Returns the error's text. `lengths` are those of the rows, or of the ones that are known."""
+def too_many_long(field: str, lengths: Any, num_rows: int, num_long: int, max_length: int, ways: Sequence[str]) -> str:
+    """Returns the error's text. `lengths` are those of the rows that are known; for `ways` see `select`."""
     share = num_long / num_rows
     p99 = int(np.percentile(lengths, 99, method="higher"))
     return (
         f"{field}: {num_long:,} of {counted(num_rows, 'row')} ({share:.1%}) are longer than data.max_length, "
         f"{max_length} tokens; the longest has {int(lengths.max()):,}, and 99 % have at most {p99:,}. Raise "
-        "data.max_length, or choose what happens to them: data.long_rows=drop, or truncate or split where the "
-        "objective allows it"
+        f"data.max_length, or choose what happens to them: data.long_rows={_any_of(ways)}"
     )
 
 
 NO_CLASS = "the label is not one of the classes"
+
+
+def _any_of(values: Sequence[str]) -> str:
+    *before, last = values
+    return f"{', '.join(before)} or {last}" if before else last
 
 
 def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:

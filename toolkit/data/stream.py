@@ -24,7 +24,15 @@ from toolkit.data.packing import best_fit, by_sample
 from toolkit.data.readers import Row
 from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
 from toolkit.data.samples import Batch, TextSamples, batch_of
-from toolkit.data.selection import LONG_SHARE, TOO_LONG, cut, nothing_within, too_many_dropped, too_many_long
+from toolkit.data.selection import (
+    LONG_SHARE,
+    TOO_LONG,
+    cut,
+    nothing_within,
+    reasons_in_words,
+    too_many_dropped,
+    too_many_long,
+)
 from toolkit.data.sources import Source, named_rows
 from toolkit.errors import DataError
 
@@ -87,6 +95,11 @@ class StreamCounts:
         _count_row(self.dropped, reason, row)
 
     @property
+    def reasons(self) -> dict[str, tuple[int, list[str]]]:
+        """Why rows were dropped -> how many, and the names of the first."""
+        return {why: (found["count"], found["rows"]) for why, found in self.dropped.items()}
+
+    @property
     def good(self) -> int:
         """Number of valid rows, too long ones included."""
         too_long = self.dropped.get(TOO_LONG, {"count": 0})
@@ -138,6 +151,7 @@ class Stream:
         seed: seed of the order of a window's samples, or None for the order of the rows.
         max_dropped: share of the rows that may be dropped, not counting those that are too long.
         held_out: digests of the rows that are evaluated, which should not be trained on.
+        ways: the values of `data.long_rows` that an error may advise.
     """
 
     def __init__(
@@ -151,6 +165,7 @@ class Stream:
         seed: int | None,
         max_dropped: float,
         held_out: frozenset[int] = frozenset(),
+        ways: tuple[str, ...] = ("drop",),
     ) -> None:
         self.sources = sources
         self.encoder = encoder
@@ -161,6 +176,7 @@ class Stream:
         self.seed = seed
         self.max_dropped = max_dropped
         self.held_out = held_out
+        self.ways = ways
         self.counts = StreamCounts()
 
     def windows(self, state: State | None = None) -> Iterator[Window]:
@@ -189,7 +205,8 @@ class Stream:
         while tokens < WINDOW_SAMPLES * self.max_length:
             for document in self._read_documents(cursors):
                 kept_it = self._count_document(document)
-                cursors[document["source"]].count(kept_it)
+                if (read := cursors[document["source"]].without_good(kept_it)) is not None:
+                    raise DataError(self._nothing_left(self.sources[document["source"]][0], read))
                 if kept_it:
                     # As arrays: lists of Python numbers would take a window several times the memory.
                     arrays = {name: np.asarray(document[name]) for name in ("input_ids", "targets")}
@@ -203,10 +220,18 @@ class Stream:
         self._check_dropped()
         return kept
 
+    def _nothing_left(self, source: Source, num_rows: int) -> str:
+        """Returns the error's text if no row of a source can be used."""
+        reasons = reasons_in_words(self.counts.reasons)
+        return (
+            f"{source.field}: none of the rows of {source.name!r} ({num_rows:,}) can be used. Of "
+            f"{self.counts.read:,} read: {reasons}. Correct them, or name other columns in data.columns"
+        )
+
     def _check_dropped(self) -> None:
         """Raises DataError if more rows could not be used than may be dropped."""
         counts = self.counts
-        reasons = {why: (found["count"], found["rows"]) for why, found in counts.dropped.items() if why != TOO_LONG}
+        reasons = {why: found for why, found in counts.reasons.items() if why != TOO_LONG}
         if sum(number for number, _ in reasons.values()) > self.max_dropped * counts.read:
             raise DataError(too_many_dropped("data.train", counts.read, self.max_dropped, reasons))
 
@@ -249,7 +274,7 @@ class Stream:
             and counts.long > LONG_SHARE * max(counts.good, ROWS_MEASURED // 100)
         ):
             lengths = np.array([*counts.lengths, document["length"]])
-            raise DataError(too_many_long("data.train", lengths, counts.good, counts.long, self.max_length))
+            raise DataError(too_many_long("data.train", lengths, counts.good, counts.long, self.max_length, self.ways))
         if self.policy in ("error", "drop"):
             return TOO_LONG
         if self.policy == "truncate":
@@ -315,18 +340,11 @@ class _Cursor:
             self._begin_again()
         return found
 
-    def count(self, good: bool) -> None:
-        """Counts whether a row could be used.
-
-        Raises:
-            DataError: if no row of a whole pass could.
-        """
+    def without_good(self, good: bool) -> int | None:
+        """Counts whether a row could be used, and returns the length of a pass if no row of a whole one could."""
         self._bad_in_a_row = 0 if good else self._bad_in_a_row + 1
         # The length of a pass is not known until it ends, and bad rows may be only its beginning.
-        if self._length is not None and self._bad_in_a_row > self._length:
-            raise DataError(
-                f"{self._source.field}: none of the rows of {self._source.name!r} ({self._length:,}) can be used"
-            )
+        return self._length if self._length is not None and self._bad_in_a_row > self._length else None
 
     def _begin_again(self) -> None:
         self.passes += 1

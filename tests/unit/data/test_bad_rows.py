@@ -8,6 +8,7 @@ import csv
 import gzip
 import json
 import lzma
+import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 import datasets
 import pytest
 
+from toolkit import Recipe
 from toolkit.data import build, documents, files, readers, sources, tokenizer
 from toolkit.data.templates import use_template
 from toolkit.errors import BadInputError
@@ -1006,7 +1008,62 @@ def test_long_rows_are_an_error_past_one_percent(tmp_path: Path, chatml: Any) ->
     assert message.startswith(
         "data.train: 2 of 100 rows (2.0%) are longer than data.max_length, 32 tokens; the longest"
     )
-    assert message.endswith("data.long_rows=drop, or truncate or split where the objective allows it")
+    assert message.endswith("data.long_rows=drop, truncate or split")
+
+
+LONG = "the fox " * 40
+ALL_LONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
+    "answers": ("causal_lm", {"prompt": "a", "completion": LONG}, {}, ["drop", "truncate", "split"]),
+    "text": ("causal_lm", {"text": LONG}, {"long_rows": "error"}, ["drop", "truncate", "split"]),
+    "a stream": ("causal_lm", {"text": LONG}, {"long_rows": "error", "streaming": True}, ["drop", "truncate", "split"]),
+    "each turn": (
+        "causal_lm",
+        chat({"role": "user", "content": LONG}, {"role": "assistant", "content": "a"}),
+        {"targets": "each_turn"},
+        ["drop"],
+    ),
+    "pairs": ("preference", {"prompt": LONG, "chosen": "a", "rejected": "b"}, {}, ["drop"]),
+    "judged": ("kto", {"prompt": LONG, "completion": "a", "label": True}, {}, ["drop"]),
+    "classes": ("sequence_classification", {"text": LONG, "label": "good"}, {}, ["drop", "truncate"]),
+    "tags": ("token_classification", {"tokens": ["a"] * 90, "tags": ["A"] * 90}, {}, ["drop", "truncate"]),
+    "targets": ("seq2seq", {"source": LONG, "target": "a"}, {}, ["drop", "truncate"]),
+}
+"""Rows that are too long -> objective, the long row, settings, what may become of it."""
+
+SHORT: dict[str, list[dict[str, Any]]] = {
+    "kto": [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)],
+    "sequence_classification": [{"text": "a", "label": label} for label in ("good", "bad")],
+    "token_classification": [{"tokens": ["a", "b"], "tags": ["A", "B"]}] * 2,
+    "preference": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2,
+    "seq2seq": [{"source": "a", "target": "b"}] * 2,
+}
+
+
+def test_what_an_error_about_long_rows_advises_is_possible(tmp_path: Path, chatml: Any) -> None:
+    """Each value that it names: the recipe takes it, and the rows are used."""
+    for number, (name, (kind, long, settings, ways)) in enumerate(ALL_LONG.items()):
+        cut = {key: value.replace(LONG, "a fox") for key, value in long.items() if isinstance(value, str)}
+        short = SHORT.get(kind, [{**long, **cut}] * 2)
+        if kind == "causal_lm" and "messages" in long:
+            short = [chat({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})] * 2
+        file, objective = f"{number}.jsonl", ObjectiveSection(kind=kind)
+        lines(tmp_path / file, [*short * 10, *[long] * 20])
+        message = refusal(tmp_path, file, chatml, objective, max_length=32, **settings)
+        advised = re.findall(r"\w+", message.rpartition("data.long_rows=")[2])
+        assert [word for word in advised if word != "or"] == ways, name
+        for way in ways:
+            values = {**settings, "long_rows": way}
+            data = section(tmp_path, file, max_length=32, **values)
+            Recipe.from_mapping(
+                {
+                    "model": {"name_or_path": "m"},
+                    "data": data.model_dump(exclude_unset=True),
+                    "objective": {"kind": kind},
+                    "optimizer": {"learning_rate": 1e-3},
+                    "training": {"output_dir": "o", "max_steps": 1},
+                }
+            )
+            assert report_of(tmp_path, file, chatml, objective, max_length=32, **values)["train"]["kept"] > 0, name
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,11 @@ def test_a_root_behind_a_link_is_a_root(tmp_path: Path) -> None:
 
 DAMAGED, NO_IMAGE, UNFIT = "damaged", "damaged or not one of AVIF", "neither a path"
 OUT, MISSING, FRAMES = "leads out", "missing", "several frames"
+SCREEN = (
+    b"GIF89a" + struct.pack("<HHBBB", 9000, 9000, 0, 0, 0) + b"," + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\2\2D\1\0;"
+)
+"""A GIF of one pixel on a screen of 9,000 by 9,000."""
+
 BAD: dict[str, tuple[Any, str]] = {
     # ---- what is no reference ----
     "nothing": (None, UNFIT),
@@ -197,8 +202,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "a png with a flipped byte": (WHOLE[:60] + bytes([WHOLE[60] ^ 255]) + WHOLE[61:], DAMAGED),
     "a png without pixels": (png_of_size(4, 4), DAMAGED),
     "a png without width": (png_of_size(0, 4), DAMAGED),
-    "one pixel too many": (png_of_size(MAX_PIXELS + 1, 1), "more than 89,478,485 pixels"),
-    "a bomb": (png_of_size(100_000, 100_000), "more than 89,478,485 pixels"),
+    "one pixel too many": (png_of_size(MAX_PIXELS + 1, 1), "more than 67,108,864 pixels"),
+    "a gif of 29 bytes and a screen": (SCREEN, "more than 67,108,864 pixels"),
+    "a bomb": (png_of_size(100_000, 100_000), "more than 67,108,864 pixels"),
     "a gif of two frames": (frames("GIF"), FRAMES),
     "a png of two frames": (frames("PNG"), FRAMES),
     "a webp of two frames": (frames("WEBP"), FRAMES),

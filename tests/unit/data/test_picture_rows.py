@@ -196,6 +196,13 @@ def test_a_row_that_cannot_be_used_is_dropped_by_name(model: Path, folder: Path,
     assert rows.rows == ["rows.jsonl:2"]
 
 
+def test_rows_that_are_too_long_are_advised_what_is_built(model: Path, folder: Path) -> None:
+    long = {"messages": [user(*[{**SHOWN, "image": "in/0.png"}] * 20, text("who")), ANSWER]}
+    with pytest.raises(DataError, match=r"1 of 2 rows .*: data\.long_rows=drop$"):
+        built(model, folder, [GOOD, long], max_length=64)
+    assert len(built(model, folder, [GOOD, long], max_length=64, long_rows="drop").train) == 1
+
+
 def test_a_row_is_never_cut_inside_an_image(model: Path, folder: Path) -> None:
     long = {"messages": [user(*[{**SHOWN, "image": "in/0.png"}] * 20, text("who")), ANSWER]}
     found = built(model, folder, [*[GOOD] * 200, long], max_length=64)
@@ -290,8 +297,27 @@ def folder_to_delete(told: str) -> str:
 def test_another_folder_for_images(model: Path, folder: Path) -> None:
     shutil.move(folder / "in", folder / "elsewhere")
     row = {"messages": [user({**SHOWN, "image": "0.png"}, text("who")), ANSWER]}
+    for name, problem in {"gone": "does not exist", "elsewhere/0.png": "is not a folder"}.items():
+        with pytest.raises(DataError, match=rf"data\.image_root: '{folder}/{name}' {problem} .*; name the folder"):
+            built(model, folder, [row], image_root=str(folder / name))
     found = built(model, folder, [row], image_root=str(folder / "elsewhere"))
     assert found.train.batch([0])[COUNTS].tolist() == [1]
+    with pytest.raises(DataError, match=r"data\.image_root has no effect: the model reads no image"):
+        built(model, folder, [{"messages": [{"role": "user", "content": "so"}, ANSWER]}], image_root=str(folder))
+
+
+def test_what_is_wrong_with_a_processor_is_said_by_name(model: Path, folder: Path, tmp_path: Path) -> None:
+    """It is read among the rows, where `datasets` would wrap what it raises in an error of its own."""
+    with pytest.raises(
+        DataError, match=r"^data\.max_pixels: the processor of .* \(CLIPImageProcessor\w*\) does not scale"
+    ):
+        built(model, folder, [GOOD], max_pixels=10**6)
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / "processor_config.json").write_text('{"image_processor": 3}')
+    with pytest.raises(
+        DataError, match=r"^data\.train has images, and no processor can be loaded from .*; correct its"
+    ):
+        built(broken, folder, [GOOD])
 
 
 def test_a_model_that_reads_text_alone_drops_such_rows(model: Path, folder: Path, tmp_path: Path) -> None:

@@ -154,7 +154,8 @@ def test_bad_rows_are_counted_with_their_names(tmp_path: Path, byte_pairs: Any) 
 
 def test_a_source_without_a_usable_row_ends_with_an_error(tmp_path: Path, byte_pairs: Any) -> None:
     path = rows_file(tmp_path / "a.jsonl", [" "] * 9)
-    with pytest.raises(DataError, match=r"none of the rows of 'a.jsonl' \(9\) can be used"):
+    why = r"none of the rows of 'a.jsonl' \(9\) can be used. Of 10 read: text is empty: 10 \(a.jsonl:1, a.jsonl:2, "
+    with pytest.raises(DataError, match=why):
         built(tmp_path, byte_pairs, train=str(path))
 
 
