@@ -128,9 +128,14 @@ def is_file_source(source: str) -> bool:
     return bare.endswith(DATA_SUFFIXES) or source.startswith(("/", "./", "../", "~")) or os.path.exists(source)
 
 
+def without_query(url: str) -> str:
+    """Returns a URL without what may be a signature: its query and, on a web server, its fragment."""
+    return re.split(r"[?#]" if url.startswith(("http://", "https://")) else r"\?", url, maxsplit=1)[0]
+
+
 def file_name(source: str) -> str:
     """Returns the last part of a path or URL, without the query, which may hold a signature."""
-    return Path(source.partition("?")[0] if is_store(source) else source).name
+    return Path(without_query(source) if is_store(source) else source).name
 
 
 def source_name(source: str) -> str:

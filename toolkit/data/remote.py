@@ -18,7 +18,7 @@ from fsspec.core import url_to_fs
 
 from toolkit.data.cache import digest, kept
 from toolkit.errors import DataError, in_words, without_secrets
-from toolkit.paths import atomic_write, file_name, user_cache
+from toolkit.paths import atomic_write, file_name, user_cache, without_query
 from toolkit.terminal import Pass, Terminal, format_time
 
 EXTRAS = {"s3": "finetune-toolkit[s3]", "gs": "finetune-toolkit[gs]", "http": "aiohttp", "https": "aiohttp"}
@@ -57,7 +57,7 @@ def local_copies(url: str, field: str) -> tuple[Path, ...]:
             day = format_time(index.stat().st_mtime)[:10]  # without the time of day
             why = without_secrets(in_words(error))
             print(
-                f"warning: {field}: {_without_query(url)} cannot be reached ({why}); its copy of {day} is read",
+                f"warning: {field}: {without_query(url)} cannot be reached ({why}); its copy of {day} is read",
                 file=sys.stderr,
             )
             return earlier
@@ -113,15 +113,10 @@ def _last_copies(index: Path) -> tuple[Path, ...]:
     return paths if all(path.is_file() for path in paths) else ()
 
 
-def _without_query(url: str) -> str:
-    """Returns the URL without its query, which may be a signature."""
-    return url.partition("?")[0]
-
-
 @contextmanager
 def _as_data_errors(url: str, field: str) -> Iterator[None]:
     """Raises errors of the block as DataError."""
-    protocol, shown = url.partition("://")[0], _without_query(url)
+    protocol, shown = url.partition("://")[0], without_query(url)
     try:
         yield
     except DataError:

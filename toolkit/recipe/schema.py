@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from datetime import date
 from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl
 
 from pydantic import Field, field_validator, model_validator
 
@@ -756,8 +757,21 @@ Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", 
 """Those that Accelerate knows; a test compares them."""
 
 
+SIGNATURE = re.compile(r"(?i)^(sig|signature|policy|auth|authorization|key-pair-id|x-(amz|goog)-.*)$|token|secret|key$")
+"""Matches names in a URL's query that open the file to all who read it, as S3, GCS, Azure, CloudFront and GitHub do."""
+
+
 def _refuse_credentials(field: str, url: str) -> None:
-    if "@" in url.partition("://")[2].partition("/")[0]:
+    place = url.partition("://")[2]
+    # Behind the name of a file; in a store `?` and `#` may stand in names.
+    names = [name for part in re.split("[?#]", place)[1:] for name, _ in parse_qsl(part, keep_blank_values=True)]
+    if signed := next((name for name in names if SIGNATURE.search(name)), None):
+        raise contradiction(
+            f"{field}: the URL of a file is signed ({signed}): its signature would stand in the recipe of every run "
+            "and checkpoint, and a resumed run needs it after it has expired; download the file, or name it in its "
+            "store (s3://bucket/rows.jsonl), whose driver has credentials of its own"
+        )
+    if "@" in place.partition("/")[0]:
         # What was found is not repeated: recipes and errors are shown to others.
         raise contradiction(
             f"{field}: holds credentials; remove them, and give them to the store's driver, for example by "

@@ -17,8 +17,10 @@ import pytest
 from toolkit.data import build, tokenizer
 from toolkit.data.files import expand_files
 from toolkit.data.remote import local_copies
-from toolkit.errors import DataError
+from toolkit.errors import DataError, RecipeError
+from toolkit.paths import file_name, without_query
 from toolkit.recipe.load import anchor_paths
+from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection
 
 TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(20)]
@@ -91,7 +93,7 @@ def test_rows_of_a_url_are_those_of_the_file(web: Any, memory: Any, tmp_path: Pa
     datasets.Dataset.from_list([{"text": text} for text in TEXTS]).to_parquet(folder / "rows.parquet")
     expected = built(tmp_path / "a", str(folder / "rows.jsonl"))
     assert built(tmp_path / "b", f"{address}/rows.jsonl") == expected, "samples, and the fingerprint that a resume asks"
-    assert built(tmp_path / "c", f"{address}/rows.jsonl?sig=a-secret") == expected
+    assert built(tmp_path / "c", f"{address}/rows.jsonl?version=a-secret") == expected
     assert built(tmp_path / "c", f"{address}/packed.jsonl.gz")[0] == expected[0]
     assert built(tmp_path / "d", f"{address}/rows.parquet")[0] == expected[0]
     memory.pipe("/rows/1.jsonl", LINES[: LINES.index("\n") + 1].encode())
@@ -212,6 +214,41 @@ def test_credentials_stand_in_no_recipe() -> None:
     with pytest.raises(ValueError, match="holds credentials; remove them") as found:
         DataSection.model_validate({"train": "https://me:hidden@host/rows.jsonl", "max_length": 16})
     assert "hidden" not in str(found.value).partition("[")[0]
+
+
+def test_a_signed_url_is_refused_and_a_plain_query_is_not() -> None:
+    """It stood in recipe.yaml, every manifest and the tracker; a run that resumed had to sign it again."""
+    signed = [
+        "https://b.s3.amazonaws.com/rows.jsonl?X-Amz-Algorithm=AWS4&X-Amz-Signature=hidden",
+        "https://storage.googleapis.com/b/rows.jsonl?x-goog-signature=hidden",
+        "https://a.blob.core.windows.net/c/rows.jsonl?sv=2024&sig=hidden",
+        "https://c.cloudfront.net/rows.jsonl?Expires=1&Key-Pair-Id=hidden",
+        "https://raw.githubusercontent.com/o/r/main/rows.jsonl?token=hidden",
+        "https://host/rows.jsonl?api_key=hidden",
+        "https://host/rows.jsonl#access_token=hidden",
+        "https://me:hidden@host/rows.jsonl",
+        "s3://key:hidden@bucket/rows.jsonl",
+    ]
+    wrong = []
+    for url in signed:
+        try:
+            Recipe.load("quickstart", [f"data.train={url}"])
+            wrong.append(url)
+        except RecipeError as error:
+            wrong += [str(error)] if "hidden" in str(error) else []
+    plain = ["https://host/rows.jsonl?download=true", "https://host/r.jsonl?ref=main#part", "s3://b/r#1/rows?.jsonl"]
+    for url in plain:
+        Recipe.load("quickstart", {"data.train": url})
+    assert not wrong
+    assert [without_query(url) for url in plain] == [
+        "https://host/rows.jsonl",
+        "https://host/r.jsonl",
+        "s3://b/r#1/rows",
+    ]
+    assert [file_name(url) for url in ("https://host/r.jsonl#a/b", "s3://b/r#1.jsonl")] == ["r.jsonl", "r#1.jsonl"]
+    with pytest.raises(DataError) as found:
+        expand_files("https://127.0.0.1:1/rows.jsonl?download=true#hidden", "data.train")
+    assert "hidden" not in str(found.value)
 
 
 def test_a_url_is_relative_to_nothing(tmp_path: Path) -> None:
