@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import signal
 from collections.abc import Iterable
 
 
@@ -142,6 +143,14 @@ def is_lost_peer(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
     return "DistError" in names or any(text in str(error) for text in lost)
+
+
+def signal_name(number: int) -> str:
+    """Returns a signal's name. Most real-time signals (35 to 63 on Linux) have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -14,7 +14,7 @@ import toolkit
 from toolkit.cli.checkpoints import checkpoints
 from toolkit.cli.compare import compare
 from toolkit.cli.configs import configs_app
-from toolkit.cli.console import prepare_process, print_error, print_interrupt, require_files
+from toolkit.cli.console import address_problem, prepare_process, print_error, print_interrupt, require_files
 from toolkit.cli.data import data
 from toolkit.cli.doctor import doctor
 from toolkit.cli.entry import INTERRUPTED
@@ -61,6 +61,10 @@ def main() -> None:
         app(standalone_mode=True)
     except ToolkitError as error:
         sys.exit(print_error(error))
+    except (ImportError, MemoryError, OSError, RuntimeError) as error:
+        if (told := address_problem(error)) is None:
+            raise
+        sys.exit(print_error(ToolkitError(told)))
     except SystemExit as end:
         # typer ends so without a word. Ranks that a command has started say it themselves.
         if end.code == INTERRUPTED and _is_by_keyboard(end):

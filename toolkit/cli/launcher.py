@@ -17,7 +17,7 @@ from types import FrameType
 import psutil
 
 from toolkit.cli.hub import settle_hub
-from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line
+from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line, signal_name
 from toolkit.recipe.recipe import Recipe
 from toolkit.supervise.launcher_logs import settle_launcher
 from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
@@ -52,6 +52,8 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
     try:
         with _forwarding_signals():
             settings = launch_command_parser().parse_args(list(arguments))
+            # Nothing is logged there; otherwise torch's launcher leaves an empty folder torchelastic_* for each start.
+            settings.log_dir = os.devnull
             # By `nohup`, which torch's launcher does not heed.
             if HANG_UP is not None and signal.getsignal(HANG_UP) is signal.SIG_IGN:
                 settings.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
@@ -150,7 +152,7 @@ def _exit_code(rank: int, code: int, output_dir: Path) -> int:
     from toolkit.pages.status import mark_ended
     from toolkit.supervise.rank_status import REPORT
 
-    name = signal.Signals(-code).name
+    name = signal_name(-code)
     hint = ": the machine may have run out of memory" if name == "SIGKILL" else ""
     told = f"rank {rank} was ended by {name}{hint}"
     mark_ended(output_dir / REPORT, "killed", f"{told[0].upper()}{told[1:]}.")  # the rank itself could not say so

@@ -126,7 +126,7 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
         StoppedError: if the run was asked to end.
         ToolkitError: if a rank failed.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -136,18 +136,19 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
         raise BadInputError("num_processes: this process is a rank already; leave it out")
     settle_launcher()
     print(f"starting {num_processes} processes", flush=True)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        rdzv_backend="static",
-        rdzv_endpoint=f"127.0.0.1:{ranks.free_port()}",
-        rdzv_configs={"rank": 0},
-        max_restarts=0,
-    )
     with _receiving() as (address, key, results), tempfile.TemporaryDirectory() as folder, _same_signals():
         job = Path(folder, "job")
         job.write_bytes(pickle.dumps(Job(recipe, address, key, in_notebook())))
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_processes,
+            logs_specs=DefaultLogsSpecs(folder),  # by default a new one, which stays
+            rdzv_backend="static",
+            rdzv_endpoint=f"127.0.0.1:{ranks.free_port()}",
+            rdzv_configs={"rank": 0},
+            max_restarts=0,
+        )
         try:
             with patch_environment(**_environment()):
                 elastic_launch(config, sys.executable)("-m", "toolkit.run.notebook_rank", str(job))

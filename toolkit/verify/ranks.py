@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from toolkit.errors import BadInputError, ToolkitError
+from toolkit.errors import BadInputError, ToolkitError, signal_name
 from toolkit.recipe.recipe import Recipe
 from toolkit.verify.launch import Launch, rank_environments
 from toolkit.verify.results import Outcome, ShardedRun
@@ -94,7 +93,7 @@ def _failure_error(codes: Sequence[int | None], folder: Path) -> ToolkitError:
     if silent:
         rank, code = silent[0], codes[silent[0]]
         assert code is not None
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"died with exit code {code}"
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"died with exit code {code}"
         return ToolkitError(f"verify: rank {rank} {how}{_log_tail(folder, rank)}")
     rank = min(failed, key=lambda rank: outcome_path(folder, rank).stat().st_mtime_ns)
     outcome = _outcome_of(folder, rank)

@@ -127,9 +127,15 @@ def test_no_gpu_needs_a_word(launched: list[list[str]], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", None), ("pass", 0)]
+    ("code", "exit_code", "ended"),
+    [
+        ("raise SystemExit(3)", 3, ""),
+        ("import os; os.kill(os.getpid(), 9)", None, "SIGKILL: the machine may have run out of memory"),
+        ("import os; os.kill(os.getpid(), 40)", None, "signal 40"),  # a real-time signal, which has no name
+        ("pass", 0, ""),
+    ],
 )
-def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None, tmp_path: Path) -> None:
+def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None, ended: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(code)
     words = ["--config_file", str(ROOT / "accelerate_configs/gpu_1.yaml"), str(script)]
@@ -137,10 +143,10 @@ def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None,
     status = Status("running", 6, 10, None, 0.0, 30)
     write_report(page, RunSummary("run", "", [], {}, [], {}, {}, None, status=status))
     if exit_code is None:
-        with pytest.raises(ToolkitError, match="rank 0 was ended by SIGKILL: the machine may have run out of memory"):
+        with pytest.raises(ToolkitError, match=f"^rank 0 was ended by {ended}$"):
             run_launcher(words, tmp_path)
         assert state_of(page) == "killed"
-        assert "Rank 0 was ended by SIGKILL" in page.read_text()
+        assert f"Rank 0 was ended by {ended}." in page.read_text()
     else:
         assert run_launcher(words, tmp_path) == exit_code
 
@@ -180,12 +186,15 @@ def test_several_ranks_are_forked_from_what_has_imported_all(
         "except RankLostError as error: sys.exit(str(error))\n"
         "sys.exit(code)"
     )
-    environment = clean_environment(END=end)
+    (tmp_path / "temporary").mkdir()
+    environment = clean_environment(END=end, TMPDIR=str(tmp_path / "temporary"))
     environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-c", code, *words]
     ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=240, env=environment)
     assert ended.returncode == (1 if exit_code is None else exit_code), ended.stderr
     assert ("rank 1 was ended by SIGKILL" in ended.stderr) == (exit_code is None)
+    left = [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("torchelastic_")]
+    assert left == [], "torch's launcher leaves an empty folder for each start"
     told = sorted(json.loads(line) for line in ended.stdout.splitlines())
     default = str(signal.SIG_DFL)
     assert told[0] == [0, gpus == 0, ["one"], 1, default, True]
