@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -56,6 +57,8 @@ def after_all_that(folder: Path) -> dict[str, Any]:
     from toolkit.errors import BadInputError, StoppedError
 
     os.environ.pop("ACCELERATE_USE_CPU", None)
+    (folder / "temporary").mkdir()
+    os.environ["TMPDIR"], tempfile.tempdir = str(folder / "temporary"), None
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # as in a notebook
         del os.environ[name]
     sys.modules.setdefault("bitsandbytes", type(sys)("bitsandbytes"))  # after which Accelerate's launcher starts none
@@ -113,6 +116,8 @@ def test_ranks_give_back_their_result_or_their_error_whatever_was_done_before(tm
     assert not (tmp_path / "other").exists()
     assert found["stopped"].startswith("stopped ")
     assert list((tmp_path / "stopped/checkpoints").glob("step_*/COMPLETE")), "its state is saved"
+    left = [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("torchelastic_")]
+    assert left == [], "torch's launcher leaves a folder for each start"
     assert found["handler"], "the next interrupt is the notebook's"
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert found["result"].metrics == records

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from toolkit.errors import StoppedError
+from toolkit.terminal import in_notebook
 from toolkit.training.extension import Extension
 
 HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)
@@ -77,8 +78,8 @@ class StopRequests(Extension):
             # A process that ends for SIGTERM still has to say so, whatever its launcher sends on.
             is_handed_on = number in (signal.SIGTERM, HANG_UP)
             ends = is_handed_on and self._signal == number.name and isinstance(error, StoppedError)
-            # The launcher's copy of the same Ctrl-C must not interrupt the report of it.
-            is_interrupted = number == signal.SIGINT and isinstance(error, KeyboardInterrupt)
+            # The launcher's copy of the same Ctrl-C must not interrupt the report of it. A notebook sends none.
+            is_interrupted = number == signal.SIGINT and isinstance(error, KeyboardInterrupt) and not in_notebook()
             signal.signal(number, self._on_signal if is_interrupted else signal.SIG_IGN if ends else handler)
         self._handlers = {}
 

@@ -78,6 +78,11 @@ def test_ctrl_c_before_the_first_step_ends_the_run_at_once(monkeypatch: pytest.M
         monkeypatch.setattr("toolkit.training.stop.SAME_REQUEST_SECONDS", -1.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
+        monkeypatch.setattr("toolkit.training.stop.in_notebook", lambda: True)
+        with pytest.raises(KeyboardInterrupt), StopRequests(None):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is before, "the next interrupt is the notebook's"
         with StopRequests(None) as stop:
             signal.raise_signal(signal.SIGTERM)
             assert stop.reason_to_stop() == "SIGTERM", "of a batch system, which saves what the first step makes"
