@@ -101,7 +101,12 @@ def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Rec
     from toolkit.pages.card import recipe_for_readers
     from toolkit.paths import ORIGIN
 
-    fixed = [f"training.output_dir={to}", f"training.mixed_precision={origin.precision}", *NOT_AGAIN, *values]
+    fixed = [
+        f"training.output_dir={json.dumps(str(to), ensure_ascii=False)}",
+        f"training.mixed_precision={origin.precision}",
+        *NOT_AGAIN,
+        *values,
+    ]
     own, name = folder.resolve().parent / "recipe.yaml", str(folder / ORIGIN)
     if own.is_file() and recipe_for_readers(Recipe.load(own)) == origin.recipe:
         found = Recipe.load(own, fixed)

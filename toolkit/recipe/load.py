@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit.errors import BadInputError, RecipeError, did_you_mean
 from toolkit.paths import DATA_SUFFIXES, is_store, shipped_files
 from toolkit.recipe.schema import RIVALS
+from toolkit.recipe.yaml_values import NOT_YAML, override_value, yaml_problem, yaml_value
 
 OVERRIDE = "override"
 """Origin of a value that an override has set."""
@@ -43,58 +40,25 @@ def find_recipe(name_or_path: str | Path) -> Path:
     raise BadInputError(f"recipe {text!r}: there is no recipe of that name{hint}. Shipped recipes: {names}")
 
 
-NOT_YAML = (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError, RecursionError)
-"""What reading YAML raises: its own errors, and Python's about keys, dates and depth."""
-
-YAML_HINT = "Use UTF-8, spaces and no tabs, each key once, and quotes around text with signs such as : # * ! { ["
-"""How to fix it."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Loads YAML with the floats of YAML 1.2 (`3e-4` is a number) and refuses duplicate keys."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-
-
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} appears twice", key_node.start_mark)
-        seen.add(key)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
-
-
-_Loader.construct_mapping = _unique_mapping  # type: ignore[method-assign, assignment]
-
-
-def yaml_value(text: str) -> Any:
-    """Parses a YAML text.
-
-    Raises:
-        NOT_YAML: one of these errors, if the text is not YAML.
-    """
-    value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    # Written out once: an alias may stand inside what it stands for, and would be followed for ever.
-    json.dumps(value, default=str, skipkeys=True)
-    return value
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
+    """Returns the sections of a recipe's file. Raises RecipeError if it is not a YAML mapping."""
     try:
-        values = yaml_value(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(str(path), [yaml_problem(error)]) from None
+    return sections_of(text, str(path))
+
+
+def sections_of(text: str, origin: str) -> dict[str, Any]:
+    """Returns the sections of a recipe's text. Raises RecipeError, which names `origin`, if it is not a mapping."""
+    try:
+        values = yaml_value(text)
     except NOT_YAML as error:
-        raise RecipeError(str(path), [f"not readable as YAML: {error}. {YAML_HINT}"]) from None
+        raise RecipeError(origin, [yaml_problem(error)]) from None
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
         raise RecipeError(
-            str(path),
+            origin,
             [
                 f"a recipe is a mapping of sections (model, data, ...), found {found}; "
                 "run `toolkit recipes copy quickstart mine.yaml` for one to edit"
@@ -173,9 +137,9 @@ def _parse_overrides(texts: Iterable[str]) -> tuple[list[tuple[str, Any]], list[
             continue
         try:
             # A glob; for YAML it would be an alias, of which one value has none.
-            pairs.append((key, raw if raw.startswith("*") else yaml_value(raw)))
+            pairs.append((key, raw if raw.startswith("*") else override_value(raw)))
         except NOT_YAML as error:
-            problems.append(f"override {text!r}: the value is not readable as YAML: {error}. {YAML_HINT}")
+            problems.append(f"override {text!r}: {yaml_problem(error)}")
     return pairs, problems
 
 

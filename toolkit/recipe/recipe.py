@@ -11,7 +11,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from toolkit.errors import RecipeError
@@ -19,7 +18,16 @@ from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.adapter_file import CONFIG, fill_from_file
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import OFFLOAD_SETTINGS, Settings
-from toolkit.recipe.load import anchor_paths, apply_overrides, dotted, drop_gone, find_recipe, read_yaml, replace_rivals
+from toolkit.recipe.load import (
+    anchor_paths,
+    apply_overrides,
+    dotted,
+    drop_gone,
+    find_recipe,
+    read_yaml,
+    replace_rivals,
+    sections_of,
+)
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
     AdapterSection,
@@ -36,6 +44,7 @@ from toolkit.recipe.schema import (
     TrainingSection,
 )
 from toolkit.recipe.section import Section, contradiction
+from toolkit.recipe.yaml_values import yaml_text
 
 
 class Recipe(Section):
@@ -94,10 +103,7 @@ class Recipe(Section):
         Raises:
             RecipeError: names every wrong field, or says that the text is not a mapping.
         """
-        values = yaml.safe_load(text)
-        if not isinstance(values, dict):
-            raise RecipeError(origin, ["it holds no sections"])
-        return cls._loaded(values, folder, origin, overrides)
+        return cls._loaded(sections_of(text, origin), folder, origin, overrides)
 
     @classmethod
     def _loaded(
@@ -165,7 +171,7 @@ class Recipe(Section):
 
     def to_yaml(self) -> str:
         """Returns the resolved recipe as text; loading it gives an equal recipe."""
-        return yaml.safe_dump(_section_values(self), sort_keys=False, allow_unicode=True, width=100)
+        return yaml_text(_section_values(self), width=100)
 
 
 def _section_values(section: Section) -> dict[str, Any]:

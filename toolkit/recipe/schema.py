@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import date
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
@@ -277,6 +278,15 @@ class DataSection(Section):
         if not isinstance(value, list):
             return value
         return [{"path": item} if isinstance(item, str) else item for item in value]
+
+    @field_validator("template_date", mode="before")
+    @classmethod
+    def _as_date(cls, value: Any) -> Any:
+        """Turns the text of a date into the date. Any other text stays, and is refused."""
+        is_day = isinstance(value, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", value)
+        with suppress(ValueError):
+            return date.fromisoformat(value) if is_day else value
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> DataSection:
@@ -584,12 +594,6 @@ class TrainingSection(Section):
         "restoring and exporting 6 times, saving 3 times. While ranks start, they wait for each other for this long, "
         "and at least a minute.",
     )
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _read_false_as_no(cls, value: Any) -> Any:
-        """Turns false, which YAML reads for a `no` without quotes, into the word."""
-        return "no" if value is False else value
 
     @model_validator(mode="after")
     def _check_length(self) -> TrainingSection:

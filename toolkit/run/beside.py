@@ -14,7 +14,8 @@ from toolkit.pages.compared import ComparedRun, short_names
 from toolkit.pages.run_metrics import Metrics, damage_in_words, parse_metrics
 from toolkit.pages.status import Status, status_in
 from toolkit.paths import ORIGIN, parse_json
-from toolkit.recipe.load import NOT_YAML, dotted, yaml_value
+from toolkit.recipe.load import dotted
+from toolkit.recipe.yaml_values import NOT_YAML, yaml_value
 from toolkit.run.finished import is_finished
 from toolkit.supervise.rank_status import GONE_SECONDS, REPORT, read_statuses
 

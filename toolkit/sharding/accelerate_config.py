@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError
+from toolkit.recipe.yaml_values import NOT_YAML, yaml_problem, yaml_value
 
 PRECISIONS = ("no", "bf16", "fp16")
 """Allowed values of `mixed_precision`. Their types are in `apply.py`, which imports torch; a launcher needs none."""
@@ -106,11 +105,9 @@ def read_accelerate_config(path: Path) -> AccelerateConfig:
     if not path.is_file():
         raise BadInputError(f"--config: there is no file {str(path)!r}")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInputError(
-            f"--config: {path} is not readable as YAML: {first_line(error)}; correct it there"
-        ) from error
+        values = yaml_value(path.read_text(encoding="utf-8"), booleans_as_words=True)
+    except NOT_YAML as error:
+        raise BadInputError(f"--config: {path} is {yaml_problem(error)}") from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
         raise BadInputError(f"--config: {path} holds no mapping but {found}; run `accelerate config` for one")

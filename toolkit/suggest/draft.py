@@ -6,12 +6,11 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-import yaml
-
 from toolkit.errors import RecipeError
 from toolkit.recipe.load import apply_overrides, dotted
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import RIVALS
+from toolkit.recipe.yaml_values import yaml_text
 
 GIVEN = "Given on the command line."
 
@@ -98,6 +97,6 @@ def _lines(path: str, value: Any, indent: str, reasons: dict[str, str]) -> list[
         inner = [line for key in value for line in _lines(f"{path}.{key}", value[key], f"{indent}  ", reasons)]
         return [f"{indent}{name}:", *inner]
     why = textwrap.wrap(reasons.get(path, ""), COLUMNS, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
+    text = yaml_text(value, default_flow_style=True, width=10_000)
     # A bare scalar is a document of its own, which YAML may close with dots.
     return [*why, f"{indent}{name}: {text.strip().removesuffix('...').strip()}"]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from toolkit.errors import BadInputError, RecipeError
-from toolkit.recipe.load import find_recipe, shipped_recipes
+from toolkit.recipe.load import apply_overrides, find_recipe, sections_of, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
+from toolkit.suggest.draft import _lines
 
 MINIMAL = {
     "model": {"name_or_path": "someone/model"},
@@ -350,3 +352,123 @@ def test_a_run_is_known_by_the_recipe_that_it_has_written(tmp_path: Path) -> Non
     assert not same_run(tmp_path / "recipe.yaml", other.model_dump(mode="json"))
     (tmp_path / "recipe.yaml").write_text("")
     assert not same_run(tmp_path / "recipe.yaml", recipe.model_dump(mode="json"))
+
+
+AS_WRITTEN: dict[str, Any] = {
+    "1_000": 1000,
+    "0x1F": 31,
+    "1e-4": 0.0001,
+    "+12": 12,
+    "0": 0,
+    "00.5": 0.5,
+    "true": True,
+    "~": None,
+    "yes": "yes",
+    "no": "no",
+    "On": "On",
+    "OFF": "OFF",
+    "n": "n",
+    "'0100'": "0100",
+    "08": "08",
+    "0o17": "0o17",
+    "1,000": "1,000",
+    "2026-11-25": "2026-11-25",
+    "2026-11-25 10:00:00": "2026-11-25 10:00:00",
+    "=": "=",
+    "inf": "inf",
+    "a#b": "a#b",
+    "'a # b'": "a # b",
+    "[yes, 1, 1.5]": ["yes", 1, 1.5],
+    "!!str 0100": "0100",
+}
+"""What stands in a recipe or behind an override's `=` -> its value. YAML 1.1 reads many of them as another one."""
+
+NOT_AS_WRITTEN = {
+    "0100": "0100 would be read as 64; write a finite number in plain decimal digits, or put quotes around it if it",
+    "-017": "-017 would be read as -15",
+    "1:30": "1:30 would be read as 90;",
+    "190:20:30.15": "190:20:30.15 would be read as 685230.15;",
+    "1__0": "1__0 would be read as 10;",
+    "1_": "1_ would be read as 1;",
+    ".inf": ".inf would be read as inf;",
+    "-.INF": "-.INF would be read as -inf;",
+    ".nan": ".nan would be read as nan;",
+    "1e400": "1e400 would be read as inf;",
+    "!!int '0100'": "0100 would be read as 64;",
+    "!!bool yes": "'yes' is not a value of !!bool; remove the tag",
+    "!!null x": "'x' is not a value of !!null; remove the tag",
+    "!!set {a}": "the tag !!set is not read; remove it",
+    "!!binary aGk=": "the tag !!binary is not read",
+    "[1, {a: 0100}]": "0100 would be read as 64;",
+    "{a: 1, a: 2}": "the key 'a' appears twice",
+    "{a: &x {b: 1}, c: {<<: *x, <<: *x}}": "the key '<<' appears twice",
+    "&x [*x]": "an alias stands inside what it stands for",
+    "1\t# c": "found character '\\t' that cannot start any token. Use UTF-8, spaces and no tabs",
+    "\t1": "found character '\\t'",
+}
+"""What stands there -> what is wrong with it."""
+
+NO_VALUES = ("a # b", "1 # b", "[a] # b", "#", "&a", "|", ">-")
+"""Overrides of which YAML leaves a part out."""
+
+
+def test_a_value_is_what_is_written_or_refused_with_its_line() -> None:
+    wrong = []
+    for written, value in AS_WRITTEN.items():
+        found = sections_of(f"description: x\nmodel:\n  revision: {written}\n", "r")["model"]["revision"]
+        values: dict[str, Any] = {}
+        problems = apply_overrides(values, [f"model.revision={written}"], {})
+        if (found, type(found)) != (value, type(value)) or problems or values != {"model": {"revision": value}}:
+            wrong.append((written, found, values, problems))
+    for written, problem in NOT_AS_WRITTEN.items():
+        with pytest.raises(RecipeError) as error:
+            sections_of(f"description: x\nmodel:\n  revision: {written}\n", "r")
+        (told,) = apply_overrides({}, [f"model.revision={written}"], {})
+        if "not readable as YAML: line 3, column " not in str(error.value) or problem not in str(error.value):
+            wrong.append((written, str(error.value)))
+        if not told.startswith("override ") or problem not in told:
+            wrong.append((written, told))
+    for written in NO_VALUES:
+        told = apply_overrides({}, [f"model.revision={written}"], {})
+        if len(told) != 1 or "put quotes around it" not in told[0]:
+            wrong.append((written, told))
+    assert wrong == []
+
+
+def test_an_anchor_repeats_values_and_shares_none() -> None:
+    values = sections_of("model: &m\n  config: &c {a: 1}\ndata: {<<: *m, b: 2}\nadapter: {config: *c}\n", "r")
+    assert values == {
+        "model": {"config": {"a": 1}},
+        "data": {"config": {"a": 1}, "b": 2},
+        "adapter": {"config": {"a": 1}},
+    }
+    assert apply_overrides(values, ["model.config.a=5"], {}) == []
+    assert (values["data"]["config"], values["adapter"]["config"]) == ({"a": 1}, {"a": 1}), "an override changes one"
+    lines = ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10))]
+    with pytest.raises(RecipeError, match="its aliases stand for more than 1,000,000 values"):
+        sections_of("\n".join(lines), "r")
+
+
+def test_text_that_looks_like_something_else_is_written_in_quotes(tmp_path: Path) -> None:
+    looks = [
+        "0100",
+        "1:30",
+        "1e5",
+        "2E-3",
+        "yes",
+        "off",
+        "2026-11-25",
+        ".inf",
+        "null",
+        "=",
+        "08",
+        "1_000",
+        "#a",
+        "a: b",
+    ]
+    recipe = Recipe.load("classify", {"objective.labels": looks, "model.revision": None})
+    text = recipe.to_yaml()
+    assert Recipe.from_yaml(text, tmp_path, "r").objective.labels == looks
+    assert yaml.safe_load(text)["objective"]["labels"] == looks, "readers of YAML 1.1 agree"
+    drafted = "\n".join(_lines("objective.labels", looks, "", {}))
+    assert sections_of(drafted, "r") == {"labels": looks}

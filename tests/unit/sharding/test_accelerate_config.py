@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
@@ -49,3 +50,23 @@ def test_what_cannot_be_right(values: dict[str, Any], asked: str, message: str) 
     with pytest.raises(BadInputError, match="--config: here: ") as found:
         getattr(AccelerateConfig(values, "here"), asked)
     assert message in str(found.value)
+
+
+def test_its_values_are_those_that_accelerate_reads(tmp_path: Path) -> None:
+    """Accelerate reads YAML 1.1. What it reads otherwise than it is written is refused, with the line."""
+    path = tmp_path / "config.yaml"
+    path.write_text("num_processes: 1_0\nuse_cpu: yes\ndebug: off\ndowncast_bf16: 'no'\nmain_process_ip: 10.0.0.1\n")
+    ours = read_accelerate_config(path).values
+    assert ours == yaml.safe_load(path.read_text())
+    assert (ours["num_processes"], ours["use_cpu"], ours["downcast_bf16"]) == (10, True, "no")
+    for text, problem in (
+        ("num_processes: 010", "line 2, column 16: 010 would be read as 8; write a finite number"),
+        ("main_process_port: 2:30", "2:30 would be read as 150;"),
+        ("num_processes: 2\nnum_processes: 4", "line 3, column 1: the key 'num_processes' appears twice"),
+        ("fsdp_config:\n\ta: 1", "line 3, column 1: found character '\\t'"),
+    ):
+        path.write_text(f"debug: false\n{text}\n")
+        with pytest.raises(BadInputError) as found:
+            read_accelerate_config(path)
+        assert f"--config: {path} is not readable as YAML: " in str(found.value)
+        assert problem in str(found.value)
