@@ -51,7 +51,7 @@ class StoreError(ToolkitError):
 
 
 class HubError(ToolkitError):
-    """An export could not be pushed to the hub. It is whole on disk."""
+    """The hub fails, or an export could not be pushed to it. The export is whole on disk."""
 
 
 class UnitError(BadInputError):

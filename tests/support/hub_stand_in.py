@@ -1,4 +1,4 @@
-"""A stand-in for the hub's API, as far as pushing a folder of small files asks for it."""
+"""A stand-in for the hub's API, as far as pushing a folder of small files asks for it, and for what it refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ TOKEN = "hf_of_the_stand_in"
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """One repository. `refuse` answers a part of the API with a status and words; see `told`."""
+    """One repository. `refuse` answers a part of the API with a status, words and a code of the hub's; see `told`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -22,7 +22,7 @@ class Hub(http.server.ThreadingHTTPServer):
         self.private: bool | None = None  # None: there is no repository
         self.commits = 0
         self.asked: list[str] = []
-        self.refuse: dict[str, tuple[int, str]] = {}
+        self.refuse: dict[str, Sequence[Any]] = {}
 
     @property
     def address(self) -> str:
@@ -43,6 +43,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer({})
 
+    def do_HEAD(self) -> None:
+        self._answer({})
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         lines = [json.loads(line) for line in body.splitlines()]
@@ -53,11 +56,11 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if part == "told":
             return self._send(200, hub.told(body))
         hub.asked.append(part)
+        for key, (status, words, *code) in hub.refuse.items():
+            if key in part:
+                return self._send(status, {"error": words}, *code)
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             return self._send(401, {"error": "Invalid username or password."})
-        for key, (status, words) in hub.refuse.items():
-            if key in part:
-                return self._send(status, {"error": words})
         if part == "repos/create":
             return self._create(body)
         if part.startswith("models/") and hub.private is None:
@@ -93,15 +96,18 @@ class Answers(http.server.BaseHTTPRequestHandler):
         url = f"{self.server.address}/me/notes/commit/{self.server.commits:040x}"
         return {"commitUrl": url, "commitOid": f"{self.server.commits:040x}", "success": True}
 
-    def _send(self, status: int, content: Any) -> None:
+    def _send(self, status: int, content: Any, code: str | None = None) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         if status >= 400:
             self.send_header("X-Error-Message", content["error"])
+        if code is not None:
+            self.send_header("X-Error-Code", code)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None: ...
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import parse_dtype
+from toolkit.cli.hub import settle_names
 
 Source = Annotated[
     str, typer.Argument(help="Folder of a run, of an export or of an adapter, or a hub name.", show_default=False)
@@ -119,4 +120,5 @@ def generate(
         device=device,
         images=tuple(image or ()),
     )
+    settle_names({"SOURCE": source}, [], {})  # before the hub's library is imported, which tries for a minute
     run(options)

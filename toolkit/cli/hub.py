@@ -25,7 +25,11 @@ def settle_hub(recipe: Recipe) -> None:
     Raises:
         BadInputError: if it cannot be reached, and a model or a tokenizer is not in the cache.
     """
-    named = {"model.name_or_path": recipe.model.name_or_path, "model.tokenizer": recipe.model.tokenizer}
+    named = {
+        "model.name_or_path": recipe.model.name_or_path,
+        "model.tokenizer": recipe.model.tokenizer,
+        "objective.teacher": recipe.objective.teacher,
+    }
     revision = {"model.name_or_path": recipe.model.revision}
     sources = [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]
     settle_names({field: name for field, name in named.items() if name is not None}, sources, revision)

@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 
 from toolkit.data.cache import digest
 from toolkit.data.flags import Span
+from toolkit.data.hub_refusals import hub_error
 from toolkit.data.picture_files import content_of, decoded, file_or_content
 from toolkit.data.pixel_limits import CONFIGURATIONS, NO_LIMITS, PixelLimits
 from toolkit.data.values import RowProblem
@@ -120,7 +121,7 @@ class Pictures:
                 f"({in_words(error)}): pip install 'finetune-toolkit[vision]'"
             ) from error
         except Exception as error:  # transformers raises many types about a broken file
-            raise BadInputError(
+            raise hub_error(error, "model.name_or_path", self.name, revision=self.revision) or BadInputError(
                 f"data.train has images, and no processor can be loaded from {self.name!r}: {in_words(error)}; correct "
                 "its preprocessor_config.json or processor_config.json, or download them again"
             ) from error

@@ -18,10 +18,11 @@ from typing import IO, Any
 import datasets
 import fsspec
 
+from toolkit.data.hub_refusals import DATA_SET, hub_error
 from toolkit.data.json_list import values_of
 from toolkit.data.tar_rows import rows_of_tar
 from toolkit.data.values import RowProblem, listed
-from toolkit.errors import DataError, first_line
+from toolkit.errors import DataError, ToolkitError, first_line
 
 Row = dict[str, Any] | RowProblem
 
@@ -73,8 +74,11 @@ def opened(path: str | Path) -> IO[bytes]:
     return fsspec.open(str(path), "rb", compression="infer").open()  # type: ignore[no-any-return]
 
 
-def unreadable(field: str, path: str, error: Exception) -> DataError:
+def unreadable(field: str, path: str, error: Exception) -> ToolkitError:
     """Returns the error for a file or data set that a library could not read."""
+    refused = hub_error(error, field, path, DATA_SET)
+    if refused is not None:
+        return refused
     why = first_line(error.__cause__ or error).removesuffix(".")
     return DataError(f"{field}: {path!r} cannot be read: {why}; name another, or make it again")
 

@@ -17,7 +17,8 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from toolkit.data.cache import digest, kept
-from toolkit.errors import DataError, in_words, without_secrets
+from toolkit.data.hub_refusals import DATA_SET, hub_error
+from toolkit.errors import DataError, ToolkitError, in_words, without_secrets
 from toolkit.paths import atomic_write, file_name, user_cache, without_query
 from toolkit.terminal import Pass, Terminal, format_time
 
@@ -129,9 +130,22 @@ def _as_data_errors(url: str, field: str) -> Iterator[None]:
             f"{field}: {shown!r} is a folder; name files, for example {shown.rstrip('/')}/*.jsonl"
         ) from error
     except FileNotFoundError as error:
-        raise DataError(f"{field}: there is no file {shown!r}; correct the address") from error
+        raise _hub_error(error, field, url) or DataError(
+            f"{field}: there is no file {shown!r}; correct the address"
+        ) from error
     except Exception as error:  # drivers raise what their libraries raise
         mend = "correct the address, or download it first"
         if "Credentials" in type(error).__name__ or isinstance(error, PermissionError):
             mend = "set the driver's credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN"
-        raise DataError(f"{field}: {shown!r} cannot be read: {without_secrets(in_words(error))}; {mend}") from error
+        raise _hub_error(error, field, url) or DataError(
+            f"{field}: {shown!r} cannot be read: {without_secrets(in_words(error))}; {mend}"
+        ) from error
+
+
+def _hub_error(error: Exception, field: str, url: str) -> ToolkitError | None:
+    """Returns the error of the hub's data set that a URL names, such as hf://datasets/OWNER/NAME@REVISION/rows.jsonl."""
+    kind, *parts = url.removeprefix("hf://").split("/")
+    if not url.startswith("hf://") or kind != "datasets":
+        return None
+    name, _, revision = "/".join(parts[:2]).partition("@")
+    return hub_error(error, field, name, DATA_SET, revision or None)

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from toolkit import ranks
 from toolkit.data.cache import cache_folder, digest, kept
 from toolkit.data.examples import texts_of
+from toolkit.data.hub_refusals import hub_error
 from toolkit.data.layer_limit import require_safe_stored
 from toolkit.data.layouts import recognise
 from toolkit.data.pictures import set_source
@@ -75,7 +76,8 @@ def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedT
         if type(error).__name__.startswith("StrictDataclass"):  # of the configuration, by which the class is found
             told = f"config.json of {name!r} cannot be used: {first_line(error)}"
             raise BadInputError(f"{field}: {told}. Correct it, or name another model") from error
-        raise BadInputError(
+        kind = "tokenizer" if model.tokenizer else "model"
+        raise hub_error(error, field, name, kind, revision) or BadInputError(
             f"{field}: no tokenizer can be loaded from {name!r}: {in_words(error)}. Correct its tokenizer.json, "
             "tokenizer_config.json or config.json, download them again, or name another one"
         ) from error

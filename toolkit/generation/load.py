@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.data.hub_refusals import hub_error
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.paths import BASE_FILE, CHECKPOINTS, fingerprint_of, require_folder, told_of_checkpoint
 from toolkit.recipe.adapter_file import read_config
@@ -192,7 +193,9 @@ def _load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None) ->
         raise
     except Exception as error:  # the libraries that read models raise a great many kinds
         where_not = " (there is no such folder, so it was looked for on the hub)" if place.on_hub else ""
-        raise BadInputError(f"{place.name!r}: no model can be loaded{where_not}: {first_line(error)}") from error
+        raise hub_error(error, "SOURCE", place.name) or BadInputError(
+            f"{place.name!r}: no model can be loaded{where_not}: {first_line(error)}"
+        ) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise BadInputError(f"{place.name!r}: its files lack {len(missing)} of the weights, for example {missing[0]}")
@@ -225,7 +228,9 @@ def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
         )
         require_settings(tokenizer)
     except Exception as error:  # as above
-        raise BadInputError(f"{chosen.name!r}: no tokenizer can be loaded: {first_line(error)}") from error
+        raise hub_error(error, "SOURCE", chosen.name) or BadInputError(
+            f"{chosen.name!r}: no tokenizer can be loaded: {first_line(error)}"
+        ) from error
     reads = any((Path(place.name) / name).is_file() for name in CONFIGURATIONS)
     set_source(tokenizer, (place if reads else base).name, None)
     return tokenizer

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,6 +27,7 @@ from transformers import (
 )
 
 from toolkit import ranks
+from toolkit.data.hub_refusals import download, hub_error
 from toolkit.data.layer_limit import require_few_layers, require_safe_stored, require_safe_values
 from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, did_you_mean, first_line, in_words
@@ -138,7 +138,7 @@ def load(
         fit.take_names(_model_folder(model), built)
         take_generation_settings(built, model.name_or_path, model.revision)
     elif model.tokenizer is not None and sees(built):  # with the processor, which an export has, too
-        fit.folder = _folder(model.tokenizer, None, CARRIED)
+        fit.folder = _folder(model.tokenizer, None, CARRIED, "model.tokenizer")
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         fit.fingerprint = fingerprint(model)
@@ -419,15 +419,13 @@ def _model_folder(model: ModelSection) -> Path:
     return _folder(model.name_or_path, model.revision, ["*.safetensors", "*.json", *CARRIED])
 
 
-def _folder(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def _folder(name: str, revision: str | None, patterns: Sequence[str], field: str = "model.name_or_path") -> Path:
     """Returns a folder. For a hub name it holds the files of these patterns, downloaded once for each host."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     with Pass(Terminal(quiet=ranks.rank() != 0), f"downloading {name}"):
-        return ranks.on_each_host(
-            lambda: Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-        )
+        return ranks.on_each_host(lambda: download(name, field, revision, patterns))
 
 
 def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedConfig:
@@ -444,7 +442,7 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
     except ToolkitError:
         raise
     except Exception as error:  # transformers checks a configuration with exceptions of a great many kinds
-        raise BadInputError(
+        raise hub_error(error, field, name, revision=model.revision) or BadInputError(
             f"{field}: no model can be built from {name!r}: {in_words(error)}. Correct {_config_place(field)}, or "
             "name another model"
         ) from error

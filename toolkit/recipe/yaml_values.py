@@ -140,7 +140,7 @@ class _Check:
         for key_node, _ in node.value:
             key = "<<" if key_node.tag == _MERGE else self._loader.construct_object(key_node, deep=True)
             if key in seen:
-                raise _error(key_node, f"the key {key!r} appears twice")
+                raise _error(key_node, f"the key {key!r} appears twice; leave one out")
             seen.add(key)
 
     def _require_as_written(self, node: yaml.Node) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig
 
+from toolkit.data.hub_refusals import download
 from toolkit.errors import BadInputError, counted, first_line
 from toolkit.model.parts import writer_class
 from toolkit.paths import require_folder
@@ -107,7 +107,7 @@ def source_folder(section: ModelSection) -> Path:
     if folder.is_dir():
         return folder.resolve()
     patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-    return Path(snapshot_download(section.name_or_path, revision=section.revision, allow_patterns=patterns))
+    return download(section.name_or_path, "model.name_or_path", section.revision, patterns)
 
 
 def _copy_model(source: Path, target: Path, layers: int, section: ModelSection) -> None:

@@ -1,0 +1,261 @@
+"""What the hub refuses, and what is in the way to it: each its own sentence, with what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from support.hub_stand_in import TOKEN, Hub, hub
+from support.refusals import finetune, toolkit
+
+from toolkit.data.hub_refusals import download, hub_error
+from toolkit.data.remote import local_copies
+from toolkit.data.sources import open_source
+from toolkit.data.tokenizer import load as load_tokenizer
+from toolkit.errors import BadInputError, HubError, ToolkitError
+from toolkit.generation.load import Place, tokenizer_of
+from toolkit.model.load import NoTokens, load_without_weights
+from toolkit.recipe.schema import DataSection, ModelSection, SourceSection
+
+NAME = "someone/thing"
+ROWS = DataSection(train=[SourceSection(path="-")], max_length=8)
+
+LOADERS: dict[str, tuple[str, str, Callable[[], object]]] = {
+    "a model": (
+        "model.name_or_path",
+        "model",
+        lambda: load_without_weights(ModelSection(name_or_path=NAME), NoTokens()),
+    ),
+    "its files": ("model.name_or_path", "model", lambda: download(NAME, "model.name_or_path", None, ["*.json"])),
+    "a tokenizer": (
+        "model.tokenizer",
+        "tokenizer",
+        lambda: load_tokenizer(ModelSection(config={"model_type": "llama"}, tokenizer=NAME), ROWS),
+    ),
+    "a data set": ("data.train", "data set", lambda: open_source(SourceSection(path=NAME), "data.train")),
+    "its file": ("data.train", "data set", lambda: local_copies(f"hf://datasets/{NAME}/rows.jsonl", "data.train")),
+    "a model that generates": (
+        "SOURCE",
+        "model",
+        lambda: tokenizer_of(Place(NAME, on_hub=True), Place(NAME, on_hub=True)),
+    ),
+}
+"""What is loaded -> the field that names it, its kind, and what loads it."""
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A stand-in that the libraries take for the hub, while nothing of it is in the cache."""
+    with hub() as server:
+        take_for_hub(server.address, monkeypatch, tmp_path)
+        yield server
+
+
+def take_for_hub(address: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # between attempts
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+
+
+def told(load: Callable[[], object]) -> ToolkitError:
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+    local_copies.cache_clear()
+    with pytest.raises(ToolkitError) as found:
+        load()
+    return found.value
+
+
+ANSWERS: list[tuple[tuple[Any, ...], str | None, type[ToolkitError], tuple[str, ...]]] = [
+    (
+        (403, "Access is restricted", "GatedRepo"),
+        TOKEN,
+        BadInputError,
+        ("{name} is gated on the hub, and the account of this machine's token", "Ask for access at {page}, and wait"),
+    ),
+    (
+        (401, "Access is restricted", "GatedRepo"),
+        None,
+        BadInputError,
+        (
+            "{name} is gated on the hub, and this machine has no token",
+            "Ask for access at {page}, then run `hf auth login`",
+        ),
+    ),
+    (
+        (404, "Repository not found", "RepoNotFound"),
+        TOKEN,
+        BadInputError,
+        (" has no {kind} {name}, or this machine's token may not read it", "Correct the name, or run `hf auth login`"),
+    ),
+    (
+        (401, "Invalid username or password."),
+        None,
+        BadInputError,
+        (
+            " has no {kind} {name}, or it is private, and this machine has no token",
+            "for a private one run `hf auth login`",
+        ),
+    ),
+    (
+        (401, "Invalid credentials in Authorization header"),
+        "hf_old",
+        BadInputError,
+        (
+            "refuses this machine's token, which is wrong or expired (Invalid credentials",
+            "set HF_TOKEN to another, or unset",
+        ),
+    ),
+    (
+        (404, "Invalid rev id", "RevisionNotFound"),
+        TOKEN,
+        BadInputError,
+        (": {name} has no revision 'main' on the hub; name a branch, a tag or a commit of {page}/commits/main",),
+    ),
+    (
+        (403, "Access to this resource is disabled."),
+        TOKEN,
+        BadInputError,
+        ("{name} is disabled on the hub; name another {kind}",),
+    ),
+    (
+        (403, "Forbidden"),
+        TOKEN,
+        BadInputError,
+        ("the hub answers HTTP 403 for {name} (Forbidden); give its token the right to read it at http",),
+    ),
+    (
+        (429, "Too many requests"),
+        TOKEN,
+        BadInputError,
+        ("the hub answers HTTP 429 for {name} (Too many requests); try again in some minutes",),
+    ),
+    (
+        (429, "Too many requests"),
+        None,
+        BadInputError,
+        ("try again in some minutes, or run `hf auth login` for a higher limit",),
+    ),
+    (
+        (503, "Overloaded"),
+        TOKEN,
+        HubError,
+        ("the hub answers HTTP 503 for {name} (Overloaded); try again later, or set HF_HUB_OFFLINE=1 if it was",),
+    ),
+]
+"""What the hub answers, the token of this machine, the error, and parts of its sentence."""
+
+
+def test_each_refusal_has_its_own_sentence(there: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = []
+    for what, (field, kind, load) in LOADERS.items():
+        page = f"{there.address}/{'datasets/' if kind == 'data set' else ''}{NAME}"
+        for refusal, token, error, sentences in ANSWERS:
+            if token is None:
+                monkeypatch.delenv("HF_TOKEN", raising=False)
+            else:
+                monkeypatch.setenv("HF_TOKEN", token)
+            there.refuse = {"": refusal}
+            found = told(load)
+            parts = [sentence.format(name=repr(NAME), kind=kind, page=page) for sentence in sentences]
+            if not isinstance(found, error) or any(
+                part not in str(found) for part in (field.partition(".")[0], *parts)
+            ):
+                wrong.append((what, refusal, token, type(found).__name__, str(found)))
+    assert wrong == []
+
+
+def test_what_is_in_the_way_to_the_hub(there: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong = []
+    for what, (field, kind, load) in LOADERS.items():
+        command = (
+            f"run `hf download {NAME}{' --repo-type dataset' if kind == 'data set' else ''}` where there is a network"
+        )
+        for name, sentence in (
+            (
+                "offline",
+                f"'{NAME}' is not in the hub's cache, and the hub is not asked (HF_HUB_OFFLINE). Unset that, or",
+            ),
+            ("unreachable", f"http://127.0.0.1:9 cannot be reached for '{NAME}' ("),
+        ):
+            with monkeypatch.context() as patch:
+                if name == "offline":
+                    patch.setattr(constants, "HF_HUB_OFFLINE", True)
+                    patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+                else:
+                    take_for_hub("http://127.0.0.1:9", patch, tmp_path)
+                found = told(load)
+            if not isinstance(found, BadInputError) or any(
+                part not in str(found) for part in (field, sentence, command)
+            ):
+                wrong.append((what, name, str(found)))
+    assert wrong == []
+
+
+class ProxyError(OSError):
+    """Of the name of the HTTP client's."""
+
+
+class TransportError(ProxyError): ...
+
+
+def wrapped(*causes: Exception) -> Exception:
+    """The last of the errors, each raised while the one before it was handled or from it."""
+    for outer, inner in itertools.pairwise(reversed(causes)):
+        outer.__cause__ = inner
+    return causes[-1]
+
+
+def test_what_the_disk_and_the_proxy_are_in_the_way_of() -> None:
+    def sentence(*causes: Exception, name: str = NAME) -> str:
+        return str(hub_error(wrapped(*causes), "model.name_or_path", name))
+
+    full, locked = OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "Permission denied")
+    outer = OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+    assert f"{constants.HF_HUB_CACHE} has no space left. Free some, for example with `hf cache rm`" in sentence(full)
+    assert "or set HF_HOME to a folder on another disk" in sentence(full, RuntimeError("writer failed"), outer)
+    assert f"{constants.HF_HUB_CACHE} cannot be written. Set HF_HOME to a folder that can" in sentence(locked, outer)
+    proxy = sentence(TransportError("407 Proxy Authentication Required"), outer)
+    assert "(the proxy fails); correct HTTPS_PROXY, or unset it" in proxy
+    # What does not come from the hub keeps the sentence of who loads.
+    assert hub_error(ValueError("hidden_size is not a multiple"), "model.name_or_path", NAME) is None
+    assert hub_error(full, "model.name_or_path", "./folder") is None
+    assert hub_error(full, "data.train", "rows.jsonl", "data set") is None
+
+
+def test_the_commands_say_it_and_end_as_for_bad_input(there: Hub, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "a b c"}) + "\n")
+    given = ("pretrain", "model.config=null", "model.train_tokenizer_vocab_size=null", f"model.name_or_path={NAME}")
+    there.refuse = {"someone": (403, "Access is restricted", "GatedRepo")}
+    wrong = []
+    for outcome in (
+        toolkit("init", NAME, str(rows), "--output", str(tmp_path / "r.yaml")),
+        toolkit("plan", *given),
+        toolkit("data", *given),
+        toolkit("generate", NAME, "--prompt", "a"),
+        toolkit("verify", "sft", *given[1:]),
+        finetune(*given),
+        toolkit("data", "pretrain", f"data.train={NAME}"),
+    ):
+        if (
+            outcome.problems(f"'{NAME}' is gated on the hub")
+            or f"{NAME}, and wait until it is granted" not in outcome.told
+        ):
+            wrong.append(outcome)
+    assert wrong == []
