@@ -133,9 +133,9 @@ def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns the end of an error's sentence that suggests the closest known word. Empty if none is close."""
+    """Returns a remark in brackets that suggests the closest known word, for any place in a sentence; or nothing."""
     close = closest(word, known)
-    return f"; did you mean {close!r}?" if close is not None else ""
+    return f" (did you mean {close!r}?)" if close is not None else ""
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -6,11 +6,13 @@ A command's file imports torch only inside the function that needs it, so that w
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import toolkit
+from toolkit.cli.arguments import wrong_value
 from toolkit.cli.checkpoints import checkpoints
 from toolkit.cli.compare import compare
 from toolkit.cli.configs import configs_app
@@ -31,7 +33,18 @@ from toolkit.cli.validate import validate
 from toolkit.cli.verify import verify
 from toolkit.errors import ToolkitError
 
-app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+
+class Commands(TyperGroup):
+    """The group of all commands. A wrong value of an option is an error in the toolkit's words."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            raise wrong_value(error) or error from error
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 for command in (
     init,
     train,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic import ValidationError
+from typer.models import OptionInfo
 
 from toolkit.errors import BadInputError
 from toolkit.paths import shipped_files
 from toolkit.recipe.load import shipped_recipes
+from toolkit.recipe.problems import TYPE_WORDS
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.section import Section
 
@@ -107,6 +110,25 @@ RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 RunPlace = Annotated[str, typer.Argument(help="Folder of a run, or its store (s3://bucket/runs/first).")]
 NewFile = Annotated[Path, typer.Argument(help="New file, or a folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def wrong_value(error: typer.BadParameter) -> BadInputError | None:
+    """Returns the error for a number of an option that is not one or is out of range; None for any other error."""
+    option, callback = error.param, getattr(getattr(error.ctx, "command", None), "callback", None)
+    hints = get_type_hints(callback, include_extras=True) if callback is not None else {}
+    declared = hints.get(option.name or "") if option is not None else None
+    if option is None or get_origin(declared) is not Annotated:
+        return None
+    kind, limits = get_args(declared)[:2]
+    number = next((TYPE_WORDS[each] for each in (int, float) if each in (kind, *get_args(kind))), None)
+    if number is None or not isinstance(limits, OptionInfo):
+        return None
+    least = "" if limits.min is None else f" of at least {limits.min}"
+    allowed = number + (least if limits.max is None else f" from {limits.min} to {limits.max}")
+    # Later versions of typer check by pydantic. Earlier ones by click, whose message has the value.
+    checked = error.__cause__
+    found = repr(checked.errors()[0]["input"]) if isinstance(checked, ValidationError) else error.message.rstrip(".")
+    return BadInputError(f"{option.opts[0]}: found {found}; allowed: {allowed}")
 
 
 def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tuple[str, list[str]]:

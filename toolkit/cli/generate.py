@@ -94,6 +94,7 @@ def generate(
 ) -> None:
     """Generate text with a model: give one of --prompt, --chat, --file and --eval."""
     from toolkit.generation.command import run
+    from toolkit.generation.load import find_model
     from toolkit.generation.options import Options
 
     options = Options(
@@ -120,5 +121,6 @@ def generate(
         device=device,
         images=tuple(image or ()),
     )
-    settle_names({"SOURCE": source}, [], {})  # before the hub's library is imported, which tries for a minute
+    if find_model(source).on_hub:
+        settle_names({"SOURCE": source}, [], {})  # before the hub's library is imported, which tries for a minute
     run(options)

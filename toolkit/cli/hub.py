@@ -25,14 +25,19 @@ def settle_hub(recipe: Recipe) -> None:
     Raises:
         BadInputError: if it cannot be reached, and a model or a tokenizer is not in the cache.
     """
+    revision = {"model.name_or_path": recipe.model.revision}
+    sources = [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]
+    settle_names(models_of(recipe), sources, revision)
+
+
+def models_of(recipe: Recipe) -> dict[str, str]:
+    """Returns the model, the tokenizer and the teacher that a recipe names, by field."""
     named = {
         "model.name_or_path": recipe.model.name_or_path,
         "model.tokenizer": recipe.model.tokenizer,
         "objective.teacher": recipe.objective.teacher,
     }
-    revision = {"model.name_or_path": recipe.model.revision}
-    sources = [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]
-    settle_names({field: name for field, name in named.items() if name is not None}, sources, revision)
+    return {field: name for field, name in named.items() if name is not None}
 
 
 def settle_names(named: Mapping[str, str], sources: Iterable[str], revisions: Mapping[str, str | None]) -> None:

@@ -26,6 +26,7 @@ from toolkit.cli.arguments import (
     split_arguments,
 )
 from toolkit.cli.configs import find_config
+from toolkit.cli.hub import models_of
 from toolkit.cli.retries import require_useful, with_retries
 from toolkit.data.files import paths_of
 from toolkit.errors import BadInputError, ToolkitError
@@ -133,13 +134,8 @@ def _starting_line(processes: int | None) -> str:
 
 def _require_inputs(recipe: Recipe) -> None:
     """Raises BadInputError for a missing file or folder: ranks would find that only after ten seconds of imports."""
-    for field, name in (
-        ("model.name_or_path", recipe.model.name_or_path),
-        ("model.tokenizer", recipe.model.tokenizer),
-        ("objective.teacher", recipe.objective.teacher),
-    ):
-        if name is not None:
-            require_folder(name, field)
+    for field, name in models_of(recipe).items():
+        require_folder(name, field)
     paths_of(recipe.data)
 
 
@@ -187,12 +183,7 @@ def launcher_options(
     """
     if gpus is not None and cpu is not None:
         raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
-    if gpus is None and cpu is None and config is None:
-        gpus = count_gpus() or None
-        if gpus is None:
-            raise BadInputError(f"{_why_no_gpu()}; --cpu 2 trains on the CPU with two processes")
-    elif gpus is not None and (found := count_gpus()) < gpus:
-        raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
+    word = _strategy_word(recipe, strategy, config)
     path = find_config(config if config is not None else DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG)
     machines = _checked_config(path).get("num_machines", 1)
     if isinstance(machines, int) and machines > 1:
@@ -200,10 +191,22 @@ def launcher_options(
             f"--config {config}: it is for {machines} machines, but toolkit train starts the ranks of one; "
             f"run accelerate launch on each machine, as docs/multi_node.md shows"
         )
+    # What is typed is checked first, so that it is on a machine without GPUs, too.
+    if gpus is None and cpu is None and config is None:
+        gpus = count_gpus() or None
+        if gpus is None:
+            raise BadInputError(f"{_why_no_gpu()}; --cpu 2 trains on the CPU with two processes")
+    elif gpus is not None and (found := count_gpus()) < gpus:
+        raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
     options = ["--config_file", shown_path(path)]
     processes = cpu if cpu is not None else gpus
     if processes is not None:
         options += ["--num_processes", str(processes)]
+    return options if word is None else [*options, "--fsdp_sharding_strategy", word]
+
+
+def _strategy_word(recipe: Recipe | None, strategy: str | None, config: str | None) -> str | None:
+    """Returns the strategy that the option or else the recipe names; None leaves it to the config."""
     word = strategy
     if word is None and recipe is not None and config is None:
         word = recipe.sharding.strategy
@@ -211,8 +214,7 @@ def launcher_options(
         from toolkit.sharding.strategy import parse_strategy
 
         parse_strategy(word, "--strategy" if strategy is not None else "sharding.strategy")
-        options += ["--fsdp_sharding_strategy", word]
-    return options
+    return word
 
 
 def _checked_config(path: Path) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _describe_unknown(root: type[Section], location: Location) -> str:
     hint = did_you_mean(key, known)
     if not hint:
         homes = [f"{name}.{key}" for name, field in root.model_fields.items() if _has_field(field.annotation, key)]
-        hint = f"; did you mean {homes[0]!r}?" if homes else ""
+        hint = f" (did you mean {homes[0]!r}?)" if homes else ""
     return f"{_dotted(location)}: unknown key{hint}; allowed here: {', '.join(known)}"
 
 

@@ -146,13 +146,14 @@ class _Check:
     def _require_as_written(self, node: yaml.Node) -> None:
         if node.tag == f"{_TAG}str":
             return
-        if node.tag != self._loader.resolve(yaml.ScalarNode, node.value, (True, False)):
+        if node.tag != self._loader.resolve(yaml.ScalarNode, node.value, (True, False)):  # type: ignore[no-untyped-call]
             raise _error(node, f"{node.value!r} is not a value of {node.tag.replace(_TAG, '!!')}; remove the tag")
         if node.tag not in (f"{_TAG}int", f"{_TAG}float"):
             return
         try:
-            is_plain = math.isfinite(int(node.value, 0) if node.tag == f"{_TAG}int" else float(node.value))
-        except (ValueError, OverflowError):
+            number = int(node.value, 0) if node.tag == f"{_TAG}int" else float(node.value)
+            is_plain = isinstance(number, int) or math.isfinite(number)
+        except ValueError:
             is_plain = False
         if not is_plain:
             read = self._loader.construct_object(node)

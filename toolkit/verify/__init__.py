@@ -112,7 +112,7 @@ def _require_comparable(recipe: Recipe, layers: int | None) -> None:
 
 
 def _require_positive(flag: str, value: float | None) -> None:
-    if value is not None and value < 1:
+    if value is not None and not value >= 1:
         raise BadInputError(f"{flag}: found {value}; needs a number of at least 1")
 
 

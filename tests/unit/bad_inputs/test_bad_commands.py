@@ -6,11 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
 from support.refusals import finetune, shown, toolkit
 from support.tiny import recipe_values, save_llama
+
+from toolkit.cli.app import app
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 
@@ -55,6 +58,7 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("verify nothing", "nothing"),
     ("verify quickstart --config nothing", "--config"),
     ("verify quickstart --steps 0", "--steps"),
+    ("verify quickstart --time-limit nan", "--time-limit"),
     ("verify quickstart --layers 0", "--layers"),
     ("checkpoints nowhere", "nowhere"),
     ("checkpoints", "run"),
@@ -339,3 +343,31 @@ def test_more_ranks_than_there_are(place: Path) -> None:
 def test_outputs(output: str, place: Path) -> None:
     outcome = finetune(str(place / "recipe.yaml"), f"training.output_dir={output}", "--dry-run")
     assert outcome.problems("training.output_dir") == [], outcome.told
+
+
+NUMBERS = {int: "a whole number", float: "a number"}
+
+
+def test_each_option_for_a_number_says_what_it_takes() -> None:
+    """Not in the words of the library that reads options, which change with its version."""
+    wrong, options = [], 0
+    for command in app.registered_commands:
+        assert command.callback is not None
+        for key, declared in get_type_hints(command.callback, include_extras=True).items():
+            kind = get_args(declared)[0] if get_origin(declared) is Annotated else declared
+            number = next((words for each, words in NUMBERS.items() if each in (kind, *get_args(kind))), None)
+            if number is None:
+                continue
+            options += 1
+            option = f"--{key.replace('_', '-')}"
+            outcome = toolkit(command.callback.__name__, option, "two")
+            if f"error: {option}: found 'two'; allowed: {number}" not in outcome.told or outcome.code != 2:
+                wrong.append((command.callback.__name__, outcome))
+    assert wrong == []
+    assert options > 20
+    for given, told in (
+        ("--cpu 0", "--cpu: found '0'; allowed: a whole number from 1 to 1024"),
+        ("--gpus 1.5", "--gpus: found '1.5'; allowed: a whole number of at least 1"),
+        ("--retries -1", "--retries: found '-1'; allowed: a whole number of at least 0"),
+    ):
+        assert told in toolkit("train", "quickstart", *given.split()).told

@@ -395,7 +395,7 @@ DESCRIBED: dict[str, str] = {
     "attention_dropout=0.9": "'llama' cannot be trained: attention_dropout is 0.9",
     "rms_norm_eps=1000.0": "rms_norm_eps is 1000.0, and needs to be from 0 to 0.1",
     "attn_implementation=kernels-community/flash-attn": "the recipe asks for code from the hub (attn_implementation: ",
-    "hidden_sizes=48": "hidden_sizes: unknown to the model type llama; did you mean 'hidden_size'?; allowed: ",
+    "hidden_sizes=48": "hidden_sizes: unknown to the model type llama (did you mean 'hidden_size'?); allowed: ",
     "model_type=lama": "lama",
 }
 """Fields of `model.config` for a Llama of 4 heads, and what the error says."""

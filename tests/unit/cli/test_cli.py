@@ -52,6 +52,53 @@ def test_a_copied_recipe_keeps_its_comments_and_finds_its_files(tmp_path: Path) 
     assert run(TOOLKIT, "recipes", "copy", "quikstart", str(tmp_path / "x.yaml")).returncode == 2
 
 
+def test_valid_is_a_recipe_whose_files_are_there(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: {{name_or_path: {model}}}\ndata: {{train: [{rows}, hf://datasets/a/b/c.jsonl], max_length: 32}}\n"
+        "optimizer: {learning_rate: 1e-3}\ntraining: {output_dir: out, max_steps: 1}\n"
+    )
+
+    def told(*more: str) -> str:
+        result = CliRunner().invoke(app, ["validate", str(recipe), *more])
+        return str(result.exception) if result.exception is not None else result.output
+
+    for missing, file in (
+        ("configuration (config.json)", "config.json"),
+        ("weights (*.safetensors)", "model.safetensors"),
+        ("tokenizer (*token*, ", "tokenizer.json"),
+    ):
+        assert f"model.name_or_path: the folder '{model}' holds no {missing}" in told()
+        assert "holds no tokenizer" not in told("model.tokenizer=someone/tokenizer")
+        (model / file).write_text("{}")
+    for whole in (told(), told("--json")):
+        assert (
+            f"valid: the keys, and the files {model}, {rows}. Not looked at: hf://datasets/a/b/c.jsonl (not on" in whole
+        )
+    assert json.loads(told("--json").partition("valid:")[0])["training.max_steps"]["value"] == 1
+    several = told(
+        "model.name_or_path=./nowhere", "model.tokenizer=./none", "data.train=gone.jsonl", "data.validation=gone/*.csv",
+        "answers.file=gone.jsonl", "data.image_root=gone",
+    )  # fmt: skip
+    fields = (
+        "model.name_or_path",
+        "model.tokenizer",
+        "data.train",
+        "data.validation",
+        "answers.file",
+        "data.image_root",
+    )
+    assert "6 problems" in several, several
+    assert [line.strip("- ").partition(":")[0] for line in several.splitlines()[1:]] == list(fields)
+    assert "Not looked at: someone/model (not on this machine), the rows" in told(
+        "model.name_or_path=someone/model", f"data.train={rows}"
+    )
+
+
 def test_validate_shows_values_and_origins() -> None:
     shown = run(TOOLKIT, "validate", "quickstart", "training.max_steps=7", "--json")
     values = json.loads(shown.stdout)
@@ -63,7 +110,7 @@ def test_validate_shows_values_and_origins() -> None:
     assert "optimizer.eps" in everything
     assert "optimizer.eps" not in set_there
     left_out = len(everything.splitlines()) - len(set_there.splitlines()) + 1
-    assert set_there.endswith(f"{left_out} more keys have their defaults; --all shows them\n")
+    assert f"\n{left_out} more keys have their defaults; --all shows them\nvalid: " in set_there
 
 
 def test_validate_tells_all_errors_and_exits_with_2() -> None:

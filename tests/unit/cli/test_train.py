@@ -102,7 +102,7 @@ def test_a_path_with_spaces_is_one_word_of_the_line(launched: list[list[str]], t
     [
         (["--gpus", "1", "--cpu", "1"], "--gpus and --cpu exclude each other"),
         (["--gpus", "3"], "--gpus 3: this machine has 2; --cpu 3 runs the same ranks on the CPU"),
-        (["--config", "zero4"], "no config of that name; did you mean 'zero3'?"),
+        (["--config", "zero4"], "no config of that name (did you mean 'zero3'?). Shipped configs: "),
         (["--config", "two_nodes"], "it is for 2 machines"),
         (["--config", "recipes/lora.yaml"], "--config: recipes/lora.yaml is a recipe; leave --config out before it"),
         (["--strategy", "zero9"], "--strategy: unknown strategy 'zero9'"),
@@ -124,6 +124,13 @@ def test_bad_input_starts_no_rank(arguments: list[str], message: str, launched: 
 def test_no_gpu_needs_a_word(launched: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "count_gpus", lambda: 0)
     assert "--cpu 2 trains on the CPU" in str(run("sft").exception)
+    for typed, message in (
+        (["--strategy", "zero4"], "--strategy: unknown strategy 'zero4'; allowed: ddp, zero1"),
+        (["--strategy", "zero4", "--gpus", "2"], "--strategy: unknown strategy 'zero4'"),
+        (["--config", "nowhere"], "--config: there is no file 'nowhere'"),
+        (["--config", "two_nodes", "--gpus", "2"], "--config two_nodes: it is for 2 machines"),
+    ):
+        assert message in str(run("sft", *typed).exception), "what is typed is looked at without a GPU, too"
 
 
 @pytest.mark.parametrize(

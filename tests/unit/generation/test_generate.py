@@ -691,7 +691,7 @@ def test_adapters_that_cannot_be_used(
         ("--prompt a --device tpu", ["--device: unknown 'tpu'; allowed: auto, cpu, cuda"]),
         ("--prompt= --system=", ["--prompt: is empty", "--system: is empty"]),
         ("--prompt \udcff", ["--prompt: is no text in UTF-8"]),
-        ("--prompt a --max-new-tokens many", ["Usage"]),
+        ("--prompt a --max-new-tokens many", ["--max-new-tokens: found 'many'; allowed: a whole number"]),
         ("--chat", ["has no chat template; use --prompt"]),
         ("--prompt a --system b", ["--prompt: a system text needs a chat template, and the tokenizer of"]),
         (f"--prompt {'king' * 90}", ["--prompt: the prompt's", "no room"]),

@@ -161,7 +161,7 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
     values["model"]["dtype"] = "fp8"
     values["data"]["validation_fraction"] = 1.5
     found = "\n".join(problems(tmp_path, values, "data.shuffle=maybe", "nonsense", "max_steps=3"))
-    assert "training.max_step: unknown key; did you mean 'max_steps'?" in found
+    assert "training.max_step: unknown key (did you mean 'max_steps'?);" in found
     assert "optimizer.learning_rate: found -1" in found
     assert "greater than 0" in found
     assert "model.dtype: found 'fp8'" in found
@@ -169,7 +169,7 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
     assert "data.validation_fraction: found 1.5" in found
     assert "data.shuffle: found 'maybe'" in found
     assert "override 'nonsense': expected key.sub=value" in found
-    assert "max_steps: unknown key; did you mean 'training.max_steps'?" in found
+    assert "max_steps: unknown key (did you mean 'training.max_steps'?);" in found
 
 
 @pytest.mark.parametrize(
@@ -207,8 +207,11 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
         (["data.train={path: a.jsonl, weight: 2.0}"], "weight has no effect on a single source"),
         (["data.validation={path: b.jsonl, weight: 2.0}"], "weights have no effect, each row is evaluated once"),
         (["data.train=[{path: a.jsonl, weight: 0.0}, b.jsonl]"], "data.train.0.weight: found 0.0"),
-        (["data.train=[{path: a.jsonl, weigth: 1.0}]"], "data.train.0.weigth: unknown key; did you mean 'weight'"),
-        (["data.columns={txt: body}"], "data.columns.txt: unknown key; did you mean 'text'"),
+        (
+            ["data.train=[{path: a.jsonl, weigth: 1.0}]"],
+            "data.train.0.weigth: unknown key (did you mean 'weight'?); allowed here: ",
+        ),
+        (["data.columns={txt: body}"], "data.columns.txt: unknown key (did you mean 'text'?); allowed here: "),
         (["data.streaming=true", "data.num_proc=2"], "data.num_proc has no effect with data.streaming"),
         (["adapter.r=8"], "adapter.r has no effect with adapter.kind none"),
         (["adapter.kind=lora", "adapter.r=0"], "adapter.r: found 0 (int)"),
@@ -275,7 +278,10 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_a_missing_recipe_lists_the_shipped_ones() -> None:
-    with pytest.raises(BadInputError, match=r"did you mean 'quickstart'.*Shipped recipes: .*quickstart"):
+    with pytest.raises(
+        BadInputError,
+        match=r"there is no recipe of that name \(did you mean 'quickstart'\?\)\. Shipped recipes: .*quickstart",
+    ):
         find_recipe("quickstar")
     with pytest.raises(BadInputError, match="there is no such file"):
         find_recipe("nowhere/x.yaml")

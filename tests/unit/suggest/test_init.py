@@ -318,7 +318,7 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
             ["model", "chat.jsonl", "--method", "pretrain"],
             "does not learn from rows with messages; allowed for these: full, lora",
         ),
-        (["model", "chat.jsonl", "--method", "ful"], "unknown 'ful'; did you mean 'full'?"),
+        (["model", "chat.jsonl", "--method", "ful"], "unknown 'ful' (did you mean 'full'?);"),
         (
             ["model", "chat.jsonl", "--output", "there.yaml"],
             "'there.yaml' exists; name another file, or replace it with",
@@ -330,7 +330,7 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
             ["model", "chat.jsonl", f"training.max_steps={'9' * 400}"],
             "training.max_steps: it is larger than any machine",
         ),
-        (["model", "chat.jsonl", "data.max_lenght=8"], "data.max_lenght: unknown key; did you mean 'max_length'?"),
+        (["model", "chat.jsonl", "data.max_lenght=8"], "data.max_lenght: unknown key (did you mean 'max_length'?);"),
     ],
 )
 def test_bad_input_is_one_clear_error(arguments: list[str], told: str) -> None:

@@ -158,8 +158,7 @@ def _hardware_by_name(name: str) -> Hardware:
 def _suggestion(name: str, names: list[str]) -> str:
     """Suggests the first name with the same beginning: `h100_sxm` for h1000, as a close number is another device."""
     alike = [known for known in names if len(name) > 3 and known.startswith(name[:4])]
-    told = f"; did you mean {alike[0]!r}?" if alike else did_you_mean(name, names)
-    return told and f" ({told.removeprefix('; ')})"
+    return f" (did you mean {alike[0]!r}?)" if alike else did_you_mean(name, names)
 
 
 # Presets
