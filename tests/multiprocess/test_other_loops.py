@@ -13,7 +13,11 @@ import torch
 import torch.nn.functional as F
 import yaml
 from support.launches import clean_environment, launch
+from support.ranks import meet, run_on_ranks
+from support.tiny import save_llama
 from transformers import AutoModelForCausalLM
+
+from toolkit.errors import BadInputError
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file"]
@@ -111,3 +115,48 @@ def test_the_hand_written_loop_is_short() -> None:
     last = next(i for i, line in enumerate(lines) if line.startswith("if __name__"))
     code = [line for line in lines[first:last] if line.strip() and not line.strip().startswith("#")]
     assert len(code) < 40
+
+
+def split_by_transformers(folder: str) -> dict[str, str]:
+    """The error of each way to give a model that transformers has split over the ranks to the backend."""
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    from toolkit import ShardingMesh, ShardingPlugin, sharding_kwargs
+    from toolkit.sharding.plugin import reset_accelerate
+
+    def own_loop(model: Any, strategy: str) -> None:
+        Accelerator(**sharding_kwargs(strategy)).prepare(model, torch.optim.AdamW(model.parameters()))
+
+    def trainer(model: Any, strategy: str) -> None:
+        mesh = ShardingMesh(plugin=ShardingPlugin(strategy))
+        arguments = TrainingArguments(
+            folder, max_steps=1, use_cpu=True, report_to=[], save_strategy="no", parallelism_config=mesh
+        )
+        rows = [{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}] * 4
+        Trainer(model=model, args=arguments, train_dataset=rows).train()
+
+    found = {}
+    for size in ("tp_size", "fsdp_size", "pp_size"):
+        for start in (own_loop, trainer) if size != "pp_size" else (own_loop,):
+            for strategy in ("zero3", "ddp"):
+                meet()
+                reset_accelerate()
+                config = DistributedConfig(**{size: 2})
+                model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+                try:
+                    start(model, strategy)
+                    found[f"{size} {start.__name__} {strategy}"] = "no error"
+                except BadInputError as error:
+                    found[f"{size} {start.__name__} {strategy}"] = str(error)
+    return found
+
+
+def test_a_model_that_transformers_has_split_is_refused_by_name(tmp_path: Path) -> None:
+    save_llama(tmp_path, ["hello world"] * 20, tied=False)
+    found = run_on_ranks(split_by_transformers, 2, str(tmp_path))[0]
+    assert len(found) == 10
+    by_size = "tp_size of ShardingMesh, or of the model's DistributedConfig, is 2, but"
+    wanted = {case: by_size if case.startswith("tp_size trainer") else "the model is split over" for case in found}
+    assert {case: text for case, text in found.items() if not text.startswith(wanted[case])} == {}

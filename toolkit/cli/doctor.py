@@ -19,7 +19,7 @@ import typer
 
 from toolkit.cli.arguments import AsJson
 from toolkit.cli.console import print_table
-from toolkit.errors import first_line
+from toolkit.errors import BadInputError, first_line
 from toolkit.paths import GIB, user_cache
 from toolkit.unix import resource
 
@@ -60,6 +60,7 @@ def doctor(
         *_version_findings(),
         *_device_findings(),
         *_disk_findings(),
+        _config_finding(),
         *_backend_findings(),
         *(_hub_findings() if hub else []),
     ]
@@ -140,6 +141,24 @@ def _disk_findings() -> Iterator[Finding]:
     yield Finding(
         "open files", WARNING if few else OK, f"at most {files}", f"ulimit -n {LEAST_OPEN_FILES}" if few else ""
     )
+
+
+def _config_finding() -> Finding:
+    """Checks what `accelerate launch` reads without --config_file, and what it would hand to the ranks."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    from toolkit.sharding.accelerate_config import read_accelerate_config
+    from toolkit.sharding.launched import refuse_configured_axes
+
+    path = Path(default_config_file)
+    try:
+        refuse_configured_axes()
+        if not path.is_file():
+            return Finding("Accelerate config", OK, "none of this user's; name one of `toolkit configs`")
+        read_accelerate_config(path).check()
+    except BadInputError as error:
+        return Finding("Accelerate config", FAILED, str(error))
+    return Finding("Accelerate config", OK, str(path))
 
 
 def _free_space(name: str, folder: Path, least: int, fix: str) -> Finding:

@@ -220,12 +220,9 @@ def _strategy_word(recipe: Recipe | None, strategy: str | None, config: str | No
 def _checked_config(path: Path) -> dict[str, Any]:
     """Reads an Accelerate config. Raises BadInputError for values that no run can have, before ranks start."""
     from toolkit.sharding.accelerate_config import read_accelerate_config
-    from toolkit.sharding.strategy import parse_strategy
 
     config = read_accelerate_config(path)
-    _ = config.num_processes, config.mixed_precision, config.replicate_size, config.shard_size
-    if config.strategy is not None:
-        parse_strategy(config.strategy, f"--config: {path}: fsdp_config.fsdp_sharding_strategy")
+    config.check()
     return config.values
 
 

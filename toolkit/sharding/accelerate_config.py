@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.yaml_values import NOT_YAML, yaml_problem, yaml_value
+from toolkit.sharding.strategy import parse_strategy
 
 PRECISIONS = ("no", "bf16", "fp16")
 """Allowed values of `mixed_precision`. Their types are in `apply.py`, which imports torch; a launcher needs none."""
+
+_LONG_ROWS = "In a recipe, sharding.sequence shares long rows among ranks"
+_WHOLE = "Strategy zero3 shards every parameter over all ranks"
+
+OTHER_AXES = {
+    "tp": ("tensor parallelism", f"{_WHOLE}. {_LONG_ROWS}, and sharding.experts experts"),
+    "cp": ("context parallelism", _LONG_ROWS),
+    "sp": ("sequence parallelism of DeepSpeed", _LONG_ROWS),
+}
+"""Axes of Accelerate's `ParallelismConfig` that the backend does not run, each with what to use instead."""
+
+
+def refuse_other_axes(sizes: Mapping[str, int | None], spelling: str) -> None:
+    """Refuses sizes of axes that the backend does not run.
+
+    Args:
+        sizes: the size of each axis of `OTHER_AXES`; None and 1 are not set.
+        spelling: how the user writes the size of an axis, with `{}` for its name.
+
+    Raises:
+        BadInputError: if one is larger than 1.
+    """
+    for axis, size in sizes.items():
+        if size not in (None, 1):
+            what, instead = OTHER_AXES[axis]
+            raise BadInputError(
+                f"{spelling.format(axis)} is {size}, but the sharding backend has no {what}; remove it. {instead}"
+            )
 
 
 @dataclass(frozen=True)
@@ -65,7 +95,7 @@ class AccelerateConfig:
         Raises:
             BadInputError: if it is not a positive integer, or `parallelism_config` is not a mapping.
         """
-        return self._parallelism_size("replicate")
+        return self._parallelism_size("dp_replicate")
 
     @property
     def shard_size(self) -> int | None:
@@ -74,14 +104,33 @@ class AccelerateConfig:
         Raises:
             BadInputError: if it is not a positive integer, or `parallelism_config` is not a mapping.
         """
-        return self._parallelism_size("shard")
+        return self._parallelism_size("dp_shard")
+
+    def check(self) -> None:
+        """Checks every value that a run reads.
+
+        Raises:
+            BadInputError: if no run can have one of them.
+        """
+        _ = self.num_processes, self.mixed_precision, self.replicate_size, self.shard_size
+        if self.strategy is not None:
+            parse_strategy(self.strategy, f"--config: {self.origin}: fsdp_config.fsdp_sharding_strategy")
+
+    def refuse_other_axes(self) -> None:
+        """Refuses sizes of axes that the backend does not run.
+
+        Raises:
+            BadInputError: if one is larger than 1, or is not a positive integer.
+        """
+        sizes = {axis: self._parallelism_size(axis) for axis in OTHER_AXES}
+        refuse_other_axes(sizes, f"--config: {self.origin}: parallelism_config.parallelism_config_{{}}_size")
 
     def error(self, problem: str) -> BadInputError:
         """Returns an error that names the option, the file and the problem."""
         return BadInputError(f"--config: {self.origin}: {problem}")
 
     def _parallelism_size(self, axis: str) -> int | None:
-        key = f"parallelism_config_dp_{axis}_size"
+        key = f"parallelism_config_{axis}_size"
         return self._positive_int(f"parallelism_config.{key}", self._section("parallelism_config").get(key))
 
     def _positive_int(self, name: str, found: Any) -> int | None:
@@ -100,7 +149,8 @@ def read_accelerate_config(path: Path) -> AccelerateConfig:
     """Reads an Accelerate config from a YAML file.
 
     Raises:
-        BadInputError: if the file is missing, is not YAML, does not hold a mapping, or is a recipe.
+        BadInputError: if the file is missing, is not YAML, does not hold a mapping, is a recipe, or sizes an axis that
+            the backend does not run.
     """
     if not path.is_file():
         raise BadInputError(f"--config: there is no file {str(path)!r}")
@@ -113,4 +163,6 @@ def read_accelerate_config(path: Path) -> AccelerateConfig:
         raise BadInputError(f"--config: {path} holds no mapping but {found}; run `accelerate config` for one")
     if "data" in values and "distributed_type" not in values:
         raise BadInputError(f"--config: {path} is a recipe; leave --config out before it, or name an Accelerate config")
-    return AccelerateConfig(values, str(path))
+    config = AccelerateConfig(values, str(path))
+    config.refuse_other_axes()
+    return config

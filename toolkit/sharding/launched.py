@@ -10,6 +10,7 @@ import os
 from accelerate.utils import GradientAccumulationPlugin
 
 from toolkit.errors import BadInputError
+from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
 from toolkit.sharding.offload import OffloadSettings, parse_offload
 from toolkit.sharding.strategy import DEFAULT_STRATEGY, OFFLOAD, Strategy, asks_for_offload, parse_strategy
 
@@ -59,9 +60,24 @@ def resolve_offload(strategy: str | None, offload: str | OffloadSettings | None)
 
 
 def configured_size(axis: str) -> int | None:
-    """Returns the size of a mesh axis (`REPLICATE` or `SHARD`) in the Accelerate config, or None if it is not set."""
-    size = os.environ.get(f"PARALLELISM_CONFIG_DP_{axis}_SIZE")
-    return int(size) if size is not None else None
+    """Returns the size of a mesh axis (`dp_shard`) in the Accelerate config, or None if it is not set.
+
+    Raises:
+        BadInputError: if it is not a positive integer.
+    """
+    size = os.environ.get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE")
+    if size is not None and not (size.isdecimal() and int(size) > 0):
+        raise BadInputError(f"parallelism_config_{axis}_size is {size!r}; needs a number of at least 1")
+    return None if size is None else int(size)
+
+
+def refuse_configured_axes() -> None:
+    """Refuses axes of the Accelerate config that the backend does not run.
+
+    Raises:
+        BadInputError: if one has a size.
+    """
+    refuse_other_axes({axis: configured_size(axis) for axis in OTHER_AXES}, "parallelism_config_{}_size")
 
 
 def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:

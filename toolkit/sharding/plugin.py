@@ -17,7 +17,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +33,24 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Settings
+from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
 from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_policies
 from toolkit.sharding.checkpointing import Checkpointing
 from toolkit.sharding.compiling import Compilation
 from toolkit.sharding.expert_parallel import expert_grid
-from toolkit.sharding.launched import configured_size, refuse_stock_settings, resolve_offload, resolve_strategy
+from toolkit.sharding.launched import (
+    configured_size,
+    refuse_configured_axes,
+    refuse_stock_settings,
+    resolve_offload,
+    resolve_strategy,
+)
 from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
@@ -271,14 +279,17 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
     def __post_init__(self) -> None:
         if self.plugin is None:
             self.plugin = ShardingPlugin()
+        # Before the sizes: with another axis the number of ranks would be the wrong thing to blame.
+        self._refuse_other_axes()
+        refuse_configured_axes()
         # Now, as `Accelerator` has the ranks meet first thing.
         require_reachable_host()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         shape = mesh_shape(
             self.plugin.strategy,
             world_size,
-            replicate=self.dp_replicate_size or configured_size("REPLICATE"),  # type: ignore[has-type]
-            shard=self.dp_shard_size or configured_size("SHARD"),  # type: ignore[has-type]
+            replicate=self.dp_replicate_size or configured_size("dp_replicate"),  # type: ignore[has-type]
+            shard=self.dp_shard_size or configured_size("dp_shard"),  # type: ignore[has-type]
         )
         require_groups("sharding.experts", self.plugin.experts, shape.shard)
         with_node(shape, self.plugin.strategy, self.plugin.node, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
@@ -290,6 +301,8 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Enters the plugin into Accelerate's state and returns the mesh. Called by `Accelerator.__init__`."""
         assert self.plugin is not None
+        # Again: `Trainer` sets `tp_size` here for a model that transformers has split.
+        self._refuse_other_axes()
         self._require_all_processes()
         ranks.renew_thread_pool()
         _wait_for_gloo_at_exit(device_type)
@@ -314,9 +327,15 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         """Replaces Accelerate's own check, which rejects CPU ranks. Called by `Accelerator.__init__` next."""
         assert self.plugin is not None
         self.plugin.register(accelerator)
+        _refuse_split_models(accelerator, self.plugin)
         if accelerator.ddp_handler is None:
             # Without it DDP keeps a second whole copy of the gradients in its buckets.
             accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+
+    def _refuse_other_axes(self) -> None:
+        """Raises BadInputError for sizes of axes that the backend does not run."""
+        sizes = {axis: getattr(self, f"{axis}_size") for axis in OTHER_AXES}
+        refuse_other_axes(sizes, "{}_size of ShardingMesh, or of the model's DistributedConfig,")
 
     def _require_all_processes(self) -> None:
         """Raises BadInputError if each process would silently train a separate model."""
@@ -331,6 +350,42 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         # Pickled with TrainingArguments; process groups cannot be.
         return {key: value for key, value in self.__dict__.items() if key != "device_mesh"}
+
+
+def _refuse_split_models(accelerator: Accelerator, plugin: ShardingPlugin) -> None:
+    """Lets `prepare` raise BadInputError for a model that is split over ranks already.
+
+    Accelerate asks nothing of the backend for a model under `ddp`, nor for an optimizer that `Trainer` prepares alone.
+    """
+    weak = weakref.ref(accelerator)  # a method that holds its accelerator would keep the model alive
+
+    @functools.wraps(accelerator.prepare)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        models = [arg for arg in args if isinstance(arg, nn.Module)]
+        alone = [] if models or plugin.unit_plan is not None else args
+        optimizers = [arg for arg in alone if isinstance(arg, torch.optim.Optimizer)]
+        stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+        if any(map(_is_split, models)) or any(map(_has_dtensors, stepped)):
+            raise BadInputError(
+                "the model is split over ranks already, as by from_pretrained(distributed_config=...) or tp_plan, but "
+                "the sharding backend shards whole models; remove that argument, and choose the strategy in "
+                "sharding_kwargs or ShardingPlugin"
+            )
+        own = weak()
+        assert own is not None
+        return type(own).prepare(own, *args, **kwargs)
+
+    accelerator.prepare = prepare
+
+
+def _is_split(model: nn.Module) -> bool:
+    """Returns whether a model is split over ranks by other code than `fully_shard` alone."""
+    is_marked = bool(getattr(model, "is_distributed_loading_by_transformers", False))
+    return is_marked or (not isinstance(model, FSDPModule) and _has_dtensors(model.parameters()))
+
+
+def _has_dtensors(parameters: Iterable[torch.Tensor]) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def _is_last_micro_batch() -> bool:

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
+from toolkit import Recipe
+from toolkit.cli.plan import accelerated_by
+from toolkit.cli.train import launcher_options
 from toolkit.errors import BadInputError
+from toolkit.planning.table import plan
+from toolkit.planning.time.hardware import presets
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
+from toolkit.verify.launch import read_launch
 
 
 def test_what_it_says(tmp_path: Path) -> None:
@@ -70,3 +76,39 @@ def test_its_values_are_those_that_accelerate_reads(tmp_path: Path) -> None:
             read_accelerate_config(path)
         assert f"--config: {path} is not readable as YAML: " in str(found.value)
         assert problem in str(found.value)
+
+
+OTHER_AXES = {
+    "tp": "tensor parallelism; remove it. Strategy zero3 shards every parameter",
+    "cp": "context parallelism; remove it. In a recipe, sharding.sequence",
+    "sp": "sequence parallelism of DeepSpeed; remove it. In a recipe, sharding.sequence",
+}
+
+
+def test_axes_that_the_backend_does_not_run_are_refused_wherever_a_config_is_read(tmp_path: Path) -> None:
+    recipe, path = Recipe.load("quickstart"), tmp_path / "config.yaml"
+    readers = {
+        "plan": lambda: accelerated_by(path),
+        "verify": lambda: read_launch(path, recipe),
+        "train": lambda: launcher_options(recipe, None, 2, None, str(path)),
+    }
+    head = "num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: zero3\nparallelism_config:\n"
+    wrong = []
+    for axis, told in OTHER_AXES.items():
+        key = f"parallelism_config_{axis}_size"
+        for size, wanted in ((2, f"{key} is 2, but the sharding backend has no {told}"), ("two", f"{key} is 'two'")):
+            path.write_text(f"{head}  {key}: {size}\n")
+            for name, read in readers.items():
+                try:
+                    read()
+                    wrong.append(f"{name} takes {key} {size}")
+                except BadInputError as error:
+                    wrong += [] if f"--config: {path}: " in str(error) and wanted in str(error) else [str(error)]
+        # Following the advice leads to a run: the axis is gone, and the recipe shares rows.
+        path.write_text(f"{head}  {key}: 1\n")
+        for read in readers.values():
+            read()
+    assert wrong == []
+    shared = Recipe.load("quickstart", ["sharding.sequence=2"])
+    assert read_launch(path, shared).num_processes == 2
+    assert plan(shared, presets()["h100_sxm"], 2, strategy="zero3").recommended is not None

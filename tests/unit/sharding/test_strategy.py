@@ -76,6 +76,23 @@ def test_the_config_may_not_ask_for_another_accumulation(monkeypatch: pytest.Mon
         accumulation_plugin(2)
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp", "sp"])
+def test_axes_that_the_backend_does_not_run_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, axis: str) -> None:
+    """Not by the number of processes, nor by dp sizes that contradict the strategy because of them."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(BadInputError, match=rf"^{axis}_size of ShardingMesh, .* is 2, but .* has no .*; remove it"):
+        ShardingMesh(plugin=ShardingPlugin("zero3"), dp_shard_size=2, **{f"{axis}_size": 2})
+    key = f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"
+    for value, told in (("2", "is 2, but the sharding backend has no"), ("two", "is 'two'; needs a number")):
+        monkeypatch.setenv(key, value)
+        monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+        with pytest.raises(BadInputError, match=f"^parallelism_config_{axis}_size {told}"):
+            sharding_kwargs("zero3")
+    monkeypatch.setenv(key, "1")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
+    assert sharding_kwargs("zero3")["parallelism_config"].total_size == 4
+
+
 def test_plugin_and_mesh_can_be_pickled_as_training_arguments_are() -> None:
     mesh = ShardingMesh(plugin=ShardingPlugin("zero3"))
     again = pickle.loads(pickle.dumps(mesh))
