@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,12 @@ BIAS = "e_score_correction_bias"
 
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 """Names of the number of experts of a token in configurations."""
+
+OWN_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Names of the coefficient of a model's own balance loss in configurations; the second is JetMoE's."""
+
+_EXPERTS = re.compile(r"expert|moe(block)?$", re.IGNORECASE)
+"""Classes of experts, or of layers with experts. Dense layers of such a family only begin with its name."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +90,17 @@ def experts_of_a_token(config: Any, path: str) -> int:
 
 
 def own_coefficient(model: nn.Module) -> float | None:
-    """Returns `router_aux_loss_coef` of the model's configuration; None if it has no balance loss."""
+    """Returns the coefficient of the balance loss in the model's configuration; None if it has no balance loss."""
     config: Any = getattr(base_of(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    value = getattr(text, "router_aux_loss_coef", None)
+    found = (getattr(text, name, None) for name in OWN_COEFFICIENTS)
+    value = next((value for value in found if value is not None), None)
     return None if value is None else float(value)
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Returns whether a model has experts, by the names of its classes: its routers may not be found."""
+    return any(_EXPERTS.search(type(module).__name__) for module in base_of(model).modules())
 
 
 def _recorded_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:

@@ -25,7 +25,7 @@ from toolkit import ranks
 from toolkit.data.samples import Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters import base_of
-from toolkit.model.routers import Router, find_routers, own_coefficient
+from toolkit.model.routers import Router, find_routers, has_experts, own_coefficient
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.sharding.expert_parallel import expert_placement
 
@@ -300,10 +300,13 @@ def build_balance(section: ObjectiveSection, model: nn.Module) -> Balance:
     """Returns the `Balance` that hooks into the model's routers.
 
     Raises:
-        BadInputError: for settings without effect: the model has no experts, or its routers have no bias.
+        BadInputError: for settings without effect: the model has no experts, or its routers have no bias. For a
+            mixture of experts whose routers are not found, if it has a balance loss of its own or is given one.
     """
-    routers = find_routers(model)
+    routers, own = find_routers(model), own_coefficient(model)
     asked = {key: getattr(section, key) for key in ("router_aux_coef", "router_z_coef", "router_bias_rate")}
+    if not routers and has_experts(model):
+        _refuse_lost_routers(model, own, asked)
     if not routers and (idle := [key for key, value in asked.items() if value]):
         raise BadInputError(f"objective.{idle[0]}: {asked[idle[0]]} has no effect: the model has no experts; remove it")
     if section.router_bias_rate and not any(router.bias is not None for router in routers):
@@ -311,12 +314,25 @@ def build_balance(section: ObjectiveSection, model: nn.Module) -> Balance:
             f"objective.router_bias_rate: {section.router_bias_rate} has no effect: the model's routers have no bias; "
             "remove it, or set objective.router_aux_coef"
         )
-    own = own_coefficient(model)
     balance = own if section.router_aux_coef is None else section.router_aux_coef
     losses = RouterLosses(
         balance or 0.0, section.router_z_coef or 0.0, section.router_bias_rate or 0.0, section.router_aux_coef is None
     )
     return Balance(routers, losses, own is not None)
+
+
+def _refuse_lost_routers(model: nn.Module, own: float | None, asked: dict[str, float | None]) -> None:
+    """Raises BadInputError if losses of routers that are not found would be left out of what is trained."""
+    given = [f"objective.{key} is {value:g}" for key, value in asked.items() if value]
+    if own and asked["router_aux_coef"] is None:
+        given.append(f"its configuration has a balance loss with coefficient {own:g}")
+    if given:
+        raise BadInputError(
+            f"{type(base_of(model)).__name__}: its routers are not found, because transformers records no "
+            f"router_logits of it, but {' and '.join(given)}, which would be left out; set objective.router_aux_coef=0 "
+            "and no other coefficient of routers to train without, or install a version of transformers that records "
+            "them"
+        )
 
 
 def experts_fact(model: nn.Module, balance: Balance, by_block: bool) -> str:

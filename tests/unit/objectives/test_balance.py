@@ -181,6 +181,40 @@ def test_settings_without_effect_are_refused() -> None:
     assert build_balance(ObjectiveSection(router_aux_coef=0.0), llama()).routers == []
 
 
+@pytest.mark.parametrize("kind", [*MODELS, "doge", "jetmoe"])
+def test_experts_whose_routers_are_not_found_never_train_without_their_loss_in_silence(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = {"doge": {"is_moe": True}, "jetmoe": {"num_local_experts": 4, "kv_channels": 8}}
+    config = tiny_config(kind) if kind in made else None
+    if config is not None:
+        config.update(made[kind])
+    model = AutoModelForCausalLM.from_config(config) if config is not None else mixture(kind)
+    build_balance(ObjectiveSection(), model)  # as transformers is today
+    for module in model.modules():
+        if getattr(module, "_can_record_outputs", None):
+            monkeypatch.setattr(type(module), "_can_record_outputs", {})
+    assert find_routers(model) == []
+    own = {"deepseek_v3": None, "olmoe": "0.01", "jetmoe": "0.01"}.get(kind, "0.001")
+    if own is None:
+        assert build_balance(ObjectiveSection(), model).losses.balance == 0
+    else:
+        with pytest.raises(BadInputError, match=f"routers are not found, .* loss with coefficient {own}, which"):
+            build_balance(ObjectiveSection(), model)
+    for key in ("router_aux_coef", "router_z_coef", "router_bias_rate"):
+        with pytest.raises(BadInputError, match=rf"routers are not found, .*objective\.{key} is 0\.5.* which would be"):
+            build_balance(ObjectiveSection(**{key: 0.5}), model)
+    assert build_balance(ObjectiveSection(router_aux_coef=0.0), model).losses.balance == 0  # what the error says
+
+
+def test_a_model_without_experts_keeps_a_coefficient_without_effect() -> None:
+    """Families of experts have dense members, whose configurations have the coefficient all the same."""
+    for kind, fields in (("qwen2_moe", {"mlp_only_layers": [0, 1]}), ("doge", {"is_moe": False}), ("llama", {})):
+        config = tiny_config(kind)
+        config.update(fields)
+        assert build_balance(ObjectiveSection(), AutoModelForCausalLM.from_config(config)).routers == []
+
+
 def test_the_run_says_which_coefficient_holds() -> None:
     model = mixture("olmoe")
     own = build_balance(ObjectiveSection(), model)
