@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import AsJson, ConfigOption, RecipeArguments, RecipeOption, load_recipe
+from toolkit.cli.arguments import AsJson, ConfigOption, CpuOption, RecipeArguments, RecipeOption, load_recipe
 from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
 from toolkit.cli.hub import settle_hub
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def verify(
     arguments: RecipeArguments = None,
     recipe: RecipeOption = None,
+    cpu: CpuOption = None,
     config: ConfigOption = None,
     steps: Annotated[int, typer.Option(help="Compare this many optimizer steps.")] = 5,
     layers: Annotated[
@@ -36,8 +37,8 @@ def verify(
     """Train a few steps in a plain loop on one process, then sharded; compare losses, gradients and weights.
 
     The ranks run on this machine, on the CPU if it has too few GPUs. Dropout is off, and the output folder
-    stays untouched. Without --config it takes the file that `accelerate config` wrote, or else two ranks
-    with zero3.
+    stays untouched. Without --config and --cpu it takes the file that `accelerate config` wrote, or else two
+    ranks with the recipe's strategy or zero3.
 
     Exit codes: 0 all checks pass, 1 one failed, 2 bad input.
     """
@@ -50,6 +51,7 @@ def verify(
     report = verification.verify(
         loaded,
         None if config is None else find_config(config),
+        cpu=cpu,
         steps=steps,
         layers=layers,
         time_limit_seconds=time_limit,

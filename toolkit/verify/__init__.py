@@ -41,6 +41,7 @@ def verify(
     recipe: Recipe,
     accelerate_config: Path | None = None,
     *,
+    cpu: int | None = None,
     steps: int = DEFAULT_STEPS,
     layers: int | None = None,
     time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
@@ -51,7 +52,8 @@ def verify(
     Args:
         recipe: the recipe to verify.
         accelerate_config: the file with strategy, number of processes and precision. If unset, the one that
-            `accelerate launch` would read, or else two ranks under zero3.
+            `accelerate launch` would read, or else two ranks under the recipe's strategy or zero3.
+        cpu: the number of ranks on the CPU, in place of the config's ranks. None leaves it to the config.
         steps: the number of optimizer steps to compare.
         layers: the number of blocks of the model to keep, from the first on. None keeps all.
         time_limit_seconds: the time limit for all ranks together.
@@ -65,7 +67,7 @@ def verify(
     _require_positive("--layers", layers)
     _require_positive("--time-limit", time_limit_seconds)
     _require_comparable(recipe, layers)
-    launch = read_launch(accelerate_config, recipe)
+    launch = read_launch(accelerate_config, recipe, cpu)
     quiet_libraries()
     with TemporaryDirectory(prefix="toolkit-verify-") as name, _state_restored():
         folder = Path(name)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,8 @@ from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate
 from toolkit.sharding.sequence_parallel import require_groups
 from toolkit.sharding.strategy import DEFAULT_STRATEGY, MeshShape, mesh_shape, parse_strategy
 
-TWO_RANKS: dict[str, Any] = {
-    "distributed_type": "FSDP",
-    "num_processes": 2,
-    "fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": DEFAULT_STRATEGY},
-}
-"""The Accelerate config if the user names none and `accelerate config` has made none."""
+TWO_RANKS: dict[str, Any] = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
+"""The Accelerate config if the user names none and `accelerate config` has made none, without its strategy."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +44,27 @@ class Launch:
     on_cpu: bool
 
 
-def read_launch(path: Path | None, recipe: Recipe) -> Launch:
+def read_launch(path: Path | None, recipe: Recipe, cpu: int | None = None) -> Launch:
     """Reads the config and checks the values that decide about the ranks.
+
+    Args:
+        path: the config, or None for the one that `accelerate launch` would read, or else two ranks.
+        cpu: the number of ranks on the CPU, whatever the config says; without `path` no file is read.
 
     Raises:
         BadInputError: if the file is missing, holds no mapping, or cannot launch this recipe.
     """
     # As `accelerate launch` does without --config_file.
-    if path is None and Path(default_config_file).is_file():
+    if path is None and cpu is None and Path(default_config_file).is_file():
         path = Path(default_config_file)
     if path is None:
-        config = AccelerateConfig(dict(TWO_RANKS), "none; two ranks under zero3")
+        word = recipe.sharding.strategy or DEFAULT_STRATEGY
+        fsdp = {**TWO_RANKS["fsdp_config"], "fsdp_sharding_strategy": word}
+        config = AccelerateConfig({**TWO_RANKS, "fsdp_config": fsdp}, f"none; {cpu or 2} ranks under {word}")
     else:
         config = read_accelerate_config(path)
+    if cpu is not None:
+        config = replace(config, values={**config.values, "num_processes": cpu, "use_cpu": True})
     num_processes = config.num_processes
     if num_processes is None:
         raise config.error("num_processes is not set; needs a number of at least 1")

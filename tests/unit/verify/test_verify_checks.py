@@ -26,7 +26,9 @@ from transformers import (
     Qwen3Config,
     T5Config,
 )
+from typer.testing import CliRunner
 
+from toolkit.cli.app import app
 from toolkit.data.packing import Pieces
 from toolkit.data.samples import TextSamples
 from toolkit.errors import BadInputError, ToolkitError
@@ -418,6 +420,33 @@ def test_the_ranks_get_what_the_launcher_would_give(
         assert {key: environment.get(key) for key in expected} == expected
         assert (environment["RANK"], environment["LOCAL_RANK"]) == (str(rank), str(rank))
     assert len({environment["MASTER_PORT"] for environment in environments}) == 1
+
+
+def test_the_number_of_cpu_ranks_that_is_given(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replaces the config's ranks; without --config no file is read, and the recipe names the strategy."""
+    path = tmp_path / "config.yaml"
+    path.write_text("num_processes: 8\nfsdp_config:\n  fsdp_version: 2\n  fsdp_sharding_strategy: zero2\n")
+    monkeypatch.setattr(launch, "default_config_file", str(path))
+    sharding = recipe.sharding.model_copy(update={"strategy": "zero1"})
+    named = recipe.model_copy(update={"sharding": sharding})
+    for config, given, cpu, number, strategy in (
+        (path, recipe, 3, 3, "zero2"),
+        (None, recipe, 3, 3, "zero3"),
+        (None, named, 3, 3, "zero1"),
+        (None, recipe, None, 8, "zero2"),
+    ):
+        found = launch.read_launch(config, given, cpu)
+        assert (found.num_processes, found.values["num_processes"]) == (number, number)
+        assert found.values["fsdp_config"]["fsdp_sharding_strategy"] == strategy
+        assert found.on_cpu
+        assert found.values.get("use_cpu", False) == (cpu is not None)
+    path.write_text("num_processes: 8\nfsdp_config:\n  fsdp_sharding_strategy: hybrid\n")
+    with pytest.raises(BadInputError, match="hybrid needs equal groups"):
+        launch.read_launch(path, recipe, 2)
+    seen: list[Any] = []
+    monkeypatch.setattr("toolkit.verify.verify", lambda *_, cpu, **__: seen.append(cpu) or Report({}, []))
+    assert CliRunner().invoke(app, ["verify", "quickstart", "--cpu", "2"]).exit_code == 0
+    assert seen == [2]
 
 
 def test_stock_distributed_types_are_refused(tmp_path: Path, recipe: Recipe) -> None:
