@@ -117,7 +117,7 @@ def plan(
     rows = [planner.row(setup) for setup in _setups(planner, ranks, asked)]
     rows.sort(key=_sort_key)
     asked_row = planner.row(asked)
-    recommended, reason = recommend(rows, hardware)
+    recommended, reason = recommend(rows, hardware, asked)
     # Each takes a probe or a model of its own.
     levers = tuple(_levers(planner, asked_row)) if with_levers and asked_row.verdict != "fits" else ()
     num_trained, num_parameters = trainable_share(planner.workload.model)
@@ -242,21 +242,22 @@ def _sort_key(row: PlanRow) -> tuple[int, float]:
     return ("fits", "tight", "no").index(row.verdict), row.time.mid
 
 
-def recommend(rows: list[PlanRow], hardware: Hardware) -> tuple[PlanRow | None, str]:
-    """Returns the row to pick, or None if none fits, and the reason.
+def recommend(rows: Sequence[PlanRow], hardware: Hardware, asked: Setup) -> tuple[PlanRow | None, str]:
+    """Returns the row to pick, or None if none fits, and the reason. `toolkit init` writes what this returns.
 
-    It is the fastest that fits; of equally fast rows, the one that saves memory in the fewest ways, then needs least.
+    It is the fastest that fits; of equally fast rows, the one that saves memory in the fewest ways, then the recipe as
+    it is written, then the one that needs least.
     """
     # A fast row that may run out of memory is worth less than a slower one that won't.
     for verdict in ("fits", "tight"):
-        fitting = [row for row in rows if row.verdict == verdict]
+        fitting = _worth_picking([row for row in rows if row.verdict == verdict], hardware, asked)
         if not fitting:
             continue
         fastest = min(row.time.mid for row in fitting)
         # Times are estimates: within 1 % none is faster, and the simpler setup wins.
         best = min(
             (row for row in fitting if row.time.mid <= AS_FAST * fastest),
-            key=lambda row: (row.setup.num_levers, row.peak.total),
+            key=lambda row: (row.setup.num_levers, row.setup != asked, row.peak.total),
         )
         words = "with room to spare" if verdict == "fits" else "only just; watch the first steps"
         which = "as fast as the fastest that fits" if best.time.mid > fastest else "the fastest that fits"
@@ -264,6 +265,20 @@ def recommend(rows: list[PlanRow], hardware: Hardware) -> tuple[PlanRow | None, 
     least = min(rows, key=lambda row: row.need)
     needs = f"{least.need / GIB:.1f} GiB of {hardware.memory_bytes / GIB:.0f}"
     return None, f"nothing fits; {least.setup.name} needs the least, {needs}"
+
+
+def _worth_picking(fitting: Sequence[PlanRow], hardware: Hardware, asked: Setup) -> list[PlanRow]:
+    """Leaves out offload that is not needed, and on one node groups of hybrid, which a recipe alone cannot set."""
+    # Offload is for memory. What it gains in time, a hidden step of the optimizer, is less than the plan's precision.
+    # On CPU ranks it saves nothing, so the same row without it always fits.
+    whole = {row.setup for row in fitting if not row.setup.offload}
+    on_one_node = asked.ranks <= hardware.devices_per_node and not asked.strategy.replicated
+    return [
+        row
+        for row in fitting
+        if not (row.setup.offload and replace(row.setup, offload=False) in whole)
+        and not (row.setup.strategy.replicated and on_one_node)
+    ]
 
 
 # Levers

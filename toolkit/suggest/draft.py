@@ -44,6 +44,11 @@ class Draft:
         self.values[key] = value
         self.reasons[key] = reason
 
+    def drop(self, key: str) -> None:
+        """Removes a value that was set before; a given one stays."""
+        self.values.pop(key, None)
+        self.reasons.pop(key, None)
+
     def get(self, key: str, default: Any = None) -> Any:
         return self.given.get(key, self.values.get(key, default))
 

@@ -259,17 +259,30 @@ def _plan_draft(
     for micro_batch in (size, 1) if size > 4 else (size,):
         draft.set("training.micro_batch_size", micro_batch)
         draft.set("training.gradient_accumulation_steps", each // micro_batch)
+        found = _settle(draft, machine)
+        if found is not None:
+            return found
+    return None
+
+
+def _settle(draft: Draft, machine: Machine) -> tuple[PlanRow, Mapping[str, PartSize]] | None:
+    """Sets what the plan recommends until it recommends the draft as it is. Returns its row and the model's parts."""
+    tried: list[Setup] = []
+    while True:
         found = plan(draft.recipe(), machine.hardware, machine.count, with_levers=False)
-        able = [row for row in found.rows if _is_allowed(draft, row.setup, machine)]
+        able = [row for row in found.rows if _is_allowed(draft, row.setup)]
         if not able:
             raise BadInputError(
                 "no setup that was planned has the given sharding and micro-batches; give fewer of them"
             )
-        row, why = recommend(able, machine.hardware)
-        if row is not None:
-            _set_setup(draft, row, why, machine)
+        row, why = recommend(able, machine.hardware, found.asked.setup)
+        if row is None:
+            return None
+        _set_setup(draft, row, why, machine)
+        # The next table has other micro-batches, those around the new one. Two rows may each be worth the other.
+        if row.setup == found.asked.setup or row.setup in tried:
             return row, found.parts
-    return None
+        tried.append(row.setup)
 
 
 def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) -> None:
@@ -372,7 +385,7 @@ def _samples_of_a_rank(draft: Draft, method: Method, rows: Rows, machine: Machin
     if method.name == "pretrain":
         wanted = TOKENS_PER_STEP / draft.get("data.max_length")
     enough = method.epochs * samples / FEWEST_STEPS
-    each = max(1, int(min(wanted, enough) / machine.count))
+    each = max(1, int(min(wanted, enough) * draft.get("sharding.sequence", 1) / machine.count))
     return 1 << (each.bit_length() - 1)
 
 
@@ -386,6 +399,7 @@ def _set_length_of_run(draft: Draft, method: Method, rows: Rows, machine: Machin
         draft.set("data.validation_fraction", share, f"About {held_out} are held out for evaluation.")
     training = draft.recipe().training
     per_step = training.micro_batch_size * training.gradient_accumulation_steps * machine.count
+    per_step //= draft.get("sharding.sequence", 1)  # ranks that share a row
     steps = steps_of_run(
         training, max(1, round(samples * (1 - (draft.get("data.validation_fraction") or 0)))), per_step
     )
@@ -396,39 +410,44 @@ def _set_length_of_run(draft: Draft, method: Method, rows: Rows, machine: Machin
     return steps
 
 
-def _settings_of_setup(setup: Setup) -> dict[str, Any]:
-    """Returns a setup's values by keys of the recipe."""
+def _settings_of_setup(draft: Draft, setup: Setup) -> dict[str, Any]:
+    """Returns a setup's values by keys of the recipe; None is the default."""
+    checkpointing = setup.checkpointing
+    sequence = setup.sequence or draft.get("sharding.sequence")
     return {
         "sharding.strategy": setup.strategy.name,
-        "sharding.offload": "optimizer" if setup.offload else "none",
-        "sharding.activation_checkpointing": None if setup.checkpointing is None else setup.checkpointing.every,
+        "sharding.offload": "optimizer" if setup.offload else None,
+        "sharding.sequence": sequence,
+        "sharding.activation_checkpointing": None if checkpointing is None else checkpointing.every,
         "training.micro_batch_size": setup.micro_batch_size,
         "training.gradient_accumulation_steps": setup.accumulation,
     }
 
 
-def _is_allowed(draft: Draft, setup: Setup, machine: Machine) -> bool:
-    """Returns whether a recipe can ask for a setup, and the setup has the given values."""
-    # The groups of hybrid are set in an Accelerate config. On CPU ranks, host and device are one memory.
-    if setup.strategy.replicated or (setup.offload and machine.is_cpu and "sharding.offload" not in draft.given):
-        return False
-    return all(
-        draft.given[key] in (value, "auto") for key, value in _settings_of_setup(setup).items() if key in draft.given
-    )
+def _is_allowed(draft: Draft, setup: Setup) -> bool:
+    """Returns whether a setup has the given values."""
+    settings = _settings_of_setup(draft, setup)
+    given = {key: None if value == "none" else value for key, value in draft.given.items() if key in settings}
+    return all(value in (settings[key], "auto") for key, value in given.items())
 
 
 def _set_setup(draft: Draft, row: PlanRow, why: str, machine: Machine) -> None:
     """Sets what the plan recommends."""
-    setup, samples = row.setup, row.setup.micro_batch_size * row.setup.accumulation * row.setup.ranks
+    settings = _settings_of_setup(draft, row.setup)
+    samples = (
+        row.setup.micro_batch_size * row.setup.accumulation * row.setup.ranks // (settings["sharding.sequence"] or 1)
+    )
     reasons = {
         "sharding.strategy": f"Planned for {machine.words}: {why}.",
         "sharding.offload": "Optimizer state is held in host memory, which frees room on the GPUs.",
+        "sharding.sequence": "So many ranks share a row, which frees room for its activations.",
         "sharding.activation_checkpointing": "Blocks keep only their inputs and are computed twice, which frees room.",
         "training.micro_batch_size": "The size that the plan finds fastest.",
         "training.gradient_accumulation_steps": f"{counted(samples, 'sample')} a step, at most {row.tokens:,} tokens.",
     }
-    for key, value in _settings_of_setup(setup).items():
-        if value not in (None, "none"):
+    for key, value in settings.items():
+        draft.drop(key)
+        if value is not None:
             draft.set(key, value, reasons[key])
 
 

@@ -47,6 +47,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "summaries": [{"article": text, "highlights": text[: 5 + number % 9]} for number, text in enumerate(TEXTS)],
     "names": [{"tokens": text.split()[:9], "ner_tags": ["O", "B-X", "O"] * 3} for text in TEXTS if text.count(" ") > 8],
     "strange": [{"body": text, "stars": 3} for text in TEXTS],
+    "book": [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " ".join(TEXTS * 2)[:45_000]}]}
+    ]
+    * 8,
     "long": [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " ".join(texts)}]}
         for texts in ([TEXTS[0][:20]], TEXTS[1:20], TEXTS[20:30])
@@ -263,15 +267,20 @@ def test_the_commands_name_what_was_written_and_the_recipe_plans(place: Path) ->
     assert json.loads(planned.stdout)["asked"]["verdict"] == "fits"
 
 
-def test_adapters_are_chosen_where_nothing_else_fits() -> None:
+def save_sized(name: str, **sizes: Any) -> None:
+    """A model of other sizes with the same tokenizer; `toolkit init` needs no weights."""
     config = json.loads(Path("model/config.json").read_text(encoding="utf-8"))
-    folder = Path("wide")
-    folder.mkdir()
+    folder = Path(name)
+    folder.mkdir(exist_ok=True)
     for file in Path("model").glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | sizes), encoding="utf-8")
+
+
+def test_adapters_are_chosen_where_nothing_else_fits() -> None:
     # 29 million parameters: 0.4 GiB of state on the device, or 0.3 on the host; frozen, in 16 bits, 0.06.
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "head_dim": 256}
-    (folder / "config.json").write_text(json.dumps(config | wide), encoding="utf-8")
+    save_sized("wide", **wide)
     machine = Machine(hardware_of("rtx4090", device_memory_gib=2.3, host_memory_gib=0.2), 1)
     found = suggest("wide", "chat.jsonl", machine)
     assert found.method.name == "lora"
@@ -357,6 +366,52 @@ def test_the_plan_of_the_recipe_that_was_written_needs_what_was_told(hardware: s
     asked = plan(found.recipe, machine.hardware, 2).asked
     assert (found.row.need, found.row.host_bytes) == (asked.need, asked.host_bytes)
     assert (asked.host_bytes > 0) == (hardware == "h100_sxm"), "a save copies the state to the host"
+
+
+HARDWARE = {
+    "2 x cpu": ("cpu", 2, {"device_memory_gib": 12.0}),
+    "1 x rtx4090": ("rtx4090", 1, {}),
+    "8 x slow links": ("rtx4090", 8, {"link_gbs": 0.02}),
+    "8 x h100": ("h100_sxm", 8, {}),
+}
+ON_HARDWARE = [("model", "many", "2 x cpu"), ("model", "many", "1 x rtx4090"), ("large", "chat", "1 x rtx4090")]
+ALL_ON_HARDWARE = [
+    (model, rows, machine)
+    for model, rows in (
+        *(("model", rows) for rows in ("many", "chat", "pairs", "labels", "text")),
+        *(("large", rows) for rows in ("many", "text", "pairs")),
+    )
+    for machine in HARDWARE
+]
+
+
+@pytest.mark.parametrize("cases", [ON_HARDWARE, pytest.param(ALL_ON_HARDWARE, marks=pytest.mark.slow)])
+def test_what_init_writes_is_what_the_plan_of_it_recommends(cases: list[tuple[str, str, str]]) -> None:
+    """Also where the plan has other micro-batches than the draft, and where offload or groups would be as fast."""
+    save_sized("large", hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, head_dim=64)
+    Path("many.jsonl").write_text(Path("chat.jsonl").read_text(encoding="utf-8") * 8, encoding="utf-8")
+    wrong, offloaded = [], set()
+    for model, rows, name in cases:
+        preset, count, changes = HARDWARE[name]
+        machine = Machine(hardware_of(preset, **changes), count)  # type: ignore[arg-type]
+        found = suggest(model, f"{rows}.jsonl", machine)
+        planned = plan(found.recipe, machine.hardware, count, with_levers=False)
+        assert planned.recommended is not None
+        if not planned.asked.setup == planned.recommended.setup == found.row.setup:
+            wrong.append((model, rows, name, found.row.setup, planned.recommended.setup))
+        offloaded |= {(model, name)} if found.row.setup.offload else set()
+    assert wrong == []
+    assert offloaded == {("large", "1 x rtx4090")}, "nowhere else is memory short"
+
+
+def test_ranks_that_share_a_row_are_written_if_nothing_else_fits(place: Path) -> None:
+    save_sized("positions", max_position_embeddings=16384)
+    machine = Machine(hardware_of("h100_sxm", device_memory_gib=2.6), 2)
+    found = suggest("positions", "book.jsonl", machine, overrides=["sharding.offload=none"])
+    assert found.recipe.sharding.sequence == 2
+    assert "So many ranks share a row" in found.reasons["sharding.sequence"]
+    planned = plan(found.recipe, machine.hardware, 2, with_levers=False)
+    assert planned.asked.verdict == "fits"
 
 
 def test_cpu_ranks_share_the_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
