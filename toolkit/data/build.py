@@ -48,6 +48,7 @@ from toolkit.data.stops import next_turn_of, require_turn_end
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.template_date import date_of
 from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
+from toolkit.data.turns import is_asked_otherwise
 from toolkit.errors import DataError
 from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
@@ -202,8 +203,9 @@ class Builder:
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
             *([encoder.truncate_target_to, encoder.prefix, languages(self.tokenizer)] if self.seq2seq else []),
-            # A run that learned these prompts as text must not resume.
+            # A run that learned these prompts as text, or answers behind other prompts, must not resume.
             *(["templated"] if layout.templated else []),
+            *(["prompted"] if self.objective.spec.compares_answers and is_asked_otherwise(self.tokenizer) else []),
             *(self._template_day() if layout.has_conversations else []),
             *([] if encoder.next_turn is None else [astuple(encoder.next_turn)]),
             *([] if pictures is None else [pictures.identity, self.data.image_root]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -45,10 +45,15 @@ _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Attribute
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text. `spans` are the characters of the targets: sorted, disjoint and not empty."""
+    """A conversation as text. `spans` are the characters of the targets: sorted, disjoint and not empty.
+
+    `prompted` says whether the text before each learned answer is what a server gives the model: the messages before
+    it with the generation prompt. It is not looked at if the whole text is learned.
+    """
 
     text: str
     spans: list[Span]
+    prompted: bool = field(default=True, compare=False)
 
 
 def render(
@@ -89,7 +94,10 @@ def render(
     wanted = [i for i in (turns[-1:] if targets == "last_turn" else turns) if i not in unlearned]
     if not wanted:
         raise RowProblem(ALL_UNLEARNED)
-    return Rendered(row.text, _spans(row, turns, wanted))
+    spans = _spans(row, turns, wanted)
+    starts = {start for start, _ in spans}
+    # Nothing is asked before an answer that opens the conversation.
+    return Rendered(row.text, spans, all(row.shared(i, prompt=True) in starts for i in wanted if i > 0))
 
 
 def _gaps(spans: list[Span], length: int) -> list[Span]:

@@ -26,7 +26,7 @@ from toolkit.data.examples import (
 )
 from toolkit.data.flags import Span, without
 from toolkit.data.layouts import Layout
-from toolkit.data.messages import SYSTEM
+from toolkit.data.messages import without_system
 from toolkit.data.pairs import SIDES
 from toolkit.data.picture_places import PICTURED
 from toolkit.data.pictures import Pictures
@@ -35,11 +35,14 @@ from toolkit.data.stops import NextTurn
 from toolkit.data.template_arguments import note_of, require_taken, takes_tools
 from toolkit.data.thoughts import left_out
 from toolkit.data.turns import (
+    ASKED_OTHERWISE,
     GREETING,
     OF_EARLIER_TURNS,
+    OTHER_PROMPT,
     Turn,
     encode_turns,
     has_thoughts_at_inference,
+    parts_in,
     parts_in_turn,
     turns_of,
 )
@@ -53,7 +56,7 @@ NOTE_END = "; "
 EACH_TURN: Final = "each_turn"
 """`data.targets` for a sample of each answer."""
 
-NO_TOOLS, NO_SYSTEM = "the chat template leaves out tools", "the chat template leaves out the system prompt"
+NO_TOOLS = "the chat template leaves out tools"
 
 DEVELOPER = "developer is written as system: the chat template knows no developer"
 
@@ -65,13 +68,17 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Text to tokenise: what is learned, whether begin and end of text are added, and what was left out."""
+    """Text to tokenise: what is learned, whether begin and end of text are added, and what was left out.
+
+    `starts` are the characters where learned answers begin, each behind a generation prompt.
+    """
 
     text: str
     spans: list[tuple[int, int]]
     whole: bool
     note: str | None = None
     pictures: tuple[str, ...] = ()
+    starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,17 +188,26 @@ class Encoder:
             notes.append(DEVELOPER)
         return messages, notes
 
-    def _render_conversation(self, example: Conversation) -> _Prepared:
+    def _render_conversation(self, example: Conversation) -> _Prepared | _Turns:
         messages, notes = self._messages_for_template(example)
         if self.pictures is not None and example.pictures:
             messages = [{**message, PICTURED: self.pictures.token} for message in messages]
         assert self.targets != EACH_TURN
         rendered = render(self.tokenizer, messages, example.tools, self.targets, example.unlearned, example.arguments)
+        spec = SPECS[self.objective]
+        # A reward model is asked nothing: it reads a conversation as the template writes it.
+        prompted = rendered.prompted or not spec.predicts_next_tokens
+        if not prompted and spec.compares_answers:
+            # Otherwise one half of a pair could stand behind another prompt than the other.
+            return self._rendered_by_turn(example)
         text, spans = rendered.text, rendered.spans
+        starts = tuple(start for start, _ in spans if start) if prompted and self.targets != "all" else ()
         if self.next_turn is not None:
             text, spans = self.next_turn.stopped(text, spans, messages)
         spans = without(spans, parts_in(text, messages, example.parts))
-        notes += _without_system(messages, text)
+        notes += without_system(messages, text)
+        if not prompted:  # a sample of each answer is not built for images
+            notes.append(ASKED_OTHERWISE if example.pictures else OTHER_PROMPT)
         left = left_out(messages, text)
         if example.pictures:
             assert self.pictures is not None
@@ -200,12 +216,13 @@ class Encoder:
             return _Prepared(shown.text, shown.spans, False, joined_notes([*notes, *left]), shown.records)
         if left and has_thoughts_at_inference(self.tokenizer, messages, example.tools, example.arguments, text):
             left = [f"{note} {OF_EARLIER_TURNS}" for note in left]
-        return _Prepared(text, spans, False, joined_notes([*notes, *left]))
+        return _Prepared(text, spans, False, joined_notes([*notes, *left]), starts=starts)
 
     def _rendered_by_turn(self, example: Conversation) -> _Turns:
         messages, notes = self._messages_for_template(example)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [i for i in answers if i not in example.unlearned]
+        wanted = wanted if self.targets == EACH_TURN else wanted[-1:]
         turns = turns_of(self.tokenizer, messages, example.tools, wanted, example.arguments)
         if not turns:
             raise RowProblem(ALL_UNLEARNED)
@@ -213,7 +230,7 @@ class Encoder:
             turns = [replace(turn, written=turn.written + following.stop(messages, turn.index)) for turn in turns]
         if wanted[0] == 0:
             notes.append(GREETING)
-        notes += _without_system(messages, turns[-1].prompt)
+        notes += without_system(messages, turns[-1].prompt)
         cuts = [
             parts_in_turn(turn, messages[turn.index], example.parts[turn.index]) if turn.index in example.parts else []
             for turn in turns
@@ -226,7 +243,8 @@ class Encoder:
         found = encode_turns(self.tokenizer, item.turns, item.cuts)
         # A conversation is as long as its longest sample: the last one, unless it omits thoughts of earlier turns.
         length = int(np.diff([0, *found.ends]).max())
-        return {**document_of(found.ids, found.targets), "length": length, "ends": found.ends, "note": item.note}
+        document = {**document_of(found.ids, found.targets), "length": length, "note": item.note}
+        return {**document, "ends": found.ends} if self.targets == EACH_TURN else document
 
     def _encode(self, prepared: list[_Prepared]) -> list[Document]:
         if not prepared:
@@ -255,7 +273,7 @@ class Encoder:
 
     def _document(self, item: _Prepared, ids: list[int], offsets: list[tuple[int, int]] | None) -> Document:
         targets = [True] * len(ids) if offsets is None else target_mask(item.spans, offsets)
-        bos, eos = self.bos_id, self.tokenizer.eos_token_id
+        bos, eos, note = self.bos_id, self.tokenizer.eos_token_id, item.note
         # The text may have the token already.
         if item.whole and bos is not None and ids[:1] != [bos]:
             ids, targets = [bos, *ids], [False, *targets]
@@ -263,8 +281,10 @@ class Encoder:
             ids, targets = [*ids, eos], [*targets, True]
         if self.pictures is not None and not item.pictures and self.pictures.token_ids.intersection(ids):
             return _unusable(RowProblem("the words hold the model's token for an image, and the row has no image"))
+        if offsets is not None and item.starts and not _begin_tokens(item.starts, offsets):
+            note = joined_notes([note, ASKED_OTHERWISE if SPECS[self.objective].compares_completions else OTHER_PROMPT])
         # Nothing precedes the first token.
-        document = {**document_of(ids, [False, *targets[1:]], pictures=item.pictures), "note": item.note}
+        document = {**document_of(ids, [False, *targets[1:]], pictures=item.pictures), "note": note}
         return {**document, "pictures": list(item.pictures)} if item.pictures else document
 
     def _pair_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
@@ -293,9 +313,8 @@ class Encoder:
             _unusable(item) if isinstance(item, RowProblem) else item if isinstance(item, dict) else next(encoded)
             for item in prepared
         ]
-        if self.targets != EACH_TURN:
-            return documents
-        return [{**document, "ends": ends_of(document)} for document in documents]
+        by_turn = self.targets == EACH_TURN
+        return [{**document, "ends": ends_of(document)} if by_turn else document for document in documents]
 
     def _class_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
         good = [example for example in examples if isinstance(example, Labelled)]
@@ -422,25 +441,11 @@ def document_of(
     }
 
 
-def parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ...]]) -> list[Span]:
-    """Returns the places of parts of messages in the text of the conversation (characters).
-
-    Raises:
-        RowProblem: if a message with parts is not in the text exactly once, word for word.
-    """
-    found = []
-    for number, spans in parts.items():
-        words = messages[number]["content"]
-        if text.count(words) != 1:
-            raise RowProblem("a message with train_detail does not stand in what the chat template renders, or twice")
-        found += [(text.index(words) + start, text.index(words) + end) for start, end in spans]
-    return found
-
-
-def _without_system(messages: list[Message], text: str) -> list[str]:
-    """Returns a note if a chat template leaves the system prompt out of the text."""
-    prompts = [message["content"] or "" for message in messages if message["role"] in SYSTEM]
-    return [] if all(prompt.strip() in text for prompt in prompts) else [NO_SYSTEM]
+def _begin_tokens(starts: tuple[int, ...], offsets: list[tuple[int, int]]) -> bool:
+    """Returns whether no token holds the end of a prompt and the beginning of an answer, as of two line ends."""
+    firsts, lasts = np.asarray(offsets).T
+    before = np.searchsorted(firsts, starts) - 1
+    return bool((lasts[before] <= starts).all())
 
 
 def ends_of(document: Document) -> list[int]:

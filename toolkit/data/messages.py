@@ -49,6 +49,8 @@ OF_ROW = ("unread", "parts", "weight", PICTURED)
 
 SYSTEM = ("system", "developer")
 
+NO_SYSTEM = "the chat template leaves out the system prompt"
+
 
 def asked_of(values: RowValues) -> list[Message]:
     """Returns what Alpaca's columns ask: earlier turns (`history`), then the instruction with its input.
@@ -81,6 +83,12 @@ def with_system(messages: list[Message], values: RowValues) -> list[Message]:
     if (messages and messages[0]["role"] in SYSTEM) or is_absent(system := values["system"]):
         return messages
     return [{"role": "system", "content": text_of(system, "system")}, *messages]
+
+
+def without_system(messages: list[Message], text: str) -> list[str]:
+    """Returns a note if a chat template leaves the system prompt out of the text."""
+    prompts = [message["content"] or "" for message in messages if message["role"] in SYSTEM]
+    return [] if all(prompt.strip() in text for prompt in prompts) else [NO_SYSTEM]
 
 
 def messages_of(value: Any, column: str, pictures: bool = False) -> list[Message]:

@@ -23,6 +23,8 @@ from toolkit.data.values import RowProblem
 
 GREETING = "an answer that nothing comes before is not learned (data.targets: each_turn)"
 OF_EARLIER_TURNS = "of earlier turns (data.targets: each_turn learns them)"
+ASKED_OTHERWISE = "an answer does not stand behind the prompt of inference"
+OTHER_PROMPT = f"{ASKED_OTHERWISE} (data.targets: each_turn puts it there)"
 CLOSED = "an answer has thoughts, and the generation prompt of the chat template closes them before it"
 
 _OPENED = re.compile(r"<think>(\n*)$")
@@ -72,7 +74,9 @@ def _turn(
         raise RowProblem(NO_WAY)
     text = row.text[: row.closed_end(0, len(row.text))]
     written = text[len(prompt) :] if text.startswith(prompt) else _written_otherwise(row, index, text, prompt)
-    if not stands_in(messages[index], written):
+    # The words may begin with the mark of thoughts that the prompt has opened already.
+    opened = _OPENED.search(prompt)
+    if not stands_in(messages[index], (opened[0] if opened else "") + written):
         raise RowProblem(NO_WAY)
     return Turn(index, prompt, written)
 
@@ -112,6 +116,21 @@ def _rest_behind(text: str, beginning: str) -> str:
     return rest
 
 
+def is_asked_otherwise(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether the chat template writes a plain answer behind another text than its generation prompt."""
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    asked = [{"role": "user", "content": "What is three plus four?"}]
+    for before in (asked, [{"role": "system", "content": "Be brief."}, *asked]):
+        try:
+            row = ConversationText(tokenizer, [*before, {"role": "assistant", "content": "Seven"}], None)
+        except RowProblem:  # a template without a system prompt
+            continue
+        if row.shared(len(before), prompt=True) is None:
+            return True
+    return False
+
+
 def has_thoughts_at_inference(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
@@ -128,6 +147,21 @@ def has_thoughts_at_inference(
             except RowProblem:
                 return False
     return False
+
+
+def parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ...]]) -> list[Span]:
+    """Returns the places of parts of messages in the text of the conversation (characters).
+
+    Raises:
+        RowProblem: if a message with parts is not in the text exactly once, word for word.
+    """
+    found = []
+    for number, spans in parts.items():
+        words = messages[number]["content"]
+        if text.count(words) != 1:
+            raise RowProblem("a message with train_detail does not stand in what the chat template renders, or twice")
+        found += [(text.index(words) + start, text.index(words) + end) for start, end in spans]
+    return found
 
 
 def parts_in_turn(turn: Turn, message: Message, parts: tuple[Span, ...]) -> list[Span]:

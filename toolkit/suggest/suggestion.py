@@ -211,11 +211,13 @@ def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tupl
         tokens = tokenizers.load(model, data, spec.kind)
     tell(f"reading {source.name}: {layout.kind}")
     rows = measure(data, tokens, ObjectiveSection(kind=spec.kind))
-    if rows.earlier_thoughts and spec.may_pad:
+    if (rows.earlier_thoughts or rows.other_prompts) and spec.may_pad:
         told = f"The chat template leaves out thoughts of earlier turns in {counted(rows.earlier_thoughts, 'row')}."
-        draft.set(
-            "data.targets", "each_turn", f"{told} So each answer is learned as it was written, thoughts included."
-        )
+        why = f"{told} So each answer is learned as it was written, thoughts included."
+        if not rows.earlier_thoughts:
+            told = f"In {counted(rows.other_prompts, 'row')} an answer would not stand behind the prompt of inference."
+            why = f"{told} So each answer is learned behind its own."
+        draft.set("data.targets", "each_turn", why)
         data = _data_section(draft, spec)
         rows = measure(data, tokens, ObjectiveSection(kind=spec.kind))
     prompt = first_words(source, layout) if spec.writes_text else ""

@@ -20,7 +20,7 @@ from toolkit.data.samples import LabelledSamples, PairSamples, SourceTargetSampl
 from toolkit.data.samples import Rows as TokenisedRows
 from toolkit.data.sources import Source
 from toolkit.data.templates import MARKERS
-from toolkit.data.turns import OF_EARLIER_TURNS
+from toolkit.data.turns import OF_EARLIER_TURNS, OTHER_PROMPT
 from toolkit.data.values import RowProblem
 from toolkit.model.load import load_without_weights
 from toolkit.model.positions import first_position, takes_positions
@@ -47,12 +47,14 @@ class Rows:
         labels: names of the classes, or None without classification.
         target_lengths: tokens of targets, or None if targets are not separate.
         earlier_thoughts: conversations in which the chat template leaves out thoughts of earlier turns.
+        other_prompts: conversations in which an answer does not stand behind the prompt of inference.
     """
 
     lengths: Ints
     labels: list[str] | None
     target_lengths: Ints | None = None
     earlier_thoughts: int = 0
+    other_prompts: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -112,9 +114,10 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     if data.targets == "each_turn":
         assert isinstance(found.train, TextSamples)
         lengths = found.train.pieces.lengths()
-    noted = found.report.train.noted.items() if found.report.train is not None else []
-    earlier = max((rows.count for what, rows in noted if what.endswith(OF_EARLIER_TURNS)), default=0)
-    return Rows(lengths[lengths > 0], found.label_names, earlier_thoughts=earlier)
+    noted = found.report.train.noted if found.report.train is not None else {}
+    earlier = max((rows.count for what, rows in noted.items() if what.endswith(OF_EARLIER_TURNS)), default=0)
+    other = noted[OTHER_PROMPT].count if OTHER_PROMPT in noted else 0
+    return Rows(lengths[lengths > 0], found.label_names, earlier_thoughts=earlier, other_prompts=other)
 
 
 def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None, objective: str) -> Model:

@@ -184,7 +184,7 @@ def test_thoughts_that_a_template_leaves_out_are_counted(name: str) -> None:
 def test_thoughts_inside_the_words_that_a_template_leaves_out_are_counted() -> None:
     row = {"messages": [ASKED, {"role": "assistant", "content": f"<think>{THOUGHT}</think>one"}]}
     earlier = {"messages": [*row["messages"], ASKED, {"role": "assistant", "content": "two"}]}
-    assert encoded(earlier, DEEPSEEK_R1)[2] == "the chat template leaves out <think>"
+    assert "the chat template leaves out <think>" in encoded(earlier, DEEPSEEK_R1)[2].split("; ")
     assert encoded(earlier)[2] is None, "ChatML writes words as they are"
 
 

@@ -288,7 +288,7 @@ def test_r1_learns_its_thoughts_by_turn_alone() -> None:
         Encoder(tokens, targets=targets).documents([{"messages": messages}], LAYOUT)[0]
         for targets in ("assistant", "each_turn")
     )
-    assert whole["note"] == "the chat template leaves out reasoning_content"
+    assert "; the chat template leaves out reasoning_content" in f"; {whole['note']}"
     shown = [t for t, is_target in zip(by_turn["input_ids"], by_turn["targets"], strict=True) if is_target]
     assert tokens.decode(shown) == "add them\n</think>\n\nfour<｜end▁of▁sentence｜>"
 

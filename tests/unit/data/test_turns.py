@@ -184,3 +184,95 @@ def test_the_report_of_all_turns_suggests_it_where_thoughts_of_earlier_turns_are
     told = "the chat template leaves out <think> of earlier turns (data.targets: each_turn learns them)"
     assert {what: found.rows for what, found in noted.items()} == {told: ["rows.jsonl:1"]}
     assert not built(tmp_path, QWEN_3, rows, targets="each_turn").report.train.noted
+
+
+OPENS = ChatTemplate(
+    "opens a thought",
+    CHATML.template.replace("<|im_start|>assistant\\n'", "<|im_start|>assistant\\n<think>\\n'"),
+    CHATML.special,
+    CHATML.eos,
+)
+"""Opens a thought in the generation prompt alone, as DeepSeek's R1 distills do."""
+
+
+def asked(template: ChatTemplate, messages: list[Any], tools: Any = None) -> list[int]:
+    """The tokens that a server gives the model before an answer to these messages."""
+    tokens = tokenizer_for(template)
+    return tokens.apply_chat_template(messages, tools=tools, add_generation_prompt=True)["input_ids"]
+
+
+def test_an_answer_that_is_not_learned_behind_the_prompt_of_inference_is_counted() -> None:
+    """Exactly: the tokens before the first learned token of each answer, by what a server gives."""
+    wrong = []
+    for name, kind in (case.values for case in cases()):
+        template, messages = ALL_TEMPLATES[name], CONVERSATIONS[kind]
+        tools = TOOLS if "tools" in kind else None
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for targets, wanted in (("assistant", answers), ("last_turn", answers[-1:])):
+            encoder = Encoder(tokenizer_for(template), targets)
+            [document] = encoder.documents([{"messages": messages, "tools": tools}], MESSAGES)
+            ids, learned = document["input_ids"], document["targets"]
+            starts = [i for i, now in enumerate(learned) if now and not learned[i - 1]]
+            is_asked_so = [ids[:start] for start in starts] == [asked(template, messages[:i], tools) for i in wanted]
+            if is_asked_so == ("behind the prompt of inference" in str(document["note"])):
+                wrong.append((name, kind, targets, document["note"]))
+    assert wrong == []
+
+
+def test_each_turn_is_what_the_report_advises_for_it(tmp_path: Path) -> None:
+    tokens, told = tokenizer_for(OPENS), "an answer does not stand behind the prompt of inference"
+    rows = [
+        {"messages": [user("why"), assistant("so")]},
+        {"messages": [user("why"), assistant("<think>\na king\n</think>\n\nno")]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for streaming in (False, True):
+        data = {"train": str(path), "max_length": 64, "cache_dir": str(tmp_path / "cache"), "streaming": streaming}
+        report = build.build(DataSection.model_validate(data), tokens, 0).report
+        [line] = [line for line in report.warnings if told in line]
+        assert line.startswith("train: ")
+        assert line.endswith(f" row{'s' if streaming else ''}: {told} (data.targets: each_turn puts it there)")
+        assert report.train.noted[line.split(": ", 2)[2]].rows == ["rows.jsonl:1"]
+        mended = build.build(DataSection.model_validate(data | {"targets": "each_turn"}), tokens, 0)
+        assert not any(told in line for line in mended.report.warnings)
+        pieces = [ids.tolist() for number in range(len(mended.train)) for ids, _ in mended.train.tokens(number)]
+        prompt = asked(OPENS, [user("why")])
+        assert all(ids[: len(prompt)] == prompt for ids in pieces)
+
+
+def test_a_token_that_holds_the_end_of_a_prompt_is_not_the_prompt() -> None:
+    """Two line ends are one token, as in most vocabularies; a server's prompt ends with one."""
+    tokens = tokenizer_for(CHATML)
+    both = tokens("\n\n", add_special_tokens=False)["input_ids"]
+    for words, counted in (("\nso", len(both) == 1), ("so", False)):
+        row = {"messages": [user("why"), assistant(words)]}
+        note = Encoder(tokens).documents([row], MESSAGES)[0]["note"]
+        assert ("behind the prompt of inference" in str(note)) == counted
+
+
+@pytest.mark.parametrize("objective", ["preference", "kto", "reward"])
+def test_compared_answers_stand_behind_one_prompt(objective: str) -> None:
+    """Thoughts in the chosen answer alone; a reward model reads what the template writes of both."""
+    thought, plain = assistant("<think>\na king\n</think>\n\nso"), assistant("no")
+    names = {name: name for name in ("prompt", "chosen", "rejected", "completion", "label", "system", "tools")}
+    encoder = Encoder(tokenizer_for(OPENS), "last_turn", objective)
+    if objective == "kto":
+        rows = [{"prompt": [user("why")], "completion": [answer], "label": True} for answer in (thought, plain)]
+        sides = encoder.documents(rows, Layout("judged prompt and completion", names))
+    else:
+        pair = {"prompt": [user("why")], "chosen": [thought], "rejected": [plain]}
+        [both] = encoder.documents([pair], Layout("chosen and rejected", names))
+        halves = (slice(both["split"]), slice(both["split"], None))
+        sides = [{**both, **{key: both[key][half] for key in ("input_ids", "targets")}} for half in halves]
+    tokens, prompt = tokenizer_for(OPENS), asked(OPENS, [user("why")])
+    begins = [side["input_ids"][: side["targets"].index(True)] for side in sides]
+    words = [tokens.decode(side["input_ids"][len(begin) :]) for side, begin in zip(sides, begins, strict=True)]
+    assert [side["note"] for side in sides] == [None, None]
+    assert begins[0] == prompt
+    assert words[0].startswith("a king\n</think>\n\nso<|im_end|>")
+    if objective == "reward":
+        assert tokens.decode(begins[1]).endswith("assistant\n")
+    else:
+        assert begins[1] == prompt
+        assert words[1].startswith("\n</think>\n\nno<|im_end|>")

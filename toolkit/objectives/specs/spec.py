@@ -82,6 +82,11 @@ class ObjectiveSpec:
         return self.trained_turns is not None
 
     @property
+    def compares_answers(self) -> bool:
+        """Whether these completions are answers of a model that writes; a reward model reads what is written."""
+        return self.compares_completions and self.predicts_next_tokens
+
+    @property
     def tells_sources(self) -> bool:
         """Whether its losses are also reported by named sources of rows."""
         return "sources" in self.batch
