@@ -42,6 +42,7 @@ from toolkit.model.adapters import (
 from toolkit.model.file_names import FileNames
 from toolkit.model.load import CARRIED, PROCESSORS, auto_class, load_stored
 from toolkit.model.quantised import dequantised, quantise_loaded
+from toolkit.model.tying import config_of_export
 from toolkit.model.values import some
 from toolkit.model.weights import fit_of, names_in_files
 from toolkit.paths import BASE_FILE, GIB
@@ -330,11 +331,10 @@ def write_configuration(
         folder: the folder of the export.
         dtype: the dtype of the exported weights, for the configuration.
     """
-    # The configuration belongs to the live model, which is still verified in its own dtype.
-    dtype_before = model.config.dtype
-    model.config.dtype = dtype
-    model.config.save_pretrained(folder)
-    model.config.dtype = dtype_before
+    # A copy: the live model is still verified in its own dtype.
+    config = config_of_export(model)
+    config.dtype = dtype
+    config.save_pretrained(folder)
     if model.can_generate():
         # Not by `save_pretrained`, which refuses settings that many bases have, such as a temperature without sampling.
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)

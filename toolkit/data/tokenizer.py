@@ -35,6 +35,7 @@ from toolkit.terminal import Pass, Terminal
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
+_NEW = "rows_of_new_tokens"
 
 
 def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -> PreTrainedTokenizerBase:
@@ -52,9 +53,23 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
     set_date(tokenizer, data.template_date)
     set_source(tokenizer, model.name_or_path or model.tokenizer, model.revision, PixelLimits.of(data))
     if model.add_tokens is not None:
-        # False keeps the tokenizer's own additional tokens, which would be replaced otherwise.
-        tokenizer.add_special_tokens({"additional_special_tokens": list(model.add_tokens)}, False)
+        _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
+    """Adds special tokens, and stores on the tokenizer which of them are new, for `new_ids`."""
+    known = tokenizer.get_vocab()
+    # False keeps the tokenizer's own additional tokens, which would be replaced otherwise.
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)}, False)
+    new = [token for token in dict.fromkeys(tokens) if token not in known]
+    setattr(tokenizer, _NEW, [tokenizer.convert_tokens_to_ids(token) for token in new])
+
+
+def new_ids(tokenizer: object) -> list[int]:
+    """Returns the numbers of the tokens that `model.add_tokens` has added; empty if the tokenizer had them all."""
+    found: list[int] = getattr(tokenizer, _NEW, [])
+    return found
 
 
 def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedTokenizerBase:

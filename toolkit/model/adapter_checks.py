@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapter_names import names_in_file
 from toolkit.model.adapters import base_name, base_of, has_adapter, trained_names
 from toolkit.model.expert_adapters import as_peft_has_them
+from toolkit.model.tying import has_own_head, is_tied
 from toolkit.model.values import some
 from toolkit.recipe.schema import ExportSection
 
@@ -25,9 +27,7 @@ def require_mergeable(model: nn.Module) -> None:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     base = base_of(model)
-    # Of Qwen's VL types the whole configuration says it, and not that of the language model.
-    said_by = (base.config.get_text_config(), base.config)
-    if not next((config.tie_word_embeddings for config in said_by if hasattr(config, "tie_word_embeddings")), False):
+    if not is_tied(base):
         return
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     for one, other, name in (embedding, "the head", "the input embeddings"), (head, "the input embeddings", "the head"):
@@ -39,8 +39,52 @@ def require_mergeable(model: nn.Module) -> None:
     if isinstance(embedding, AuxiliaryTrainingWrapper) and not isinstance(head, AuxiliaryTrainingWrapper):
         raise BadInputError(
             "export.merge: the input embeddings are trained whole and the head, which shares their weights, is not; "
-            "name both in adapter.modules_to_save, for example [embed_tokens, lm_head]"
+            f"set adapter.modules_to_save={_listed(base, [embedding, head])}, whose export is untied"
         )
+    if has_own_head(base) and base.config.is_encoder_decoder:
+        # Its decoder's outputs depend on the tie in some types, and encoder and decoder share one embedding.
+        raise BadInputError(
+            f"export.merge: the head of {type(base).__name__} is trained whole, and its embeddings share its weight; "
+            f"leave {_last_name(base, head)} out of adapter.modules_to_save, or set export.merge=false"
+        )
+
+
+def require_new_rows_trained(model: nn.Module, tokens: Sequence[str]) -> None:
+    """Checks that adapters train the rows of added tokens, which begin as the mean of the others.
+
+    Args:
+        tokens: the tokens that `model.add_tokens` has added to those of the base.
+
+    Raises:
+        BadInputError: if the embeddings or the head stay as they are.
+    """
+    if not tokens or not has_adapter(model):
+        return
+    base = base_of(model)
+    layers = [layer for layer in (base.get_input_embeddings(), base.get_output_embeddings()) if layer is not None]
+    frozen = [layer for layer in layers if not any(parameter.requires_grad for parameter in layer.parameters())]
+    if not frozen:
+        return
+    mend = f"set adapter.modules_to_save={_listed(base, layers)}"
+    if base.config.is_encoder_decoder:
+        mend = "set adapter.kind=none, or remove model.add_tokens"
+    names = " and ".join(_last_name(base, layer) for layer in frozen)
+    raise BadInputError(
+        f"model.add_tokens: the adapter does not train {names}, so the new rows of {some(tokens)} would stay the mean "
+        f"of the others; {mend}"
+    )
+
+
+def _listed(base: Any, layers: Sequence[nn.Module]) -> str:
+    """Lists the modules that `adapter.modules_to_save` has already, and these layers."""
+    saved = [path for path, module in base.named_modules() if hasattr(module, "modules_to_save")]
+    names = dict.fromkeys(path.rpartition(".")[2] for path in saved)
+    return f"[{', '.join(names | dict.fromkeys(_last_name(base, layer) for layer in layers))}]"
+
+
+def _last_name(base: Any, layer: nn.Module) -> str:
+    path: str = next(path for path, module in base.named_modules() if module is layer)
+    return path.rpartition(".")[2]
 
 
 def require_readable(model: nn.Module, export: ExportSection) -> None:

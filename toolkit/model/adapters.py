@@ -244,17 +244,12 @@ class AdapterWeights:
             return torch.zeros(like.shape)[rows]
         if ".lora_A." in name:
             bound = 1 / math.sqrt(math.prod(like.shape[1:]))
-            return ((torch.rand(like.shape, generator=self._generator(name)) * 2 - 1) * bound)[rows]
+            return ((torch.rand(like.shape, generator=generator_of(self._seed, name)) * 2 - 1) * bound)[rows]
         if ".lora_embedding_B." in name:
-            return torch.randn(like.shape, generator=self._generator(name))[rows]
+            return torch.randn(like.shape, generator=generator_of(self._seed, name))[rows]
         if ".lora_magnitude_vector." in name:
             return self._row_norms(name)[rows]
         return self._base.read(base_name(name), like, rows)  # type: ignore[no-any-return]
-
-    def _generator(self, name: str) -> torch.Generator:
-        # Hashed, as `manual_seed` uses 32 bits of a number: seeds put into its upper half would all draw the same.
-        mixed = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()[:8]
-        return torch.Generator().manual_seed(int.from_bytes(mixed) >> 1)
 
     def _row_norms(self, name: str) -> torch.Tensor:
         owner = name.partition(".lora_magnitude_vector.")[0]
@@ -267,6 +262,13 @@ class AdapterWeights:
         weight = self._base.read(base_name(f"{path}.weight"), like, (slice(None),)).float()
         norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=0 if _inputs_first(self._modules[owner]) else 1)
         return norms
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Returns the generator of a parameter's first values, which depend on the seed and on its name alone."""
+    # Hashed, as `manual_seed` uses 32 bits of a number: seeds put into its upper half would all draw the same.
+    mixed = hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]
+    return torch.Generator().manual_seed(int.from_bytes(mixed) >> 1)
 
 
 def base_name(name: str) -> str:

@@ -6,7 +6,6 @@ in the files, so an export has those of the base that it was trained from.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from toolkit.model.on_meta import build_on_meta
+from toolkit.model.tying import config_of_export
 from toolkit.model.weights import block_of, unread_files
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -37,7 +37,7 @@ class FileNames:
     def __init__(self, model: PreTrainedModel, stored: Set[str] | None, base: Path | None = None) -> None:
         self._unread = {} if base is None else unread_files(base, model)
         # Some towers have no class for the attention of the run.
-        config = copy.deepcopy(model.config)
+        config = config_of_export(model)
         self._model: Any = build_on_meta(lambda: type(model)._from_config(config, attn_implementation="eager"))
         self._model.tie_weights()
         # Of tied weights the name that transformers keeps.

@@ -13,7 +13,12 @@ from toolkit.data import build, tokenizer
 from toolkit.data.picture_samples import PictureSamples
 from toolkit.data.template_date import set_date, today, writes_date
 from toolkit.errors import BadInputError
-from toolkit.model.adapter_checks import require_mergeable, require_one_type, require_readable
+from toolkit.model.adapter_checks import (
+    require_mergeable,
+    require_new_rows_trained,
+    require_one_type,
+    require_readable,
+)
 from toolkit.model.adapters import base_of
 from toolkit.model.attention import settle_attention
 from toolkit.model.load import load
@@ -85,6 +90,8 @@ def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     require_readable(model, recipe.export)
     if recipe.export.merge:
         require_mergeable(model)
+    if recipe.model.name_or_path is not None:
+        require_new_rows_trained(model, rows.tokenizer.convert_ids_to_tokens(tokenizer.new_ids(rows.tokenizer)))
     quantised = any(quantised_layers(model))
     refuse(replace(settings_of_recipe(recipe), is_quantised=quantised, has_pictures=has_pictures))
     return model

@@ -10,10 +10,10 @@ import torch
 from support.tiny import llama
 from test_expert_adapters import adapt
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from toolkit.errors import BadInputError
-from toolkit.model.adapter_checks import require_kept, require_mergeable, require_one_type
+from toolkit.model.adapter_checks import require_kept, require_mergeable, require_new_rows_trained, require_one_type
 from toolkit.model.adapters import adapters_off
 from toolkit.model.load import NoTokens, load
 from toolkit.model.routers import find_routers
@@ -31,8 +31,18 @@ def test_shared_weights_of_which_one_user_is_trained_are_not_merged(fields: dict
     with pytest.raises(BadInputError, match=rf"export\.merge: .*adapter\.{field}"):
         require_mergeable(adapt(llama(tie_word_embeddings=True), **fields))
     require_mergeable(adapt(llama(tie_word_embeddings=False), **fields))
+    # Both, as the error advises: `test_new_rows.py` follows it to the export.
     both = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
     require_mergeable(adapt(llama(tie_word_embeddings=True), **both))
+
+
+def test_an_encoder_decoder_has_no_untied_export_and_no_rows_for_new_tokens() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    adapted = adapt(T5ForConditionalGeneration(T5Config(**sizes)), target_modules=["q"], modules_to_save=["lm_head"])
+    with pytest.raises(BadInputError, match=r"leave lm_head out of adapter\.modules_to_save, or set export\.merge=fal"):
+        require_mergeable(adapted)
+    with pytest.raises(BadInputError, match=r"new rows of <a> .*set adapter\.kind=none"):
+        require_new_rows_trained(adapted, ["<a>"])
 
 
 def test_modules_that_are_trained_whole_need_one_type() -> None:

@@ -1,0 +1,31 @@
+"""Tells whether a model's head shares the weight of its embeddings, and whether its export still does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Tells whether the configuration ties the head to the input embeddings."""
+    # Of Qwen's VL types the whole configuration says it, and not that of the language model.
+    said_by = (model.config.get_text_config(), model.config)
+    return bool(next((one.tie_word_embeddings for one in said_by if hasattr(one, "tie_word_embeddings")), False))
+
+
+def has_own_head(model: PreTrainedModel) -> bool:
+    """Tells whether the head of a tied model is trained whole (`modules_to_save`), as a weight of its own."""
+    head: Any = model.get_output_embeddings()
+    return is_tied(model) and getattr(head, "modules_to_save", None) is not None
+
+
+def config_of_export(model: PreTrainedModel) -> PretrainedConfig:
+    """Returns a copy of the configuration for the whole model's files: untied, where training has parted the two."""
+    config = copy.deepcopy(model.config)
+    if has_own_head(model):
+        for part in (config, config.get_text_config()):
+            if hasattr(part, "tie_word_embeddings"):
+                part.tie_word_embeddings = False
+    return config
