@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,11 +36,11 @@ from toolkit.checkpoint.manifest import (
     COMPLETE,
     MANIFEST,
     Manifest,
+    Place,
     check_files,
-    latest,
+    list_checkpoints,
     look_at,
     place_of,
-    read_checkpoint,
     step_folder,
 )
 from toolkit.checkpoint.state import MODEL
@@ -89,7 +89,7 @@ def export_checkpoint(
         raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
     problem = check_files(folder, manifest, manifest.files)
     if problem is not None:
-        raise BadInputError(f"{str(folder)!r}: {problem}")
+        raise _not_whole(run, folder, problem)
     config, tokenizer = _load_configuration(run / MODEL_FILES)
     model = _empty_model(config, manifest, folder)
     # Write beside the target and rename, so that an interrupted export is never taken for a model. The name is unique,
@@ -177,12 +177,14 @@ class Exported:
         step: the step of the checkpoint.
         logits_difference: the difference of logits, or None if they were not compared.
         is_adapter: whether it is an adapter without its base, whose logits are not compared.
+        unfinished: the step of a later checkpoint that was not finished, or None. It may be being written.
     """
 
     folder: Path
     step: int
     logits_difference: float | None
     is_adapter: bool
+    unfinished: int | None = None
 
 
 def export_run(
@@ -201,7 +203,7 @@ def export_run(
     Args:
         run: the output folder, or the run's URL in a store (s3://bucket/runs/first).
         to: the new folder.
-        checkpoint: the step of the checkpoint. None takes the last one.
+        checkpoint: the step of the checkpoint. None takes the last one that was finished.
         dtype: the dtype of the weights: float32, bfloat16 or float16.
         verify: whether to reload the folder and compare its logits.
         max_shard_gib: the size of the largest file of weights (GiB).
@@ -220,46 +222,62 @@ def export_run(
         return _export_from_store(place, to, checkpoint, dtype, verify, max_shard_gib, average)
     if dtype not in EXPORT_TYPES:
         raise BadInputError(f"dtype: unknown {dtype!r}; allowed: {', '.join(EXPORT_TYPES)}")
-    folder = _last_folder(place) if checkpoint is None else step_folder(place, checkpoint)
-    manifest = read_checkpoint(folder)
+    step, manifest, unfinished = _choose(place, checkpoint)
     settings = ExportSettings(getattr(torch, dtype), int(max_shard_gib * GIB), average=average)
-    difference = export_checkpoint(place, folder, manifest, to, settings, verify)
-    return Exported(to, manifest.step, difference, manifest.recipe["adapter"]["kind"] != "none")
+    difference = export_checkpoint(place, step_folder(place, step), manifest, to, settings, verify)
+    return Exported(to, step, difference, manifest.recipe["adapter"]["kind"] != "none", unfinished)
 
 
 def _export_from_store(
     store: StorePath, to: Path, step: int | None, dtype: str, verify: bool, max_shard_gib: float, average: bool
 ) -> Exported:
     """Exports a checkpoint from a store. Copies it to a temporary folder with the layout of a run's."""
-    last = latest(store) if step is None else look_at(step_folder(store, step))
-    if last is None or last.manifest is None or last.problem is not None:
-        found = "it has none" if last is None else f"{last.folder.name}: {last.problem}"
-        shown = shlex.quote(str(store))
-        raise BadInputError(f"{str(store)!r} has no such whole checkpoint ({found}); see toolkit checkpoints {shown}")
+    chosen, manifest, unfinished = _choose(store, step)
     _make_folder(to.parent, to)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
         run = Path(folder)
-        problem = fetch(step_folder(store, last.step), last.manifest, step_folder(run, last.step))
+        problem = fetch(step_folder(store, chosen), manifest, step_folder(run, chosen))
         if problem is not None:
-            raise BadInputError(f"{str(last.folder)!r}: {problem}")
+            raise _not_whole(store, step_folder(store, chosen), problem)
         (run / MODEL_FILES).mkdir()
         for path in (store / MODEL_FILES).iterdir():
             path.get(run / MODEL_FILES / path.name)
         for name in (MANIFEST, COMPLETE):
-            (step_folder(store, last.step) / name).get(step_folder(run, last.step) / name)
-        return export_run(run, to, last.step, dtype, verify, max_shard_gib, average)
+            (step_folder(store, chosen) / name).get(step_folder(run, chosen) / name)
+        return replace(export_run(run, to, chosen, dtype, verify, max_shard_gib, average), unfinished=unfinished)
 
 
-def _last_folder(run: Path) -> Path:
-    """Returns the folder of the last whole checkpoint. Raises BadInputError if there is none."""
-    last = latest(run)
-    if last is None:
-        if not run.is_dir():
+def _choose(run: Place, step: int | None) -> tuple[int, Manifest, int | None]:
+    """Returns the step and the manifest of the checkpoint to export, and the step of a later unfinished one.
+
+    Raises:
+        BadInputError: if there is none, or if the one of `step`, or the last, is damaged.
+    """
+    if step is not None:
+        chosen, unfinished = look_at(step_folder(run, step)), None
+        if chosen.unfinished and not chosen.folder.is_dir():
+            shown = f"name another (`toolkit checkpoints {shlex.quote(str(run))}` lists them)"
+            raise BadInputError(f"there is no checkpoint {str(chosen.folder)!r}; {shown}")
+    else:
+        if isinstance(run, Path) and not run.is_dir():
             raise BadInputError(f"there is no folder {str(run)!r}; name that of a run")
-        if (told := told_of_checkpoint(run)) is not None:
-            raise BadInputError(told)
-        raise BadInputError(f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {shlex.quote(str(run))}")
-    return step_folder(run, last.step)
+        every = list_checkpoints(run)
+        finished = [one for one in every if not one.unfinished]
+        if not finished:
+            told = told_of_checkpoint(run) if isinstance(run, Path) else None
+            shown = shlex.quote(str(run))
+            raise BadInputError(told or f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {shown}")
+        chosen, unfinished = finished[-1], every[-1].step if every[-1].unfinished else None
+    if chosen.manifest is None or chosen.problem is not None:
+        raise _not_whole(run, chosen.folder, str(chosen.problem))
+    return chosen.step, chosen.manifest, unfinished
+
+
+def _not_whole(run: Place, folder: Place, problem: str) -> BadInputError:
+    """Returns the error about a checkpoint that cannot be exported. It names the last whole one beside it."""
+    others = [one.step for one in list_checkpoints(run) if one.problem is None and one.folder != folder]
+    mend = f"export another, for example with --checkpoint {others[-1]}" if others else "the run has no other whole one"
+    return BadInputError(f"{str(folder)!r} is no whole checkpoint: {problem}; {mend}")
 
 
 def _empty_model(config: PretrainedConfig, manifest: Manifest, folder: Path) -> PreTrainedModel:

@@ -56,4 +56,5 @@ def export(
         checked = f"; logits differ by {done.logits_difference:.1e} of the largest"
     elif check and done.is_adapter:
         checked = "; an adapter, whose logits were not compared"
-    print(f"{to}: step {done.step} in {type_name}{checked}")
+    later = "" if done.unfinished is None else f"; the later checkpoint of step {done.unfinished} was not finished"
+    print(f"{to}: step {done.step} in {type_name}{checked}{later}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.checkpoint.consolidate import export_run
 from toolkit.checkpoint.manifest import (
     COMPLETE,
     MANIFEST,
@@ -172,6 +173,32 @@ def test_damage_is_named(kind: str, tmp_path: Path) -> None:
         read_checkpoint(folder)
     assert told in str(found.value)
     assert latest(tmp_path) is None
+
+
+def test_a_damaged_last_checkpoint_is_not_left_out_of_an_export(tmp_path: Path) -> None:
+    """Of however it is damaged the same sentence, with the step of the whole one before it."""
+
+    def flip(folder: Path) -> None:
+        (folder / "b.json").write_text("b.json 8")  # of the same size
+
+    wrong = {}
+    for number, (kind, (damage, told)) in enumerate({**DAMAGE, "byte": (flip, "its checksum differs")}.items()):
+        run = tmp_path / str(number)
+        for step in (3, 5):
+            written(run, step)
+        last = written(run, 7)
+        damage(last)
+        with pytest.raises(BadInputError) as found:
+            export_run(run, run / "export")
+        said = str(found.value)
+        if kind == "marker empty":  # not finished, so it never counted
+            is_right = "'model' holds no configuration" in said.replace(f"{run}/", "")
+        else:
+            is_right = said.startswith(f"'{last}' is no whole checkpoint: ") and told in said
+            is_right = is_right and said.endswith("; export another, for example with --checkpoint 5")
+        if not is_right or (run / "export").exists():
+            wrong[kind] = said
+    assert not wrong
 
 
 def test_a_changed_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
