@@ -24,10 +24,12 @@ from toolkit.checkpoint.export import (
     TOLERANCE,
     ExportSettings,
     carry_over,
+    explained,
     let_others_read,
     relative_difference,
     reload,
     require_close,
+    save_tokenizer,
     write_configuration,
     write_weights,
 )
@@ -83,7 +85,7 @@ def export_checkpoint(
 
     Raises:
         BadInputError: if the checkpoint is damaged, or the folder exists.
-        ExportError: if the export has other logits.
+        ExportError: if the export cannot be written, or has other logits.
     """
     if to.exists():
         raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
@@ -97,23 +99,24 @@ def export_checkpoint(
     unfinished = to.with_name(f".{to.name}.{uuid.uuid4().hex}.unfinished")
     _make_folder(unfinished, to)
     try:
-        tensors = read_whole(folder, manifest, settings.max_shard_bytes, settings.average)
-        if has_adapter(model):
-            write_adapter(model, tensors, unfinished, manifest.base)
-            tokenizer.save_pretrained(unfinished)
-            carry_over(run / MODEL_FILES, unfinished, [PROCESSORS])
-            difference = None
-        else:
-            stored = _read_stored_names(run / MODEL_FILES / STORED_NAMES)
-            names = FileNames(model, stored, _base_on_this_machine(manifest, folder))
-            write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings, names)
-            take_generation_settings(model, str(run / MODEL_FILES))
-            write_configuration(model, tokenizer, unfinished, settings.dtype)
-            carry_over(run / MODEL_FILES, unfinished)
-            difference = _compare_logits(folder, manifest, config, unfinished, settings) if verify else None
-        if difference is not None:
+        with explained(to.parent, "export it again"):
+            tensors = read_whole(folder, manifest, settings.max_shard_bytes, settings.average)
+            if has_adapter(model):
+                write_adapter(model, tensors, unfinished, manifest.base)
+                save_tokenizer(tokenizer, unfinished)
+                carry_over(run / MODEL_FILES, unfinished, [PROCESSORS])
+            else:
+                stored = _read_stored_names(run / MODEL_FILES / STORED_NAMES)
+                names = FileNames(model, stored, _base_on_this_machine(manifest, folder))
+                write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings, names)
+                take_generation_settings(model, str(run / MODEL_FILES))
+                write_configuration(model, tokenizer, unfinished, settings.dtype)
+                carry_over(run / MODEL_FILES, unfinished)
+            let_others_read(unfinished)
+        difference = None
+        if verify and not has_adapter(model):
+            difference = _compare_logits(folder, manifest, config, unfinished, settings)
             require_close(difference, TOLERANCE[settings.dtype])
-        let_others_read(unfinished)
         _rename_export(unfinished, to)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

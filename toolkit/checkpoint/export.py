@@ -6,11 +6,13 @@ only their shards.
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,14 +87,16 @@ def export(
     unfinished = _unfinished_folder(folder)
     problems: list[Exception] = []
 
+    @explained(folder.parent, "start the same command again: it goes on from the last checkpoint, if there is one")
     def finish() -> None:
         if problems:
             raise problems[0]
         if is_whole(inner, settings):
-            write_configuration(base_of(inner), tokenizer, unfinished, settings.dtype)
+            base = base_of(inner)
+            write_configuration(base, tokenizer, unfinished, settings.dtype, config_of_export(base))
             carry_over(fit_of(inner).folder, unfinished)
         else:
-            tokenizer.save_pretrained(unfinished)
+            save_tokenizer(tokenizer, unfinished)
             carry_over(fit_of(inner).folder, unfinished, [PROCESSORS])
         limits_of(tokenizer).write(unfinished)
         let_others_read(unfinished)
@@ -106,7 +110,7 @@ def export(
     except (OSError, SafetensorError) as error:  # on rank 0, and all of its collectives are done
         problems.append(error)
     try:
-        ranks.on_first_rank(lambda: _finish_or_explain(finish, unfinished))
+        ranks.on_first_rank(finish)
     finally:
         if ranks.rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -116,13 +120,23 @@ def _unfinished_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.unfinished")
 
 
-def _finish_or_explain(finish: Callable[[], None], place: Path) -> None:
+@contextmanager
+def explained(place: Path, then: str) -> Iterator[None]:
+    """Explains errors of writing an export.
+
+    Args:
+        place: the folder that the export is in.
+        then: what to do once there is room.
+
+    Raises:
+        ExportError: in place of the library's error.
+    """
     try:
-        finish()
+        yield
     except (OSError, SafetensorError) as error:
         raise ExportError(
-            f"the export could not be written to {str(place.parent)!r}: {first_line(error)}; make room, and start the "
-            "same command again: it goes on from the last checkpoint, if there is one"
+            f"the export could not be written to {str(place)!r}: {first_line(error)}; make room (`ulimit -f` raises a "
+            f"limit on the size of files), and {then}"
         ) from error
 
 
@@ -261,8 +275,7 @@ def write_weights(
         names: the names of tensors in the files.
 
     Raises:
-        OSError: on rank 0, if a file cannot be written. All collectives of `tensors` are done then.
-        SafetensorError: as OSError.
+        OSError, SafetensorError: on rank 0, if a file cannot be written. All collectives of `tensors` are done then.
     """
     tensors = iter(tensors)
     try:
@@ -321,7 +334,11 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
 
 
 def write_configuration(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype,
+    config: PretrainedConfig | None = None,
 ) -> None:
     """Writes the configuration, the generation settings and the tokenizer.
 
@@ -330,15 +347,28 @@ def write_configuration(
         tokenizer: its tokenizer.
         folder: the folder of the export.
         dtype: the dtype of the exported weights, for the configuration.
+        config: the configuration to write. None takes that of the model.
+
+    Raises:
+        OSError: if a file cannot be written.
     """
-    # A copy: the live model is still verified in its own dtype.
-    config = config_of_export(model)
+    config = copy.deepcopy(config or model.config)  # the live model is still verified in its own dtype
     config.dtype = dtype
     config.save_pretrained(folder)
     if model.can_generate():
         # Not by `save_pretrained`, which refuses settings that many bases have, such as a temperature without sampling.
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes a tokenizer. Raises OSError if a file cannot be written."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(first_line(error)) from error  # of tokenizers, which has no other kind
 
 
 def reload(

@@ -29,10 +29,10 @@ from transformers import (
 from toolkit import ranks
 from toolkit.data.hub_refusals import download, hub_error
 from toolkit.data.layer_limit import require_few_layers, require_safe_stored, require_safe_values
-from toolkit.data.tokenizer import new_ids, pad_id
+from toolkit.data.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, did_you_mean, first_line, in_words
 from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
-from toolkit.model.new_rows import NewRows
+from toolkit.model.new_rows import with_new_rows
 from toolkit.model.on_meta import build_on_meta
 from toolkit.model.padding_rows import require_lasting_rows
 from toolkit.model.parts import (
@@ -133,12 +133,9 @@ def load(
     else:
         make_whole = functools.partial(_whole_model, auto, model, config, settings, seed, rows, fit, values)
         weights = _weights(model, built, make_whole, fit, values)
-        # Rows beyond those of the base are drawn where its embeddings are enlarged.
-        spare = [] if model.name_or_path is None else [one for one in new_ids(tokenizer) if one < _num_rows(config)]
-        if spare:
-            weights = NewRows(weights, built, spare, seed)
         if quantise(built, adapter):
             weights = QuantisedWeights(weights, built, settings["dtype"])
+    weights = with_new_rows(weights, built, model, config, tokenizer, seed)
     if model.name_or_path is not None:
         fit.take_names(_model_folder(model), built)
         take_generation_settings(built, model.name_or_path, model.revision)
@@ -162,11 +159,6 @@ def load(
 
     built.materialize_weights = materialize_weights
     return built
-
-
-def _num_rows(config: PretrainedConfig) -> int:
-    rows: int = config.get_text_config().vocab_size
-    return rows
 
 
 def take_generation_settings(model: PreTrainedModel, source: str, revision: str | None = None) -> None:

@@ -5,14 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit.data.tokenizer import new_ids
 from toolkit.model.adapters import generator_of
 from toolkit.model.weights import Weights, all_rows
+from toolkit.recipe.schema import ModelSection
 from toolkit.sharding.shards import Rows
 
 SPREAD = 3e-5
 """Deviation of new rows from the mean, as a share of that of the old rows; as transformers' `mean_resizing`."""
+
+
+def with_new_rows(
+    weights: Weights,
+    model: PreTrainedModel,
+    section: ModelSection,
+    base: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+) -> Weights:
+    """Returns a source of parameters that draws the rows of `model.add_tokens`; `weights` if there is none to draw.
+
+    Args:
+        weights: the source of the base's parameters.
+        model: the model on the meta device.
+        base: the configuration of the base, before its embeddings were enlarged.
+    """
+    if section.name_or_path is None:  # all rows are new
+        return weights
+    # Where the embeddings are enlarged, transformers draws the rows.
+    ids = [each for each in new_ids(tokenizer) if each < base.get_text_config().vocab_size]
+    return NewRows(weights, model, ids, seed) if ids else weights
 
 
 class NewRows:

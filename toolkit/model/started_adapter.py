@@ -20,6 +20,7 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapter_names import names_in_file
 from toolkit.model.expert_adapters import as_peft_has_them, by_experts, peft_name
 from toolkit.model.values import some
+from toolkit.model.weights import FLOATS
 from toolkit.paths import BASE_FILE, fingerprint_of, source_name
 from toolkit.recipe.adapter_file import CONFIG, WEIGHTS, started_config
 from toolkit.recipe.schema import AdapterSection, ModelSection
@@ -76,7 +77,13 @@ class StartedAdapter:
 
     def _stored_shapes(self) -> dict[str, list[int]]:
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
-            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            if odd := {name: kind for name, each in stored.items() if (kind := each.get_dtype()) not in FLOATS}:
+                raise BadInputError(
+                    f"{self._place}: {some(odd)} are stored as {', '.join(sorted(set(odd.values())))} in {WEIGHTS}; "
+                    f"allowed: {', '.join(FLOATS)}. Save the adapter in one of these"
+                )
+            return {name: list(each.get_shape()) for name, each in stored.items()}
 
     def require_usable(self, model: ModelSection, base: str | None) -> None:
         """Checks the values and the base, and sets `other_base`. Collective.

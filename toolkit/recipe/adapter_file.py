@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import BadInputError, first_line
+from toolkit.recipe.schema import LARGEST_ALPHA
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_ALPHA_NEEDED = f"a number greater than 0 and up to {LARGEST_ALPHA:,.0f}"
+_DROPOUT_NEEDED = "a number of at least 0 and less than 1"
 
 _FIELDS_AS_SETTINGS = ("r", "lora_alpha", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 """Fields of peft's file that become settings of the recipe."""
@@ -23,7 +27,7 @@ _IGNORED_FIELDS = (
     "exclude_modules",  # what is adapted, the names of the tensors say
     "fan_in_fan_out",  # peft sets it by the kind of layer
     "inference_mode",
-    "lora_dropout",  # of training, so it is the recipe's
+    "lora_dropout",
     "peft_type",
     "peft_version",
     "qalora_group_size",  # of use_qalora
@@ -117,7 +121,8 @@ def started_settings(start_from: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field, is_right, what in (
         ("r", lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
-        ("lora_alpha", lambda value: type(value) in (int, float) and value > 0, "a number greater than 0"),
+        ("lora_alpha", lambda value: _is_number(value) and 0 < value <= LARGEST_ALPHA, _ALPHA_NEEDED),
+        ("lora_dropout", lambda value: value is None or (_is_number(value) and 0 <= value < 1), _DROPOUT_NEEDED),
         ("use_rslora", lambda value: type(value) is bool, "true or false"),
         ("use_dora", lambda value: type(value) is bool, "true or false"),
         ("modules_to_save", lambda value: value is None or _is_list_of_names(value), "null or a list of names"),
@@ -134,6 +139,7 @@ def started_settings(start_from: str) -> dict[str, Any]:
                 f"adapter.start_from: {start_from!r}: {field} is {json.dumps(value)} in its {CONFIG}; needs {what}"
             )
         found[field.removeprefix("lora_")] = value
+    del found["dropout"]  # of training, so it is the recipe's
     found["alpha"] = float(found["alpha"])
     found["modules_to_save"] = _modules_to_save(config)
     targets = found.pop("target_modules")
@@ -141,6 +147,10 @@ def started_settings(start_from: str) -> dict[str, Any]:
     if targets and not config.get("target_parameters"):
         found["target_modules"] = targets if isinstance(targets, str) else sorted(targets)
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _is_list_of_names(value: Any) -> bool:

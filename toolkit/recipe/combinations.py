@@ -280,8 +280,9 @@ COMBINATIONS = (
     Combination(
         ("added tokens", "adapters unmerged"),
         DEFINITION,
-        "as an adapter fits the embeddings of its base, which have no rows for them",
-        "set export.merge=true, and adapter.modules_to_save to the embeddings and the head",
+        "as an adapter fits the embeddings of its base, which have no tokens there",
+        "set export.merge=true, and adapter.modules_to_save to the embeddings and the head, such as [embed_tokens, "
+        "lm_head]",
     ),
     Combination(
         ("started adapter", "random weights"),

@@ -336,6 +336,10 @@ class DataSection(Section):
         return self.validation is not None or self.validation_fraction is not None
 
 
+LARGEST_ALPHA = 1e6
+"""Of adapters: with a much larger one their products overflow."""
+
+
 class AdapterSection(Section):
     """Which parameters are trained."""
 
@@ -352,8 +356,11 @@ class AdapterSection(Section):
         "this adapter.",
     )
     r: PositiveInt = Field(16, description="Set the rank of the adapters.")
-    alpha: PositiveFloat | None = Field(
-        None, description="Scale the adapters' product by alpha / r, with rsLoRA by alpha / sqrt(r); null: 2 r."
+    alpha: float | None = Field(
+        None,
+        gt=0.0,
+        le=LARGEST_ALPHA,
+        description="Scale the adapters' product by alpha / r, with rsLoRA by alpha / sqrt(r); null: 2 r.",
     )
     dropout: float = Field(
         0.0, ge=0.0, lt=1.0, description="Apply dropout with this probability to the adapters' inputs."

@@ -39,7 +39,7 @@ from toolkit.training.expert_loads import ExpertLoads
 from toolkit.training.extension import Extension
 from toolkit.training.heartbeat import Heartbeat
 from toolkit.training.metrics import Metrics
-from toolkit.training.non_finite import NonFiniteSteps
+from toolkit.training.non_finite import NonFiniteSteps, require_some_steps
 from toolkit.training.profile import StepProfile
 from toolkit.training.records import Records
 from toolkit.training.stop import StopRequests
@@ -74,7 +74,7 @@ def fit(
 
     Raises:
         StoppedError: if a rank was asked to end; the state is saved.
-        TrainingError: if too many steps in a row had no finite loss and gradient.
+        TrainingError: if too many steps in a row had no finite loss and gradient, or all steps of the run.
     """
     recipe, accelerator, output_dir, console = opened.recipe, opened.accelerator, opened.output_dir, opened.console
     ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.tokenizer))
@@ -105,6 +105,7 @@ def fit(
         samples.begin(trainer.global_step)
         with checkpoints:
             trainer.fit()
+        require_some_steps(trainer.counters)
         if opened.plugin.engine is not None:
             opened.plugin.engine.flush()  # the last step may still fail
         samples.end()

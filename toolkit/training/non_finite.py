@@ -5,13 +5,27 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from toolkit.errors import TrainingError
+from toolkit.errors import TrainingError, counted
 from toolkit.training.extension import Extension
 from toolkit.training.metrics import Metrics
 from toolkit.training.step import Step
 
 if TYPE_CHECKING:
-    from toolkit.training.loop_state import LoopState
+    from toolkit.training.loop_state import Counters, LoopState
+
+
+def require_some_steps(counters: Counters) -> None:
+    """Checks that a run that has taken steps was trained in one of them.
+
+    Raises:
+        TrainingError: if every step was skipped, so that the model is what it was before.
+    """
+    if 0 < counters.global_step == counters.skipped_steps:
+        raise TrainingError(
+            f"each of the {counted(counters.global_step, 'step')} of this run was skipped, as its loss or gradient "
+            "was not finite: nothing was learned, and nothing is exported; lower optimizer.learning_rate, look at the "
+            "data, or, with fp16, set training.mixed_precision=bf16 or take more steps"
+        )
 
 
 class NonFiniteSteps(Extension):

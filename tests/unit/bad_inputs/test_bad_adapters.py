@@ -84,6 +84,12 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "rank is text": (configured(r="3"), [], 'r is "3"'),
     "no rank": (configured(r=...), [], "r is null"),
     "alpha is 0": (configured(lora_alpha=0), [], "lora_alpha is 0"),
+    "alpha is huge": (configured(lora_alpha=1e308), [], "lora_alpha is 1e+308"),
+    "alpha is infinite": (configured(lora_alpha=float("inf")), [], "lora_alpha is Infinity"),
+    "alpha is a number of 400 digits": (configured(lora_alpha=10**400), [], "lora_alpha is 1000"),
+    "dropout is 2": (configured(lora_dropout=2), [], "lora_dropout is 2"),
+    "dropout is no number": (configured(lora_dropout=float("nan")), [], "lora_dropout is NaN"),
+    "dropout is text": (configured(lora_dropout="x"), [], 'lora_dropout is "x"'),
     "targets are numbers": (configured(target_modules=[1]), [], "target_modules is [1]"),
     "another rank": (configured(r=4), [], "has the shape [3, 48], and the model needs [4, 48]"),
     "a tensor is missing": (changed(lambda t: t.pop(B)), [], "lacks weights of base_model.model.model.layers.0"),
@@ -94,6 +100,21 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         "has base_model.model.lm_head.weight, which",
     ),
     "not a number": (changed(lambda t: t[B].fill_(float("nan"))), [], f"{B} holds values that are not finite"),
+    **{
+        f"stored as {kind}": (
+            changed(lambda t, kind=kind: t.update({B: t[B].to(getattr(torch, kind))})),
+            [],
+            f"{B} are stored as {told} in adapter_model.safetensors; allowed: F64, F32, F16, BF16",
+        )
+        for kind, told in {
+            "complex64": "C64",
+            "bool": "BOOL",
+            "int8": "I8",
+            "int64": "I64",
+            "float8_e4m3fn": "F8_E4M3",
+            "float8_e5m2": "F8_E5M2",
+        }.items()
+    },
     "of other weights": (written("base.json", b'{"fingerprint": "0", "quantization": null}'), [], "on other weights"),
     "told no base": (written("base.json", b"{}"), [], "base.json cannot be read"),
     "rank contradicts": (configured(), ["adapter.r=8"], "adapter.r: 8, but the adapter of adapter.start_from"),

@@ -280,6 +280,7 @@ checkpoint.to=[s3://bucket/run]
 checkpoint.keep_best=true
 checkpoint.time_limit_minutes=-1
 checkpoint.time_limit_minutes=.inf
+adapter.kind=lora adapter.alpha=1e308
 adapter.start_from=exports/a
 adapter.start_from=3
 adapter.modules_to_save=[lm_head]

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from support.texts import make_texts
+from support.tiny import recipe_values, save_llama
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from toolkit import Recipe, finetune
 from toolkit.errors import TrainingError
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.early_stopping import EarlyStopping
 from toolkit.training.extension import Extension
-from toolkit.training.non_finite import NonFiniteSteps
+from toolkit.training.loop_state import Counters
+from toolkit.training.non_finite import NonFiniteSteps, require_some_steps
 from toolkit.training.phase import Phase
 from toolkit.training.records import Records
 from toolkit.training.step import Step
@@ -319,3 +326,20 @@ def test_biases_of_experts_move_in_steps_that_are_taken() -> None:
     finally:
         reset_accelerate()
     assert moved == [0, 2]
+
+
+def test_a_run_whose_every_step_was_skipped_has_failed_and_exports_nothing(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", make_texts(20), tied=True)
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)  # finite, and the logits are not
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
+    values = recipe_values(base, tmp_path / "rows.jsonl", tmp_path / "out", tmp_path / "cache", max_steps=2)
+    values["training"]["max_non_finite_steps"] = 3
+    with pytest.raises(TrainingError, match="each of the 2 steps of this run was skipped") as failed:
+        finetune(Recipe.from_mapping(values))
+    assert failed.value.exit_code == 1
+    assert not (tmp_path / "out/export").exists()
+    assert not (tmp_path / "out/finished.json").exists()
+    require_some_steps(Counters(global_step=2, skipped_steps=1))
+    require_some_steps(Counters())
