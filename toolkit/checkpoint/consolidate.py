@@ -38,6 +38,7 @@ from toolkit.checkpoint.manifest import (
     COMPLETE,
     MANIFEST,
     Manifest,
+    P,
     Place,
     check_files,
     list_checkpoints,
@@ -250,7 +251,7 @@ def _export_from_store(
         return replace(export_run(run, to, chosen, dtype, verify, max_shard_gib, average), unfinished=unfinished)
 
 
-def _choose(run: Place, step: int | None) -> tuple[int, Manifest, int | None]:
+def _choose(run: P, step: int | None) -> tuple[int, Manifest, int | None]:
     """Returns the step and the manifest of the checkpoint to export, and the step of a later unfinished one.
 
     Raises:

@@ -6,7 +6,7 @@ It reads only JSON. `toolkit.model.started_adapter` reads the weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def started_settings(start_from: str) -> dict[str, Any]:
     """
     config = started_config(start_from)
     found: dict[str, Any] = {}
-    for field, is_right, what in (
+    checks: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         ("r", lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
         ("lora_alpha", lambda value: _is_number(value) and 0 < value <= LARGEST_ALPHA, _ALPHA_NEEDED),
         ("lora_dropout", lambda value: value is None or (_is_number(value) and 0 <= value < 1), _DROPOUT_NEEDED),
@@ -131,7 +131,8 @@ def started_settings(start_from: str) -> dict[str, Any]:
             lambda value: not value or isinstance(value, str) or _is_list_of_names(value),
             "names or a pattern",
         ),
-    ):
+    )
+    for field, is_right, what in checks:
         # What an old peft did not write was off.
         value = config.get(field, False if field.startswith("use_") else None)
         if not is_right(value):
