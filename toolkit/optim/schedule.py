@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -41,6 +42,33 @@ def learning_rate_factor(section: ScheduleSection, num_steps: int) -> Callable[[
         return section.min_factor + (1 - section.min_factor) * shape
 
     return factor
+
+
+def changed_rate(schedule: LambdaLR, records: Sequence[dict[str, Any]]) -> str | None:
+    """Returns a warning if a resumed run has another learning rate than where it was saved, else None.
+
+    More steps stretch a schedule: where a rate had decayed to its floor, it is near its peak again.
+
+    Args:
+        schedule: that of this run, stepped to where it resumes.
+        records: the records of the run up to there.
+    """
+    before = [record for record in records if record["split"] == "train"]
+    if not before:
+        return None
+    step, was = before[-1]["step"], before[-1].get("learning_rate")
+    if not isinstance(was, float):  # of a version that did not record it
+        return None
+    peak, factor = schedule.base_lrs[0], schedule.lr_lambdas[0]
+    # The last step of the records used the rate before the present one, or the present one if it was skipped.
+    here = [peak * factor(max(0, position)) for position in (schedule.last_epoch - 1, schedule.last_epoch)]
+    if any(math.isclose(was, rate, rel_tol=1e-6) for rate in here):
+        return None
+    return (
+        f"the learning rate was {was:.6g} in step {step:,}, and is {here[1]:.6g} in the next: the steps, the schedule "
+        f"or the rate of the recipe have changed since; to go on at the old rate, set 'schedule={{kind: constant}}' "
+        f"and optimizer.learning_rate={was:.6g}"
+    )
 
 
 def warmup_steps(section: ScheduleSection, num_steps: int) -> int:

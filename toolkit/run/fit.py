@@ -21,7 +21,7 @@ from toolkit.data.samples import TextSamples
 from toolkit.data.stream import describe_stream
 from toolkit.errors import counted
 from toolkit.optim.ema import Ema
-from toolkit.optim.schedule import build_schedule
+from toolkit.optim.schedule import build_schedule, changed_rate
 from toolkit.paths import configuration_digest, folder_on_this_machine
 from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
@@ -102,6 +102,8 @@ def fit(
         trainer = _build_trainer(opened, run, [stop, *extensions, samples])
         if found.start is not None:
             checkpoints.restore(*found.start, trainer, trainer.schedule, run.num_positions)
+            if (told := changed_rate(trainer.schedule, metrics.records)) is not None:
+                console.warn(told)
         samples.begin(trainer.global_step)
         with checkpoints:
             trainer.fit()

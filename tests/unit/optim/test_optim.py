@@ -26,7 +26,7 @@ from toolkit.model.adapters import add_adapter
 from toolkit.model.parts import freeze_untrained, train_parts
 from toolkit.optim.build import QUANTISED, build_optimizer, parameter_groups
 from toolkit.optim.muon import Muon
-from toolkit.optim.schedule import build_schedule, learning_rate_factor, schedule_fact, without_peak
+from toolkit.optim.schedule import build_schedule, changed_rate, learning_rate_factor, schedule_fact, without_peak
 from toolkit.recipe.schema import AdapterSection, OptimizerSection, ScheduleSection
 
 
@@ -116,6 +116,28 @@ def test_the_scheduler_steps_once_per_optimizer_step() -> None:
         optimizer.step()
         schedule.step()
     assert seen == pytest.approx([1, 2 / 3, 1 / 3])
+
+
+def test_a_resumed_run_whose_rate_changes_says_so() -> None:
+    """Ten steps, linear to 0 from 1.0, resumed after the last: at 0.1, or with twenty steps at 0.5."""
+
+    def resumed(steps: int, peak: float = 1.0, at: int = 10, **fields: Any) -> str | None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+        schedule = build_schedule(optimizer, ScheduleSection(**fields), steps)
+        for _ in range(at):
+            optimizer.step()
+            schedule.step()
+        records = [{"split": "train", "step": step, "learning_rate": 1.0 - (step - 1) / 10} for step in (8, 9, 10)]
+        return changed_rate(schedule, [*records, {"split": "eval", "step": 10, "loss": 1.0}])
+
+    assert resumed(10, kind="linear") is None
+    assert resumed(10, at=9, kind="linear") is None, "step 10 was skipped, and its rate is that of step 11"
+    told = resumed(20, kind="linear")
+    assert told is not None
+    assert told.startswith("the learning rate was 0.1 in step 10, and is 0.5 in the next: ")
+    assert told.endswith("set 'schedule={kind: constant}' and optimizer.learning_rate=0.1")
+    assert resumed(20, peak=0.1, kind="constant") is None, "what it advises"
+    assert resumed(10, peak=0.5, kind="linear") is not None
 
 
 def test_vectors_and_frozen_parameters() -> None:
