@@ -49,6 +49,10 @@ class PictureSamples(TextSamples):
             for row in self.rows_of(number)
         ]
 
+    @property
+    def placeholders(self) -> frozenset[int]:
+        return self.pictures.token_ids
+
     def shown(self, numbers: Sequence[int], seen: list[list[list[Image.Image]]]) -> Batch:
         """Returns the batch of samples, given the pictures of each of their rows, in the sizes that the rows have."""
         own = [self.tokens(number) for number in numbers]

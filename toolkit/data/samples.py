@@ -175,6 +175,15 @@ class TextSamples:
         """Returns the pieces of a sample whose answers the model should write; of a pair, the chosen one."""
         return self.tokens(number)
 
+    def seen(self, number: int) -> list[list[Any]]:
+        """Returns the images of each row of a sample; text has none."""
+        return [[] for _ in self.rows_of(number)]
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """The tokens that stand for images; text has none."""
+        return frozenset()
+
     def few(self, tokens: int) -> Batch:
         """Returns a micro-batch of one row of at most `tokens` tokens, (1, T), to try a model on.
 

@@ -72,18 +72,16 @@ def held_out_prompts(run: PreparedRun, count: int) -> list[HeldOutPrompt]:
 
 def _prompts_of(samples: TextSamples, number: int) -> Iterator[HeldOutPrompt]:
     """Yields the prompts of a sample, but those in which an image follows the prompt."""
-    pieces = samples.asked(number)
-    seen = samples.seen(number) if isinstance(samples, PictureSamples) else [[]] * len(pieces)
-    hidden = _placeholders(samples)
-    for (ids, targets), images in zip(pieces, seen, strict=True):
+    hidden = samples.placeholders
+    for (ids, targets), images in zip(samples.asked(number), samples.seen(number), strict=True):
         prompt = _prompt(ids, targets)
         if prompt is not None and not hidden.intersection(map(int, ids[len(prompt.asked) :])):
             yield replace(prompt, images=tuple(images))
 
 
-def _placeholders(samples: object) -> frozenset[int]:
-    """Returns the tokens that stand for images; none if rows have no images."""
-    return samples.pictures.token_ids if isinstance(samples, PictureSamples) else frozenset()
+def _placeholders(run: PreparedRun) -> frozenset[int]:
+    """Returns the tokens that stand for images in held-out rows."""
+    return getattr(run.data.validation, "placeholders", frozenset())
 
 
 def _prompt(ids: np.ndarray, targets: np.ndarray) -> HeldOutPrompt | None:
@@ -116,7 +114,7 @@ def continuations(
     if isinstance(samples, SourceTargetSamples):
         length = min(length, samples.max_target_length - 1)
     # No further image can be generated.
-    loaded = loaded_of(opened, run, "lower logging.held_out_samples", never_written=_placeholders(samples))
+    loaded = loaded_of(opened, run, "lower logging.held_out_samples", never_written=_placeholders(run))
     asked = [Prompt(prompt.asked, [], _shown(run, prompt)) for prompt in prompts]
     with (
         Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts"),
@@ -129,8 +127,9 @@ def continuations(
 def _shown(run: PreparedRun, prompt: HeldOutPrompt) -> Callable[[], dict[str, torch.Tensor]] | None:
     """Returns what makes the model's arguments for the images of a prompt; None without images."""
     samples = run.data.validation
-    if not prompt.images or not isinstance(samples, PictureSamples):
+    if not prompt.images:
         return None
+    assert isinstance(samples, PictureSamples)
     batch = samples.with_kinds({"input_ids": torch.tensor([prompt.asked])})
     batch |= samples.shown_tensors([[prompt.images]])
     return lambda: Sight(run.inner).shown(batch, batch[KINDS_OF_TOKENS])
@@ -143,7 +142,7 @@ def _text_up_to_end(run: PreparedRun, ids: list[int]) -> str:
     """
     special = set(run.tokenizer.all_special_ids)
     begins = special - {run.tokenizer.eos_token_id, run.tokenizer.pad_token_id}
-    first = int(isinstance(run.data.validation, SourceTargetSamples) and not begins.isdisjoint(ids[:1]))
+    first = int(run.inner.config.is_encoder_decoder and not begins.isdisjoint(ids[:1]))
     end = next((place for place, token in enumerate(ids) if place >= first and token in special), len(ids))
     text: str = run.tokenizer.decode(ids[first:end])
     return text
@@ -258,7 +257,7 @@ class HeldOutSamples(Extension):
 
 def _unanswered(run: PreparedRun, prompt: HeldOutPrompt) -> SideBySide:
     """Returns a prompt with its answer in the data; one token stands for all those of an image."""
-    hidden = _placeholders(run.data.validation)
+    hidden = _placeholders(run)
     before = [None, *prompt.asked]
     kept = [token for token, last in zip(prompt.asked, before, strict=False) if token != last or token not in hidden]
     images = tuple(map(preview, prompt.images))
