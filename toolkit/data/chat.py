@@ -19,11 +19,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from toolkit.data import picture_places
 from toolkit.data.examples import Message
 from toolkit.data.template_arguments import NO_ARGUMENTS
-from toolkit.data.templates import rendered
-from toolkit.data.thoughts import for_template
+from toolkit.data.templates import prepared, rendered
 from toolkit.data.values import RowProblem
 from toolkit.errors import first_line
 
@@ -262,7 +260,7 @@ def _generation_spans(row: ConversationText) -> list[Span] | None:
         return None
     # Keys that are None are dropped, as apply_chat_template does; that function gives the mask by tokens only.
     messages = [{key: value for key, value in message.items() if value is not None} for message in row.messages]
-    messages = picture_places.for_template(for_template(messages, template), template)
+    messages = prepared(messages, template, row.tokenizer)
     texts, spans = render_jinja_template(
         conversations=[messages],
         tools=row.tools,

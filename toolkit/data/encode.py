@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -31,7 +32,7 @@ from toolkit.data.pairs import SIDES
 from toolkit.data.picture_places import PICTURED
 from toolkit.data.pictures import Pictures
 from toolkit.data.readers import Row
-from toolkit.data.stops import NextTurn
+from toolkit.data.stops import NextTurn, end_texts
 from toolkit.data.template_arguments import note_of, require_taken, takes_tools
 from toolkit.data.thoughts import left_out
 from toolkit.data.turns import (
@@ -57,6 +58,8 @@ EACH_TURN: Final = "each_turn"
 """`data.targets` for a sample of each answer."""
 
 NO_TOOLS = "the chat template leaves out tools"
+
+ENDS_INSIDE = "an answer holds {}, which ends it: the model learns to stop there"
 
 DEVELOPER = "developer is written as system: the chat template knows no developer"
 
@@ -186,7 +189,13 @@ class Encoder:
         if "developer" not in template and any(message["role"] == "developer" for message in messages):
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
             notes.append(DEVELOPER)
+        answers = [message["content"] or "" for message in messages if message["role"] == "assistant"]
+        notes += [ENDS_INSIDE.format(end) for end in self._ends if any(end in answer for answer in answers)]
         return messages, notes
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        return end_texts(self.tokenizer)
 
     def _render_conversation(self, example: Conversation) -> _Prepared | _Turns:
         messages, notes = self._messages_for_template(example)

@@ -64,6 +64,13 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return _ends_behind(tokenizer, _behind_answer(tokenizer))
 
 
+def end_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Returns the special tokens that end an assistant's words, and the end of a text, as they are written."""
+    ids = turn_ends(tokenizer) | ({tokenizer.eos_token_id} - {None})
+    texts: list[str] = tokenizer.convert_ids_to_tokens(sorted(ids))
+    return texts
+
+
 def require_turn_end(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Checks that the chat template puts a special token behind an answer, so that the model can learn to stop.
 

@@ -11,11 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data import picture_places, template_trial
+from toolkit.data import calls, picture_places, template_trial, thoughts
 from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.template_date import date_of, with_date
 from toolkit.data.template_trial import LONGEST, NUM_MESSAGES
-from toolkit.data.thoughts import for_template
 from toolkit.errors import BadInputError, DataError, ToolkitError, did_you_mean
 from toolkit.paths import GIB
 
@@ -138,12 +137,18 @@ def rendered(
     """
     template, day = tokenizer.get_chat_template(tools=tools), date_of(tokenizer)
     require_bounded(tokenizer, template)
-    messages = picture_places.for_template(for_template(messages, template), template)
+    messages = prepared(messages, template, tokenizer)
     dated = template if day is None else with_date(template, day)
     text = tokenizer.apply_chat_template(
         messages, tools=tools, chat_template=dated, tokenize=False, add_generation_prompt=prompt, **arguments
     )
     return str(text)
+
+
+def prepared(messages: list[dict[str, Any]], template: str, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Returns messages with thoughts, calls and images in the form that a chat template reads."""
+    called = calls.for_template(messages, template, tokenizer.special_tokens_map)
+    return picture_places.for_template(thoughts.for_template(called, template), template)
 
 
 _trial_results: dict[str, str | None] = dict.fromkeys(TEMPLATES.values())
