@@ -102,7 +102,8 @@ def test_other_rows_and_another_base_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [(None, "has no training.json"), ("{}", r"is damaged (KeyError)"), ("[", "is damaged")]
+    ("content", "problem"),
+    [(None, "has no training.json"), ("{}", "recipe: Field required"), ("[", "is not what")],
 )
 def test_no_origin(folder: Path, tmp_path: Path, content: str | None, problem: str) -> None:
     export = tmp_path / "export"

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import AsJson
-from toolkit.cli.train import ON_CPU, launcher_options, require_finished, shown_script
+from toolkit.cli.hub import settle_hub
+from toolkit.cli.train import ON_CPU, launcher_options, require_finished, require_inputs, shown_script
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
-from toolkit.terminal import stdout_on_stderr
+from toolkit.terminal import harmless, stdout_on_stderr
 
 if TYPE_CHECKING:
     from toolkit.run.origin import Origin
@@ -63,10 +64,12 @@ def reproduce(
 
     Exit codes: 0 equal bit for bit, 1 different, 2 bad input, and those of `toolkit train`.
     """
+    if given := [value for value in values or [] if value.startswith("training.output_dir=")]:
+        raise BadInputError(f"{given[0]}: --to names the folder of the new run; leave this out")
     if to.exists():
         raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
     from toolkit.run.origin import Origin  # torch is imported only for options that are right
-    from toolkit.run.reproduction import difference, require_same_inputs
+    from toolkit.run.reproduction import difference, require_same_inputs, require_weights
 
     folder = export / "export" if (export / "export").is_dir() else export
     origin = Origin.read(folder)
@@ -74,9 +77,13 @@ def reproduce(
     if not trust_code:
         _require_no_code(recipe)
     if gpus is None and cpu is None:
+        _require_few(origin)
         gpus, cpu = (None, origin.ranks) if origin.device == "cpu" else (origin.ranks, None)
     options = launcher_options(recipe, gpus, cpu, origin.strategy, None)
+    require_inputs(recipe)
+    settle_hub(recipe)
     require_same_inputs(origin, recipe)
+    require_weights(folder)
     code = _train_again(recipe, options, cpu is not None, to, as_json)
     if code:
         raise typer.Exit(code)
@@ -85,6 +92,21 @@ def reproduce(
     _print_difference(found, to / "export", _changed_settings(origin, again), as_json)
     if found.different:
         raise typer.Exit(1)
+
+
+RANKS_PER_CORE = 4
+"""More processes than this make a machine stand still."""
+
+
+def _require_few(origin: Origin) -> None:
+    """Raises BadInputError if the file asks for more processes than this machine can bear. GPUs are counted later."""
+    from toolkit.ranks import usable_cores
+
+    if origin.device == "cpu" and origin.ranks > RANKS_PER_CORE * usable_cores():
+        raise BadInputError(
+            f"the export was trained on {origin.ranks:,} processes on the CPU, and this machine has {usable_cores()} "
+            f"cores; choose a number, for example --cpu {usable_cores()}"
+        )
 
 
 def _require_no_code(recipe: Recipe) -> None:
@@ -97,23 +119,45 @@ def _require_no_code(recipe: Recipe) -> None:
 
 
 def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Recipe:
-    """Returns the recipe of the run with a new folder; if the export lies in the run's own folder, from there."""
+    """Returns the recipe of the run with a new folder; if the export lies in the run's own folder, from there.
+
+    Raises:
+        BadInputError: if a folder of another machine is not named, whose name would be taken for one on the hub.
+    """
     from toolkit.pages.card import recipe_for_readers
     from toolkit.paths import ORIGIN
 
-    fixed = [
-        f"training.output_dir={json.dumps(str(to), ensure_ascii=False)}",
-        f"training.mixed_precision={origin.precision}",
-        *NOT_AGAIN,
-        *values,
-    ]
     own, name = folder.resolve().parent / "recipe.yaml", str(folder / ORIGIN)
+    fixed = [f"training.mixed_precision={origin.precision}", *NOT_AGAIN, *values]
+    # Last, and quoted, so that nothing replaces it, and it stays the text that it is.
+    fixed.append(f"training.output_dir={json.dumps(str(to), ensure_ascii=False)}")
     if own.is_file() and recipe_for_readers(Recipe.load(own)) == origin.recipe:
         found = Recipe.load(own, fixed)
     else:
-        found = Recipe.from_yaml(origin.recipe, Path.cwd(), name, fixed)
+        # The file may be a stranger's, who does not decide where this machine writes.
+        found = Recipe.from_yaml(origin.recipe, Path.cwd(), name, ["data.cache_dir=null", *fixed])
+        _require_named(origin, found, {value.partition("=")[0].strip() for value in values})
     # Once more, as the paths in `values` are relative to this folder, and the recipe is handed on in another one.
     return Recipe.from_yaml(found.to_yaml(), Path.cwd(), name)
+
+
+def _require_named(origin: Origin, recipe: Recipe, given: set[str]) -> None:
+    """Raises BadInputError for a name of another machine's folder: on the hub it would be a stranger's."""
+    from toolkit.run.origin import named_sources
+
+    for field, name, on_hub in named_sources(recipe):
+        if not on_hub or field in given:
+            continue
+        if origin.folders is not None and name in origin.folders:
+            raise BadInputError(
+                f"{field}: the export was trained from the folder {name!r} of its own machine; name it here: {field}="
+                f"/path/to/{name}"
+            )
+        if origin.folders is None and "/" not in name:  # of an older version
+            raise BadInputError(
+                f"{field}: {name!r} was a folder of the machine that trained the export, or is a name on the hub; name "
+                f"the folder here: {field}=/path/to/{name}, or the hub's: {field}={name}"
+            )
 
 
 def _train_again(recipe: Recipe, options: list[str], on_cpu: bool, to: Path, as_json: bool) -> int:
@@ -150,4 +194,4 @@ def _print_difference(found: Difference, export: Path, changed: dict[str, list[s
             f"largest value ({found.where})"
         )
     for what, (before, now) in changed.items():
-        print(f"  {what}: {before} before, {now} now")
+        print(harmless(f"  {what}: {before} before, {now} now"))

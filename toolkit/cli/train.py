@@ -71,7 +71,7 @@ def train(
     """
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
     require_useful(loaded, retries, dry_run)
-    _require_inputs(loaded)
+    require_inputs(loaded)
     print(_starting_line(cpu or gpus), file=sys.stderr, flush=True)
     name, overrides = split_arguments(arguments, recipe)
     options = launcher_options(loaded, gpus, cpu, strategy, config)
@@ -132,7 +132,7 @@ def _starting_line(processes: int | None) -> str:
     return f"starting {count}; importing torch takes a while ..."
 
 
-def _require_inputs(recipe: Recipe) -> None:
+def require_inputs(recipe: Recipe) -> None:
     """Raises BadInputError for a missing file or folder: ranks would find that only after ten seconds of imports."""
     for field, name in models_of(recipe).items():
         require_folder(name, field)

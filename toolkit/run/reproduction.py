@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from toolkit.checkpoint.writer import same_bytes
 from toolkit.data import build, tokenizer
@@ -101,6 +101,15 @@ def difference(one: Path, other: Path) -> Difference:
     return Difference(len(firsts), different, largest, where)
 
 
+def require_weights(export: Path) -> None:
+    """Raises BadInputError if an export has no weights to compare, or they cannot be read."""
+    try:
+        if not _files_of_tensors(export):
+            raise BadInputError(f"{str(export)!r} has no weights (*.safetensors) to compare; name a whole export")
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"the weights in {str(export)!r} cannot be read: {error}; name a whole export") from error
+
+
 def _largest_share(first: torch.Tensor, second: torch.Tensor) -> float:
     """Returns the largest difference as a share of the largest value of `first`; infinite if shape or dtype differ."""
     if first.shape != second.shape or first.dtype != second.dtype:
@@ -114,6 +123,8 @@ def _files_of_tensors(export: Path) -> dict[str, Path]:
     """Returns the file of each tensor by its name."""
     found: dict[str, Path] = {}
     for path in sorted(export.glob("*.safetensors")):
+        if not path.is_file():  # opening a FIFO would wait for ever
+            raise OSError(f"{path.name} is not a regular file")
         with safe_open(path, "pt") as file:
             found |= dict.fromkeys(file.keys(), path)
     return found

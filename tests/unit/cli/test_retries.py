@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,12 +58,14 @@ def test_two_fruitless_restarts_in_a_row_are_enough(capsys: pytest.CaptureFixtur
     assert tried([4] * 5, steps, retries=9) == (4, [5.0, 10.0, 5.0, 10.0]), "one with a checkpoint starts anew"
 
 
-def test_the_command_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_starts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     codes = [4, 0]
+    (tmp_path / "finished.json").write_text('{"export": null}')
     monkeypatch.setattr(launcher, "run_launcher", lambda words, folder, recipe: codes.pop(0))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setenv(train.ON_CPU, "")
-    done = CliRunner().invoke(app, ["train", "sft", "--cpu", "2", "--retries", "2", "checkpoint.every_steps=5"])
+    words = ["checkpoint.every_steps=5", f"training.output_dir={tmp_path}"]
+    done = CliRunner().invoke(app, ["train", "sft", "--cpu", "2", "--retries", "2", *words])
     assert (done.exit_code, codes) == (0, []), done.output
     assert "a rank stalled; restart 1 of 2 in 5 s begins at the first step" in done.stderr
 

@@ -189,7 +189,8 @@ def test_prompts_leave_room_for_whole_answers() -> None:
 
 def test_answers_come_at_every_nth_evaluation_and_at_both_ends() -> None:
     answers = Answers.__new__(Answers)
-    answers._num_steps, answers._every, answers._section = 25, 4, AnswersSection(file="f", every_evaluations=3)
+    answers._run: Any = SimpleNamespace(num_steps=25)
+    answers._every, answers._section = 4, AnswersSection(file="f", every_evaluations=3)
     assert [step for step in (0, 4, 8, 12, 16, 20, 24, 25) if answers._is_due(step)] == [0, 12, 24, 25]
     answers._every = None
     assert answers._is_due(25)
