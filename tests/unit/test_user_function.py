@@ -40,7 +40,7 @@ class Unprintable(Exception):
 
 def fails(how):
     if how == "os._exit":
-        os._exit(0)
+        os._exit(9)
     if how == "kept _exit":
         _exit(3)
     if how == "sys.exit":
@@ -94,7 +94,7 @@ def test_whatever_it_raises_is_one_error_that_names_it_and_its_line(file: Path) 
     function = load_function(f"{file}:fails", "answers.score")
     lines = SOURCE.splitlines()
     ends = {
-        "os._exit": ("it called os._exit(0), which would have ended the process", "os._exit(0)"),
+        "os._exit": ("it called os._exit(9), which would have ended the process", "os._exit(9)"),
         "kept _exit": ("it called os._exit(3), which would have ended the process", "_exit(3)"),
         "sys.exit": ("it called sys.exit, which would have ended the process", "sys.exit(0)"),
         "quit": ("it called sys.exit, which would have ended the process", 'SystemExit("done")'),
@@ -176,14 +176,14 @@ def test_what_cannot_be_imported_is_said(file: Path, monkeypatch: pytest.MonkeyP
     folder = file.parent
     name = "ends_" + folder.name.replace("-", "_")
     monkeypatch.syspath_prepend(str(folder))
-    ends = {"exits": "import sys; sys.exit(0)", "leaves": "import os; os._exit(0)", "syntax": "def f(:"}
+    ends = {"exits": "import sys; sys.exit(0)", "leaves": "import os; os._exit(9)", "syntax": "def f(:"}
     ends |= {"absent": "import absent_library", "none": "f = 3", "asks": "def __getattr__(name): raise SystemExit"}
     for kind, text in ends.items():
         (folder / f"{name}_{kind}.py").write_text(text + "\n")
     expected = {
         f"{folder}/{name}_exits.py:f": r"cannot be imported: it called sys.exit, .*_exits.py:1\); correct it",
         f"{name}_exits:f": r"cannot be imported: it called sys.exit, .*_exits.py:1\); correct it",
-        f"{folder}/{name}_leaves.py:f": r"cannot be imported: it called os._exit\(0\), .*_leaves.py:1\); correct it",
+        f"{folder}/{name}_leaves.py:f": r"cannot be imported: it called os._exit\(9\), .*_leaves.py:1\); correct it",
         f"{folder}/{name}_syntax.py:f": "cannot be imported: SyntaxError: invalid syntax",
         f"{folder}/{name}_absent.py:f": "cannot be imported: ModuleNotFoundError: No module named 'absent_library'",
         f"{folder}/{name}_asks.py:f": "cannot be imported: it called sys.exit",

@@ -112,7 +112,8 @@ def test_everything_in_a_strangers_file_is_typed_and_bounded(export: Path) -> No
             outcome = refusals.toolkit("reproduce", "export", "--to", "again")
             if problems := outcome.problems("training.json"):
                 found.append((field, str(value)[:40], problems, outcome.told[-200:]))
-    for content in (b"", b"[", b"{}", b"[" * 200_000, b"\xff", b"null", b"[1]", b" " * 2**21):
+    right = json.dumps({**RIGHT, "recipe": text}).encode()
+    for content in (right + b" " * 2**20, b"", b"[", b"{}", b"[" * 200_000, b"\xff", b"null", b"[1]", b" " * 2**21):
         (export / "training.json").write_bytes(content)
         outcome = refusals.toolkit("reproduce", "export", "--to", "again")
         if problems := outcome.problems("training.json"):
