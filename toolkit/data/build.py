@@ -19,8 +19,8 @@ from toolkit.data.files import local_path, paths_of
 from toolkit.data.layouts import Layout, recognise
 from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.picture_samples import PictureSamples, identify_pictures
-from toolkit.data.picture_settings import require_built, require_effect, require_root
-from toolkit.data.pictures import Pictures
+from toolkit.data.picture_settings import require_built, require_effect, require_root, why_unread
+from toolkit.data.pictures import Pictures, image_tokens_of
 from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.samples import (
     JudgedSamples,
@@ -193,7 +193,8 @@ class Builder:
         # which the tokenizer itself cuts.
         layout = recognise(source, self.data.columns, self.objective.kind)
         pictures = self._pictures_of(source)
-        layout = replace(layout, pictures=pictures is not None)
+        blind = why_unread(self.objective, False, self.pictures is not None, pictures is not None)
+        layout = replace(layout, pictures=pictures is not None, blind=blind)
         encoder = replace(self._encoder(source, layout), pictures=pictures, picture_root=self._image_root())
         key = digest(
             "documents",
@@ -270,7 +271,8 @@ class Builder:
         targets = "last_turn" if self.paired or self.judged else self.targets
         bos, prefix = bos_of(self.tokenizer, self.data.add_bos), self.data.source_prefix or ""
         following = next_turn_of(self.tokenizer) if conversation else None
-        return Encoder(self.tokenizer, targets, self.objective.kind, limits[0], bos, limits[1], prefix, following)
+        more = (limits[0], bos, limits[1], prefix, following, None, None, image_tokens_of(self.tokenizer))
+        return Encoder(self.tokenizer, targets, self.objective.kind, *more)
 
     def _template_day(self) -> list[str]:
         """Returns the date that the chat template writes; most write none, so that their rows stay cached."""
@@ -422,7 +424,9 @@ class Builder:
         opened = [
             replace(open_source(section, "data.train", streaming=True), paths=names) for section in self.data.train
         ]
-        sources = [(source, recognise(source, self.data.columns, self.objective.kind)) for source in opened]
+        blind = why_unread(self.objective, True, self.pictures is not None, False)
+        found = ((source, recognise(source, self.data.columns, self.objective.kind)) for source in opened)
+        sources = [(source, replace(layout, blind=blind)) for source, layout in found]
         # Made for each source, because that checks it; what they encode is alike, and the stream takes the first.
         encoders = [self._encoder(source, layout) for source, layout in sources]
         stream = Stream(

@@ -29,7 +29,7 @@ from toolkit.data.flags import Span, without
 from toolkit.data.layouts import Layout
 from toolkit.data.messages import without_system
 from toolkit.data.pairs import SIDES
-from toolkit.data.picture_places import PICTURED
+from toolkit.data.picture_places import MARK, PICTURED
 from toolkit.data.pictures import Pictures
 from toolkit.data.readers import Row
 from toolkit.data.stops import NextTurn, end_texts
@@ -107,6 +107,7 @@ class Encoder:
         next_turn: ends answers that the chat template does not end, or None if it ends them.
         pictures: reads the pictures of conversations, or None if rows have none.
         picture_root: folder that the paths of pictures start from.
+        image_tokens: tokens that the model replaces by image features, where no pictures are read.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -119,6 +120,7 @@ class Encoder:
     next_turn: NextTurn | None = None
     pictures: Pictures | None = None
     picture_root: Path | None = None
+    image_tokens: frozenset[int] = frozenset()
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """Returns a document for each row; that of a row that cannot be used has a reason instead of tokens."""
@@ -186,6 +188,8 @@ class Encoder:
             notes.append(note_of(example.arguments))
         if example.tools and not takes_tools(template):
             notes.append(NO_TOOLS)
+        if not example.pictures and any(MARK in (message.get("content") or "") for message in messages):
+            notes.append(f"{MARK} stands in the words of a row without images, and is read as text")
         if "developer" not in template and any(message["role"] == "developer" for message in messages):
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
             notes.append(DEVELOPER)
@@ -288,7 +292,8 @@ class Encoder:
             ids, targets = [bos, *ids], [False, *targets]
         if item.whole and eos is not None and ids[-1:] != [eos]:
             ids, targets = [*ids, eos], [*targets, True]
-        if self.pictures is not None and not item.pictures and self.pictures.token_ids.intersection(ids):
+        image_tokens = self.pictures.token_ids if self.pictures is not None else self.image_tokens
+        if not item.pictures and image_tokens.intersection(ids):
             return _unusable(RowProblem("the words hold the model's token for an image, and the row has no image"))
         if offsets is not None and item.starts and not _begin_tokens(item.starts, offsets):
             note = joined_notes([note, ASKED_OTHERWISE if SPECS[self.objective].compares_completions else OTHER_PROMPT])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.data.values import RowProblem, is_empty
+from toolkit.data.values import RowProblem, is_empty, key_shown
 
 Span = tuple[int, int]
 
@@ -33,15 +33,44 @@ MEDIA = tuple(
 _WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
+class UnreadMedium(RowProblem):
+    """A row holds an image, a video or sound. `Layout` completes its sentence: why that is not read, and what to do.
+
+    Args:
+        whose: `the row` or `a message`.
+        place: the column, key or type of part that holds it.
+    """
+
+    def __init__(self, whose: str, place: str) -> None:
+        self.is_image = "image" in place
+        what = "an image" if self.is_image else "a video" if "video" in place else "sound"
+        super().__init__(f"{whose} has {what} ({place})")
+
+
 def refuse_media(values: Mapping[str, Any], whose: str) -> None:
     """Refuses pictures, sound and video in a row or message, because only its text would be learned.
 
     Raises:
-        RowProblem: if there are any.
+        UnreadMedium: if there are any.
     """
     for name in MEDIA:
         if not is_empty(values.get(name)):
-            raise RowProblem(f"{whose}{name} holds what is not text, and only text is trained on; remove {name}")
+            raise UnreadMedium(whose, name)
+
+
+def refuse_parts(parts: list[Any]) -> None:
+    """Refuses parts of a message's content that are not text.
+
+    Raises:
+        RowProblem: if there are any; `UnreadMedium` for a picture, sound or video.
+    """
+    for part in parts:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            continue
+        found = str(part.get("type") or next(iter(part), "")) if isinstance(part, dict) else ""
+        if any(medium in found for medium in ("image", "video", "audio")):
+            raise UnreadMedium("a message", key_shown(found))
+        raise RowProblem("a message's content holds more than text")
 
 
 def is_learned(fields: Mapping[str, Any]) -> bool | None:

@@ -19,7 +19,7 @@ from toolkit.data.examples import (
     Text,
     is_conversation,
 )
-from toolkit.data.flags import refuse_media
+from toolkit.data.flags import UnreadMedium, refuse_media
 from toolkit.data.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.pairs import pair_of
 from toolkit.data.picture_places import COLUMNS, column_of
@@ -105,6 +105,10 @@ TRANSLATION = "translation"
 """Column of the hub's data sets that holds a text for each language."""
 
 
+UNREAD = "which is not read; leave such rows out"
+"""Why a medium is not read that nothing here reads."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a source's rows are laid out.
@@ -114,6 +118,7 @@ class Layout:
         columns: meaning of a column -> its name.
         label_names: names of the numbers in the label's column, if the source has them.
         pictures: whether conversations may have pictures.
+        blind: why pictures are not read where they are, and what to do.
         templated: whether pairs whose prompt is text are conversations; see `_says_more_than_text`.
         margins: whether the objective uses the margins of pairs.
     """
@@ -122,6 +127,7 @@ class Layout:
     columns: dict[str, str]
     label_names: tuple[str, ...] = ()
     pictures: bool = False
+    blind: str = UNREAD
     templated: bool = False
     margins: bool = False
 
@@ -143,10 +149,13 @@ class Layout:
         """
         if isinstance(row, RowProblem):
             raise row
-        known = {*self.columns.values(), *(COLUMNS if self.pictures else ())}
-        refuse_media({name: value for name, value in row.items() if name not in known}, "")
         values = RowValues(row, self.columns)
-        example = _with_arguments(self._example_of_row(values), row)
+        try:
+            known = {*self.columns.values(), *(COLUMNS if self.pictures else ())}
+            refuse_media({name: value for name, value in row.items() if name not in known}, "the row")
+            example = _with_arguments(self._example_of_row(values), row)
+        except UnreadMedium as found:
+            raise RowProblem(f"{found}, {self.blind if found.is_image else UNREAD}") from found
         read = {*values.taken, *(COLUMNS if self.pictures else ())}
         if is_conversation(example):  # only a chat template takes arguments
             read.add(COLUMN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.data.examples import Conversation, Message
-from toolkit.data.flags import FLAGS, IN_PARTS, MEDIA, PARTS, is_learned, refuse_media, unlearned_parts
+from toolkit.data.flags import FLAGS, IN_PARTS, MEDIA, PARTS, is_learned, refuse_media, refuse_parts, unlearned_parts
 from toolkit.data.picture_places import PICTURED, PLACE, is_picture, placed, reference_of
 from toolkit.data.thoughts import FIELDS, THOUGHTS, in_one_message, is_thought, thoughts_of
 from toolkit.data.values import (
@@ -129,7 +129,7 @@ def _message(item: Any, pictures: bool = False) -> Message:
         calls = [*calls, _tool_call(fields["function_call"])]
     if content is None and not calls:
         raise RowProblem("a message has no content")
-    refuse_media(fields, "a message's ")
+    refuse_media(fields, "a message")
     known = {key: value for key, value in fields.items() if key in KNOWN}
     if thoughts := thoughts_of(fields, content):
         known[THOUGHTS] = thoughts
@@ -171,8 +171,7 @@ def _text_of_content(content: Any, role: str) -> str:
     """Returns the words of a message, which are text or parts of text; the assistant's may be empty."""
     if isinstance(content, list):
         content = [part for part in content if not is_thought(part)]
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise RowProblem("a message's content holds more than text")
+        refuse_parts(content)
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise RowProblem(f"a message's content is {type_of(content)}, not text")

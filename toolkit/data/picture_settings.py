@@ -7,8 +7,34 @@ from typing import Any
 
 from toolkit.data.files import local_path
 from toolkit.data.pixel_limits import PixelLimits
+from toolkit.data.sources import ROWS_LOOKED_AT
 from toolkit.errors import DataError
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.schema import DataSection
+
+
+def why_unread(objective: ObjectiveSection, streaming: bool, has_processor: bool, pictured: bool) -> str:
+    """Returns why images of a source are not read, and what to do, for the report.
+
+    Args:
+        has_processor: whether the model has an image processor.
+        pictured: whether images of this source are read, where they are looked for.
+    """
+    if pictured:
+        return "where none is looked for; put it into the column images of the row, or into the message's content"
+    if streaming:
+        return "and images are not read from a stream; remove data.streaming, or leave such rows out"
+    if not objective.spec.sees_pictures:
+        return f"and objective.kind={objective.kind} reads no images; leave such rows out"
+    if not has_processor:
+        return (
+            "and the model's folder has no image processor; name a model that reads images in model.name_or_path, or "
+            "leave such rows out"
+        )
+    return (
+        f"and images are read if one of the first {ROWS_LOOKED_AT} rows has one, in a column or a message's content; "
+        "put such a row first"
+    )
 
 
 def require_built(data: DataSection, source: str) -> None:

@@ -70,6 +70,20 @@ def limits_of(tokenizer: PreTrainedTokenizerBase) -> PixelLimits:
     return NO_LIMITS if (source := getattr(tokenizer, _SOURCE, None)) is None else source[2]
 
 
+def image_tokens_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Returns the tokens that the tokenizer's model replaces by image features, as far as its files name them.
+
+    They are found without the processor, which needs packages that rows of text do not.
+    """
+    found = {getattr(tokenizer, "image_token_id", None)}
+    if (source := getattr(tokenizer, _SOURCE, None)) is not None:
+        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        file = cached_file(source[0], "config.json", revision=source[1], **quiet)
+        fields = json.loads(Path(file).read_text(encoding="utf-8")) if file is not None else {}
+        found |= {fields.get(name) for name in ("image_token_id", "image_token_index") if isinstance(fields, dict)}
+    return frozenset(token for token in found if isinstance(token, int))
+
+
 @dataclass(frozen=True)
 class Pictures:
     """Reads pictures for one model.

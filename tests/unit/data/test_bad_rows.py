@@ -211,7 +211,8 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         (
             "image",
             chat(said("user", [{"type": "text", "text": "see"}, {"type": "image", "url": "a.png"}]), ANSWERED),
-            "a message's content holds more than text",
+            "a message has an image (image), and the model's folder has no image processor; name a model that reads "
+            "images in model.name_or_path, or leave such rows out",
         ),
         ("content list of texts", chat(said("user", ["a", "b"]), ANSWERED), "a message's content holds more than text"),
         ("user's message empty", chat(said("user", ""), ANSWERED), "a user's message is empty"),

@@ -109,11 +109,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         answers({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}) | {"system": "one"},
         "a message with train_detail does not stand in what the chat template renders, or twice",
     ),
-    "image": (answers({}) | {"image": "cat.png"}, "image holds what is not text"),
-    "images": (answers({}) | {"images": ["cat.png"]}, "images holds what is not text"),
-    "video": (answers({}) | {"videos": [{"bytes": "x"}]}, "videos holds what is not text"),
-    "audio": (answers({}) | {"audio": {"path": "a.wav"}}, "audio holds what is not text"),
-    "image of a message": (answers({"images": ["cat.png"]}), "a message's images holds what is not text"),
+    "image": (
+        answers({}) | {"image": "cat.png"},
+        "the row has an image (image), which is not read; leave",
+    ),
+    "images": (answers({}) | {"images": ["cat.png"]}, "the row has an image (images), "),
+    "video": (answers({}) | {"videos": [{"bytes": "x"}]}, "the row has a video (videos), "),
+    "audio": (
+        answers({}) | {"audio": {"path": "a.wav"}},
+        "the row has sound (audio), which is not read; leave",
+    ),
+    "image of a message": (answers({"images": ["cat.png"]}), "a message has an image (images), "),
     "thoughts that differ": (answers({"reasoning": "a", "thinking": "b"}), "a message has two different thoughts"),
     "thought of numbers": (answers({"thinking": 3}), "a message's thinking is a number, not text"),
     "channel": (answers({"channel": "aside"}), "a message's channel is none of analysis, commentary, final"),
@@ -131,6 +137,14 @@ def test_what_cannot_be_learned_as_it_is_meant_is_dropped_by_name(name: str) -> 
 
 def test_empty_columns_of_pictures_are_none() -> None:
     assert encoded(answers({}) | {"image": None, "images": [], "video": ""})[1] is None
+
+
+def test_a_place_for_an_image_that_is_not_there_is_said() -> None:
+    learned, problem, note = encoded(
+        {"messages": [{"role": "user", "content": "<image>\nwho"}, *answers({})["messages"][1:]]}
+    )
+    assert (learned, problem) == (f"one{END}", None)
+    assert note == "<image> stands in the words of a row without images, and is read as text"
 
 
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")

@@ -208,7 +208,7 @@ WILD = {
             "image": "coco/1.jpg",
             "conversations": [{"from": "human", "value": "<image>\nwhy"}, {"from": "gpt", "value": "so"}],
         },
-        told="image holds what is not text, and only text is trained on",
+        told="the row has an image (image), and the model's folder has no image processor; name a model",
     ),
     "gsm8k": Wild(
         "openai/gsm8k",

@@ -22,6 +22,7 @@ from toolkit.data import build, tokenizer
 from toolkit.data.picture_samples import COUNTS, KINDS_OF_TOKENS, PictureSamples
 from toolkit.data.samples import TextSamples
 from toolkit.errors import DataError
+from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, ModelSection
 
 
@@ -48,9 +49,10 @@ def built(model: Path, folder: Path, rows: Any, **settings: Any) -> build.Tokeni
     if isinstance(rows, list):
         (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
         rows = folder / "rows.jsonl"
+    objective = ObjectiveSection(kind=settings.pop("kind", "causal_lm"))
     given = {"max_length": 128, "cache_dir": str(folder / "cache"), "max_dropped_fraction": 0.9, **settings}
     data = DataSection(train=[str(rows)], **given)  # type: ignore[list-item]
-    return build.build(data, tokenizer.load(ModelSection(name_or_path=str(model)), data), seed=0)
+    return build.build(data, tokenizer.load(ModelSection(name_or_path=str(model)), data), 0, objective)
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -173,7 +175,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
         "stands in what the assistant says",
     ),
     "two columns": ({**LAYOUTS["llama-factory's"][0], "image": "in/0.png"}, "hold images"),
-    "a video": ({**GOOD, "video": "in/a.mp4"}, "video holds what is not text"),
+    "a video": ({**GOOD, "video": "in/a.mp4"}, "the row has a video (video), which is not read; leave such rows out"),
     "the model's own token": (
         {"messages": [{"role": "user", "content": "what does <image> mean"}, ANSWER]},
         "the model's token for an image, and the row has no image",
@@ -326,7 +328,49 @@ def test_a_model_that_reads_text_alone_drops_such_rows(model: Path, folder: Path
     found = built(blind, folder, [GOOD, {"messages": [{"role": "user", "content": "so"}, ANSWER]}])
     assert type(found.train) is TextSamples
     assert found.report.train is not None
-    assert list(found.report.train.dropped) == ["a message's content holds more than text"]
+    (why,) = found.report.train.dropped
+    assert why.startswith("a message has an image (image), and the model's folder has no image processor; name a model")
+
+
+def test_what_nothing_reads_is_refused_by_its_own_name(model: Path, folder: Path) -> None:
+    """With advice that can be followed: each is followed here, where it is not to leave rows out."""
+    plain = [{"messages": [{"role": "user", "content": "so"}, ANSWER]}] * 200
+    sound = {"messages": [user({"type": "input_audio", "input_audio": {"data": ""}}, text("who")), ANSWER]}
+    kept = {"messages": [{**ANSWER, "role": "user", "images": ["in/0.png"]}, ANSWER]}
+    pair = {"prompt": [user({**SHOWN, "image": "in/0.png"}, text("who"))], "chosen": [ANSWER]}
+    pair["rejected"] = [{**ANSWER, "content": "a king"}]
+    token = {"prompt": "<image>who", "chosen": " a fox", "rejected": " a king"}
+    good = {"prompt": "who", "chosen": " a fox", "rejected": " a king"}
+    cases: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
+        ([*plain, GOOD], {}, "images are read if one of the first 100 rows has one, .*; put such a row first"),
+        ([GOOD, sound], {}, r"^a message has sound \(input_audio\), which is not read; leave such rows out"),
+        (
+            [GOOD, kept],
+            {},
+            r"a message has an image \(images\), where none is looked for; put it into the co",
+        ),
+        (
+            [*plain, GOOD],
+            {"streaming": True, "max_length": 32},
+            "images are not read from a stream; remove data.stream",
+        ),
+        ([good, pair], {"kind": "preference"}, "and objective.kind=preference reads no images; leave such rows out"),
+        (
+            [good, {**good, "image": "in/0.png"}],
+            {"kind": "reward"},
+            r"the row has an image \(image\), and objective.ki",
+        ),
+        ([good, token], {"kind": "preference"}, "the words hold the model's token for an image, and the row has no im"),
+    ]
+    for rows, settings, problem in cases:
+        report = built(model, folder, rows, **settings).report.train
+        assert report is not None
+        (why,) = report.dropped
+        assert re.search(problem, why), why
+    assert built(model, folder, [GOOD, *plain]).report.train.num_dropped == 0  # type: ignore[union-attr]
+    with pytest.raises(DataError, match=r"images are not read from a stream; remove data\.streaming"):
+        built(model, folder, [GOOD], streaming=True)
+    assert built(model, folder, [GOOD]).report.train.num_dropped == 0  # type: ignore[union-attr]
 
 
 def test_what_stands_for_an_image_is_shown_short(model: Path, folder: Path) -> None:

@@ -85,7 +85,7 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "objectives but seq2seq": (of("causal_lm"), ["objective.kind=causal_lm"]),
     "objectives but reward": (of("preference"), ["objective.kind=preference"]),
     "no losses by source": (of("reward"), ["objective.kind=reward"]),
-    "named sources": (given("data: name"), ["data.train=[{path: a.jsonl, name: a}]"]),
+    "named sources": (given("data.train: name"), ["data.train=[{path: a.jsonl, name: a}]"]),
     "packing": (given("data.packing"), ["data.packing=true"]),
     "streaming": (
         given("data.streaming"),
