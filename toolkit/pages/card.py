@@ -16,6 +16,7 @@ from toolkit.pages.number_text import format_names
 from toolkit.paths import is_file_source, source_name
 from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.yaml_values import yaml_text
 from toolkit.terminal import harmless
 
 CARD, CURVE = "README.md", "curve.png"
@@ -173,7 +174,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
     values["checkpoint"]["resume"] = _source_names(values["checkpoint"]["resume"])
     values = _without_nulls(values)
     # Nothing in the recipe may close the fence of four backticks around it.
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100).replace("````", "'''")
+    return yaml_text(values, width=100).replace("````", "'''")
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from toolkit.errors import BadInputError, RecipeError
+from toolkit.pages.card import recipe_for_readers
 from toolkit.recipe.load import apply_overrides, find_recipe, sections_of, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
@@ -476,5 +477,6 @@ def test_text_that_looks_like_something_else_is_written_in_quotes(tmp_path: Path
     text = recipe.to_yaml()
     assert Recipe.from_yaml(text, tmp_path, "r").objective.labels == looks
     assert yaml.safe_load(text)["objective"]["labels"] == looks, "readers of YAML 1.1 agree"
+    assert Recipe.from_yaml(recipe_for_readers(recipe), tmp_path, "r").objective.labels == looks, "of training.json"
     drafted = "\n".join(_lines("objective.labels", looks, "", {}))
     assert sections_of(drafted, "r") == {"labels": looks}
