@@ -28,7 +28,7 @@ from toolkit.objectives.balance import build_balance
 from toolkit.objectives.build import build_objective
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.recipe import settings_of_recipe
-from toolkit.run.rows import fitting, require_room
+from toolkit.run.rows import fitting, require_room, require_sample
 from toolkit.run.sequence_check import share_rows
 from toolkit.run.stages import MetaModel, OpenedRun, TokenisedRows
 from toolkit.run.teacher_setup import asked_teacher
@@ -66,6 +66,7 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     model = _load_on_meta(opened, rows)
     data, padded = fitting(recipe, tokens, rows.data, model)
     require_room(model, tokens, recipe)
+    require_sample(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
     attention = _choose_attention(opened, model, packed, isinstance(data.train, PictureSamples))
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)

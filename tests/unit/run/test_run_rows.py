@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import llama
 
 from toolkit.data.samples import IGNORED
+from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.rows import build_windows
+from toolkit.run.rows import build_windows, require_sample
 
 NINE = 9
 
@@ -68,3 +70,24 @@ def test_max_steps_fills_every_step_with_samples_of_the_next_epoch() -> None:
     steps = learned(2, 1, micro_batch_size=1, max_steps=5)
     assert [len(step) for step in steps] == [2] * 5
     assert set(itertools.chain(*steps)) == set(range(NINE))
+
+
+def test_a_prompt_that_the_export_could_not_continue_is_refused_before_a_step() -> None:
+    """Each word is a token; the model has 64 positions."""
+
+    def told(prompt: str | None) -> str:
+        recipe: Any = SimpleNamespace(
+            logging=SimpleNamespace(sample_prompt=prompt), data=SimpleNamespace(source_prefix=None)
+        )
+        tokens: Any = lambda text: {"input_ids": text.split()}  # noqa: E731
+        try:
+            require_sample(llama(), tokens, recipe)
+        except BadInputError as error:
+            return str(error)
+        return ""
+
+    assert told("") == told(" ").replace("' '", "''") != ""
+    assert (
+        told("a " * 64) == "logging.sample_prompt: its 64 tokens leave no room in the model's 64 positions; shorten it"
+    )
+    assert [told(None), told("a"), told("a " * 63)] == ["", "", ""]
