@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -53,7 +52,7 @@ from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_ada
 from toolkit.model.file_names import FileNames
 from toolkit.model.load import PROCESSORS, auto_class, take_generation_settings
 from toolkit.optim.ema import AVERAGE
-from toolkit.paths import GIB, folder_on_this_machine, told_of_checkpoint
+from toolkit.paths import GIB, folder_on_this_machine, parse_json, read_foreign, told_of_checkpoint
 from toolkit.recipe.schema import LARGEST_SHARD_GIB, AdapterSection, ExportSection
 
 EXPORT_TYPES = ("float32", "bfloat16", "float16")
@@ -139,7 +138,7 @@ def _load_configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedToken
 def _read_stored_names(path: Path) -> frozenset[str] | None:
     """Reads the names of the base's tensors. Returns None for a base without files, and for runs of older versions."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(read_foreign(path))
     except (OSError, ValueError):
         return None
     return frozenset(map(str, found)) if isinstance(found, list) else None

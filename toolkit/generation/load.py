@@ -5,7 +5,6 @@ It imports torch and transformers only after it has found a model.
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.hub_refusals import hub_error
 from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.paths import BASE_FILE, CHECKPOINTS, fingerprint_of, require_folder, told_of_checkpoint
+from toolkit.paths import (
+    BASE_FILE,
+    CHECKPOINTS,
+    fingerprint_of,
+    parse_json,
+    read_foreign,
+    require_folder,
+    told_of_checkpoint,
+)
 from toolkit.recipe.adapter_file import read_config
 
 if TYPE_CHECKING:
@@ -152,7 +159,7 @@ def _quantisation(place: Place, base: Place) -> dict[str, Any] | None:
     if not file.is_file():  # of another program
         return None
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        told = parse_json(read_foreign(file))
         fingerprint, quantisation = told["fingerprint"], told["quantization"]
         found = fingerprint_of(Path(base.name)) if fingerprint is not None else None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -14,7 +14,7 @@ from toolkit.errors import BadInputError, ToolkitError
 from toolkit.generation.load import find_model
 from toolkit.generation.rows import PromptRow
 from toolkit.generation.sample_options import SampleOptions
-from toolkit.paths import atomic_write, clear_interrupted_writes, fingerprint_of
+from toolkit.paths import atomic_write, clear_interrupted_writes, fingerprint_of, parse_json
 
 SAMPLES, SETTINGS = "samples.jsonl", "sampling.json"
 SFT, PAIRS, LABELS = "sft.jsonl", "pairs.jsonl", "labels.jsonl"
@@ -181,7 +181,7 @@ def _read_sample(folder: Path, number: int, line: bytes, rows: Sequence[PromptRo
 
 def _read_object(place: Any, text: str | bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import BadInputError, first_line
+from toolkit.paths import parse_json, read_foreign
 from toolkit.recipe.schema import LARGEST_ALPHA
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -67,8 +68,8 @@ def read_config(folder: Path, place: str) -> dict[str, Any]:
         )
         raise BadInputError(f"{place}: {CONFIG} without {WEIGHTS}{pickled}; save it again")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        config = parse_json(read_foreign(folder / CONFIG))
+    except ValueError as error:
         raise BadInputError(f"{place}: {CONFIG} is not JSON: {first_line(error)}; save the adapter again") from error
     except OSError as error:
         raise BadInputError(f"{place}: {CONFIG} cannot be read: {first_line(error)}; save it again") from error

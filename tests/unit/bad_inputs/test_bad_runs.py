@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ import yaml
 from s3fs import S3FileSystem
 from support.refusals import finetune, toolkit
 from support.tiny import recipe_values, save_llama
+
+from toolkit.checkpoint import consolidate
+from toolkit.errors import BadInputError
+from toolkit.generation import samples
+from toolkit.recipe import adapter_file
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 STEP = "checkpoints/step_00000002"
@@ -240,3 +246,29 @@ def test_a_store_without_credentials(
 def test_a_file_where_a_store_is_meant_to_be(place: Path, run: Path) -> None:
     outcome = finetune(str(place / "recipe.yaml"), f"checkpoint.to=file://{place}/rows.jsonl/x", "--dry-run")
     assert outcome.problems("rows.jsonl' is no folder; name another place") == [], outcome.told
+
+
+def test_json_without_a_bottom_and_a_file_without_an_end(tmp_path: Path) -> None:
+    """What an export, a run's model files and an adapter hold beside weights may come from anybody."""
+    folder = tmp_path
+    (folder / "adapter_model.safetensors").touch()
+    reads: dict[str, Callable[[Path], Any]] = {
+        "adapter_config.json": lambda path: adapter_file.read_config(path.parent, str(path.parent)),
+        "names.json": consolidate._read_stored_names,
+    }
+    wrong = []
+    for name, read in reads.items():
+        for content in (b"[" * 200_000, b"\xff", None):
+            path = folder / name
+            path.unlink(missing_ok=True)
+            os.mkfifo(path) if content is None else path.write_bytes(content)
+            signal.alarm(30)
+            try:
+                wrong += [] if read(path) is None else [(name, content)]
+            except BadInputError:
+                pass
+            finally:
+                signal.alarm(0)
+    assert not wrong
+    with pytest.raises(BadInputError, match="no object of JSON"):
+        samples._read_object(folder, "[" * 200_000)
