@@ -1,4 +1,4 @@
-"""Lists the tested versions of torch and Accelerate, and the private names that the backend depends on.
+"""Lists the tested versions of the libraries below, and the private names that the toolkit depends on.
 
 An untested newer version gives a warning, not an error. All private names are checked first, so that a release that
 moved one stops the run at once and by name, not in the middle of a step.
@@ -6,6 +6,7 @@ moved one stops the run at once and by name, not in the middle of a step.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import operator
@@ -19,13 +20,19 @@ from packaging.version import Version
 from toolkit.errors import BadInputError
 from toolkit.ranks import rank
 
-SUPPORTED_VERSIONS = {"torch": ">=2.11,<2.16", "accelerate": ">=1.13,<1.16"}
-"""The versions that this package is tested with, as in pyproject.toml."""
+SUPPORTED_VERSIONS = {
+    "torch": ">=2.11,<2.16",
+    "accelerate": ">=1.13,<1.16",
+    "transformers": ">=5.20,<5.24",
+    "datasets": ">=4.0,<5.3",
+    "peft": ">=0.19,<0.22",
+}
+"""The versions that this package is tested with, as in pyproject.toml; of peft, that has no upper limit."""
 
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A private name of torch or Accelerate, and the source text that the backend relies on.
+    """A private name of a library, and the source text that the toolkit relies on.
 
     Attributes:
         place: "module:qualified.name".
@@ -37,10 +44,8 @@ class PrivateName:
 
     def problem(self) -> str | None:
         """Returns what is missing, or None if everything is in place."""
-        module, _, name = self.place.partition(":")
         try:
-            found = importlib.import_module(module)
-            text = inspect.getsource(operator.attrgetter(name)(found) if name else found)
+            text = _source(self.place)
         except (ImportError, AttributeError) as error:
             return f"{self.place}: {error}"
         start = 0
@@ -53,8 +58,18 @@ class PrivateName:
         return None
 
 
+@functools.cache
+def _source(place: str) -> str:
+    """Returns the source text of a place. Raises ImportError or AttributeError if it is not there."""
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    return inspect.getsource(operator.attrgetter(name)(found) if name else found)
+
+
 _FSDP = "torch.distributed.fsdp._fully_shard."
 _COLLECTIVES, _GROUP, _STATE = f"{_FSDP}_fsdp_collectives:", f"{_FSDP}_fsdp_param_group", f"{_FSDP}_fsdp_state"
+
+_MODEL = "transformers:PreTrainedModel"
 
 PRIVATE_NAMES = (
     # plugin.py: the mesh is asked for, and ShardingMesh enters the state, before precision is decided.
@@ -211,11 +226,52 @@ PRIVATE_NAMES = (
         "torch.distributed.tensor._dtensor_spec:DTensorSpec", ("mesh: DeviceMesh", "placements:", "tensor_meta:")
     ),
     PrivateName("torch.distributed.tensor._dtensor_spec:TensorMeta", ("shape:", "stride:", "dtype:")),
+    # units.py: without these marks other modules would be units, and experts would be parameters like any other.
+    PrivateName(_MODEL, ("_no_split_modules:",)),
+    PrivateName("transformers.integrations.moe:use_experts_implementation", ("self._is_expert_parallel = ",)),
+    # precision.py, model/file_names.py: which parameters stay in float32; a model of a configuration.
+    PrivateName(f"{_MODEL}._from_config", ("config",)),
+    PrivateName(f"{_MODEL}._get_dtype_plan", ("dtype",)),
+    # model/routers.py: without the record a mixture would train without its balance loss.
+    PrivateName(f"{_MODEL}.can_record_outputs.fget", ("self._can_record_outputs",)),
+    PrivateName("transformers.utils.output_capturing:OutputRecorder", ("target_class:", "index:", "layer_name:")),
+    # model/weights.py, model/padding_rows.py: which tensors loading passes over, and what it draws again.
+    PrivateName(_MODEL, ("_keys_to_ignore_on_load_unexpected:",)),
+    PrivateName(f"{_MODEL}._init_weights", ("module",)),
+    PrivateName("transformers.initialization", ("_is_hf_initialized",)),
+    # model/file_names.py, model/adapter_names.py: the names of tensors in files.
+    PrivateName("transformers.conversion_mapping:get_model_conversion_mapping", ("add_legacy",)),
+    PrivateName("transformers.core_model_loading:revert_weight_conversion", ('"_weight_conversions"',)),
+    PrivateName("transformers.core_model_loading:rename_source_key", ("reverse",)),
+    PrivateName("transformers.core_model_loading:PrefixChange"),
+    # model/parts.py: which types an auto class builds.
+    PrivateName("transformers.models.auto.auto_factory:_BaseAutoModelClass", ("_model_mapping",)),
+    # model/attention.py, objectives/balance.py: the kernels, and how rows of several documents are recognised.
+    PrivateName(_MODEL, ("_supports_flash_attn:",)),
+    PrivateName("transformers:PretrainedConfig._attn_implementation.fget"),
+    PrivateName("transformers:PretrainedConfig._experts_implementation.fget"),
+    PrivateName(
+        "transformers.masking_utils:_preprocess_mask_arguments", ("find_packed_sequence_indices(position_ids)",)
+    ),
+    # model/fake_tensors.py: which product of experts a plan runs.
+    PrivateName("transformers.integrations.moe:_can_use_grouped_mm", ("input", "weight", "offs")),
+    PrivateName("transformers.integrations.moe:_grouped_mm", ("_can_use_grouped_mm(",)),
+    # model/adapters.py: what switches adapters off for a reference.
+    *(
+        PrivateName(f"{layer}.{method}", (text,))
+        for layer in ("peft.tuners.tuners_utils:BaseTunerLayer", "peft.utils.other:AuxiliaryTrainingWrapper")
+        for method, text in (
+            ("enable_adapters", "self._disable_adapters = True"),
+            ("disable_adapters.fget", "return self._disable_adapters"),
+        )
+    ),
+    # data/sources.py: what identifies the rows of a data set of the hub.
+    PrivateName("datasets:Dataset.__init__", ("self._fingerprint",)),
 )
 
 
 def check_versions() -> None:
-    """Checks the installed versions of torch and Accelerate.
+    """Checks the installed versions of the libraries.
 
     Warns on rank 0 about a version newer than those tested.
 
@@ -227,7 +283,7 @@ def check_versions() -> None:
         found, (oldest, _) = installed_version(package), allowed.split(",")
         plain = Version(found).base_version
         if not SpecifierSet(oldest).contains(plain):
-            raise BadInputError(f"{package} {found} is installed, but the sharding backend needs {package}{allowed}")
+            raise BadInputError(f"{package} {found} is installed, but the toolkit needs {package}{allowed}")
         if not SpecifierSet(allowed).contains(plain):
             newer.append(f"{package} {found} is newer than the tested {package}{allowed}")
     if newer:
@@ -238,7 +294,7 @@ def _check_private_names(told: str) -> None:
     moved = [problem for name in PRIVATE_NAMES if (problem := name.problem()) is not None]
     if moved:
         raise BadInputError(
-            f"{told}, and what the sharding backend leans on has moved: {'; '.join(moved)}; install a tested version"
+            f"{told}, and private names that the toolkit uses have moved: {'; '.join(moved)}; install a tested version"
         )
     if rank() == 0:
         warnings.warn(f"{told}; all private names are in place, so it is tried", stacklevel=3)

@@ -1,4 +1,4 @@
-"""The private names of peft and transformers that toolkit/model leans on are still there.
+"""The private names of transformers that toolkit/model uses still mean what they did; versions.py lists the others.
 
 When one of these fails after an upgrade, the named place in toolkit/model is what to mend.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import inspect
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.nn.attention import SDPBackend
 from transformers import (
     AttentionInterface,
@@ -21,13 +19,6 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.model.attention import known_packing
-
-
-def test_what_switches_adapters_off() -> None:
-    """`adapters.adapters_off` sets peft's own mark, without the rest of what `disable_adapter` does."""
-    for layer in (BaseTunerLayer, AuxiliaryTrainingWrapper):
-        assert "self._disable_adapters = True" in inspect.getsource(layer.enable_adapters)
-        assert "return self._disable_adapters" in inspect.getsource(layer.disable_adapters.fget)
 
 
 def test_what_says_whether_a_model_has_flash_attention() -> None:
@@ -64,8 +55,3 @@ def test_what_attention_by_document_is_registered_with() -> None:
     assert callable(AttentionInterface.register)
     names = list(inspect.signature(sdpa_attention_forward).parameters)
     assert names[:7] == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"]
-
-
-def test_which_tensors_transformers_passes_over() -> None:
-    """`weights.unused_names` passes over them, too."""
-    assert PreTrainedModel._keys_to_ignore_on_load_unexpected is None

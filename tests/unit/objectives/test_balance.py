@@ -96,7 +96,7 @@ class Gate(nn.Module):
 class Alone(nn.Module):
     """Chooses outside of its router, as DBRX does, which gives (rows, tokens, experts) and nothing else."""
 
-    _can_record_outputs = {"router_logits": [OutputRecorder(Gate, index=0)]}  # noqa: RUF012
+    can_record_outputs = {"router_logits": [OutputRecorder(Gate, index=0)]}  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__()

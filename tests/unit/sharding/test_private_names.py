@@ -1,4 +1,4 @@
-"""The private names of torch and Accelerate that the backend leans on are still there.
+"""The private names of the libraries that the toolkit uses are still there.
 
 When one of these fails after an upgrade, toolkit/sharding/versions.py says which file to change.
 """
@@ -74,7 +74,9 @@ def test_our_collectives_take_the_arguments_of_fsdp2s_own(call: Any, arguments: 
 def test_the_supported_versions_are_those_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     for package, allowed in SUPPORTED_VERSIONS.items():
-        assert f"{package}{allowed}" in project["dependencies"]
+        # peft has no upper limit there: a newer one is tried if its private names are in place.
+        known = allowed.split(",")[0] if package == "peft" else allowed
+        assert f"{package}{known}" in project["dependencies"]
     assert torch.__version__ >= "2.11"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import re
 from typing import Any
@@ -47,7 +48,7 @@ def test_where_the_strategy_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "SUPPORTED_VERSIONS", {"torch": ">=99,<100"})
-    with pytest.raises(BadInputError, match=r"torch .* is installed, but the sharding backend needs torch>=99"):
+    with pytest.raises(BadInputError, match=r"torch .* is installed, but the toolkit needs torch>=99"):
         sharding_kwargs("zero3")
 
 
@@ -57,7 +58,29 @@ def test_a_newer_version_is_tried_if_every_private_name_is_in_place(monkeypatch:
         sharding_kwargs("zero3")
     moved = versions.PrivateName("torch:nowhere")
     monkeypatch.setattr(versions, "PRIVATE_NAMES", (*versions.PRIVATE_NAMES, moved))
-    with pytest.raises(BadInputError, match=r"is newer .* has moved: torch:nowhere: .*; install a tested version"):
+    with pytest.raises(BadInputError, match=r"is newer .* have moved: torch:nowhere: .*; install a tested version"):
+        sharding_kwargs("zero3")
+
+
+@pytest.mark.parametrize(
+    ("package", "place"),
+    [
+        ("transformers", "transformers:PreTrainedModel._get_dtype_plan"),
+        ("peft", "peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters"),
+        ("datasets", "datasets:Dataset.__init__"),
+    ],
+)
+def test_a_newer_library_that_moved_a_name_stops_by_that_name(
+    monkeypatch: pytest.MonkeyPatch, package: str, place: str
+) -> None:
+    monkeypatch.setattr(versions, "SUPPORTED_VERSIONS", {package: ">=0.1,<0.2"})
+    names = [name for name in versions.PRIVATE_NAMES if name.place == place]
+    monkeypatch.setattr(versions, "PRIVATE_NAMES", names)
+    with pytest.warns(UserWarning, match=f"{package} .* is newer than the tested {package}>=0.1,<0.2; all private"):
+        sharding_kwargs("zero3")
+    changed = dataclasses.replace(names[0], holds=("another text",))
+    monkeypatch.setattr(versions, "PRIVATE_NAMES", [changed])
+    with pytest.raises(BadInputError, match=f"^{package} .* have moved: {place} holds no 'another text'"):
         sharding_kwargs("zero3")
 
 
