@@ -23,7 +23,7 @@ from toolkit.planning import check
 from toolkit.planning.launch import launch_of
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.planner import Planner, PlanRow, verdict_of
-from toolkit.planning.table import Plan, plan
+from toolkit.planning.table import Plan, plan, recommend
 from toolkit.planning.time.hardware import Hardware, hardware_of, presets
 from toolkit.planning.workload import workload_of
 from toolkit.recipe.recipe import Recipe
@@ -139,6 +139,35 @@ def test_the_fastest_that_fits_is_recommended(found: Plan) -> None:
     assert found.recommended.time.mid <= 1.01 * fastest
     assert not found.recommended.setup.offload
     assert found.levers == ()
+
+
+def test_offload_is_for_memory_and_groups_on_one_node_are_not_for_a_recipe(found: Plan) -> None:
+    """However fast: the same row without offload is worth more if it fits as well."""
+    rows = [replace(row, verdict="fits") for row in found.rows if row.setup.checkpointing is None]
+    plain = next(row for row in rows if row.setup.name == "zero3" and row.setup.micro_batch_size == 2)
+    fast = replace(plain.time, mid=plain.time.mid / 10)
+
+    def recommended(*others: PlanRow, ranks_per_node: int = 8, asked: PlanRow = plain) -> str:
+        hardware = replace(found.hardware, devices_per_node=ranks_per_node)
+        row, _ = recommend([plain, *others], hardware, asked.setup)
+        assert row is not None
+        return row.setup.name
+
+    offloaded = replace(plain, setup=replace(plain.setup, offload=True), time=fast)
+    larger = replace(offloaded, setup=replace(offloaded.setup, micro_batch_size=64))
+    assert recommended(offloaded) == "zero3"
+    assert recommended(larger) == "zero3+offload", "without it so large a micro-batch does not fit"
+    assert recommended(larger, replace(larger, setup=replace(larger.setup, offload=False), verdict="tight")) == (
+        "zero3+offload"
+    )
+    groups = next(replace(row, time=fast) for row in rows if row.setup.name == "hybrid 2x4")
+    assert recommended(groups) == "zero3"
+    assert recommended(groups, asked=groups) == recommended(groups, ranks_per_node=4) == "hybrid 2x4"
+    other = next(row for row in rows if row.setup.name == "zero1" and row.setup.micro_batch_size == 2)
+    as_fast = replace(other, time=plain.time, peak=replace(other.peak, activations=0, gathered=0))
+    assert as_fast.peak.total < plain.peak.total
+    assert recommended(as_fast) == "zero3", "of equally fast rows the recipe as it stands"
+    assert recommended(as_fast, asked=offloaded) == "zero1"
 
 
 def limited(gib: float) -> Hardware:
