@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -20,6 +20,20 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from toolkit.data.examples import Message
+from toolkit.data.marks import (
+    LONG,
+    absent_mark,
+    all_marked,
+    called_functions,
+    first_of_part,
+    head_of,
+    mark_end,
+    mark_middle,
+    next_of,
+    places_of_marks,
+    stands_in,
+    words_of,
+)
 from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.templates import prepared, rendered
 from toolkit.data.values import RowProblem
@@ -33,7 +47,6 @@ Span = tuple[int, int]
 NO_WAY = "the assistant's words cannot be located in what the chat template renders"
 NO_TURN = "no assistant turn"
 ALL_UNLEARNED = "every turn that would be learned has weight 0"
-NO_FUNCTION = "a tool call names no function"
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -88,7 +101,7 @@ def render(
         raise RowProblem(NO_TURN)
     for i in turns:
         # For its error: a call without a name makes a bad row even if its turn is not learned.
-        _called_functions(messages[i])
+        called_functions(messages[i])
     wanted = [i for i in (turns[-1:] if targets == "last_turn" else turns) if i not in unlearned]
     if not wanted:
         raise RowProblem(ALL_UNLEARNED)
@@ -143,10 +156,11 @@ class ConversationText:
         self.special = _special_tokens(tokenizer)
         self.text = self._render(messages, prompt=False)
         # The messages are searched too: a template can omit words in the whole text and write them in a part of it.
-        self.mark = _absent_mark(f"{messages} {self.text}")
-        # Rendering is the cost: with this cache, two for each assistant turn, one of the whole and one as a check.
-        # If marks are needed it is 2 n + 2, and a conversation of 800 messages takes 3 s (docs/log.md).
+        self.mark = absent_mark(f"{messages} {self.text}")
+        # Rendering is the cost: with these caches, two for each assistant turn, one of the whole and one as a check;
+        # 2 n + 2 if marks are needed. In a long conversation they are renderings of a part (toolkit/data/marks.py).
         self._beginnings: dict[tuple[int, bool], str | None] = {(len(messages), False): self.text}
+        self._shared: dict[tuple[int, bool], int | None] = {}
 
     def _render(self, messages: list[Message], prompt: bool) -> str:
         try:
@@ -170,8 +184,50 @@ class ConversationText:
 
     def shared(self, count: int, *, prompt: bool = False) -> int | None:
         """Returns the length of the first `count` messages' text (characters), if the row begins with it, else None."""
+        key = (count, prompt)
+        if key not in self._shared:
+            self._shared[key] = self._shared_part(count, prompt) if count > LONG else self._shared_whole(count, prompt)
+        return self._shared[key]
+
+    def _shared_whole(self, count: int, prompt: bool) -> int | None:
         beginning = self.beginning(count, prompt=prompt)
         return len(beginning) if beginning is not None and self.text.startswith(beginning) else None
+
+    def _shared_part(self, count: int, prompt: bool) -> int | None:
+        """Compares the text from a message of a part on, whose place is known."""
+        if (count, prompt) in self._beginnings:
+            return self._shared_whole(count, prompt)
+        first = first_of_part(self.messages, count)
+        anchor = next((i for i in range(first, count) if i in self.places and "tool_calls" not in self.messages[i]), 0)
+        marked = mark_end(self.messages[anchor], self.mark)
+        if not first or not anchor or marked is None:
+            return self._shared_whole(count, prompt)
+        part = [*self.messages[first:anchor], marked, *self.messages[anchor + 1 : count]]
+        text = self.attempt([*head_of(self.messages, first, self.users), *part], prompt=prompt)
+        _, mark, behind = (text or "").partition(self.mark)
+        place = self.places[anchor]
+        return place + len(behind) if mark and self.text.startswith(behind, place) else None
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Where the words of each message end in the text (characters), found by one rendering; empty if it fails."""
+        if len(self.messages) <= LONG or f"{self.mark[:-1]}." in f"{self.messages} {self.text}":
+            return {}
+        text = self.attempt(all_marked(self.messages, self.mark))
+        found = places_of_marks(text or "", self.mark, self.text)
+        # A call's name may appear again in the answer to the call.
+        return {i: each[0] for i, each in found.items() if len(each) == 1 or self.messages[i].get("tool_calls")}
+
+    @cached_property
+    def users(self) -> list[int]:
+        """Numbers of the user's messages."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+
+    def up_to(self, index: int, last: Message) -> list[Message]:
+        """Returns the conversation up to message `index`, in place of which `last` stands; of a long one a part."""
+        first = first_of_part(self.messages, index) if index >= LONG else 0
+        head = head_of(self.messages, first, self.users) if first else []
+        return [*head, *self.messages[first:index], last]
 
     def place_of_mark(self, index: int, marked: Message | None) -> int | None:
         """Returns the position of message `index`'s mark in the row's text (characters).
@@ -181,6 +237,8 @@ class ConversationText:
         """
         if marked is None:
             return None
+        if index in self.places:
+            return self.places[index]
         text = self.attempt([*self.messages[:index], marked, *self.messages[index + 1 :]]) or ""
         before, mark, behind = text.partition(self.mark)
         if marked.get("tool_calls"):
@@ -189,7 +247,7 @@ class ConversationText:
 
     def behind_mark(self, index: int, marked: Message, *, prompt: bool = False) -> str | None:
         """Returns the text behind the mark if message `index` is the last, or None if the mark does not appear."""
-        _, mark, behind = (self.attempt([*self.messages[:index], marked], prompt=prompt) or "").partition(self.mark)
+        _, mark, behind = (self.attempt(self.up_to(index, marked), prompt=prompt) or "").partition(self.mark)
         return behind if mark else None
 
     def closed_end(self, start: int, end: int) -> int:
@@ -199,8 +257,9 @@ class ConversationText:
 
     def behind_special(self, place: int) -> int:
         """Returns the end of the special token at `place` or after whitespace there, or `place` if there is none."""
-        behind = self.text[place:]
-        start = place + len(behind) - len(behind.lstrip())
+        start = place
+        while self.text[start : start + 1].isspace():
+            start += 1
         found = [len(token) for token in self.special if self.text.startswith(token, start)]
         return start + max(found) if found else place
 
@@ -216,7 +275,8 @@ class ConversationText:
 
         The message is rendered as the last one: behind an earlier one the special token may be the next turn's.
         """
-        closed = self.beginning(index + 1)
+        long = index >= LONG
+        closed = self.attempt(self.up_to(index, self.messages[index])) if long else self.beginning(index + 1)
         return closed is not None and closed.rstrip().endswith(self.special)
 
 
@@ -325,7 +385,7 @@ def _end_by_mark(row: ConversationText, index: int) -> tuple[int, int]:
         RowProblem: if neither is found.
     """
     message = row.messages[index]
-    marked = _mark_end(message, row.mark)
+    marked = mark_end(message, row.mark)
     place = row.place_of_mark(index, marked)
     if marked is None or place is None:
         raise RowProblem(NO_WAY)
@@ -353,7 +413,7 @@ def _start_by_mark(row: ConversationText, index: int) -> int:
 
 def _prompt_end_by_mark(row: ConversationText, index: int) -> int | None:
     """Returns the end of the generation prompt behind the words of the message before, or None if it is not there."""
-    marked = _mark_end(row.messages[index - 1], row.mark) if index > 0 else None
+    marked = mark_end(row.messages[index - 1], row.mark) if index > 0 else None
     place = row.place_of_mark(index - 1, marked)
     if marked is None or place is None:
         return None
@@ -364,15 +424,28 @@ def _prompt_end_by_mark(row: ConversationText, index: int) -> int | None:
 def _words_start_by_mark(row: ConversationText, index: int) -> int | None:
     """Returns where an assistant's first word would be in this turn, or None if the text before it differs."""
     words = {"role": row.messages[index]["role"], "content": row.mark}
+    if index - 1 in row.places and index >= LONG:
+        return _words_start_in_part(row, index, words)
     text = row.attempt([*row.messages[:index], words, *row.messages[index + 1 :]]) or ""
     before, mark, _ = text.partition(row.mark)
     return len(before) if mark and row.text.startswith(before) else None
 
 
+def _words_start_in_part(row: ConversationText, index: int, words: Message) -> int | None:
+    """Returns the same for a long conversation, from a part of it: between the words before and this turn's."""
+    marked = mark_end(row.messages[index - 1], row.mark)
+    assert marked is not None, "its place is known"
+    part = [*row.up_to(index - 1, marked), words, *next_of(row.messages, index, row.users)]
+    _, _, behind = (row.attempt(part) or "").partition(row.mark)
+    between, mark, _ = behind.partition(row.mark)
+    place = row.places[index - 1]
+    return place + len(between) if mark and row.text.startswith(between, place) else None
+
+
 def _hold_only_wanted(row: ConversationText, spans: list[Span], wanted: list[int]) -> bool:
     """Returns whether the spans are in order and hold nothing of messages other than `wanted`."""
     in_order = all(left[1] <= right[0] for left, right in pairwise(spans))
-    others = [i for i, message in enumerate(row.messages) if i not in wanted and _words(message)]
+    others = [i for i, message in enumerate(row.messages) if i not in wanted and words_of(message)]
     return in_order and not _hold_others(row, spans, others)
 
 
@@ -381,84 +454,12 @@ def _hold_others(row: ConversationText, spans: list[Span], others: list[int]) ->
 
     If marks change the rest of the text (templates look into messages), the words themselves are searched.
     """
-    messages = [_mark_middle(m, row.mark) if i in others else m for i, m in enumerate(row.messages)]
+    messages = [mark_middle(m, row.mark) if i in others else m for i, m in enumerate(row.messages)]
     pieces = (row.attempt(messages) or "").split(row.mark)
     if "".join(pieces) != row.text:
-        return any(_words(row.messages[i]) in row.text[start:end] for i in others for start, end in spans)
+        return any(words_of(row.messages[i]) in row.text[start:end] for i in others for start, end in spans)
     places = [(place, place + 1) for place in accumulate(map(len, pieces[:-1]))]
     return any(target_mask(spans, places))
-
-
-def stands_in(message: Message, text: str) -> bool:
-    """Returns whether the text holds the message's words and the names of the functions it calls."""
-    return _words(message) in text and all(name in text for name in _called_functions(message))
-
-
-def _words(message: Message) -> str:
-    """Returns the message's text without whitespace around it, or an empty text if it has none."""
-    content = message.get("content")
-    return content.strip() if isinstance(content, str) else ""
-
-
-def _called_functions(message: Message) -> list[str]:
-    """Returns the names of the functions that the message calls; raises RowProblem if a call has none."""
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise RowProblem(NO_FUNCTION)
-    return [_function(call)["name"] for call in calls]
-
-
-def _function(call: object) -> dict[str, Any]:
-    """Returns the function of a tool call: it is under `function`, or is the call itself."""
-    function = (call.get("function") or call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowProblem(NO_FUNCTION)
-    return function
-
-
-def _mark_end(message: Message, mark: str) -> Message | None:
-    """Returns the message with a mark behind its words or in its last tool call, or None if it has neither."""
-    calls = message.get("tool_calls")
-    if calls:
-        return {**message, "tool_calls": [*calls[:-1], _mark_call(calls[-1], mark)]}
-    return _mark_at(message, mark, _text_end(message))
-
-
-def _mark_call(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Returns the tool call with a mark behind its function's name, which is text in every format."""
-    function = _function(call)
-    marked = {**function, "name": function["name"] + mark}
-    return marked if function is call else {**call, "function": marked}
-
-
-def _mark_middle(message: Message, mark: str) -> Message:
-    """Returns the message with a mark amid its words, because templates look at the beginning and end of a text."""
-    return _mark_at(message, mark, _text_end(message) - (len(_words(message)) + 1) // 2) or message
-
-
-def _mark_at(message: Message, mark: str, place: int) -> Message | None:
-    content = message.get("content")
-    if not isinstance(content, str):
-        return None
-    return {**message, "content": content[:place] + mark + content[place:]}
-
-
-def _text_end(message: Message) -> int:
-    """Returns the end of the message's text without trailing whitespace (characters)."""
-    content = message.get("content")
-    return len(content.rstrip()) if isinstance(content, str) else 0
-
-
-def _absent_mark(text: str) -> str:
-    """Returns a mark that the text does not hold.
-
-    Its characters survive JSON, upper case and stripping, and its ends differ: put anywhere, it appears once.
-    """
-    # The number is raised until the text does not hold it.
-    number = 7413
-    while (mark := f"⟦{number}⟧") in text:
-        number += 1
-    return mark
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

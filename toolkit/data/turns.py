@@ -14,9 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.chat import NO_WAY, ConversationText, stands_in, target_mask, turn_span
+from toolkit.data.chat import NO_WAY, ConversationText, target_mask, turn_span
 from toolkit.data.examples import Message
 from toolkit.data.flags import Span, without
+from toolkit.data.marks import stands_in
 from toolkit.data.template_arguments import NO_ARGUMENTS
 from toolkit.data.thoughts import INSIDE, thought_of
 from toolkit.data.values import RowProblem

@@ -33,8 +33,10 @@ from support.conversations import (
 from tokenizers.processors import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data.chat import NO_FUNCTION, NO_TURN, NO_WAY, Rendered, render, target_mask
-from toolkit.data.templates import MARKERS, TEMPLATES, use_template
+from toolkit.data import chat
+from toolkit.data.chat import NO_TURN, NO_WAY, Rendered, render, target_mask
+from toolkit.data.marks import NO_FUNCTION
+from toolkit.data.templates import MARKERS, TEMPLATES, rendered, use_template
 from toolkit.data.tokenizer import _train_byte_pairs
 from toolkit.data.values import RowProblem
 from toolkit.errors import BadInputError
@@ -534,3 +536,45 @@ def test_whitespace_is_learned_where_the_tokenizer_trims_offsets() -> None:
     mask = target_mask(rendered.spans, encoded["offset_mapping"])
     learned = [token for token, target in zip(encoded["input_ids"], mask, strict=True) if target]
     assert tokenizer.decode(learned) == f"{code}<|im_end|>"
+
+
+def test_a_long_conversation_is_rendered_in_parts_to_the_same_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every template, and every kind of conversation, repeated: by parts as by whole beginnings."""
+    wrong = []
+    for name, kind in (case.values for case in cases()):
+        messages = [m for m in CONVERSATIONS[kind] if m["role"] != "system"]
+        system = [m for m in CONVERSATIONS[kind] if m["role"] == "system"]
+        long = [*system, *messages * (24 // len(messages) + 1)]
+        tools = TOOLS if "tools" in kind else None
+        found: list[Any] = []
+        for beginnings in (10**9, 4):
+            monkeypatch.setattr(chat, "LONG", beginnings)
+            try:
+                made = render(tokenizer_for(ALL_TEMPLATES[name]), long, tools, "assistant")
+                found.append((made.text, made.spans, made.prompted))
+            except RowProblem as problem:
+                found.append(str(problem))
+        if found[0] != found[1]:
+            wrong.append((name, kind))
+    assert wrong == []
+
+
+def test_the_cost_of_rendering_grows_with_the_turns_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that are rendered: twice the turns, twice the messages. Qwen 3 and R1 take the way by marks."""
+    counted = 0
+
+    def counting(tokenizer: Any, messages: list[Any], *arguments: Any) -> str:
+        nonlocal counted
+        counted += len(messages)
+        return rendered(tokenizer, messages, *arguments)
+
+    monkeypatch.setattr(chat, "rendered", counting)
+    for name in ("our chatml", "qwen 3", "deepseek r1", "mistral v3"):
+        costs = []
+        for turns in (200, 400):
+            counted = 0
+            messages = [made for i in range(turns) for made in (user(f"ask {i}"), assistant(f"say {i}"))]
+            spans = render(tokenizer_for(ALL_TEMPLATES[name]), messages, None, "assistant").spans
+            assert len(spans) == turns
+            costs.append(counted)
+        assert costs[1] < 2.2 * costs[0], name
