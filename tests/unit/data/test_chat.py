@@ -497,7 +497,7 @@ def test_use_template() -> None:
     assert tokenizer.chat_template == CHATML.template
     use_template(tokenizer, "alpaca")
     assert tokenizer.chat_template == TEMPLATES["alpaca"]
-    with pytest.raises(BadInputError, match=r"data.chat_template: .*'chatlm'; did you mean 'chatml'.*alpaca, chatml"):
+    with pytest.raises(BadInputError, match=r"data.chat_template: .*'chatlm' .did you mean 'chatml'.*alpaca, chatml"):
         use_template(tokenizer, "chatlm")
     assert tokenizer.chat_template == TEMPLATES["alpaca"]
 
