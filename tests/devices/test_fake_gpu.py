@@ -65,7 +65,7 @@ def run_all() -> tuple[dict[str, Any], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def found() -> tuple[dict[str, Any], dict[str, str]]:
-    return run_on_ranks(run_all, 1, seconds=480)[0]  # type: ignore[no-any-return]
+    return run_on_ranks(run_all, 1)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.ranks import LIMIT_SECONDS
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "finetune.py"
 
@@ -16,7 +17,9 @@ def started(soft: int, hard: int, *words: str) -> subprocess.CompletedProcess[st
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    return subprocess.run([sys.executable, *words], preexec_fn=limit, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, *words], preexec_fn=limit, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
 
 
 @pytest.mark.parametrize("words", [[str(SCRIPT), "--dry-run"], ["-m", "toolkit.cli.app", "validate", "quickstart"]])

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from support.disturbances import small_disk
 from support.launches import clean_environment
+from support.ranks import LIMIT_SECONDS
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
@@ -44,7 +45,12 @@ def test_a_run_its_export_and_its_text(ranks: int, launcher: list[str], tmp_path
             [*TOOLKIT, "generate", str(run), "--prompt", "the moon", "--max-new-tokens", "2", "--device", "cpu"],
         ):
             done = subprocess.run(
-                [sys.executable, *words], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+                [sys.executable, *words],
+                env=environment,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_SECONDS,
             )
             assert done.returncode == 0, done.stderr[-3000:]
             assert "Traceback" not in done.stderr

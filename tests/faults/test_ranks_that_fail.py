@@ -105,7 +105,7 @@ def test_the_error_of_the_rank_that_fails_is_told(recipe: Path, point: str) -> N
     folder = recipe.parent
     started = time.monotonic()
     with ranks.started(run_recipe, 2, str(recipe), point, str(folder), str(free_port())) as processes:
-        processes[1].join(timeout=60)
+        processes[1].join(ranks.LIMIT_SECONDS)
         seconds = time.monotonic() - started
         code = processes[1].exitcode
         time.sleep(1)  # the launcher looks every 0.1 s
@@ -157,5 +157,5 @@ def test_a_rank_that_ends_before_the_first_group_is_waited_for_no_longer_than_on
     """torch waits in `new_group` as long as the group may wait, which is seven days for preparations."""
     with ranks.started(met_and_lost, 2, str(tmp_path)) as processes:
         for process in processes:
-            process.join(60)
+            process.join(ranks.LIMIT_SECONDS)
         assert [process.exitcode for process in processes] == [4, -signal.SIGKILL]

@@ -57,7 +57,7 @@ def test_a_checkpoint_on_request_and_a_stopped_rank_that_ends_the_run_by_name(tm
         until(lambda: metrics.read_text().count("\n") > written + 1, 30)  # no rank is inside the save any more
         os.kill(processes[1].pid, signal.SIGSTOP)
         for process in processes:
-            process.join(60)
+            process.join(ranks.LIMIT_SECONDS)
         assert [process.exitcode for process in processes] == [4, -signal.SIGKILL]
     told = (tmp_path / "run" / "stall.txt").read_text()
     held = re.search(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from support.launches import clean_environment
-from support.ranks import run_on_ranks
+from support.ranks import LIMIT_SECONDS, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
@@ -66,7 +66,7 @@ def test_a_launcher_that_is_terminated_and_a_rank_that_is_killed(tmp_path: Path,
     process = start([str(Path(sys.executable).with_name("toolkit")), "train", "--cpu", "2"], recipe, script=())
     wait_for_checkpoint(tmp_path / "run", process)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 3, "accelerate launch itself has another"
     assert "SIGTERM; its state is saved; the same command goes on from there" in " ".join(told.split())
     stopped = latest(tmp_path / "run")
@@ -80,7 +80,7 @@ def test_a_launcher_that_is_terminated_and_a_rank_that_is_killed(tmp_path: Path,
         time.sleep(0.05)
     started = time.monotonic()
     os.kill(sorted(children_of(process.pid))[-1], signal.SIGKILL)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=LIMIT_SECONDS)
     assert time.monotonic() - started < 60
     assert process.returncode == 1
     assert "resumed: after step" in told
@@ -113,14 +113,14 @@ def test_a_terminal_that_is_closed(tmp_path: Path, text_file: Path) -> None:
     assert not (tmp_path / "run/report.html").exists() or "stopped" in (tmp_path / "run/report.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_launcher_that_is_killed_alone(tmp_path: Path, text_file: Path) -> None:
     """A second start is refused while they live. The ranks end by themselves, and then the same command goes on."""
     recipe = write_recipe(tmp_path, text_file)
     process = start(LAUNCH, recipe)
     wait_for_checkpoint(tmp_path / "run", process)
     again = start([sys.executable], recipe)
-    _, told = again.communicate(timeout=120)
+    _, told = again.communicate(timeout=LIMIT_SECONDS)
     assert again.returncode == 2
     assert "another run is writing to" in " ".join(told.split())
     left = children_of(process.pid)
@@ -131,7 +131,7 @@ def test_a_launcher_that_is_killed_alone(tmp_path: Path, text_file: Path) -> Non
         time.sleep(0.1)
     reached = latest(tmp_path / "run")
     assert reached is not None
-    _, told = start(LAUNCH, recipe, f"training.max_steps={reached.step + 5}").communicate(timeout=240)
+    _, told = start(LAUNCH, recipe, f"training.max_steps={reached.step + 5}").communicate(timeout=LIMIT_SECONDS)
     assert f"resumed: after step {reached.step}" in " ".join(told.split())
     assert (tmp_path / "run" / "report.html").exists()
 
@@ -141,13 +141,13 @@ def test_ctrl_c_and_the_time_limit(tmp_path: Path, text_file: Path) -> None:
     process = start([sys.executable], recipe)
     wait_for_checkpoint(tmp_path / "run", process)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 3
     assert "SIGINT; its state is saved" in told
     assert "error:" not in told
     step = latest(tmp_path / "run").step  # type: ignore[union-attr]
     process = start([sys.executable], recipe, "checkpoint.time_limit_minutes=0.02")
-    _, told = process.communicate(timeout=120)
+    _, told = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 3
     assert "time_limit_minutes (0.02) is over; its state is saved" in told
     assert latest(tmp_path / "run").step > step  # type: ignore[union-attr]

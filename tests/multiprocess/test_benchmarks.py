@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ranks import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +35,7 @@ def run(arguments: list[str], output: Path, *python: str) -> list[dict[str, Any]
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=240,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in output.read_text().splitlines()]
@@ -49,7 +50,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_offload_benchmark(tmp_path: Path) -> None:
     variants = ["no offload", "ours, cpu_fused"]
     output = tmp_path / "offload.jsonl"
@@ -59,7 +60,7 @@ def test_the_offload_benchmark(tmp_path: Path) -> None:
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=240,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in output.read_text().splitlines()]
@@ -75,14 +76,14 @@ def test_the_offload_benchmark(tmp_path: Path) -> None:
     assert output.with_suffix(".png").stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_benchmark_of_data_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "benchmarks/data.py", "--gigabytes", "0.002", "--rows", "40", "--rounds", "1"],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -91,7 +92,7 @@ def test_the_benchmark_of_data_runs(tmp_path: Path) -> None:
     assert rows[1]["rows"] > 500
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_toolkit_beside_its_peers(tmp_path: Path) -> None:
     arguments = ["benchmarks/peers.py", "--tiny", "--groups", "padded", "--variants", "toolkit zero3"]
     records = run([*arguments, "--rounds", "1", "--steps", "1"], tmp_path / "peers.jsonl")
@@ -104,7 +105,7 @@ def test_the_toolkit_beside_its_peers(tmp_path: Path) -> None:
     assert target["cpu_ratio"] == ours["cpu_ratio"]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_benchmark_of_qlora(tmp_path: Path) -> None:
     records = run(["benchmarks/qlora.py", "--tiny", "--ranks", "1", "--rounds", "1"], tmp_path / "qlora.jsonl")
     assert {record["what"] for record in records} >= {"QLoRA / LoRA", "QLoRA / peft + bitsandbytes"}
@@ -115,7 +116,7 @@ def test_the_benchmark_of_qlora(tmp_path: Path) -> None:
         assert record["cpu"]["ratio"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_benchmark_of_shared_rows(tmp_path: Path) -> None:
     arguments = ["benchmarks/sequence.py", "--tiny", "--lengths", "64", "--rounds", "2"]
     [record] = run(arguments, tmp_path / "sequence.jsonl")
@@ -144,7 +145,7 @@ def test_rows_of_the_peers_are_those_of_the_toolkit(tmp_path: Path, modules: Non
     assert sorted(found) == sorted(job.rows())
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_benchmark_of_scaling(tmp_path: Path) -> None:
     arguments = ["benchmarks/scaling.py", "--tiny", "--sweeps", "vocabulary", "--rounds", "1", "--steps", "1"]
     [record] = run(arguments, tmp_path / "scaling.jsonl")
@@ -178,7 +179,7 @@ def test_the_arithmetic_of_scaling(modules: None) -> None:
     assert point.flops == 2 * 32 * (6 * sum(matrices) + attention) + optimizer
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_benchmark_of_mfu_without_datasets(tmp_path: Path) -> None:
     levers = ["none", "loss without logits", "offload"]
     arguments = ["benchmarks/mfu.py", "--tiny", "--levers", *levers]
@@ -191,7 +192,7 @@ def test_the_benchmark_of_mfu_without_datasets(tmp_path: Path) -> None:
         assert other["loss"] == pytest.approx(plain["loss"], abs=2e-3)  # in bf16, other sums
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_benchmark_of_rows(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     [record] = run(["benchmarks/rows.py", "--rows", "60", "--rounds", "1"], tmp_path / "rows.jsonl")
@@ -200,7 +201,7 @@ def test_the_benchmark_of_rows(tmp_path: Path) -> None:
     assert record["cpu_seconds"]["ours"] > 0 < record["cpu_seconds"]["theirs"]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_benchmark_of_starting(tmp_path: Path, modules: None) -> None:
     import startup
 
@@ -225,7 +226,7 @@ def test_the_benchmark_of_starting(tmp_path: Path, modules: None) -> None:
 def test_the_benchmark_of_the_heads_loss_runs(tmp_path: Path) -> None:
     output = tmp_path / "head_loss.jsonl"
     sizes = ["--sizes", "300,500,16", "--dtypes", "float32", "--rounds", "1", "--output", str(output)]
-    subprocess.run([sys.executable, "benchmarks/head_loss.py", *sizes], cwd=ROOT, check=True, timeout=240)
+    subprocess.run([sys.executable, "benchmarks/head_loss.py", *sizes], cwd=ROOT, check=True, timeout=LIMIT_SECONDS)
     record = json.loads(output.read_text())
     assert max(record["error_of_loss_hidden_weight"]["ours"]) <= 1e-6
     assert record["cpu_time_ratio"]["whole logits"]["ratio"] == 1.0
@@ -244,7 +245,7 @@ def test_an_exponent_is_the_slope_of_logarithms(modules: None) -> None:
     assert growth.exponent((10, 100, 1000), [3.0, 300.0, 30_000.0]) == pytest.approx(2)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_acceptance_script_runs_through(tmp_path: Path) -> None:
     """Every step of it, on the CPU."""
     output = tmp_path / "acceptance.jsonl"
@@ -253,7 +254,7 @@ def test_the_acceptance_script_runs_through(tmp_path: Path) -> None:
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=1200,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert all(json.loads(line)["passed"] for line in output.read_text().splitlines())

@@ -278,13 +278,13 @@ def both(folder: Path, cases: dict[str, Any], of_one_step: str) -> Any:
     ("num_ranks", "of_one_step", "cases"),
     [
         (2, "zero1", {name: CASES[name] for name in ("plain", "offload", "lora", "packed", "pairs")}),
-        pytest.param(2, "zero1", CASES, marks=pytest.mark.slow),
+        pytest.param(2, "zero1", CASES, marks=pytest.mark.grid),
         (4, "hybrid", ON_FOUR),
-        pytest.param(1, "zero1", CASES | ON_FOUR, marks=pytest.mark.slow),
-        pytest.param(2, "zero1", COMPILED, marks=pytest.mark.slow),
-        pytest.param(4, "zero1", CASES | ON_FOUR, marks=pytest.mark.slow),
+        pytest.param(1, "zero1", CASES | ON_FOUR, marks=pytest.mark.grid),
+        pytest.param(2, "zero1", COMPILED, marks=pytest.mark.grid),
+        pytest.param(4, "zero1", CASES | ON_FOUR, marks=pytest.mark.grid),
         # Each replica of a host would hold all offloaded state.
-        pytest.param(4, "hybrid", {k: v for k, v in CASES.items() if k != "offload"}, marks=pytest.mark.slow),
+        pytest.param(4, "hybrid", {k: v for k, v in CASES.items() if k != "offload"}, marks=pytest.mark.grid),
     ],
 )
 def test_a_run_by_block_is_the_run_that_reduces_once_a_step(
@@ -292,7 +292,7 @@ def test_a_run_by_block_is_the_run_that_reduces_once_a_step(
 ) -> None:
     for name in ("model", "experts", "rows.jsonl", "classes.jsonl", "pairs.jsonl", "judged.jsonl"):
         (tmp_path / name).symlink_to(folder / name)
-    found, resumed = run_on_ranks(both, num_ranks, tmp_path, cases, of_one_step, seconds=480)[0]
+    found, resumed = run_on_ranks(both, num_ranks, tmp_path, cases, of_one_step)[0]
     for case in cases:
         ways = (found[f"{case} {way}"] for way in ("by_block", "by_micro_batch"))
         by_block, by_micro_batch = (torch.tensor(way, dtype=torch.float64) for way in ways)

@@ -32,12 +32,12 @@ def differing(folders: list[tuple[str, str]]) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
 def test_every_causal_model_computes_in_bf16_as_transformers_does(batch: int, tmp_path: Path) -> None:
     kinds = causal_kinds()[batch::NUM_BATCHES]
     for kind in kinds:
         save_tiny(kind, tmp_path / kind)
     folders = [(kind, str(tmp_path / kind)) for kind in kinds]
-    for found in run_on_ranks(differing, 2, folders, seconds=600):
+    for found in run_on_ranks(differing, 2, folders):
         assert not found, "\n".join(found)

@@ -107,8 +107,8 @@ def test_a_run_whose_biases_move_goes_on_bit_for_bit(tmp_path: Path, text_file: 
         assert float(bias.abs().max()) <= 5.001 * RATE
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_model_on_any_ranks_with_any_accumulation(num_ranks: int) -> None:
-    for case, found in zip(WHOLE, run_on_ranks(steps_of, num_ranks, WHOLE, seconds=900)[0], strict=True):
+    for case, found in zip(WHOLE, run_on_ranks(steps_of, num_ranks, WHOLE)[0], strict=True):
         compare(case, num_ranks, found)

@@ -88,9 +88,9 @@ def runs(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [run(**given) for given in jobs]
 
 
-def on_ranks(num_ranks: int, jobs: list[dict[str, Any]], seconds: float = 240) -> list[dict[str, Any]]:
+def on_ranks(num_ranks: int, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the first rank tells; the others tell the same."""
-    first, *others = run_on_ranks(runs, num_ranks, jobs, seconds=seconds)
+    first, *others = run_on_ranks(runs, num_ranks, jobs)
     assert all(other == first for other in others)
     return first  # type: ignore[no-any-return]
 
@@ -103,7 +103,7 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any], name: str) -> No
         assert found[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-6), (name, key)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_trainers_take_the_steps_of_one_process(tmp_path: Path) -> None:
     plain = on_ranks(1, [job(name, None, tmp_path, rows=8, without_chance=True, save_strategy="no") for name in NAMES])
     sharded = on_ranks(2, [job(n, "zero3", tmp_path, without_chance=True, save_strategy="no") for n in NAMES])
@@ -127,13 +127,13 @@ def test_trainers_take_the_steps_of_ddp_and_resume(tmp_path: Path) -> None:
         assert again[name] == found[name], name
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_offloaded_trainers_take_the_steps_of_ddp_resume_and_export(tmp_path: Path) -> None:
     stock = [job(name, None, tmp_path, exports=True, save_strategy="no") for name in NAMES]
     kinds = ("zero3", "zero3+offload")
     sharded = [job(name, kind, tmp_path, exports=True) for kind in kinds for name in NAMES]
     resumed = [{**given, "resume": f"{given['output']}/checkpoint-{SAVED}"} for given in sharded]
-    told = on_ranks(2, [*stock, *sharded, *resumed], seconds=1800)
+    told = on_ranks(2, [*stock, *sharded, *resumed])
     wanted, found, again = told[:7], told[7:21], told[21:]
     assert again == found
     for number, (given, steps) in enumerate(zip(sharded, found, strict=True)):

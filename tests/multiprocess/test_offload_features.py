@@ -327,7 +327,7 @@ def fail_at_step(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["executor", "thread"])
 def test_a_failing_step_ends_all_ranks(how: str) -> None:
-    said = run_on_ranks(fail_at_step, 2, how, seconds=300)
+    said = run_on_ranks(fail_at_step, 2, how)
     assert "nothing" not in said
     assert said[1].startswith("TrainingError: offload:")
     assert "on rank 1" in said[1]
@@ -362,11 +362,11 @@ def no_memory(*_: Any) -> None:
 
 
 def test_too_little_host_memory_is_told_on_all_ranks() -> None:
-    for text in run_on_ranks(run_out_of_memory, 2, "limit", seconds=300):
+    for text in run_on_ranks(run_out_of_memory, 2, "limit"):
         assert text.startswith("BadInputError: offload: rank 1 would take")
         assert "ulimit" in text
         assert "device_state_gib" in text
-    for text in run_on_ranks(run_out_of_memory, 2, "allocation", seconds=300):
+    for text in run_on_ranks(run_out_of_memory, 2, "allocation"):
         assert text.startswith("ToolkitError: rank 1 could not take host memory for offload")
 
 
@@ -411,7 +411,7 @@ def drop_a_model() -> tuple[int, int, list[str]]:
 
 
 def test_who_lets_go_of_the_model_gets_the_memory_back() -> None:
-    for before, after, threads in run_on_ranks(drop_a_model, 1, seconds=300):
+    for before, after, threads in run_on_ranks(drop_a_model, 1):
         assert before > 0
         assert after == 0
         assert "offload-step" not in threads

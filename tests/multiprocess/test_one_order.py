@@ -145,10 +145,10 @@ def disagreements(of_ranks: list[list[Call]]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def of_ranks() -> list[dict[str, list[Call]]]:
-    return run_on_ranks(all_calls, RANKS, seconds=900)
+    return run_on_ranks(all_calls, RANKS)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_call_collectives_in_one_order(of_ranks: list[dict[str, list[Call]]], name: str) -> None:
     assert len(of_ranks[0][name]) > 20

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from support.launches import clean_environment, launch
-from support.ranks import meet, run_on_ranks
+from support.ranks import LIMIT_SECONDS, meet, run_on_ranks
 from support.tiny import save_llama
 from transformers import AutoModelForCausalLM
 
@@ -48,7 +48,7 @@ def start(example: str, strategy: str, output: Path) -> dict[str, Any]:
         env=clean_environment(OMP_NUM_THREADS="1"),
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return told(done.stdout)
@@ -99,7 +99,7 @@ def test_an_example_trains_resumes_and_exports(example: str, tmp_path: Path) -> 
         assert plain_evaluation(tmp_path / "zero3/export") == pytest.approx(sharded["eval_loss"], rel=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("example", ["trainer", "sft_trainer"])
 def test_an_offloaded_run_resumes_exactly(example: str, tmp_path: Path) -> None:
     whole = run(example, "zero3+offload", tmp_path / "whole")

@@ -163,7 +163,7 @@ OFFLOADED = [("zero3", 1, "cpu_fused"), ("zero3", 1, "device_stream"), ("zero1",
 
 
 @pytest.mark.skipif(autograd_sums_gradients(), reason="refused by name with torch 2.15")
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.grid)])
 def test_offload_of_what_stays_in_float32_is_the_run_without_it(num_ranks: int, tmp_path: Path) -> None:
     save_tiny("ernie4_5_moe", tmp_path)
     both = {torch.float32, torch.bfloat16}
@@ -227,7 +227,7 @@ def check(cases: list[Case], num_ranks: int, tmp_path: Path) -> None:
     cases = [case for case in cases if case[0] in CONFIG_MAPPING]  # transformers 5.20 has no inkling2_text
     for kind in {case[0] for case in cases}:
         save_tiny(kind, tmp_path / kind)
-    on_ranks = run_on_ranks(all_sharded, num_ranks, [(str(tmp_path / case[0]), case) for case in cases], seconds=600)
+    on_ranks = run_on_ranks(all_sharded, num_ranks, [(str(tmp_path / case[0]), case) for case in cases])
     for case, (found, wanted) in zip(cases, on_ranks[0], strict=True):
         compare(case, found, wanted)
 
@@ -236,7 +236,7 @@ def test_types_logits_and_gradients_are_those_of_a_plain_loop_on_transformers_bf
     check(CASES, 2, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_every_strategy(num_ranks: int, tmp_path: Path) -> None:
     strategies = ("zero1", "zero2", "zero3", *(("hybrid",) if num_ranks == 4 else ()))

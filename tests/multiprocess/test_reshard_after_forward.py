@@ -68,11 +68,11 @@ def told(result: Any) -> list[Any]:
     return [(record["split"], record["step"], record["loss"]) for record in result.metrics]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_run_in_nodes_is_the_run_of_zero3(tmp_path: Path) -> None:
     save_llama(tmp_path / "model", TEXTS, tied=False, layers=3)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    found = run_on_ranks(runs, 4, tmp_path, seconds=480)[0]
+    found = run_on_ranks(runs, 4, tmp_path)[0]
     for case in CASES:
         assert found[case, 2] == found[case, None], case
         assert len(found[case, 2]) > STEPS

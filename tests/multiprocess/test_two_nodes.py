@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.launches import clean_environment, launch
+from support.ranks import LIMIT_SECONDS
 from support.tiny import recipe_values, save_llama
 from support.two_hosts import ADDRESSES, two_hosts
 
@@ -72,7 +73,7 @@ def test_two_machines_are_one_run(tmp_path: Path, recipe: Path) -> None:
             for host, command in zip(hosts or [None, None], commands, strict=True)
         ]
         try:
-            outputs = [machine.communicate(timeout=600)[0] for machine in machines]
+            outputs = [machine.communicate(timeout=LIMIT_SECONDS)[0] for machine in machines]
         finally:
             for machine in machines:
                 machine.kill()

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from support.launches import clean_environment
 from support.moe import mixture
+from support.ranks import LIMIT_SECONDS
 from support.tiny import recipe_values, save_llama
 
 from toolkit.cli import app as cli
@@ -64,7 +65,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         [TOOLKIT, "verify", *arguments],
         text=True,
         capture_output=True,
-        timeout=200,
+        timeout=LIMIT_SECONDS,
         env=clean_environment(COLUMNS="200"),
     )
 
@@ -96,7 +97,7 @@ def break_ranks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
 
 
-@pytest.mark.parametrize("sequence", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sequence", [1, pytest.param(2, marks=pytest.mark.grid)])
 def test_the_command_passes_on_two_ranks(sequence: int, folder: Path) -> None:
     done = command(
         *("--recipe", str(folder / "recipe.yaml"), "--config", str(folder / "zero3.yaml"), "--json"),
@@ -173,7 +174,7 @@ def test_adapters_on_a_quantised_base_pass(folder: Path) -> None:
     assert "nf4, double quantisation" in str(report.facts)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("adapter", [[], ["adapter.quantize=int8"], DORA])
 def test_adapters_under_ddp_pass(adapter: list[str], folder: Path) -> None:
     report = here(folder, "ddp", "adapter.kind=lora", "adapter.r=4", *adapter, steps=3)
@@ -220,14 +221,14 @@ def with_experts(folder: Path, experts: Path, *overrides: str) -> Report:
     return here(folder, "zero3", f"model.name_or_path={experts}", *losses, *shape, *overrides, steps=2)
 
 
-@pytest.mark.parametrize("spread", [pytest.param([], marks=pytest.mark.slow), ["sharding.experts=2"]])
+@pytest.mark.parametrize("spread", [pytest.param([], marks=pytest.mark.grid), ["sharding.experts=2"]])
 def test_a_mixture_of_experts_passes(spread: list[str], folder: Path, experts: Path) -> None:
     report = with_experts(folder, experts, *spread)
     assert report.verdict == OK, report
     assert [row.check for row in report.rows] == [*CHECKS, "expert load", "balance loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_mixture_of_experts_that_is_wrong_is_told(
     folder: Path, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +249,7 @@ def test_a_mixture_of_experts_that_is_wrong_is_told(
     assert rows["expert load"].verdict == rows["balance loss"].verdict == rows["gradients"].verdict == FAILED
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_adapters_of_spread_experts_on_a_quantised_base_pass(folder: Path, experts: Path) -> None:
     report = with_experts(folder, experts, "sharding.experts=2", *QLORA, "objective.router_bias_rate=0")
     assert report.verdict == OK, report
@@ -256,7 +257,7 @@ def test_adapters_of_spread_experts_on_a_quantised_base_pass(folder: Path, exper
     assert [row.check for row in report.rows] == checks
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_gradient_of_spread_experts_that_is_wrong_is_told(
     folder: Path, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

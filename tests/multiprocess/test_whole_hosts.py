@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 from support.launches import clean_environment
-from support.ranks import meet, run_on_ranks
+from support.ranks import LIMIT_SECONDS, meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from support.whole_hosts import NAMES, ROOT, Job, WholeHost, outcomes_of, run_on_hosts, turn_off, whole_hosts
@@ -124,7 +124,7 @@ def test_ranks_on_two_hosts_learn_what_those_of_one_do(
         assert rank["nodes"] == [None, own, own, None, None]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_accelerate_launches_two_hosts(hosts: list[WholeHost], folder: Path, together: list[dict[str, Any]]) -> None:
     """By the first host's name; the launcher is process 1, as in a container."""
     recipe = folder / "launched.yaml"
@@ -149,7 +149,7 @@ def test_accelerate_launches_two_hosts(hosts: list[WholeHost], folder: Path, tog
             )
         )
     try:
-        outputs = [launcher.communicate(timeout=400)[0] for launcher in launchers]
+        outputs = [launcher.communicate(timeout=LIMIT_SECONDS)[0] for launcher in launchers]
     finally:
         for launcher in launchers:
             launcher.kill()

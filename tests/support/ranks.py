@@ -22,6 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+
 PRELOADED = [
     "toolkit.run.run",
     "toolkit.training.trainer",
@@ -34,14 +36,13 @@ PRELOADED = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 ]
-DEFAULT_SECONDS = 900.0
+LIMIT_SECONDS = 2400.0
+"""After which what a test waits for has failed: ten times what the longest takes on a quiet machine."""
 
 _context = multiprocessing.get_context("forkserver")
 
 
-def run_on_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, seconds: float = DEFAULT_SECONDS
-) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, seconds: float = LIMIT_SECONDS) -> list[Any]:
     """`function(*args)` on every rank; the results in rank order.
 
     Args:
@@ -56,7 +57,7 @@ def run_on_ranks(
     with TemporaryDirectory() as folder:
         pipes, processes = _start(function, num_ranks, folder, args)
         try:
-            outcomes = _collect(pipes, seconds)
+            outcomes = _collect(pipes, processes, function.__qualname__, seconds)
         finally:
             _end(processes)
     failed = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
@@ -122,7 +123,7 @@ def meet() -> None:
         init_method=Path(os.environ["TEST_MEETING_FOLDER"], f"meeting-{len(_meetings)}").as_uri(),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=600),  # ten times what the slowest rank compiles for
     )
     # A rank that ends its run at once would take its side down while others still connect.
     dist.barrier()
@@ -131,10 +132,12 @@ def meet() -> None:
 _meetings: list[int] = []
 
 
-def _collect(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
-    outcomes: list[tuple[bool, Any]] = [(False, f"did not finish in {seconds:.0f} s")] * len(pipes)
+def _collect(pipes: list[Connection], processes: list[Any], name: str, seconds: float) -> list[tuple[bool, Any]]:
+    """What each rank sent; of one that sent nothing, what was waited for and what it was doing."""
+    outcomes: list[tuple[bool, Any]] = [(False, "")] * len(pipes)
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
-    deadline = time.monotonic() + seconds
+    begun = time.monotonic()
+    deadline = begun + seconds
     while waiting and time.monotonic() < deadline:
         for ready in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
             rank = waiting.pop(ready)  # type: ignore[arg-type]
@@ -145,7 +148,19 @@ def _collect(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
             if not outcomes[rank][0]:
                 # The others may wait for the failed one forever; a launcher would end them now.
                 deadline = min(deadline, time.monotonic() + 20)
+    for rank in waiting.values():
+        waited = time.monotonic() - begun
+        outcomes[rank] = (False, f"{name} did not finish in {waited:.0f} s: {_doing(processes[rank].pid)}")
     return outcomes
+
+
+def _doing(pid: int) -> str:
+    """What tells a process that hangs from one that a busy machine has given little time."""
+    try:
+        process = psutil.Process(pid)
+        return f"its process is {process.status()} after {process.cpu_times().user:.0f} s of CPU"
+    except psutil.NoSuchProcess:
+        return "its process is gone"
 
 
 def _rank(sender: Connection, rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: Any) -> None:

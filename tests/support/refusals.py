@@ -22,8 +22,8 @@ from toolkit.cli.app import main
 from toolkit.cli.finetune import finetune_command
 from toolkit.sharding.plugin import reset_accelerate
 
-SECONDS = 20
-"""No input here takes one on a quiet machine; one that takes so long stalls."""
+SECONDS = 120
+"""No input here takes ten on a quiet machine; one that takes so long stalls."""
 
 MENDS = re.compile(
     r"allowed|did you mean|\b(set|name|give|choose|remove|lower|raise|use|install|leave|run|correct|add|rename|save|"

@@ -35,9 +35,6 @@ SMALL = 1e-3
 
 EPSILON = torch.finfo(torch.float32).eps
 
-SECONDS = 400.0
-"""For a run on a busy machine; torch compiles for a minute and more."""
-
 
 @dataclass(frozen=True)
 class Feature:
@@ -163,7 +160,7 @@ def judged(kind: str, feature: Feature, folder: Path) -> str:
     write_rows(feature.objective, folder / "rows.jsonl", feature.lengths)
     values = recipe_of(feature, folder)
     try:
-        status, told = run_on_ranks(run, feature.num_ranks, values, feature.backend, seconds=SECONDS)[0]
+        status, told = run_on_ranks(run, feature.num_ranks, values, feature.backend)[0]
     except AssertionError as error:
         return f"crashed: {' '.join(str(error).split())[-300:]}"
     if status != "ran":
@@ -171,8 +168,8 @@ def judged(kind: str, feature: Feature, folder: Path) -> str:
     if feature.adapted:
         first = {**values, "optimizer": {**values["optimizer"], "learning_rate": 1e-30}}
         first["training"] = {**values["training"], "output_dir": str(folder / "first"), "max_steps": 1}
-        run_on_ranks(run, feature.num_ranks, first, seconds=SECONDS)
-    return str(run_on_ranks(compared, 1, feature, folder, told, seconds=SECONDS)[0])
+        run_on_ranks(run, feature.num_ranks, first)
+    return str(run_on_ranks(compared, 1, feature, folder, told)[0])
 
 
 def compared(feature: Feature, folder: Path, records: list[dict[str, Any]]) -> str:

@@ -202,7 +202,7 @@ def test_copying_slower_than_saving(tmp_path: Path, store: StorePath, monkeypatc
     put, goes_on = StorePath.put, threading.Event()
 
     def slow(self: StorePath, source: Path, sha256: str) -> None:
-        assert goes_on.wait(60)
+        assert goes_on.wait(600)
         put(self, source, sha256)
 
     monkeypatch.setattr(StorePath, "put", slow)

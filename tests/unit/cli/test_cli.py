@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.launches import clean_environment
+from support.ranks import LIMIT_SECONDS
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = clean_environment(COLUMNS="200", **environment)
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, env=env)
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=LIMIT_SECONDS, env=env)
 
 
 def test_version() -> None:

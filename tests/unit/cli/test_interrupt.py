@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.launches import clean_environment
+from support.ranks import LIMIT_SECONDS
 
 CODE = """
 import builtins, sys
@@ -32,7 +33,11 @@ builtins.__import__ = interrupted
 )
 def test_one_line(command: str, before: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", CODE + command], text=True, capture_output=True, timeout=300, env=clean_environment()
+        [sys.executable, "-c", CODE + command],
+        text=True,
+        capture_output=True,
+        timeout=LIMIT_SECONDS,
+        env=clean_environment(),
     )
     assert (ended.returncode, ended.stderr) == (130, before + "stopped by Ctrl-C\n")
 
@@ -46,7 +51,7 @@ def test_ranks_say_it_for_the_command_that_has_started_them() -> None:
         "from toolkit.cli.app import main; sys.argv = ['toolkit', 'train', 'quickstart', '--cpu=2']; main()"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", command], text=True, capture_output=True, timeout=300, env=clean_environment()
+        [sys.executable, "-c", command], text=True, capture_output=True, timeout=LIMIT_SECONDS, env=clean_environment()
     )
     assert (ended.returncode, ended.stderr.count("stopped by Ctrl-C")) == (130, 1), ended.stderr
 
@@ -60,7 +65,7 @@ def ended(code: str, folder: Path) -> tuple[int, str]:
         [sys.executable, "-c", f"{begun}end_at_interrupts()\n{code}"],
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=LIMIT_SECONDS,
         env=clean_environment(),
     )
     return found.returncode, found.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from support.launches import clean_environment
+from support.ranks import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[3]
 TOLD_BY = ("torchao", "torch.utils._pytree", "torch.utils.cpp_extension", "bitsandbytes.backends.cpu.ops")
@@ -19,7 +20,12 @@ NOISE = re.compile(r"^[WIE]\d{4} |Failed to load|CUDA runtime|[A-Za-z]+Warning: 
 
 def told(*words: str) -> str:
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, text=True, capture_output=True, timeout=300, env=clean_environment()
+        [sys.executable, *words],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=LIMIT_SECONDS,
+        env=clean_environment(),
     )
     assert done.returncode == 0, done.stderr
     return done.stderr

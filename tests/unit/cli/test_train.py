@@ -15,6 +15,7 @@ import pytest
 import yaml
 from accelerate.utils.launch import _filter_args
 from support.launches import clean_environment
+from support.ranks import LIMIT_SECONDS
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner, Result
 
@@ -197,7 +198,9 @@ def test_several_ranks_are_forked_from_what_has_imported_all(
     environment = clean_environment(END=end, TMPDIR=str(tmp_path / "temporary"))
     environment.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-c", code, *words]
-    ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=240, env=environment)
+    ended = subprocess.run(
+        command, cwd=tmp_path, text=True, capture_output=True, timeout=LIMIT_SECONDS, env=environment
+    )
     assert ended.returncode == (1 if exit_code is None else exit_code), ended.stderr
     assert ("rank 1 was ended by SIGKILL" in ended.stderr) == (exit_code is None)
     left = [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("torchelastic_")]
@@ -233,7 +236,9 @@ def test_ctrl_c_prints_no_line_of_torchs_launcher(tmp_path: Path) -> None:
     words = ["--config_file", str(ROOT / "accelerate_configs/cpu_2.yaml"), str(script)]
     code = f"import pathlib; from toolkit.cli import launcher; print(launcher.run_launcher({words}, pathlib.Path('.')))"
     command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120, env=clean_environment())
+    ended = subprocess.run(
+        command, cwd=tmp_path, text=True, capture_output=True, timeout=LIMIT_SECONDS, env=clean_environment()
+    )
     assert ended.stdout.split() == [str(128 + signal.SIGINT)], ended.stderr
     assert "death signal" not in ended.stderr
 

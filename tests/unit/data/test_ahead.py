@@ -21,7 +21,7 @@ def test_the_next_item_is_made_while_one_is_used() -> None:
 
     coming = ahead(items())
     assert next(coming) == 0
-    assert made[1].wait(timeout=10), "item 1 must be made before anybody asks for it"
+    assert made[1].wait(timeout=100), "item 1 must be made before anybody asks for it"
     assert list(coming) == [1, 2]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ranks import LIMIT_SECONDS
 from test_build import TEXTS, jsonl, rows_of, section
 
 from toolkit.data import build, documents, sources, tokenizer
@@ -59,7 +60,9 @@ def test_no_process_is_forked_for_tokenising(tmp_path: Path, byte_pairs: Any, mo
 def test_a_script_without_a_guard_can_tokenise_in_several_processes(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.stdout.split() == ["runs", "tokenised"], done.stderr
 
 

@@ -82,5 +82,5 @@ def test_a_run_whose_store_was_taken_over_ends(store: StorePath, monkeypatch: py
     monkeypatch.setattr(store_lease.os, "_exit", leave)
     with owned_store(store):
         store_lease._write_object(store / LEASE, ELSEWHERE, 0)
-        assert ended.wait(10)
+        assert ended.wait(100)
     assert (store / LEASE).exists(), "it is another's"

@@ -33,7 +33,7 @@ def test_a_stopped_rank_that_is_alone_on_its_host_is_ended_and_told(
     rank.send_signal(signal.SIGSTOP)
     try:
         with guarded(local, shared, 1.0, 0.1):
-            assert rank.wait(40) == -signal.SIGKILL
+            assert rank.wait(400) == -signal.SIGKILL
             assert [(found.rank, found.state) for found in read_statuses(tmp_path / "run", time.time())] == [(3, "T")]
     finally:
         rank.kill()
