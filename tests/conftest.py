@@ -5,21 +5,28 @@ from __future__ import annotations
 import gc
 import json
 import os
+import platform
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
+from importlib.metadata import version
+from pathlib import Path, PurePath
 from unittest import mock
 
 import pytest
 from support.texts import make_texts
+from support.tiers import is_left_out, is_slow, room_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: xdist's workers share the cores
 gc.disable()  # what the collection of tests imports is never garbage
 
-QUICK = ("bad_inputs", "checkpoint", "data", "objectives", "optim", "recipe", "training")
-"""The folders of tests/unit that `pytest -m quick` runs."""
 LONGEST_FIRST = ("recipes", "traces", "faults", "multiprocess", "streams", "devices")
 """Folders of tests that run before the others: a long file that is left to the end keeps one worker alone."""
+PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft")
+"""Packages whose versions a report of several rooms names."""
+
+_seconds: defaultdict[str, list[float]] = defaultdict(list)
+"""Room -> the seconds that each setup, test and teardown took."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,18 +52,40 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what a developer runs before each commit, and sorts the folders."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is slow, leaves out the grid unless `-m` names it, and sorts the folders."""
     root = Path(__file__).parent
-    folders = tuple(root / "unit" / name for name in QUICK)
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(root).parts[0], len(places)))
     for item in items:
-        if any(folder in item.path.parents for folder in folders) and not item.get_closest_marker("slow"):
-            item.add_marker("quick")
+        if is_slow(item.path.relative_to(root), marks_of(item)):
+            item.add_marker("slow")
+    left_out = [item for item in items if is_left_out(marks_of(item), config.option.markexpr)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not is_left_out(marks_of(item), config.option.markexpr)]
+
+
+def marks_of(item: pytest.Item) -> set[str]:
+    """The names of a test's marks and of those of its file."""
+    return {mark.name for mark in item.iter_markers()}
 
 
 def pytest_collection_finish() -> None:
     """No test looks through what all of them have imported."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds a test's seconds to those of its room."""
+    _seconds[room_of(PurePath(report.nodeid.partition("::")[0]))].append(report.duration)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what each room took, summed over the workers, and on which versions, where several rooms ran."""
+    if len(_seconds) > 1:
+        terminalreporter.section("seconds of each room")
+        for room, seconds in sorted(_seconds.items(), key=lambda one: -sum(one[1])):
+            terminalreporter.line(f"{sum(seconds):8.0f} {room}")
+        versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+        terminalreporter.line(f"Python {platform.python_version()}, {versions}")

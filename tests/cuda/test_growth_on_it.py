@@ -17,7 +17,7 @@ from support.tiny import recipe_values, save_llama
 from test_recipes_on_it import BF16, BY_BLOCK, OFFLOAD, write
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.grid,
     pytest.mark.skipif(importlib.util.find_spec("pretended_device") is None, reason="runs inside of tests/cuda/run.py"),
 ]
 

@@ -19,7 +19,7 @@ from test_recipes_on_it import write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.grid,
     pytest.mark.skipif(importlib.util.find_spec("pretended_device") is None, reason="runs inside of tests/cuda/run.py"),
 ]
 

@@ -21,7 +21,7 @@ from support.tiny import recipe_values, save_llama, unfinish
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.grid,
     pytest.mark.skipif(importlib.util.find_spec("pretended_device") is None, reason="runs inside of tests/cuda/run.py"),
 ]
 

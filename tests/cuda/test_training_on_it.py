@@ -15,7 +15,7 @@ from support.offload_loops import STEPS, Case, Found, loss_of, masters, ordinary
 from support.pretended_steps import NCCL, WITHOUT_DEVICES, started_anew
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.grid,
     pytest.mark.skipif(importlib.util.find_spec("pretended_device") is None, reason="runs inside of tests/cuda/run.py"),
 ]
 

@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+pytestmark = pytest.mark.first
+
 DOCS = Path(__file__).parents[2] / "docs"
 DRAWN = runpy.run_path(str(DOCS / "pictures.py"))
 

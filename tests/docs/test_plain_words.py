@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.first
+
 ROOT = Path(__file__).parents[2]
 IN_DOCS = """
 still no room, but host memory

@@ -73,6 +73,7 @@ def own_recipes(page: list[Printed]) -> None:
         assert CliRunner().invoke(app, ["recipes", "copy", "quickstart", name]).exit_code == 0
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("page", ON_PAGES, ids=lambda page: page[0].page)
 def test_what_is_printed_exists(page: list[Printed], place: Path) -> None:
     own_recipes(page)
@@ -95,6 +96,7 @@ def test_what_starts_no_ranks_runs(page: list[Printed], place: Path, trained: Pa
         assert done.exit_code == 0, (arguments, done.output, done.exception)
 
 
+@pytest.mark.first
 def test_commands_are_found() -> None:
     programs = {command.words[0] for command in PRINTED}
     assert {"toolkit", "accelerate", "torchrun", "pip"} <= programs
@@ -105,6 +107,7 @@ def test_commands_are_found() -> None:
         assert len(lines) <= sum(command.page == str(page.relative_to(ROOT)) for command in PRINTED), page
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("line", "told"),
     [

@@ -8,6 +8,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.first
+
 README = Path(__file__).parents[2] / "README.md"
 NOT_PROSE = re.compile(r"```.*?```|<!--.*?-->|^(?:    |\||#|!\[).*?$", re.MULTILINE | re.DOTALL)
 

@@ -14,6 +14,8 @@ import yaml
 from toolkit.errors import RecipeError
 from toolkit.recipe.recipe import Recipe
 
+pytestmark = pytest.mark.first
+
 ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
 COMING_FROM = ROOT / "docs/coming_from"

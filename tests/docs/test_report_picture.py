@@ -11,6 +11,8 @@ import pytest
 from toolkit.pages.run_page import RunSummary, render_report
 from toolkit.pages.side_by_side import SideBySide
 
+pytestmark = pytest.mark.first
+
 DOCS = Path(__file__).parents[2] / "docs"
 DRAW = runpy.run_path(str(DOCS / "picture_of_report.py"))["draw"]
 ASKED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nIs 1 < 2 & 3?<|im_end|>\n<|im_start|>assistant\n"

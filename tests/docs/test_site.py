@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

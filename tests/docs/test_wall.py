@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.launches import clean_environment
+from support.ranks import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs/examples/wall"
@@ -23,11 +24,12 @@ OURS_WITHIN = {"stop_token": 1e-3}
 """Sixty steps of another AdamW; elsewhere float32's rounding."""
 
 
+@pytest.mark.first
 def test_the_table_has_a_row_for_each_program() -> None:
     assert sorted(TABLE) == sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "_common")
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("name", TABLE)
 def test_a_program_prints_the_numbers_of_the_table(name: str) -> None:
     program = (FOLDER / f"{name}.py").read_text()
@@ -37,7 +39,7 @@ def test_a_program_prints_the_numbers_of_the_table(name: str) -> None:
     environment = clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     done = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py")],
-        env=environment, cwd=ROOT, text=True, capture_output=True, timeout=300,
+        env=environment, cwd=ROOT, text=True, capture_output=True, timeout=LIMIT_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (found,) = PRINTED.findall(done.stdout)

@@ -252,7 +252,7 @@ def test_killed_at_random_moments(workshop: Path) -> None:
     assert not endured.surprises
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_two_hundred_faults_of_all_kinds(workshop: Path) -> None:
     endured = disturb(workshop, int(os.environ.get("FAULTS_SEED", "2")), int(os.environ.get("FAULTS", "200")))
     print(endured)
@@ -265,7 +265,7 @@ def test_two_hundred_faults_of_all_kinds(workshop: Path) -> None:
 def test_killed_at_the_worst_moments(workshop: Path, point: str) -> None:
     output = point.replace(" ", "-")
     with ranks.started(train, NUM_RANKS, str(workshop), output, point) as processes:
-        processes[0].join(60)
+        processes[0].join(LIMIT_SECONDS)
         end_as_the_launcher_does(processes)
         assert processes[0].exitcode == -signal.SIGKILL
     assert saved_step(workshop / output) == (10 if point == "deleting an old one" else 4)

@@ -71,7 +71,7 @@ def losses(run: Path, steps: int) -> list[tuple[Any, ...]]:
     return [tuple(r[name] for name in names) for r in records if r["split"] == "train" and r["step"] <= steps]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_run_of_half_an_hour(tmp_path: Path) -> None:
     from toolkit import export
     from toolkit.checkpoint import list_checkpoints

@@ -193,6 +193,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     return folder
 
 
+@pytest.mark.first
 def test_the_array_has_every_pair_that_is_allowed() -> None:
     rows = covering_array(FACTORS, is_allowed)
     covered = set().union(*map(pairs_of, rows))
@@ -203,7 +204,11 @@ def test_the_array_has_every_pair_that_is_allowed() -> None:
     assert len(rows) < 25
 
 
-@pytest.mark.parametrize(("ranks", "factors"), [(2, FACTORS), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "factors"),
+    [pytest.param(2, FACTORS, marks=pytest.mark.first), pytest.param(4, ON_FOUR, marks=pytest.mark.grid)],
+    ids=["2 ranks", "4 ranks"],
+)
 def test_every_allowed_pair_is_the_plain_loop(
     ranks: int, factors: dict[str, tuple[Any, ...]], folder: Path, text_file: Path
 ) -> None:
@@ -215,7 +220,7 @@ def test_every_allowed_pair_is_the_plain_loop(
         for experts, model in enumerate(("dense", "experts"))
         for norm in FACTORS["max_grad_norm"]
     }
-    found = run_on_ranks(runs, ranks, folder, text_file, rows, seconds=600)[0]
+    found = run_on_ranks(runs, ranks, folder, text_file, rows)[0]
     for row, steps in zip(rows, found, strict=True):
         expected = plain[bool(row["experts"]), row["max_grad_norm"]]
         assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in expected], rel=2e-6), row
@@ -233,10 +238,16 @@ TOLERANCES = {"adamw": 1e-5, "adamw_8bit": 1e-2, "muon": 1e-3}
 """Optimizer -> of losses. Moments of few bits are compared with whole ones; Newton-Schulz rounds to 16 bits."""
 
 
-@pytest.mark.slow
-def test_every_allowed_pair_of_objectives_adapters_and_optimizers_is_the_plain_loop(with_objectives: Path) -> None:
-    rows = covering_array(WITH_OBJECTIVES, is_allowed)
-    found = run_on_ranks(runs, 2, with_objectives, with_objectives / "text.jsonl", rows, seconds=1800)[0]
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param((False,), marks=pytest.mark.first), pytest.param((False, True), marks=pytest.mark.grid)],
+    ids=["eager", "compiled"],
+)
+def test_every_allowed_pair_of_objectives_adapters_and_optimizers_is_the_plain_loop(
+    compiled: tuple[bool, ...], with_objectives: Path
+) -> None:
+    rows = covering_array({**WITH_OBJECTIVES, "compile": compiled}, is_allowed)
+    found = run_on_ranks(runs, 2, with_objectives, with_objectives / "text.jsonl", rows)[0]
     wrong = []
     for row, steps in zip(rows, found, strict=True):
         model = "experts" if row["experts"] else "dense"

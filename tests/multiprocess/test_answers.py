@@ -222,7 +222,7 @@ def test_the_last_figures_are_those_of_the_export(folder: Path, name: str) -> No
     require_figures_of_the_export(folder, name)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_four_ranks_have_the_figures_of_the_export_and_the_curve_of_two(folder: Path) -> None:
     run_on_ranks(on_four_ranks, 4, folder)
     for name in ON_FOUR:

@@ -131,10 +131,15 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+    "num_ranks",
+    [
+        pytest.param(1, marks=pytest.mark.grid),
+        pytest.param(2, marks=pytest.mark.first),
+        pytest.param(4, marks=pytest.mark.grid),
+    ],
 )
 def test_a_run_that_was_cut_off_is_the_run_that_was_not(num_ranks: int, workshop: Path) -> None:
-    for rank in run_on_ranks(cut_and_go_on, num_ranks, str(workshop), seconds=400):
+    for rank in run_on_ranks(cut_and_go_on, num_ranks, str(workshop)):
         for number, (case, found) in enumerate(zip(CASES[num_ranks], rank, strict=True)):
             assert found["saved"] == ["step_00000003", "step_00000006"], case
             whole, resumed = ([{k: r.get(k) for k in TOLD} for r in found[way]] for way in ("whole", "resumed"))

@@ -140,9 +140,9 @@ def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 GROUPS = [
     (1, ["zero3"]),
     (2, ["zero3", "zero3 resumed"]),
-    pytest.param(2, ["zero2", "ddp", "zero3 offload"], marks=pytest.mark.slow),
-    pytest.param(2, ["zero3 lora", "zero3 packed", "zero3 bf16", "ddp bf16"], marks=pytest.mark.slow),
-    pytest.param(4, ["hybrid", "zero1", "zero3 checkpoints"], marks=pytest.mark.slow),
+    pytest.param(2, ["zero2", "ddp", "zero3 offload"], marks=pytest.mark.grid),
+    pytest.param(2, ["zero3 lora", "zero3 packed", "zero3 bf16", "ddp bf16"], marks=pytest.mark.grid),
+    pytest.param(4, ["hybrid", "zero1", "zero3 checkpoints"], marks=pytest.mark.grid),
 ]
 
 

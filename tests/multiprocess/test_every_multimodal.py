@@ -70,7 +70,7 @@ def test_what_needs_sound_is_refused_by_name_whatever_is_checked_first(tmp_path:
     assert all_wrong(tmp_path, ["kyutai_speech_to_text"], ["nf4", "shared_rows"]) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
 def test_text_rows_train_every_type_as_a_plain_loop_does(batch: int, tmp_path: Path) -> None:
     assert all_wrong(tmp_path, KINDS[batch::NUM_BATCHES], list(CASES)) == {}

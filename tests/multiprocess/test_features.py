@@ -177,7 +177,7 @@ def runs_under_strategies() -> dict[tuple[str, str], dict[str, Any]]:
     return {(name, strategy): sharded_run(name, strategy) for name in MODELS for strategy in strategies}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.grid)])
 def test_models_with_special_parameters_train_as_the_plain_model(num_ranks: int) -> None:
     plain = {name: plain_run(name) for name in MODELS}
     results = run_on_ranks(runs_under_strategies, num_ranks)
@@ -309,7 +309,7 @@ def test_compiled_blocks_train_the_same() -> None:
         assert losses == pytest.approx(plain["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.grid)])
 def test_one_graph_for_all_blocks_under_every_strategy(num_ranks: int) -> None:
     plain = plain_run("tied")
     for name, (losses, num_graphs, problem) in run_on_ranks(own_compiled_losses, num_ranks)[0].items():

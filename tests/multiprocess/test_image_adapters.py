@@ -120,7 +120,7 @@ def runs(folder: Path, asked: list[Run]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("asked", [FAST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["fast", "others"])
+@pytest.mark.parametrize("asked", [FAST, pytest.param(OTHERS, marks=pytest.mark.grid)], ids=["fast", "others"])
 def test_adapters_are_trained_as_by_peft(asked: list[Run], tmp_path: Path) -> None:
     save_seeing(KIND, tmp_path / "model", TEXTS)
     save_rows(tmp_path, TEXTS, COUNTS)

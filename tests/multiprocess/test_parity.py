@@ -119,7 +119,9 @@ def plain(folder: Path, text_file: Path) -> dict[bool, dict[str, Any]]:
     return {tied: plain_loop(folder / f"model-{tied}", text_file) for tied in (False, True)}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_ranks", [1, pytest.param(2, marks=pytest.mark.first), pytest.param(4, marks=pytest.mark.grid)]
+)
 def test_parity_with_the_plain_loop(
     num_ranks: int, folder: Path, text_file: Path, plain: dict[bool, dict[str, Any]]
 ) -> None:

@@ -59,7 +59,7 @@ def require_equal(case: Case, found: Sequence[Difference]) -> None:
         assert difference.gradient < NOISY.get(case.kind, 1e-6), f"{case}: {difference}"
 
 
-@pytest.mark.parametrize("kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
+@pytest.mark.parametrize("kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.grid) for kind in OTHERS)])
 def test_every_gradient_is_the_plain_loops(kind: str) -> None:
     work = cases_of(kind)
     if kind == "gemma4":  # of the larger ones, in which the tokens of a picture see each other
@@ -68,7 +68,7 @@ def test_every_gradient_is_the_plain_loops(kind: str) -> None:
         require_equal(case, found)
 
 
-@pytest.mark.parametrize("kind", [*FAST[:3], *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
+@pytest.mark.parametrize("kind", [*FAST[:3], *(pytest.param(kind, marks=pytest.mark.grid) for kind in OTHERS)])
 def test_one_rank_takes_the_same_steps(kind: str) -> None:
     packed = kind not in NOT_PACKED
     own = [[mix[0] + mix[1]] for mix in (MIXES if packed else APART)]
@@ -80,7 +80,7 @@ def test_one_rank_takes_the_same_steps(kind: str) -> None:
         require_equal(case, found)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "gemma3"])
 def test_four_ranks_take_the_same_steps(kind: str) -> None:
     mixes = [[*HERE_AND_THERE, *ON_NONE], [*ON_NONE, *ON_ONE]]
@@ -115,7 +115,7 @@ def drawn_cases(seed: int, mixes: int) -> list[tuple[Case, list[Mix]]]:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "mixes"), [((0,), 10), pytest.param(range(1, 21), 10, marks=pytest.mark.slow)], ids=["50", "1000"]
+    ("seeds", "mixes"), [((0,), 10), pytest.param(range(1, 21), 10, marks=pytest.mark.grid)], ids=["50", "1000"]
 )
 def test_random_mixes_of_rows(seeds: Sequence[int], mixes: int) -> None:
     for seed in seeds:

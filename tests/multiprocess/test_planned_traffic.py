@@ -91,7 +91,7 @@ def possible(num_ranks: int) -> list[Any]:
     return [case for case in CASES if num_ranks >= 4 or (case[0] in STRATEGIES and case[0] != "hybrid" and case[1] > 1)]
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.grid)])
 def test_planned_bytes_and_calls_are_those_of_real_collectives(num_ranks: int) -> None:
     measured = run_on_ranks(measure_all, num_ranks)
     for case in possible(num_ranks):

@@ -148,7 +148,7 @@ def plain(folder: Path) -> dict[str, Any]:
     return {case: plain_loop(folder, case) for case in CASES}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.grid), 2])
 def test_the_run_is_the_plain_loop(ranks: int, folder: Path, plain: dict[str, Any]) -> None:
     found = run_on_ranks(runs, ranks, folder)[0]
     plain = {**plain, **{name: plain[case] for name, case in SHARED.items()}}

@@ -166,7 +166,7 @@ def runs(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.grid)])
 def test_the_runs_are_the_plain_loops(ranks: int, folder: Path) -> None:
     found = run_on_ranks(runs, ranks, folder)[0]
     plain_reward, plain = plain_rewards(folder), plain_kto(folder)

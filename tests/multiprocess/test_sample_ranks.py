@@ -78,7 +78,7 @@ def on_four_ranks(folder: Path) -> None:
     sample(options(folder, "judged-four", reward=str(folder / "judge")))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_four_ranks_write_the_same(folder: Path) -> None:
     run_on_ranks(on_four_ranks, 4, folder)
     for one, four in (("one", "four"), ("judged-one", "judged-four")):

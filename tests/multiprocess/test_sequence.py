@@ -122,7 +122,7 @@ def test_parts_of_rows_are_the_rows_whole(on_2_ranks: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    "names", [["gpt_oss"], pytest.param([name for name in MODELS if name != "gpt_oss"], marks=pytest.mark.slow)]
+    "names", [["gpt_oss"], pytest.param([name for name in MODELS if name != "gpt_oss"], marks=pytest.mark.grid)]
 )
 def test_parts_of_rows_on_4_ranks_are_the_rows_whole(names: list[str]) -> None:
     require_whole(run_on_ranks(parts_of_rows, 4, names))
@@ -324,7 +324,7 @@ def test_a_run_on_shared_rows_goes_on_with_the_same_and_with_another_number_of_r
     assert exact[0] == exact[1]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_runs_on_4_ranks_that_share_rows_by_2_and_by_4_are_the_plain_loop(folder: Path, plain: dict[str, Any]) -> None:
     found = run_on_ranks(runs_on_4_ranks, 4, folder)[0]
     require_plain(found["runs"], plain)

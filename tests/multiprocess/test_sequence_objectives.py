@@ -331,7 +331,7 @@ def test_losses_of_documents_in_parts_are_those_of_whole_documents(on_2_ranks: l
     require_entities(found)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_losses_of_documents_on_4_ranks_are_those_of_whole_documents() -> None:
     found = run_on_ranks(in_parts, 4, list(KINDS))[0]
     require_plain(found)

@@ -203,7 +203,7 @@ def test_a_run_is_the_padded_one_with_offload_and_from_its_checkpoint(folder: Pa
     compare_runs(folder, run_on_ranks(runs, 2, folder, text_file, ["offload"])[0])
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_run_is_the_padded_one_on_more_ranks_and_goes_on_on_fewer(folder: Path, text_file: Path) -> None:
     found = run_on_ranks(runs, 4, folder, text_file, list(WAYS))[0]
     compare_runs(folder, found)

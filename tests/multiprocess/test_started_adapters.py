@@ -233,7 +233,7 @@ def test_a_run_goes_on_as_peft_does(
     require_as_peft_does(ranks, name, found[ranks], plain, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_four_ranks_go_on_as_peft_does(folder: Path, plain: dict[str, dict[str, Any]]) -> None:
     found = run_on_ranks(runs, 4, folder)[0]
     for name, *_ in RUNS[2]:
@@ -283,7 +283,7 @@ def test_an_adapter_that_has_changed_since_is_refused(found: dict[int, dict[str,
     )
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_verify_reads_the_adapter_by_peft(folder: Path) -> None:
     from toolkit import Recipe
     from toolkit.errors import BadInputError

@@ -207,7 +207,7 @@ def plain_losses(steps: int = 8) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.grid)])
 def test_a_hand_written_loop_is_the_same_under_every_strategy(num_ranks: int) -> None:
     plain = plain_losses()
     found = run_on_ranks(all_losses, num_ranks)[0]

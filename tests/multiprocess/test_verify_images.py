@@ -64,7 +64,7 @@ def test_a_right_run_passes_and_one_that_mixes_up_images_is_told(
     assert {row.check for row in report.rows if row.verdict == FAILED} >= {"gradient norm", "weights"}
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["llava", "idefics3"])
 def test_packed_rows_on_two_ranks(kind: str, folder: Path, tmp_path: Path) -> None:
     report = report_of(folder, kind, tmp_path, "two", steps=2)

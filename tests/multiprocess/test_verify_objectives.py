@@ -125,7 +125,7 @@ def test_a_right_run_passes_and_a_wrong_one_is_told(
     assert {row.check for row in report.rows if row.verdict == FAILED} >= {"loss", "gradients"}
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", CASES)
 def test_right_runs_pass(kind: str, folder: Path, tmp_path: Path) -> None:
     report = report_of(folder, kind, tmp_path, "two", steps=3)
@@ -134,7 +134,7 @@ def test_right_runs_pass(kind: str, folder: Path, tmp_path: Path) -> None:
     assert rows["loss"].found <= 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", CASES)
 def test_wrong_runs_are_told(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A temperature is applied twice; the decoder's inputs are one place too far to the right."""

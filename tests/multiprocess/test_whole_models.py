@@ -99,7 +99,7 @@ def runs(folder: Path, kinds: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[FAST, pytest.param(TRAINED[len(FAST) :], marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[FAST, pytest.param(TRAINED[len(FAST) :], marks=pytest.mark.grid)])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder, kinds = tmp_path_factory.mktemp("whole"), list(request.param)
     for kind in kinds:

@@ -14,7 +14,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from support.launches import clean_environment
-from support.ranks import alone, run_on_ranks
+from support.ranks import LIMIT_SECONDS, alone, run_on_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +37,10 @@ def environment(cache: Path) -> dict[str, str]:
     return clean_environment(PATH=f"{BIN}:{os.environ['PATH']}", XDG_CACHE_HOME=str(cache))
 
 
-def start(command: list[str], cache: Path, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env=environment(cache), text=True, capture_output=True, timeout=seconds)
+def start(command: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(cache), text=True, capture_output=True, timeout=LIMIT_SECONDS
+    )
 
 
 def readme_commands() -> list[str]:
@@ -50,8 +52,8 @@ def readme_commands() -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "fall"),
     [
-        (["training.max_steps=12", "data.max_validation_samples=16"], 0.95),
-        pytest.param([], 0.6, marks=pytest.mark.slow),
+        pytest.param(["training.max_steps=12", "data.max_validation_samples=16"], 0.95, marks=pytest.mark.first),
+        pytest.param([], 0.6, marks=pytest.mark.grid),
     ],
     ids=["12 steps", "whole"],
 )
@@ -60,7 +62,7 @@ def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: 
     install, run = first.split(" && ")
     assert install == "pip install -e ."
     out = tmp_path / "run"
-    done = start([*shlex.split(run), f"training.output_dir={out}", *overrides], cache, seconds=800)
+    done = start([*shlex.split(run), f"training.output_dir={out}", *overrides], cache)
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["split"] == "eval"]
@@ -78,6 +80,7 @@ def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: 
     assert model(**encoded).logits.shape[-1] == len(tokenizer)
 
 
+@pytest.mark.first
 def test_the_readmes_test_command_is_what_ci_runs() -> None:
     installing, testing = readme_commands()[1].split(" && ")
     assert installing == 'pip install -e ".[test,docs]"'
@@ -85,7 +88,8 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     assert 'pip install --quiet "${constraints[@]}" -e ".[test,docs]"' in ci
     assert "constraints=(--constraint .ci/constraints.txt)" in ci
     assert testing.startswith("pytest ")
-    assert testing == ci.rstrip().splitlines()[-1]
+    assert ci.rstrip().splitlines()[-2:] == [testing, f"{testing} -m slow"], "the rest where the first tier passes"
+    assert "set -euo pipefail" in ci
 
 
 ONE_RANK = {
@@ -111,7 +115,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str,
         for way, command in ONE_RANK.items()
     }
     try:
-        told = {way: process.communicate(timeout=300)[1] for way, process in processes.items()}
+        told = {way: process.communicate(timeout=LIMIT_SECONDS)[1] for way, process in processes.items()}
     finally:
         for process in processes.values():
             process.kill()
@@ -191,7 +195,7 @@ def test_the_notebook(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPat
         '"training.output_dir', '"data.max_validation_samples=8", "training.output_dir'
     )
     folder = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=300, coalesce_streams=True, resources=folder).execute()
+    NotebookClient(notebook, timeout=LIMIT_SECONDS, coalesce_streams=True, resources=folder).execute()
     records = (tmp_path / "outputs/notebook/metrics.jsonl").read_text().splitlines()
     assert len(records) == 6 + 3
     first, training, plot, _ = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]

@@ -19,6 +19,7 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 CONFIGS = sorted((ROOT / "accelerate_configs").rglob("*.yaml"))
 
 
+@pytest.mark.first
 def test_there_is_no_yaml_that_no_test_reads() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "*.yaml", "*.yml"], cwd=ROOT, text=True, capture_output=True, check=True
@@ -28,12 +29,14 @@ def test_there_is_no_yaml_that_no_test_reads() -> None:
     assert {Path(name).parts[0] for name in set(listed) - data} <= FOLDERS
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_is_described(recipe: Path) -> None:
     """tests/traces runs each of them."""
     assert Recipe.load(recipe).description, "the line that `toolkit recipes` shows"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_config(config: Path) -> None:
     text = config.read_text()

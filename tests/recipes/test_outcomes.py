@@ -35,7 +35,7 @@ def toolkit(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_recipes_end_in_right_answers(tmp_path: Path) -> None:
     found: dict[str, dict[str, float]] = {}
     for recipe, files in SCORED.items():

@@ -13,7 +13,7 @@ from support.launches import clean_environment
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_accuracy_rises_with_rounds(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "docs/examples/rejection_sampling.py"), "--output", str(tmp_path / "rounds")]
     done = subprocess.run(script, cwd=tmp_path, env=clean_environment(), text=True, capture_output=True)

@@ -12,6 +12,8 @@ import torch
 from streams.happens_before import Checker
 from streams.simulated import watched_by
 
+pytestmark = pytest.mark.first
+
 DEVICE = torch.device("cpu")  # not the word: what is made there counts as the device's memory
 SIZE = 8
 

@@ -246,7 +246,7 @@ def found_in(runs: dict[str, tuple[Run, Mutation | None]]) -> dict[str, list[str
 
 
 def together(runs: dict[str, tuple[Run, Mutation | None]]) -> dict[str, list[str]]:
-    (found,) = run_on_ranks(found_in, 1, runs, seconds=900)
+    (found,) = run_on_ranks(found_in, 1, runs)
     return found
 
 
@@ -282,12 +282,13 @@ def test_every_wait_hold_and_event_is_needed(found: dict[str, list[str]], name: 
     assert found[name] != []
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_nothing_races_whichever_executor_steps() -> None:
     found = together({name: (run, None) for name, run in ALL.items()})
     assert {name: races for name, races in found.items() if races} == {}
 
 
+@pytest.mark.first
 def test_every_wait_in_the_source_has_a_mutation() -> None:
     """Or is known to order nothing."""
     taken = [mutation.old for _, mutation in MUTATIONS] + list(ORDERS_NOTHING)

@@ -8,17 +8,28 @@ import pytest
 from update import FIGURES, RECIPES, differences, record, recorded
 
 TOLERANCE = 1e-6
+NAMES = [path.stem for path in RECIPES]
+FIRST = ["dpo", "quickstart", "sft", "vision"]
+"""Compared by default: text, what `dpo` begins with, pairs and images."""
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_recipes_train_as_recorded(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        pytest.param(2, FIRST, marks=pytest.mark.first, id="2 ranks, four"),
+        pytest.param(2, [name for name in NAMES if name not in ("dpo", "vision")], id="2 ranks, the others"),
+        pytest.param(1, NAMES, marks=pytest.mark.grid, id="1 rank"),
+    ],
+)
+def test_recipes_train_as_recorded(num_ranks: int, names: list[str]) -> None:
     expected = recorded()
-    assert list(expected) == [path.stem for path in RECIPES], "a trace for each recipe: run tests/traces/update.py"
-    expected = {name: [line for line in trace if line["ranks"] == num_ranks] for name, trace in expected.items()}
-    told = list(differences(expected, record([num_ranks]), TOLERANCE))
+    assert list(expected) == NAMES, "a trace for each recipe: run tests/traces/update.py"
+    expected = {name: [line for line in expected[name] if line["ranks"] == num_ranks] for name in names}
+    told = list(differences(expected, record([num_ranks], names), TOLERANCE))
     assert not told, "\n".join(told)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("figure", FIGURES)
 def test_the_first_step_that_differs_is_told(figure: str) -> None:
     expected = recorded()
@@ -33,6 +44,7 @@ def test_the_first_step_that_differs_is_told(figure: str) -> None:
     assert told.startswith("sft on 2 ranks, train step 3: ")
 
 
+@pytest.mark.first
 def test_a_missing_line_is_a_difference() -> None:
     expected = recorded()
     changed = {**expected, "dpo": expected["dpo"][:-1]}

@@ -56,13 +56,16 @@ Trace = list[dict[str, Any]]
 """Records of metrics.jsonl, cut down to `ranks`, `split`, `step` and `FIGURES`."""
 
 
-def record(rank_counts: Sequence[int] = RANKS) -> dict[str, Trace]:
-    """Name of each shipped recipe -> its trace on one rank and then on two, or on those of them that are named."""
+def record(rank_counts: Sequence[int] = RANKS, names: Sequence[str] | None = None) -> dict[str, Trace]:
+    """Name of each shipped recipe -> its trace on one rank and then on two, or of and on those that are named.
+
+    A recipe that is in `BEFORE` needs the one before it among the names.
+    """
     from support.ranks import run_on_ranks
 
-    traces: dict[str, Trace] = {path.stem: [] for path in RECIPES}
+    traces: dict[str, Trace] = {path.stem: [] for path in RECIPES if names is None or path.stem in names}
     with TemporaryDirectory() as folder:
-        recipes = _copied(Path(folder))
+        recipes = [path for path in _copied(Path(folder)) if path.stem in traces]
         for num_ranks in rank_counts:
             first, *others = run_on_ranks(_losses, num_ranks, recipes)
             assert all(other == first for other in others), "the ranks tell different losses"

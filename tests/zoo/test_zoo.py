@@ -66,7 +66,7 @@ def test_squeezebert_which_runs_blocks_without_a_call_needs_ddp(feature: str, tm
     assert judged("squeezebert", whole, tmp_path / "whole") == "right"
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_table_is_what_comes_out(feature: str, part: int, tmp_path: Path) -> None:
@@ -77,6 +77,7 @@ def test_the_table_is_what_comes_out(feature: str, part: int, tmp_path: Path) ->
     assert found == {kind: outcome(RAN[feature][kind]) for kind in found}
 
 
+@pytest.mark.first
 def test_the_table_names_features_and_types_that_there_are() -> None:
     assert RAN.keys() <= FEATURES.keys()
     for feature, outcomes in RAN.items():

@@ -26,7 +26,7 @@ def saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "kind", [*FAST, *(pytest.param(k, marks=pytest.mark.slow) for k in causal_kinds() if k not in FAST)]
+    "kind", [*FAST, *(pytest.param(k, marks=pytest.mark.grid) for k in causal_kinds() if k not in FAST)]
 )
 def test_the_names_are_those_of_save_pretrained(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

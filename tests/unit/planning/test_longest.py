@@ -76,7 +76,7 @@ LLAMA_8B = {
 LORA = {"adapter.kind": "lora", "export.merge": True, "model.dtype": "bfloat16"}
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize(("kind", "ranks"), itertools.product(("full fine-tune", "LoRA"), (1, 8)))
 def test_the_page_has_the_longest_rows_of_llama_8b(kind: str, ranks: int) -> None:
     page = (Path(__file__).parents[3] / "docs/long_rows.md").read_text()

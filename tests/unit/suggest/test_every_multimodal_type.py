@@ -75,7 +75,7 @@ def outcome(kind: str, folder: Path) -> str:
     return "planned"
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", multimodal_kinds())
 def test_every_type_is_planned_or_refused_by_name(kind: str, folder: Path) -> None:
     begin = time.process_time()

@@ -139,7 +139,7 @@ def peak_without_optimizer(found: list[Memory]) -> Memory:
 EVERY_THIRD, ALL = slice(None, None, 3), slice(None)
 
 
-@pytest.fixture(scope="module", params=[EVERY_THIRD, pytest.param(ALL, marks=pytest.mark.slow)], ids=["third", "all"])
+@pytest.fixture(scope="module", params=[EVERY_THIRD, pytest.param(ALL, marks=pytest.mark.grid)], ids=["third", "all"])
 def grid(request: pytest.FixtureRequest) -> list[Compared]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -67,7 +67,7 @@ def planned(
     return max(moment.total - moment.optimizer for moment in moments)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.grid) for kind in OTHERS)])
 def test_the_plan_is_the_trace(kind: str) -> None:
     packed = kind != "qwen3_5"
     for parts, strategy, checkpointing in (
@@ -81,7 +81,7 @@ def test_the_plan_is_the_trace(kind: str) -> None:
         assert found == pytest.approx(traced.peak, rel=0.015), (parts, strategy)
 
 
-@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.grid)])
 def test_by_block_is_not_planned_too_low(kind: str) -> None:
     """Others are taken to hold as much as in the block that is under way, which beside towers is more than they do."""
     work = workload(kind, samples(kind))

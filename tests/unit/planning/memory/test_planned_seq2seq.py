@@ -49,15 +49,15 @@ def workload(kind: str, layers: tuple[int, int], lengths: tuple[int, int], preci
 
 
 @pytest.mark.parametrize(
-    "every", [None, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+    "every", [None, pytest.param(1, marks=pytest.mark.grid), pytest.param(2, marks=pytest.mark.grid)]
 )
 @pytest.mark.parametrize(
     ("kind", "layers", "lengths", "strategy", "precision"),
     [
         ("t5", (5, 6), (64, 24), "zero3", "bf16"),
-        pytest.param("t5", (4, 2), (24, 96), "zero1", "no", marks=pytest.mark.slow),
+        pytest.param("t5", (4, 2), (24, 96), "zero1", "no", marks=pytest.mark.grid),
         ("bart", (5, 6), (64, 24), "zero3", "bf16"),
-        pytest.param("bart", (2, 5), (24, 96), "zero2", "no", marks=pytest.mark.slow),
+        pytest.param("bart", (2, 5), (24, 96), "zero2", "no", marks=pytest.mark.grid),
     ],
 )
 def test_the_plan_is_the_trace(

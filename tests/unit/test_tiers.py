@@ -1,0 +1,28 @@
+"""A test's tier comes from its folder and its marks; what each tier took is summed by room."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from support.tiers import is_left_out, is_slow, room_of
+
+UNIT, RANKS = PurePath("unit/data/test_a.py"), PurePath("multiprocess/test_b.py")
+
+
+def test_what_starts_ranks_is_slow_unless_it_is_marked() -> None:
+    assert is_slow(RANKS, {"parametrize"})
+    assert not any(is_slow(RANKS, {mark}) for mark in ("first", "grid", "slow"))
+    assert not is_slow(UNIT, set())
+
+
+def test_the_grid_runs_only_by_its_name() -> None:
+    assert is_left_out({"grid", "first"}, "slow or not slow")
+    assert is_left_out({"grid"}, "")
+    assert not is_left_out({"grid"}, "grid")
+    assert not is_left_out({"slow"}, "slow")
+
+
+def test_rooms_are_folders() -> None:
+    files = ("tests/unit/data/test_a.py", "tests/unit/planning/memory/test_b.py", "tests/unit/test_c.py")
+    assert [room_of(PurePath(file)) for file in files] == ["unit/data", "unit/planning", "unit"]
+    assert room_of(PurePath("tests/multiprocess/test_d.py")) == "multiprocess"
