@@ -1,5 +1,5 @@
 """Writes the pages of docs/ that are made from the code: recipes.md, the fields of a recipe, cli.md, the commands,
-combinations.md, what cannot go together, and models.md, what was tried of each type of transformers.
+combinations.md, what cannot go together, models.md and models_grid.md, what was tried of each type of transformers.
 
 python docs/generate.py
 """
@@ -177,45 +177,133 @@ def _clause(found: Combination) -> str:
 MODELS_HEAD = """# Models
 
 A tiny model of each model type of transformers 5.23 was trained for three optimizer steps on rows of unequal lengths
-(torch 2.13, CPU, float32), and compared with transformers' own model, which gets each row alone and unpadded. The table
-says whether losses and the changes of all weights agree within 2e-3 (bf16: within 2e-2 of a copy that transformers runs
-in bf16, with its gradients summed in float32, and the rows are not packed).
+(torch 2.13, CPU, float32), and compared with transformers' own model, which gets each row alone and unpadded. "Right"
+means that losses and the changes of all weights agree within 2e-3. In bf16 the limit is 2e-2, against a copy that
+transformers runs in bf16 with its gradients summed in float32, and rows are not packed.
 
-- right: they agree.
-- refused: before its first step the run says why it cannot train this type in this way; the reason is below.
-- wrong: they do not agree. crashed: the run ends in an error that does not name the type. The details are below.
-- compile: with torch's inductor. traced: with its backend `aot_eager`, which traces and differentiates blocks and
-  writes no code for them, in a tenth of the time. Where no block can be compiled, the entry is refused.
-- no entry: not tried, without experts, or hidden by rounding: transformers' own model is as far from itself in float64
-  (bf16: in float32).
+"Refused" means that the run says before its first step why it cannot train this type in this way. A type that is
+missing was not tried. [The grid of types](models_grid.md) has a row for each type: search it for yours.
 
-Written from `tests/zoo/results.json`, which `tests/zoo/grid.py` writes. Types that are missing were not tried.
+`compile` ran torch's inductor. `traced` ran its backend `aot_eager`, which traces and differentiates blocks and writes
+no code for them, in a tenth of the time. `python docs/generate.py` writes both pages from `tests/zoo/results.json`,
+which `tests/zoo/grid.py` writes. That file has the whole sentence of each refusal.
+"""
+GRID_HEAD = """# Grid of models
+
+Each row is a model type of transformers 5.23. "Right" lists the features with which its run agreed with transformers'
+own model. "Refused" lists those that a run refuses before its first step, with the reason by the name that
+[Models](models.md#refusals-by-reason) explains. A feature that is in neither column was not tried, does not apply, or
+is hidden by rounding: transformers' own model is as far from itself in float64 (bf16: in float32).
 """
 RESULTS = DOCS.parent / "tests/zoo/results.json"
+REFUSALS = (
+    ("later tokens", "depend on later tokens", "The model sees the token that it has to predict. Name a decoder."),
+    ("no score head", "linear head called `score`", "The type has no head for rewards. Name a causal language model."),
+    (
+        "no positions",
+        "takes no position_ids",
+        "Part of a row could not say where it begins. Remove `sharding.sequence`.",
+    ),
+    (
+        "outside attention",
+        "mixes the tokens of a row elsewhere|which mix the tokens of a row outside",
+        "Tokens of a row meet in a convolution, a recurrence or an indexer. Remove `sharding.sequence`.",
+    ),
+    ("no shift", "needs a model that shifts labels|shifts targets to the right", "It is no encoder-decoder for text."),
+    ("experts in lists", "holds its experts as stacked parameters", "The experts can't be spread over ranks."),
+    ("positions mixed up", "relative positions transformers mixes up", "Labels leak, by a fault of transformers 5.23."),
+    (
+        "sizes for 4 bits",
+        "adapter.quantize: nf4 needs matrices|no linear layer that can be quantised",
+        "No layer can be held in 4 bits, or a matrix is not a multiple of a block of 64 weights.",
+    ),
+    ("fills a cache", "fills a cache although use_cache is off", "A second forward would append to the cache."),
+    (
+        "capacity",
+        "experts have a capacity",
+        "A row's loss depends on the rows beside it. Name a model without experts.",
+    ),
+    (
+        "cannot run",
+        "cannot run on a row of it",
+        "The type needs more than text, or its code cannot run on a padded row or on shards.",
+    ),
+    ("shared blocks", "by_block cannot run", "Blocks share their parameters. Accumulate by micro-batch."),
+    ("weights used twice", "got two gradients before one step", "Offload without clipping steps each weight once."),
+    ("padding", "padding changes the logits", "A padded row has other logits than the row alone. Name another model."),
+    ("run by forward", "run by its forward and not by a call", "No hook gathers its weights. Use `ddp`."),
+)
+"""Name, what a refusal's sentence has, what it means and what to do."""
 
 
 def models() -> str:
-    """The table of types by features, and the reasons of what is not right."""
-    results: dict[str, dict[str, str]] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    tried = {feature: _tried(outcomes) for feature, outcomes in results.items()}
-    kinds = sorted({kind for outcomes in tried.values() for kind in outcomes})
-    lines = [
-        MODELS_HEAD,
-        f"| type | {' | '.join(name.replace('_', ' ') for name in tried)} |",
-        "|---" * (1 + len(tried)) + "|",
-    ]
-    for kind in kinds:
-        words = [outcomes.get(kind, "").partition(":")[0] for outcomes in tried.values()]
-        lines.append(f"| `{kind}` | {' | '.join(words)} |")
-    lines += ["\n## Why\n", "| type | with | what the run says, or what differs |", "|---|---|---|"]
+    """Counts by feature, refusals by reason, and a line for each family."""
+    tried = _tried_features()
+    lines = [MODELS_HEAD, "## Counts\n", "| feature | types | right | refused | other |", "|---|---|---|---|---|"]
     for feature, outcomes in tried.items():
-        reasons = {kind: text for kind, text in sorted(outcomes.items()) if text != "right"}
-        lines += [f"| `{kind}` | {feature} | {text.replace('|', 'or')} |" for kind, text in reasons.items()]
+        right, refused = (sum(text.startswith(word) for text in outcomes.values()) for word in ("right", "refused"))
+        rest = len(outcomes) - right - refused
+        lines.append(f"| {_words(feature)} | {len(outcomes)} | {right} | {refused} | {rest} |")
+    lines += ["\n## Refusals by reason\n", "| reason | features | types | what it means |", "|---|---|---|---|"]
+    for reason, _, meaning in REFUSALS:
+        refused = [
+            (kind, feature) for feature in tried for kind, text in tried[feature].items() if reason == _why(text)
+        ]
+        features = ", ".join(_words(feature) for feature in tried if feature in {feature for _, feature in refused})
+        if refused:
+            lines.append(f"| {reason} | {features} | {len({kind for kind, _ in refused})} | {meaning} |")
+    lines += ["\n## Families\n", "| family | types | right | refused |", "|---|---|---|---|"]
+    for family, kinds in _families(tried).items():
+        texts = [outcomes[kind] for kind in kinds for outcomes in tried.values() if kind in outcomes]
+        reasons = ", ".join(sorted({_why(text) for text in texts} - {""}))
+        lines.append(f"| {family} | {len(kinds)} | {texts.count('right')} of {len(texts)} | {reasons} |")
     return "\n".join(lines) + "\n"
 
 
-def _tried(outcomes: dict[str, str]) -> dict[str, str]:
-    return {kind: text for kind, text in outcomes.items() if not text.startswith("untried")}
+def models_grid() -> str:
+    """A row for each type, under the first letter of its family."""
+    tried = _tried_features()
+    lines, letter = [GRID_HEAD], ""
+    for family, kinds in _families(tried).items():
+        if family[0] != letter:
+            letter = family[0]
+            lines += [f"\n## {letter.upper()}\n", "| type | right | refused |", "|---|---|---|"]
+        for kind in kinds:
+            found = {_words(feature): outcomes[kind] for feature, outcomes in tried.items() if kind in outcomes}
+            right = ", ".join(feature for feature, text in found.items() if text == "right")
+            refused = "; ".join(f"{feature} ({_why(text)})" for feature, text in found.items() if text != "right")
+            lines.append(f"| `{kind}` | {right} | {refused} |")
+    return "\n".join(lines) + "\n"
+
+
+def _tried_features() -> dict[str, dict[str, str]]:
+    """Feature -> type -> what came out, without those that rounding hides."""
+    results: dict[str, dict[str, str]] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return {
+        feature: {kind: text for kind, text in outcomes.items() if not text.startswith("untried")}
+        for feature, outcomes in results.items()
+    }
+
+
+def _families(tried: dict[str, dict[str, str]]) -> dict[str, list[str]]:
+    """The letters that names of types begin with, and these types."""
+    families: dict[str, list[str]] = {}
+    for kind in sorted({kind for outcomes in tried.values() for kind in outcomes}):
+        families.setdefault(re.split(r"[-_0-9]", kind)[0], []).append(kind)
+    return dict(sorted(families.items()))
+
+
+def _why(text: str) -> str:
+    """The name of the reason of a refusal; the whole text of what is wrong or crashed; empty for what is right."""
+    if text == "right":
+        return ""
+    if not text.startswith("refused"):
+        return text.replace("|", "or")
+    return next(name for name, sentence, _ in REFUSALS if re.search(sentence, text))
+
+
+def _words(feature: str) -> str:
+    return feature.replace("_", " ")
 
 
 PAGES = {
@@ -223,6 +311,7 @@ PAGES = {
     "cli.md": commands,
     "combinations.md": combinations,
     "models.md": models,
+    "models_grid.md": models_grid,
 }
 """File in docs/ -> what renders it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -18,3 +19,16 @@ def test_the_page_is_up_to_date(name: str) -> None:
 
 def test_every_field_is_described() -> None:
     assert "|  |" not in PAGES["recipes.md"]()
+
+
+def test_the_grid_of_models_has_each_result_in_its_column() -> None:
+    results = json.loads((DOCS.parent / "tests/zoo/results.json").read_text(encoding="utf-8"))
+    rows = (DOCS / "models_grid.md").read_text(encoding="utf-8").splitlines()
+    cells = {row.split("`")[1]: [cell.strip() for cell in row.split("|")[2:4]] for row in rows if row.startswith("| `")}
+    for feature, outcomes in results.items():
+        name = feature.replace("_", " ")
+        for kind, text in outcomes.items():
+            right, refused = cells.get(kind, ["", ""])
+            assert (name in right.split(", ")) == (text == "right"), (kind, feature)
+            is_refused = any(part.startswith(f"{name} (") for part in refused.split("; "))
+            assert is_refused == text.startswith(("refused", "wrong", "crashed")), (kind, feature)
