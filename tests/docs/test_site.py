@@ -36,3 +36,13 @@ def test_links_lead_to_files() -> None:
         links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))]
         missing = [link for link in links if link and "://" not in link and not (page.parent / link).exists()]
         assert not missing, f"{page}: {missing}"
+
+
+def test_a_page_of_the_log_is_short_and_ends_in_what_holds_today() -> None:
+    for page in sorted((DOCS / "log").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        assert len(text.split()) <= 2500, page
+        if page.name != "index.md":
+            lines = text.rstrip().splitlines()
+            assert lines[-5:-3] == ["## What holds today", ""], page
+            assert all(line.startswith("- ") for line in lines[-3:]), page
