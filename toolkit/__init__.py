@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from toolkit.run.run import finetune
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "FinetuneResult": "toolkit.run.outcome",
