@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,9 @@ class DrawnRows(Rows):
     def name(self, row: int) -> str:
         return f"rows.jsonl:{row + 1}"
 
+    def cached_in(self, row: int) -> Path:
+        return Path()
+
 
 @dataclass(frozen=True)
 class DrawnPictures:
@@ -206,7 +210,7 @@ class DrawnPictures:
         picture = Drawn(7, 1, 1)
         return picture, BY_HAND[self.kind].ids(picture)
 
-    def read(self, record: dict[str, Any], root: str, row: str) -> Drawn:
+    def read(self, record: dict[str, Any], root: str, row: str, cached_in: Path) -> Drawn:
         return record["drawn"]  # type: ignore[no-any-return]
 
     def tensors(self, rows: Sequence[Sequence[Drawn]]) -> Tensors:
