@@ -1,4 +1,4 @@
-"""docs/row_to_loss.md is as its script writes it, its loss is that of a plain loop, and it names every key of a batch."""
+"""docs/row_to_loss.md is as its script writes it, its loss is a plain loop's, and it names every key of a batch."""
 
 from __future__ import annotations
 
