@@ -25,7 +25,8 @@ DOCS = Path(__file__).parent
 HEAD = """# Recipe fields
 
 A recipe is a YAML mapping of these sections. Files that it names are relative to the recipe itself. `required` fields
-have no default; `null` means unset. Written from `toolkit/recipe/schema.py`, which also checks it.
+have no default; `null` means unset. An override that is given twice takes its last value. Written from
+`toolkit/recipe/schema.py`, which also checks it.
 """
 
 

@@ -300,7 +300,7 @@ class RunCheckpoints(Extension):
         self._metrics.resume(records)
         if self._accelerator.scaler is not None and manifest.scaler is not None:
             self._accelerator.scaler.load_state_dict(manifest.scaler)
-        # The generators last: what comes before may draw from them (a DataLoader did, docs/log.md, Checkpoints).
+        # The generators last: what comes before may draw from them (a DataLoader did, docs/log/reliability.md).
         if manifest.world_size == ranks.world_size():
             restore_random_states(reader.read_random_states(folder))
         else:

@@ -154,7 +154,7 @@ def with_optimizer_state(
 ) -> dict[str, torch.Tensor]:
     """Has the optimizer create the state of its first step. Returns `named_tensors`, with tensors of any shape."""
     # torch creates missing state by a step on zero gradients. When these counted as unused by all ranks, every resumed
-    # run lost its moments (docs/log.md).
+    # run lost its moments (docs/log/sharding.md).
     get_optimizer_state_dict(model, optimizer)
     return named_tensors(model, optimizer, more)
 

@@ -3,7 +3,7 @@
 gloo's own reduce-scatter is an all-reduce of a copy of its input: it sends twice the bytes and needs memory for a
 second input. Its all-gather copies the whole result. Here each rank sends every other rank what that rank needs, once:
 a fraction (N - 1) / N of the whole tensor, which is the minimum (Thakur et al. 2005, Optimization of Collective
-Communication Operations in MPICH). docs/log.md has the times.
+Communication Operations in MPICH). docs/log/speed.md has the times.
 """
 
 from __future__ import annotations
