@@ -19,7 +19,6 @@ from toolkit.cli.configs import configs_app
 from toolkit.cli.console import address_problem, prepare_process, print_error, print_interrupt, require_files
 from toolkit.cli.data import data
 from toolkit.cli.doctor import doctor
-from toolkit.cli.entry import INTERRUPTED
 from toolkit.cli.export import export
 from toolkit.cli.generate import generate
 from toolkit.cli.init import init
@@ -27,6 +26,7 @@ from toolkit.cli.plan import plan
 from toolkit.cli.recipes import recipes_app
 from toolkit.cli.reproduce import reproduce
 from toolkit.cli.sample import sample
+from toolkit.cli.signals import INTERRUPTED
 from toolkit.cli.status import status
 from toolkit.cli.train import train
 from toolkit.cli.validate import validate

@@ -13,34 +13,9 @@ import yaml
 
 from toolkit.cli.arguments import AsJson, NewFile, complete_config
 from toolkit.cli.console import print_table
-from toolkit.cli.recipes import new_yaml
-from toolkit.errors import BadInputError, did_you_mean
-from toolkit.paths import shipped_files
+from toolkit.cli.shipped import find_config, new_yaml, shipped_configs
 
 configs_app = typer.Typer(invoke_without_command=True)
-
-
-def shipped_configs() -> dict[str, Path]:
-    """Returns a dictionary from the name of every shipped Accelerate config to its path."""
-    return shipped_files("accelerate_configs")
-
-
-def find_config(name_or_path: str) -> Path:
-    """Returns the file of an Accelerate config.
-
-    Raises:
-        BadInputError: if there is none; it lists the shipped configs.
-    """
-    path, shipped = Path(name_or_path).expanduser(), shipped_configs()
-    if path.is_file():
-        return path
-    if name_or_path in shipped:
-        return shipped[name_or_path]
-    hint = did_you_mean(name_or_path, shipped)
-    raise BadInputError(
-        f"--config: there is no file {name_or_path!r}, and no config of that name{hint}. "
-        f"Shipped configs: {', '.join(shipped)}"
-    )
 
 
 @configs_app.callback()

@@ -14,7 +14,7 @@ import traceback
 
 from rich.table import Table
 
-from toolkit.cli.entry import INTERRUPTED
+from toolkit.cli.signals import INTERRUPTED
 from toolkit.errors import BadInputError, RankError, StoppedError, ToolkitError, first_line, is_lost_peer
 from toolkit.paths import GIB
 from toolkit.terminal import Terminal

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from toolkit.cli.arguments import DEFAULT_RECIPE, split_arguments
 from toolkit.cli.console import prepare_process, print_error, print_failure, print_interrupt, require_files
-from toolkit.cli.entry import ignore_save_requests, is_forked
 from toolkit.cli.hub import settle_hub
-from toolkit.cli.recipes import recipe_rows
+from toolkit.cli.shipped import recipe_rows
+from toolkit.cli.signals import ignore_save_requests, is_forked
 from toolkit.errors import RankError, ToolkitError
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import Terminal

@@ -24,9 +24,9 @@ from toolkit.cli.arguments import (
     load_recipe,
     split_arguments,
 )
-from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
 from toolkit.cli.hub import settle_hub
+from toolkit.cli.shipped import find_config
 from toolkit.errors import BadInputError
 from toolkit.paths import GIB
 from toolkit.planning.time.hardware import Hardware, hardware_of, presets, profile_path

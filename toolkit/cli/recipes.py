@@ -11,9 +11,9 @@ import typer
 
 from toolkit.cli.arguments import AsJson, NewFile
 from toolkit.cli.console import print_table
-from toolkit.errors import BadInputError
+from toolkit.cli.shipped import new_yaml, recipe_rows
 from toolkit.paths import DATA_SUFFIXES
-from toolkit.recipe.load import find_recipe, shipped_recipes
+from toolkit.recipe.load import find_recipe
 from toolkit.recipe.recipe import Recipe
 
 recipes_app = typer.Typer(invoke_without_command=True)
@@ -36,11 +36,6 @@ def list_recipes(as_json: AsJson = False) -> None:
     print_table(["recipe", "what it does"], [[row["name"], row["description"]] for row in rows])
 
 
-def recipe_rows() -> list[dict[str, str]]:
-    """Returns name and description of every shipped recipe."""
-    return [{"name": name, "description": Recipe.load(path).description} for name, path in shipped_recipes().items()]
-
-
 @recipes_app.command("copy")
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
@@ -51,25 +46,6 @@ def copy_recipe(
     target = new_yaml(path, source)
     target.write_text(_with_absolute_files(source), encoding="utf-8")
     print(f"{target}: a copy of {name}. Train it: toolkit train {shlex.quote(str(target))}")
-
-
-def new_yaml(path: Path, source: Path) -> Path:
-    """Returns the file for a copy of `source`, and makes its folder.
-
-    Raises:
-        BadInputError: if the file exists.
-    """
-    target = path / source.name if path.is_dir() else path
-    if target.suffix not in (".yaml", ".yml"):
-        raise BadInputError(f"{str(target)!r}: the name of a YAML file ends in .yaml or .yml")
-    if target.exists():
-        raise BadInputError(f"{str(target)!r} exists; name another file or delete it")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()
-    except OSError as error:
-        raise BadInputError(f"{str(target)!r} cannot be written: {error.strerror}; name another file") from error
-    return target
 
 
 def _with_absolute_files(source: Path) -> str:

@@ -15,7 +15,8 @@ import typer
 
 from toolkit.cli.arguments import AsJson
 from toolkit.cli.hub import settle_hub
-from toolkit.cli.train import ON_CPU, launcher_options, require_finished, require_inputs, shown_script
+from toolkit.cli.launch_options import ON_CPU, launcher_options, shown_script
+from toolkit.cli.train import require_finished, require_inputs
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import harmless, stdout_on_stderr

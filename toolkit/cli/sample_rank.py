@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from toolkit.cli.console import prepare_process
-from toolkit.cli.entry import end_at_interrupts
 from toolkit.cli.finetune import as_rank
+from toolkit.cli.signals import end_at_interrupts
 from toolkit.generation.sample_options import SampleOptions
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def start(options: SampleOptions, gpus: int | None, cpu: int | None, as_json: bo
         BadInputError: if there are too few GPUs, or an option, a model, a prompt or a folder cannot be used.
         typer.Exit: with the exit code of ranks that were started.
     """
-    from toolkit.cli.train import count_gpus, launcher_options
+    from toolkit.cli.launch_options import count_gpus, launcher_options
 
     if gpus is None and cpu is None:
         gpus = count_gpus() or None

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import AsJson, ConfigOption, CpuOption, RecipeArguments, RecipeOption, load_recipe
-from toolkit.cli.configs import find_config
 from toolkit.cli.console import print_table
 from toolkit.cli.hub import settle_hub
+from toolkit.cli.shipped import find_config
 from toolkit.terminal import Terminal
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.utils import check_cuda_p2p_ib_support, patch_environment
 
@@ -27,7 +27,6 @@ from toolkit import ranks
 from toolkit.errors import BadInputError, StoppedError, ToolkitError
 from toolkit.pages.notebook_output import Output, curve_of, progress_output, result_output
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.notebook_rank import Job
 from toolkit.run.outcome import FinetuneResult
 from toolkit.supervise.launcher_logs import settle_launcher
 from toolkit.terminal import Terminal, in_notebook
@@ -46,6 +45,22 @@ connection: Connection | None = None
 
 shows = False
 """Whether that process is a notebook's."""
+
+
+class Job(NamedTuple):
+    """What a rank does, as a file that the notebook's process writes for it.
+
+    Attributes:
+        recipe: the recipe to train.
+        address: host and port at which the notebook's process takes outputs and the result of rank 0.
+        key: what both prove to know.
+        in_notebook: whether there is a notebook, which shows the outputs; otherwise ranks print as usual.
+    """
+
+    recipe: Recipe
+    address: tuple[str, int]
+    key: bytes
+    in_notebook: bool
 
 
 class NotebookOutput:

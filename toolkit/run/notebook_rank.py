@@ -11,26 +11,9 @@ import sys
 import traceback
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import NamedTuple
 
 from toolkit.errors import ToolkitError
-from toolkit.recipe.recipe import Recipe
-
-
-class Job(NamedTuple):
-    """What a rank does, as a file that the notebook's process writes for it.
-
-    Attributes:
-        recipe: the recipe to train.
-        address: host and port at which the notebook's process takes outputs and the result of rank 0.
-        key: what both prove to know.
-        in_notebook: whether there is a notebook, which shows the outputs; otherwise ranks print as usual.
-    """
-
-    recipe: Recipe
-    address: tuple[str, int]
-    key: bytes
-    in_notebook: bool
+from toolkit.run.notebook import Job
 
 
 def main(job: Job) -> int:

@@ -60,7 +60,7 @@ def ended(code: str, folder: Path) -> tuple[int, str]:
     """How a process ends that has the handler, with modules in `folder`."""
     # A shell's background job has SIGINT ignored, and so have its children.
     handled = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    begun = f"{handled}; sys.path.insert(0, {str(folder)!r}); from toolkit.cli.entry import end_at_interrupts; "
+    begun = f"{handled}; sys.path.insert(0, {str(folder)!r}); from toolkit.cli.signals import end_at_interrupts; "
     found = subprocess.run(
         [sys.executable, "-c", f"{begun}end_at_interrupts()\n{code}"],
         text=True,

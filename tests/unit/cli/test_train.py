@@ -19,7 +19,7 @@ from support.ranks import LIMIT_SECONDS
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner, Result
 
-from toolkit.cli import launcher, train
+from toolkit.cli import launch_options, launcher
 from toolkit.cli.app import app
 from toolkit.cli.launcher import run_launcher
 from toolkit.errors import BadInputError, ToolkitError
@@ -42,8 +42,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return 3
 
     monkeypatch.setattr(launcher, "run_launcher", note)
-    monkeypatch.setattr(train, "count_gpus", lambda: 2)
-    monkeypatch.setenv(train.ON_CPU, "")
+    monkeypatch.setattr(launch_options, "count_gpus", lambda: 2)
+    monkeypatch.setenv(launch_options.ON_CPU, "")
     monkeypatch.chdir(ROOT)
     return found
 
@@ -81,7 +81,7 @@ def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str,
     *_, line = result.stderr.splitlines()
     on_cpu = "--cpu" in arguments
     assert line == ("ACCELERATE_USE_CPU=true " if on_cpu else "") + f"accelerate launch {shlex.join(words)}"
-    assert os.environ[train.ON_CPU] == ("true" if on_cpu else "")
+    assert os.environ[launch_options.ON_CPU] == ("true" if on_cpu else "")
     assert result.exit_code == 3, "the launcher's own"
 
 
@@ -123,7 +123,7 @@ def test_bad_input_starts_no_rank(arguments: list[str], message: str, launched: 
 
 
 def test_no_gpu_needs_a_word(launched: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "count_gpus", lambda: 0)
+    monkeypatch.setattr(launch_options, "count_gpus", lambda: 0)
     assert "--cpu 2 trains on the CPU" in str(run("sft").exception)
     for typed, message in (
         (["--strategy", "zero4"], "--strategy: unknown strategy 'zero4'; allowed: ddp, zero1"),
@@ -161,13 +161,13 @@ def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None,
 
 FORKED = """
 import json, os, signal, sys, torch
-from toolkit.cli import entry
+from toolkit.cli import entry, signals
 imported = "toolkit.run.run" in sys.modules
 from toolkit.cli import finetune
 def tell(arguments):
     told = [
         int(os.environ["RANK"]), imported, arguments, torch.get_num_threads(),
-        str(signal.getsignal(signal.SIGTERM)), signal.getsignal(signal.SIGINT) is entry._on_interrupt
+        str(signal.getsignal(signal.SIGTERM)), signal.getsignal(signal.SIGINT) is signals._on_interrupt
     ]
     os.write(1, (json.dumps(told) + "\\n").encode())  # unlike print, in one piece: the ranks share a pipe
     return os.environ["RANK"] == "1" and eval(os.environ["END"]) or 0
