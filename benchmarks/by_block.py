@@ -154,7 +154,7 @@ def by_toolkit(variant: str, work: Work, rank: int) -> Callable[[int], None]:
     from toolkit.optim.schedule import build_schedule
     from toolkit.recipe.schema import OptimizerSection, ScheduleSection, TrainingSection
     from toolkit.sharding import Checkpointing, OffloadSettings
-    from toolkit.sharding.by_block import ByBlock
+    from toolkit.sharding.blocks.by_block import ByBlock
     from toolkit.sharding.launched import accumulation_plugin
     from toolkit.training.trainer import Trainer
 
@@ -359,9 +359,9 @@ def measure_memory(_ends: Ends, _rounds: int) -> Iterator[dict[str, Any]]:
     from toolkit.planning.memory.replay import replay
     from toolkit.planning.memory.state_bytes import MemoryLayout
     from toolkit.planning.memory.trace import trace
-    from toolkit.planning.memory.unit_shapes import unit_shapes
+    from toolkit.planning.workload.unit_shapes import unit_shapes
     from toolkit.sharding import Checkpointing
-    from toolkit.sharding.strategy import STRATEGIES, MeshShape
+    from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
     mesh, kept = MeshShape(1, 8), Checkpointing(1)
     micro_batches = MICRO_BATCHES
@@ -391,7 +391,7 @@ def workload(work: Work) -> Any:
     from accelerate import init_empty_weights
 
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.planning.workload import UNMASKED, Workload, register_unmasked
+    from toolkit.planning.workload.workload import UNMASKED, Workload, register_unmasked
 
     register_unmasked()
     with init_empty_weights(include_buffers=False):

@@ -71,9 +71,9 @@ def packing(folder: Path, num_rows: int, rounds: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from toolkit.data import build
-    from toolkit.data.loader import TrainLoader
-    from toolkit.data.templates import MARKERS, use_template
-    from toolkit.data.tokenizer import _train_byte_pairs
+    from toolkit.data.samples.loader import TrainLoader
+    from toolkit.data.templates.templates import MARKERS, use_template
+    from toolkit.data.tokens.tokenizer import _train_byte_pairs
     from toolkit.objectives.causal_lm import CausalLM
     from toolkit.recipe.schema import DataSection
 
@@ -135,8 +135,8 @@ def packing(folder: Path, num_rows: int, rounds: int) -> dict[str, Any]:
 def tokenise(file: Path, cache: Path, max_length: int) -> dict[str, Any]:
     """In this process: rows per second and the largest resident set."""
     from toolkit.data import build
-    from toolkit.data.templates import MARKERS, use_template
-    from toolkit.data.tokenizer import _train_byte_pairs
+    from toolkit.data.templates.templates import MARKERS, use_template
+    from toolkit.data.tokens.tokenizer import _train_byte_pairs
     from toolkit.recipe.schema import DataSection
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -89,7 +89,7 @@ def rows(size: int, folder: Path) -> Prepared:
 
 def order(size: int, folder: Path) -> Prepared:
     """The first sample of a resumed run, in the middle of the tenth pass over `size` samples."""
-    from toolkit.data.loader import EpochOrder
+    from toolkit.data.samples.loader import EpochOrder
 
     found = EpochOrder(size, 0, shuffle=True)
     return lambda: found[size * 9 + size // 2]

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 import turns
 
-from toolkit.objectives.fused_linear_cross_entropy import summed_loss
+from toolkit.objectives.losses.fused_linear_cross_entropy import summed_loss
 
 SIZES = ["1024,8192,256", "1024,32768,512", "512,131072,512", "2048,131072,256"]
 """Tokens, vocabulary, hidden size."""

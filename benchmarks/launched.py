@@ -42,7 +42,7 @@ def import_all() -> None:
 def watch() -> None:
     """Puts a clock around the parts of a run."""
 
-    from toolkit.run import accelerator, model_checks, model_on_meta, opening
+    from toolkit.run.stages import accelerator, model_checks, model_on_meta, opening
     from toolkit.training.trainer import Trainer
 
     for module, name, part in (
@@ -65,7 +65,7 @@ def main(file: str, arguments: list[str]) -> int:
     born = psutil.Process().create_time()
     timed("imports", import_all)()
     watch()
-    from toolkit.cli.finetune import finetune_command
+    from toolkit.cli.ranks.finetune import finetune_command
 
     code = finetune_command(arguments)
     if os.environ.get("RANK", "0") == "0":

@@ -53,8 +53,8 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def train_tokenizer(rows: Path, folder: Path) -> None:
-    from toolkit.data.templates import MARKERS, use_template
-    from toolkit.data.tokenizer import _train_byte_pairs
+    from toolkit.data.templates.templates import MARKERS, use_template
+    from toolkit.data.tokens.tokenizer import _train_byte_pairs
 
     with rows.open(encoding="utf-8") as file:
         texts = [message["content"] for line in islice(file, 3000) for message in json.loads(line)["messages"]]

@@ -121,9 +121,9 @@ def stepping(point: Point, rank: int) -> Any:
     from accelerate import Accelerator
     from transformers import LlamaForCausalLM
 
-    from toolkit.data.samples import IGNORED
-    from toolkit.objectives.find_head import find_head_loss
-    from toolkit.objectives.fused_linear_cross_entropy import HeadLoss
+    from toolkit.data.samples.samples import IGNORED
+    from toolkit.objectives.losses.find_head import find_head_loss
+    from toolkit.objectives.losses.fused_linear_cross_entropy import HeadLoss
     from toolkit.sharding import sharding_kwargs
 
     accelerator = Accelerator(**sharding_kwargs("zero3"))

@@ -17,9 +17,9 @@ from typer.main import get_command
 from toolkit.cli.app import app
 from toolkit.recipe.combinations import COMBINATIONS, Combination, Reason
 from toolkit.recipe.features import FEATURES
+from toolkit.recipe.objectives.section import Section
 from toolkit.recipe.problems import allowed_values, section_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.recipe.section import Section
 
 DOCS = Path(__file__).parent
 HEAD = """# Recipe fields

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from toolkit.data.build import build
-from toolkit.data.tokenizer import load
+from toolkit.data.tokens.tokenizer import load
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
 

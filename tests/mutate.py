@@ -1,6 +1,6 @@
 """Changes one operator or number of a module at a time, runs tests, and prints what they did not notice.
 
-    python tests/mutate.py toolkit/sharding/strategy.py tests/unit/sharding/test_strategy.py --sample 10
+    python tests/mutate.py toolkit/sharding/plan/strategy.py tests/unit/sharding/test_strategy.py --sample 10
 
 Each mutant is a run of pytest; so it is run by hand. The module is put back at the end, also after Ctrl-C.
 """

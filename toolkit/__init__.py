@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from toolkit.generation.api import evaluate, generate, sample
     from toolkit.planning.table import plan
     from toolkit.recipe.recipe import Recipe
-    from toolkit.run.outcome import FinetuneResult
     from toolkit.run.run import finetune
+    from toolkit.run.shown.outcome import FinetuneResult
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 
 __version__ = "0.2.0"
 
 _HOMES = {
-    "FinetuneResult": "toolkit.run.outcome",
+    "FinetuneResult": "toolkit.run.shown.outcome",
     "Recipe": "toolkit.recipe.recipe",
     "ShardingMesh": "toolkit.sharding.plugin",
     "ShardingPlugin": "toolkit.sharding.plugin",

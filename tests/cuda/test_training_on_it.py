@@ -125,7 +125,7 @@ def overflow(
     """Scales of the loss and weights after each step; at one step, rank 1 finds an infinity in its own shard."""
     import torch.distributed as dist
 
-    from toolkit.sharding.shards import local_tensor, whole_tensor
+    from toolkit.sharding.fsdp2.shards import local_tensor, whole_tensor
 
     case = replace(PLAIN, strategy=strategy, precision="fp16")
     accelerator, model, optimizer = prepare(case, "none", shard_size=2 if strategy == "hybrid" else None)

@@ -24,33 +24,33 @@ from transformers import (
 
 from toolkit.checkpoint import state
 from toolkit.checkpoint.export import whole_tensors
-from toolkit.data.cut import Part
-from toolkit.model.attention_by_heads import attend_by_heads
-from toolkit.model.weights import materialize
-from toolkit.objectives.balance import build_balance
+from toolkit.data.samples.sequence_parts import Part
+from toolkit.model.attention.attention_by_heads import attend_by_heads
+from toolkit.model.weights.weights import materialize
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.distillation import Distillation
-from toolkit.objectives.divergence import Divergence
 from toolkit.objectives.kto import Kto
+from toolkit.objectives.losses.balance import build_balance
+from toolkit.objectives.losses.divergence import Divergence
+from toolkit.objectives.losses.preference_losses import LOSSES
 from toolkit.objectives.preference import Preference
-from toolkit.objectives.preference_losses import LOSSES
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.seq2seq import Seq2Seq
-from toolkit.objectives.specs.batches import KL_PREFIX
-from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.objectives.tagging import TokenClassification
 from toolkit.objectives.teacher import shard_teacher
 from toolkit.optim.build import build_optimizer
+from toolkit.recipe.objectives.batches import KL_PREFIX
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import OptimizerSection, TrainingSection
 from toolkit.sharding import Checkpointing, OffloadSettings, sharding_kwargs
-from toolkit.sharding.by_block import ByBlock
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.fsdp2.shards import local_tensor, state_once
 from toolkit.sharding.launched import accumulation_plugin
-from toolkit.sharding.sequence_parallel import form_groups
-from toolkit.sharding.shards import local_tensor, state_once
-from toolkit.sharding.strategy import STRATEGIES
-from toolkit.training.expert_loads import ExpertLoads
-from toolkit.training.records import Records
+from toolkit.sharding.parallel.sequence_parallel import form_groups
+from toolkit.sharding.plan.strategy import STRATEGIES
+from toolkit.training.extensions.expert_loads import ExpertLoads
+from toolkit.training.extensions.records import Records
 from toolkit.training.trainer import Trainer
 
 NUM_RANKS = 4

@@ -195,7 +195,7 @@ def simulated(num_ranks: int, read: Mapping[tuple[int, ...], int] | None = None)
     from accelerate.state import PartialState
 
     from toolkit import ranks
-    from toolkit.sharding import by_block
+    from toolkit.sharding.blocks import by_block
     from toolkit.sharding.offload.worker import Worker
     from toolkit.sharding.plugin import reset_accelerate
 

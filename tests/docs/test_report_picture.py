@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.pages.run_page import RunSummary, render_report
-from toolkit.pages.side_by_side import SideBySide
 
 pytestmark = pytest.mark.first
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from toolkit.objectives.specs.registry import SPECS
+from toolkit.recipe.objectives.registry import SPECS
 
 pytestmark = pytest.mark.first
 

@@ -33,6 +33,6 @@ def test_too_few_files_are_an_error(words: list[str]) -> None:
 
 
 def test_the_limit_is_raised_where_the_system_allows_it() -> None:
-    told = "import resource; from toolkit.cli.console import require_files; require_files(); "
+    told = "import resource; from toolkit.cli.shared.console import require_files; require_files(); "
     done = started(22, 500, "-c", told + "print(resource.getrlimit(resource.RLIMIT_NOFILE))")
     assert done.stdout == "(500, 500)\n", done.stderr

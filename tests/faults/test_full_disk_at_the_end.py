@@ -39,7 +39,7 @@ def starts(home: Path) -> dict[str, Any]:
     """
     from toolkit import Recipe, finetune
     from toolkit.checkpoint import list_checkpoints
-    from toolkit.run import outcome
+    from toolkit.run.shown import outcome
     from toolkit.training import durable_writes
     from toolkit.training.trainer import Trainer
 

@@ -45,9 +45,10 @@ def eat_memory(*_: Any, **__: Any) -> Any:
 def arm(point: str) -> None:
     """Breaks this rank at `point`; in training, in its third optimizer step."""
     from toolkit.checkpoint import session
-    from toolkit.data import samples
+    from toolkit.data.samples import samples
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.run import run, sharded_model
+    from toolkit.run import run
+    from toolkit.run.stages import sharded_model
     from toolkit.training.trainer import Trainer
 
     if point == "data":
@@ -78,7 +79,7 @@ def arm(point: str) -> None:
 
 @ranks.alone
 def run_recipe(recipe: str, point: str, folder: str, address: str) -> None:
-    from toolkit.cli.finetune import finetune_command
+    from toolkit.cli.ranks.finetune import finetune_command
 
     rank = int(os.environ["RANK"])
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": address}
@@ -134,7 +135,7 @@ def test_the_error_of_the_rank_that_fails_is_told(recipe: Path, point: str) -> N
 def met_and_lost(folder: str) -> None:
     """Rank 1 is killed when all have met, before the ranks have made the group for long waits."""
     from toolkit import Recipe, finetune
-    from toolkit.run import opening
+    from toolkit.run.stages import opening
     from toolkit.supervise import rendezvous
 
     build = opening.build_accelerator

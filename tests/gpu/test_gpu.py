@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "flash_attention_2"])
 def test_rows_that_share_a_sample_do_not_see_each_other(attention: str) -> None:
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.run.packing_check import check_leaks
+    from toolkit.run.checks.packing_check import check_leaks
 
     if attention == "flash_attention_2":
         pytest.importorskip("flash_attn")
@@ -37,9 +37,9 @@ def test_rows_that_share_a_sample_do_not_see_each_other(attention: str) -> None:
 
 
 def test_auto_takes_an_attention_that_keeps_packed_rows_apart() -> None:
-    from toolkit.model.attention import settle_attention
+    from toolkit.model.attention.attention import settle_attention
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.run.packing_check import check_leaks
+    from toolkit.run.checks.packing_check import check_leaks
 
     torch.manual_seed(0)
     model: Any = llama("sdpa")

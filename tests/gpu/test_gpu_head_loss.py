@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.sanitized_threads import sanitized_threads  # noqa: F401 (a fixture of every test here)
 
-from toolkit.objectives.fused_linear_cross_entropy import AfterHead, summed_loss
+from toolkit.objectives.losses.fused_linear_cross_entropy import AfterHead, summed_loss
 
 TOKENS, VOCABULARY, WIDTH = 4096, 65_536, 512
 

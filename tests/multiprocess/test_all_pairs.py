@@ -22,9 +22,9 @@ from support.ranks import meet, run_on_ranks
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.objectives.specs.registry import SPECS
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import Settings
+from toolkit.recipe.objectives.registry import SPECS
 
 STEPS, LEARNING_RATE, DECAY = 3, 2e-3, 0.1
 ROWS_PER_STEP = {2: 4, 4: 8}

@@ -20,8 +20,8 @@ from support.tiny import llama, recipe_values
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import toolkit
-from toolkit.data.templates import MARKERS, use_template
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.templates.templates import MARKERS, use_template
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.recipe.schema import AnswersSection
 
 FACTS = {
@@ -121,7 +121,7 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
     begun = recipe_of(folder, "begun", checkpoint={"every_steps": 8}, answers=scored, **RUNS["zero3"])
     meet()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.run.answers.Answers.at_evaluation", fail_at(3))
+        patch.setattr("toolkit.run.stages.answers.Answers.at_evaluation", fail_at(3))
         with pytest.raises(RuntimeError, match="the power is out"):
             toolkit.finetune(begun)
     assert [line["step"] for line in evaluations(folder / "begun")] == [0, 8]
@@ -140,7 +140,7 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
 
 
 def fail_at(evaluation: int) -> Any:
-    from toolkit.run.answers import Answers
+    from toolkit.run.stages.answers import Answers
 
     at_evaluation = Answers.at_evaluation
     calls: list[None] = []

@@ -132,7 +132,8 @@ def test_rows_of_the_peers_are_those_of_the_toolkit(tmp_path: Path, modules: Non
     """Packed, they meet other rows in a batch, but the same ones in all."""
     import peers
 
-    from toolkit.data import build, tokenizer
+    from toolkit.data import build
+    from toolkit.data.tokens import tokenizer
     from toolkit.recipe.recipe import Recipe
 
     job = peers.Job(str(tmp_path), peers.TINY, 64, 4, 1)

@@ -27,8 +27,8 @@ from toolkit.planning.time.hardware import hardware_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding import Checkpointing, plan_units
 from toolkit.sharding.apply import apply
-from toolkit.sharding.by_block import ByBlock
-from toolkit.sharding.strategy import STRATEGIES
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.plan.strategy import STRATEGIES
 
 STEPS, MICRO_BATCHES = 3, 3
 TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=2)]

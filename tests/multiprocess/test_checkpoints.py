@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from toolkit.checkpoint import latest
 from toolkit.cli.app import app
-from toolkit.cli.export import export
+from toolkit.cli.commands.export import export
 from toolkit.errors import BadInputError, StoppedError
 
 CUT_AT = 7  # the step in which the run dies; saved after 3 and 6

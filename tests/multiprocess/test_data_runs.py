@@ -22,8 +22,8 @@ from transformers import (
     pipeline,
 )
 
-from toolkit.data.templates import MARKERS
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.templates.templates import MARKERS
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 
 NUM_CHATS = 41
 LABELS = ["calm", "loud", "odd"]

@@ -55,7 +55,7 @@ def values(folder: Path, name: str, case: str, **training: Any) -> dict[str, Any
 def runs(folder: Path) -> dict[str, Any]:
     from toolkit import Recipe, finetune
     from toolkit.run import fit as fit_module
-    from toolkit.training.averages import WeightAverages
+    from toolkit.training.extensions.averages import WeightAverages
 
     ranks, found = int(os.environ["WORLD_SIZE"]), {}
     sizes: list[int] = []
@@ -176,8 +176,8 @@ def check_plan(folder: Path, measured: list[int]) -> None:
     from toolkit.planning.planner import Planner
     from toolkit.planning.setup import Setup
     from toolkit.planning.time.hardware import presets
-    from toolkit.planning.workload import workload_of_model
-    from toolkit.sharding.strategy import STRATEGIES, MeshShape
+    from toolkit.planning.workload.workload import workload_of_model
+    from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
     os.environ["WORLD_SIZE"] = "2"
     recipe = Recipe.from_mapping(values(folder, "plan", "zero3"))

@@ -13,7 +13,7 @@ from support.ranks import meet, run_on_ranks
 from torch import nn
 from transformers import AutoModelForMultimodalLM
 
-from toolkit.sharding import units
+from toolkit.sharding.plan import units
 
 STEPS = 2
 Inputs = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from support.tiny import recipe_values, save_llama
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
-from toolkit.training import expert_loads
+from toolkit.training.extensions import expert_loads
 from toolkit.training.trainer import Trainer
 
 COEF, Z = 0.3, 0.05

@@ -58,12 +58,12 @@ def toolkit(strategy: str, kind: str, precision: str) -> tuple[list[float], dict
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
-    from toolkit.objectives import fused_linear_cross_entropy
     from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.sharding.checkpointing import Checkpointing
+    from toolkit.objectives.losses import fused_linear_cross_entropy
+    from toolkit.sharding.blocks.checkpointing import Checkpointing
+    from toolkit.sharding.fsdp2.shards import whole_tensor
     from toolkit.sharding.launched import accumulation_plugin
     from toolkit.sharding.plugin import reset_accelerate
-    from toolkit.sharding.shards import whole_tensor
 
     meet()
     reset_accelerate()

@@ -19,9 +19,9 @@ from support.ranks import meet, run_on_ranks
 from torch import nn
 
 from toolkit.sharding import sharding_kwargs
+from toolkit.sharding.fsdp2.shards import local_tensor, whole_tensor
 from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.sharding.shards import local_tensor, whole_tensor
 
 STEPS, RANKS, MAX_NORM = 5, 4, 0.8
 OVERFLOW, WHERE = 2, 1
@@ -86,7 +86,7 @@ def prepared(run: Run) -> tuple[Any, Any, Any]:
     accelerator.scaler, accelerator.native_amp = scaler(), True
     accelerator.state._mixed_precision = "fp16"
     if run.strategy == "ddp":
-        share_overflows(accelerator.scaler)  # as toolkit/run/accelerator.py does
+        share_overflows(accelerator.scaler)  # as toolkit/run/stages/accelerator.py does
     model = make_model(run.case)
     return accelerator, *accelerator.prepare(model, make_optimizer(model, run.case))
 

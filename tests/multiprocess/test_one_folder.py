@@ -29,7 +29,7 @@ def mount_another_disk(folder: Path) -> bool:
 def train_on_two_disks(folder: Path) -> tuple[str, int, bool]:
     from toolkit import Recipe, finetune
     from toolkit.errors import ToolkitError
-    from toolkit.run import folder as folders
+    from toolkit.run.folder import folder as folders
 
     folders.LISTING_SECONDS = 1.0
     mounted = os.environ["RANK"] == "0" or mount_another_disk(folder / "disk")

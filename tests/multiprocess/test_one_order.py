@@ -98,7 +98,7 @@ def noted(is_late: bool) -> Iterator[list[Call]]:
 def calls_of(run: Run, slow: int) -> list[Call]:
     """What this rank calls in a run; `slow` is late at each."""
     from toolkit.sharding import OffloadSettings
-    from toolkit.sharding.by_block import ByBlock
+    from toolkit.sharding.blocks.by_block import ByBlock
 
     settings: dict[str, Any] = {"shard_size": 2} if run.case.strategy == "hybrid" else {}
     offload: Any = "none" if run.executor is None else OffloadSettings(run.executor)  # type: ignore[arg-type]

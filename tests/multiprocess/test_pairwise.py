@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_on_ranks
 
-from toolkit.sharding import gloo as pairwise
+from toolkit.sharding.fsdp2 import gloo as pairwise
 
 LENGTH = 5
 

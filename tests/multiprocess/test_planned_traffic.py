@@ -14,10 +14,10 @@ from support.tiny import llama
 from support.traffic import Traffic
 from torch import nn
 
-from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.time.traffic import traffic
+from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.sharding import plan_units
-from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
 
 CASES = [(strategy, 1, True, "all", "no") for strategy in STRATEGIES]
 CASES += [(strategy, 3, False, "all", "no") for strategy in STRATEGIES]

@@ -17,13 +17,13 @@ from transformers import CONFIG_MAPPING
 
 from toolkit.errors import BadInputError
 from toolkit.sharding import Checkpointing, OffloadSettings, apply, sharding_kwargs
-from toolkit.sharding.by_block import ByBlock
-from toolkit.sharding.fsdp import autograd_sums_gradients
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
+from toolkit.sharding.fsdp2.precision import types_of_authors
+from toolkit.sharding.fsdp2.shards import whole_tensor
+from toolkit.sharding.plan.strategy import STRATEGIES
+from toolkit.sharding.plan.units import plan_units
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.sharding.precision import types_of_authors
-from toolkit.sharding.shards import whole_tensor
-from toolkit.sharding.strategy import STRATEGIES
-from toolkit.sharding.units import plan_units
 
 KINDS = ["ernie4_5_moe", "minimax", "openai-gpt", "inkling2_text"]
 MORE = ["deepseek_v4", "hy_v4", "inkling_text", "olmo_hybrid", "flint", "beam", "bailing_hybrid", "nemotron_h"]

@@ -193,7 +193,7 @@ def test_the_run_is_the_plain_loop(ranks: int, folder: Path, plain: dict[str, An
 
 
 def test_the_recipes_settings_are_the_losses() -> None:
-    from toolkit.objectives.preference_losses import LOSSES
-    from toolkit.objectives.specs.preference import SETTINGS_OF_LOSSES
+    from toolkit.objectives.losses.preference_losses import LOSSES
+    from toolkit.recipe.objectives.preference import SETTINGS_OF_LOSSES
 
     assert {name: tuple(loss.defaults) for name, loss in LOSSES.items()} == SETTINGS_OF_LOSSES

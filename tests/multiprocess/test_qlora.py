@@ -213,7 +213,7 @@ def test_another_base_is_refused(others: dict[str, Any], folder: Path) -> None:
     assert exit_code == 2
     assert "the adapters were trained on other weights" in text
     from toolkit.errors import BadInputError
-    from toolkit.generation.load import load_model
+    from toolkit.generation.text.load import load_model
 
     with pytest.raises(BadInputError, match="was trained on other weights"):
         load_model(str(folder / "cut"))

@@ -1,4 +1,4 @@
-"""What is replaced in FSDP2 is what toolkit/sharding/fsdp_replaced.py lists, on the records of a model alone."""
+"""What is replaced in FSDP2 is what toolkit/sharding/fsdp2/fsdp_replaced.py lists, on the records of a model alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM
 
 from toolkit.sharding import plan_units, sharding_kwargs
 from toolkit.sharding.apply import apply, groups_of
-from toolkit.sharding.fsdp import fsdp_groups
-from toolkit.sharding.fsdp_replaced import REPLACED
+from toolkit.sharding.fsdp2.fsdp import fsdp_groups
+from toolkit.sharding.fsdp2.fsdp_replaced import REPLACED
+from toolkit.sharding.plan.strategy import STRATEGIES
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.sharding.strategy import STRATEGIES
 
 
 class KeptNorms(LlamaForCausalLM):

@@ -17,8 +17,8 @@ from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding import plan_units
 from toolkit.sharding.apply import apply, groups_of
-from toolkit.sharding.fsdp import fsdp_groups
-from toolkit.sharding.strategy import STRATEGIES
+from toolkit.sharding.fsdp2.fsdp import fsdp_groups
+from toolkit.sharding.plan.strategy import STRATEGIES
 
 STEPS = 3
 TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=2)]

@@ -27,8 +27,8 @@ from toolkit.checkpoint.manifest import file_entry, list_checkpoints
 from toolkit.checkpoint.store import StorePath
 from toolkit.cli.app import app
 from toolkit.data import build
-from toolkit.data.remote import local_copies
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.rows.remote import local_copies
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection
 

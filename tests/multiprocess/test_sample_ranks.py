@@ -18,8 +18,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import toolkit
 from toolkit import ranks
-from toolkit.generation.sample_options import SampleOptions
-from toolkit.generation.sampling import sample
+from toolkit.generation.sampling.sample_options import SampleOptions
+from toolkit.generation.sampling.sampling import sample
 
 FILES = ("samples", "sft", "pairs", "labels")
 OBJECTIVES = {"sft": {}, "pairs": {"kind": "preference"}, "labels": {"kind": "kto"}}

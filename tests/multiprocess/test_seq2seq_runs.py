@@ -16,7 +16,7 @@ from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, recipe_values
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, T5Config
 
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 
 STEPS, ROWS_PER_STEP, PREFIX = 4, 8, "turn: "
 SIZES = {"d_model": 32, "pad_token_id": 1, "eos_token_id": 0}

@@ -21,23 +21,23 @@ from support.tiny import recipe_values, save_llama
 from support.traffic import Traffic
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import toolkit.run.accelerator
+import toolkit.run.stages.accelerator
 from toolkit.data import build
-from toolkit.data.cut import Part
+from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
-from toolkit.model.attention_by_heads import attend_by_heads
+from toolkit.model.attention.attention_by_heads import attend_by_heads
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.losses.preference_losses import LOSSES
 from toolkit.objectives.preference import Preference
-from toolkit.objectives.preference_losses import LOSSES
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import presets
-from toolkit.planning.workload import workload_of
+from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.sequence_check import check_parts
+from toolkit.run.checks.sequence_check import check_parts
 from toolkit.sharding import Compilation
-from toolkit.sharding.sequence_parallel import form_groups, own_part
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.parallel.sequence_parallel import form_groups, own_part
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -183,7 +183,7 @@ def runs(folder: Path, cases: dict[str, dict[str, dict[str, Any]]], start: str =
     from toolkit import finetune
 
     # Inductor takes minutes.
-    toolkit.run.accelerator.Compilation = functools.partial(Compilation, "aot_eager")  # type: ignore[misc]
+    toolkit.run.stages.accelerator.Compilation = functools.partial(Compilation, "aot_eager")  # type: ignore[misc]
     found = {}
     for name, changes in cases.items():
         meet()

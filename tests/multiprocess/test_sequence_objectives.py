@@ -21,19 +21,19 @@ from transformers import (
     LlamaConfig,
 )
 
-from toolkit.data.cut import Part
+from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
-from toolkit.model.attention_by_heads import attend_by_heads
-from toolkit.objectives import scores
+from toolkit.model.attention.attention_by_heads import attend_by_heads
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.kto import Kto
+from toolkit.objectives.losses import scores
+from toolkit.objectives.losses.preference_losses import LOSSES
 from toolkit.objectives.preference import Preference
-from toolkit.objectives.preference_losses import LOSSES
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.tagging import TokenClassification, entities
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.sequence_check import check_parts
-from toolkit.sharding.sequence_parallel import form_groups, own_part
+from toolkit.run.checks.sequence_check import check_parts
+from toolkit.sharding.parallel.sequence_parallel import form_groups, own_part
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,

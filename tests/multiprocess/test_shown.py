@@ -36,7 +36,7 @@ def runs(folder: Path) -> dict[str, Any]:
     from toolkit import Recipe, finetune
     from toolkit.errors import StoppedError
     from toolkit.pages.run_page import render_report
-    from toolkit.run import live
+    from toolkit.run.shown import live_report as live
     from toolkit.training.trainer import Trainer
 
     live.FIRST_SECONDS, live.EVERY_SECONDS, live.COST_SHARE = 0.0, 1e-9, 1e9

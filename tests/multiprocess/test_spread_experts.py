@@ -23,12 +23,13 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
-from toolkit.model.adapters import add_adapter
-from toolkit.planning.memory.unit_shapes import unit_shapes
+from toolkit.model.adapters.adapters import add_adapter
 from toolkit.planning.time.traffic import traffic
+from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.recipe.schema import AdapterSection
-from toolkit.sharding import expert_parallel, plan_units
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding import plan_units
+from toolkit.sharding.parallel import expert_parallel
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 from toolkit.training.trainer import Trainer
 
 COEF, Z = 0.3, 0.05

@@ -33,10 +33,10 @@ from support.ranks import meet, run_on_ranks
 from torch import nn
 
 from toolkit.sharding import OffloadSettings, sharding_kwargs
+from toolkit.sharding.fsdp2.shards import whole_tensor
 from toolkit.sharding.offload import executors
+from toolkit.sharding.plan.units import stacked_experts
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.sharding.shards import whole_tensor
-from toolkit.sharding.units import stacked_experts
 
 STEPS, MAX_NORM = 3, 0.1  # which every step's norm is above
 OVERFLOW = 1

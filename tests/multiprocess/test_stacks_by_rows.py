@@ -22,13 +22,14 @@ from transformers import AutoTokenizer
 from toolkit import Recipe, finetune, sharding_kwargs
 from toolkit.checkpoint.export import gather_on_rank_zero
 from toolkit.optim.build import build_optimizer
-from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.time.traffic import traffic
+from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.recipe.schema import OptimizerSection
-from toolkit.sharding import plan_units, shards
-from toolkit.sharding.fsdp import fsdp_groups
+from toolkit.sharding import plan_units
+from toolkit.sharding.fsdp2 import shards
+from toolkit.sharding.fsdp2.fsdp import fsdp_groups
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
 
 COEF, Z = 0.3, 0.05
 EXPERTS = {"mixtral": {"num_local_experts": 3}, "gpt_oss": {"num_local_experts": 3}, "qwen3_moe": {"num_experts": 3}}

@@ -21,7 +21,7 @@ from transformers import (
     pipeline,
 )
 
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.objectives.tagging import entities
 
 NAMES, WEIGHTS = ["O", "B-KING", "I-KING"], [0.5, 2.0, 1.0]

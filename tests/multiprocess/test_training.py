@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
 
 
 def runs(folder: Path, data: Path) -> dict[str, Any]:
-    import toolkit.run.accelerator
+    import toolkit.run.stages.accelerator
     import toolkit.training.trainer
     from toolkit import Recipe, finetune
     from toolkit.errors import ToolkitError
@@ -73,8 +73,8 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
     )
     run("no-export", training={"max_steps": 2, "max_grad_norm": None}, export={"enabled": False})
     results["counted"] = len(counted)
-    toolkit.run.accelerator.Compilation = functools.partial(
-        toolkit.run.accelerator.Compilation, "aot_eager"
+    toolkit.run.stages.accelerator.Compilation = functools.partial(
+        toolkit.run.stages.accelerator.Compilation, "aot_eager"
     )  # inductor takes a minute
     run("compiled", training={"max_steps": 2, "compile": True}, sharding={"strategy": "ddp"}, export={"enabled": False})
     for name in ("dry", "no-export"):

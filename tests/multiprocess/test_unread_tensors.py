@@ -15,7 +15,7 @@ from support.tiny import recipe_values, tiny_config
 from support.whole_models import LORA, TEXTS, tensors_of, write_texts
 
 from toolkit.checkpoint.consolidate import export_run
-from toolkit.model.weights import unread_files
+from toolkit.model.weights.weights import unread_files
 
 FURTHER = {"mtp.fc.weight": (32, 64), "mtp.layers.0.mlp.up_proj.weight": (48, 32), "mtp.norm.weight": (32,)}
 """As Qwen 3.5 has them on the hub, whose class in transformers passes over `mtp.*`."""

@@ -87,10 +87,10 @@ def sharded(strategy: str, accumulation: int, during_backward: bool) -> tuple[di
     from accelerate import Accelerator
 
     from toolkit.sharding import OffloadSettings, sharding_kwargs
+    from toolkit.sharding.fsdp2.shards import whole_tensor
+    from toolkit.sharding.fsdp2.unused import has_branches
     from toolkit.sharding.launched import accumulation_plugin
     from toolkit.sharding.plugin import reset_accelerate
-    from toolkit.sharding.shards import whole_tensor
-    from toolkit.sharding.unused import has_branches
 
     reset_accelerate()
     word, _, offload = strategy.partition("+")
@@ -226,7 +226,7 @@ def train_and_resume(strategy: str, folder: str) -> tuple[float, bool]:
     from accelerate import Accelerator
 
     from toolkit.sharding import sharding_kwargs
-    from toolkit.sharding.shards import whole_tensor
+    from toolkit.sharding.fsdp2.shards import whole_tensor
 
     ends = []
     for first_step in (0, 2):

@@ -73,7 +73,7 @@ def sharded_steps() -> list[tuple[float, int, int]]:
     from accelerate import Accelerator
 
     from toolkit.sharding import sharding_kwargs
-    from toolkit.sharding.by_block import ByBlock
+    from toolkit.sharding.blocks.by_block import ByBlock
     from toolkit.sharding.launched import accumulation_plugin
     from toolkit.sharding.plugin import reset_accelerate
 

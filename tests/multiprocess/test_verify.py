@@ -184,7 +184,7 @@ def test_adapters_under_ddp_pass(adapter: list[str], folder: Path) -> None:
 def test_adapters_that_are_wrong_are_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last scale of each matrix is that of the block before, and the adapters' products are scaled wrong."""
     break_ranks(
-        "from toolkit.model import load, quantised\n"
+        "from toolkit.model import load; from toolkit.model.quantised.quantised import quantised\n"
         "in_4_bits, add = quantised._in_4_bits, load.add_adapter\n"
         "def shifted(flat):\n"
         "    weight, absmax = in_4_bits(flat)\n"
@@ -234,7 +234,7 @@ def test_a_mixture_of_experts_that_is_wrong_is_told(
 ) -> None:
     """The balance loss's gradient is a tenth too large, and rank 1 counts no choices."""
     break_ranks(
-        "from toolkit.objectives import balance\n"
+        "from toolkit.objectives.losses import balance\n"
         "gradient, exchange = balance.Balance.gradient, balance.Balance._exchange\n"
         "balance.Balance.gradient = lambda self, *given: 1.1 * gradient(self, *given)\n"
         "def deaf(self):\n"

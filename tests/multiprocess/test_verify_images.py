@@ -11,8 +11,8 @@ from support.texts import make_texts
 from support.tiny import recipe_values
 from support.verified import run_in_this_process, save_launches
 
-from toolkit.data.picture_samples import PictureSamples
-from toolkit.data.samples import Batch
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.samples import Batch
 from toolkit.recipe.recipe import Recipe
 from toolkit.verify import FAILED, OK, Report, verify
 

@@ -16,8 +16,8 @@ from support.tiny import VOCAB_SIZE, recipe_values, save_llama
 from support.verified import run_in_this_process, save_launches
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
-from toolkit.data.tokenizer import _train_byte_pairs
-from toolkit.objectives.divergence import Divergence
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
+from toolkit.objectives.losses.divergence import Divergence
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.recipe.recipe import Recipe
 from toolkit.verify import FAILED, OK, Report, verify

@@ -25,7 +25,7 @@ def slow_on_rank_zero(meeting: str, folder: str) -> float:
 
     from toolkit import ranks
     from toolkit.checkpoint import export as exports
-    from toolkit.model.weights import RankZeroWeights
+    from toolkit.model.weights.weights import RankZeroWeights
 
     rank = int(os.environ["RANK"])
     limit = timedelta(seconds=PATIENCE_SECONDS)

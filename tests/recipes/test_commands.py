@@ -144,7 +144,7 @@ def losses(run: Path) -> list[float]:
 
 @alone
 def finetune_by_command(arguments: list[str], environment: dict[str, str]) -> int:
-    from toolkit.cli.finetune import finetune_command
+    from toolkit.cli.ranks.finetune import finetune_command
 
     for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # no launcher has been here
         del os.environ[key]

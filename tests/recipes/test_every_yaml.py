@@ -11,7 +11,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from support.launches import launch
 
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.strategy import parse_strategy
+from toolkit.sharding.plan.strategy import parse_strategy
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"recipes", "accelerate_configs"}

@@ -12,12 +12,12 @@ from typing import Any
 from unittest import mock
 
 MODULES = {
-    "by_block": "toolkit.sharding.by_block",
+    "by_block": "toolkit.sharding.blocks.by_block",
     "capture": "toolkit.sharding.offload.capture",
     "engine": "toolkit.sharding.offload.engine",
     "executors": "toolkit.sharding.offload.executors",
     "facade": "toolkit.sharding.offload.facade",
-    "fsdp_replaced": "toolkit.sharding.fsdp_replaced",
+    "fsdp_replaced": "toolkit.sharding.fsdp2.fsdp_replaced",
     "state": "toolkit.checkpoint.state",
     "fsdp2": "torch.distributed.fsdp._fully_shard._fsdp_param_group",
 }

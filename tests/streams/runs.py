@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit import ranks
 from toolkit.checkpoint import state
-from toolkit.model.attention_by_heads import attend_by_heads
-from toolkit.model.quantised import Quantisation, quantise_loaded
+from toolkit.model.attention.attention_by_heads import attend_by_heads
+from toolkit.model.quantised.quantised import Quantisation, quantise_loaded
 from toolkit.optim.ema import Ema
 from toolkit.sharding import Checkpointing, OffloadSettings
-from toolkit.sharding.by_block import ByBlock
-from toolkit.sharding.sequence_parallel import WholeRows, form_groups, rows_shared
-from toolkit.sharding.shards import local_tensor
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.fsdp2.shards import local_tensor
+from toolkit.sharding.parallel.sequence_parallel import WholeRows, form_groups, rows_shared
 
 STEPS = 2
 

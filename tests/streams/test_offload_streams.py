@@ -19,7 +19,7 @@ from support.offload_loops import Case
 from support.ranks import alone, run_on_ranks
 
 import toolkit.sharding.offload
-from toolkit.sharding.fsdp import autograd_sums_gradients
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
 
 EXECUTORS = {
     "cpu_torch": Run(),

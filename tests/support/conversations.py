@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from support.chat_templates import CHAT_TEMPLATES, ChatTemplate
 from support.chat_templates import tokenizer_for as new_tokenizer
-from toolkit.data.templates import MARKERS, TEMPLATES
+from toolkit.data.templates.templates import MARKERS, TEMPLATES
 
 OURS = [
     ChatTemplate(

@@ -18,7 +18,7 @@ from support.stand_in import NUM_RANKS, Attempt, attempt
 from support.two_hosts import Host
 from toolkit.checkpoint import list_checkpoints
 from toolkit.checkpoint.manifest import look_at
-from toolkit.run.finished import is_finished
+from toolkit.run.folder.finished import is_finished
 from toolkit.supervise.lease import LEASE
 
 LIMIT_SECONDS = 120.0

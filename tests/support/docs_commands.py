@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.arguments import split_arguments
+from toolkit.cli.shared.arguments import split_arguments
 from toolkit.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def check_torchrun(arguments: list[str]) -> None:
 
 
 def check_script(script: str, arguments: list[str]) -> None:
-    from toolkit.cli.finetune import _argument_parser
+    from toolkit.cli.ranks.finetune import _argument_parser
 
     assert Path(script).is_file(), script
     if Path(script).name == "finetune.py":

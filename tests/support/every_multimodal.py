@@ -24,7 +24,7 @@ from transformers.utils import is_timm_available
 from support.multimodal_sizes import OF_KIND
 from support.tiny import VOCAB_SIZE
 from support.tiny_multimodal import FAMILIES
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "depth", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),

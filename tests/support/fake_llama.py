@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape
 from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.time.speed import ModelSegment
-from toolkit.sharding.unit_plan import UnitKind
+from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape
+from toolkit.sharding.plan.unit_plan import UnitKind
 
 
 @dataclass(frozen=True)

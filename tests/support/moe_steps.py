@@ -11,19 +11,19 @@ from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
 from support.moe import Step, micro_batches, mixture
-from toolkit.data.cut import Part
-from toolkit.model.attention_by_heads import attend_by_heads
-from toolkit.objectives.balance import build_balance
+from toolkit.data.samples.sequence_parts import Part
+from toolkit.model.attention.attention_by_heads import attend_by_heads
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.objectives.losses.balance import build_balance
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding import Checkpointing, plan_units, sharding_kwargs
 from toolkit.sharding.apply import prepare_blocks
-from toolkit.sharding.by_block import ByBlock
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.fsdp2.shards import whole_tensor
+from toolkit.sharding.parallel.sequence_parallel import form_groups
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.sharding.sequence_parallel import form_groups
-from toolkit.sharding.shards import whole_tensor
-from toolkit.training.expert_loads import ExpertLoads
+from toolkit.training.extensions.expert_loads import ExpertLoads
 from toolkit.training.trainer import Trainer
 
 Case = tuple[str, str, int, bool, str]

@@ -8,8 +8,8 @@ import numpy as np
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from toolkit.data.packing import best_fit, whole
-from toolkit.data.samples import TextSamples
+from toolkit.data.samples.packing import best_fit, whole
+from toolkit.data.samples.samples import TextSamples
 
 VOCABULARY = 90
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}

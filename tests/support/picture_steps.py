@@ -15,16 +15,23 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from support.pictures_by_hand import Row, num_targets, random_rows, samples_of, seeing_model, summed_loss
 from support.ranks import meet
-from toolkit.data.samples import Batch
-from toolkit.model.attention import settle_attention
-from toolkit.model.parts import LANGUAGE, PROJECTOR, VISION, freeze_untrained, may_leave_unused, train_parts
+from toolkit.data.samples.samples import Batch
+from toolkit.model.attention.attention import settle_attention
+from toolkit.model.structure.model_parts import (
+    LANGUAGE,
+    PROJECTOR,
+    VISION,
+    freeze_untrained,
+    may_leave_unused,
+    train_parts,
+)
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding import Checkpointing, OffloadSettings, plan_units, sharding_kwargs
 from toolkit.sharding.apply import prepare_blocks
-from toolkit.sharding.by_block import ByBlock
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.fsdp2.shards import whole_tensor
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.sharding.shards import whole_tensor
 from toolkit.training.trainer import Trainer
 
 LONGEST = 128

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from support.tiny import VOCAB_SIZE
 from support.tiny_multimodal import FAMILIES
-from toolkit.data.packing import whole
-from toolkit.data.picture_samples import PictureSamples
-from toolkit.data.pictures import PREFIX
-from toolkit.data.samples import Rows
+from toolkit.data.images.images import PREFIX
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.packing import whole
+from toolkit.data.samples.samples import Rows
 
 BEGIN, END, PLACE, BREAK = 3, 4, 5, 8
 FIRST_WORD = 20
@@ -200,7 +200,7 @@ class DrawnRows(Rows):
 
 @dataclass(frozen=True)
 class DrawnPictures:
-    """Stands in for `toolkit.data.pictures.Pictures`: a family's processor, by hand."""
+    """Stands in for `toolkit.data.images.images.Pictures`: a family's processor, by hand."""
 
     kind: str
     token_ids: frozenset[int] = field(default=frozenset({PLACE}))

@@ -23,10 +23,10 @@ from transformers import (
     T5Config,
 )
 
-from toolkit.model.adapters import add_adapter
+from toolkit.model.adapters.adapters import add_adapter
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
-from toolkit.planning.workload import UNMASKED, Workload, register_unmasked
+from toolkit.planning.workload.workload import UNMASKED, Workload, register_unmasked
 from toolkit.recipe.schema import AdapterSection
 
 ROPE = {"num_attention_heads": 8, "num_key_value_heads": 2}

@@ -195,7 +195,7 @@ def _leave_pictures_out() -> None:
     """Has no chart of a page be drawn, which is a third of a short run; tests/unit/pages draws them."""
     from matplotlib.figure import Figure
 
-    from toolkit.pages import svg
+    from toolkit.pages.parts import svg
 
     def drawn(name: str, size: tuple[int, int], paint: Callable[[Any], None], kind: str = "any") -> svg.Drawing:
         return svg.Drawing(size, "<svg></svg>", kind)

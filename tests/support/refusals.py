@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from toolkit.cli.app import main
-from toolkit.cli.finetune import finetune_command
+from toolkit.cli.ranks.finetune import finetune_command
 from toolkit.sharding.plugin import reset_accelerate
 
 SECONDS = 120

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from support.tiny import VOCAB_SIZE
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 
 TEXT = {
     "vocab_size": VOCAB_SIZE,

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from toolkit.sharding import gloo as pairwise
+from toolkit.sharding.fsdp2 import gloo as pairwise
 
 KINDS = {
     "_allgather_base_": "all_gather",

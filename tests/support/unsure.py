@@ -9,8 +9,8 @@ import torch
 
 from support.texts import make_texts
 from support.tiny import llama
-from toolkit.data.templates import MARKERS, use_template
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.templates.templates import MARKERS, use_template
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 
 LEARNED = {
     "Who sang?": ["a fox", "the moon"],

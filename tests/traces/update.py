@@ -109,7 +109,7 @@ def _losses(recipes: list[Path]) -> dict[str, Trace]:
     from support.ranks import meet
 
     from toolkit import Recipe, finetune
-    from toolkit.model.fake_tensors import lacks_products
+    from toolkit.model.structure.fake_tensors import lacks_products
 
     traces = {}
     for path in sorted(recipes, key=lambda path: path.stem in BEFORE):

@@ -102,7 +102,7 @@ def test_an_accelerator_that_is_left_idle_is_told(capsys: pytest.CaptureFixture[
 
 @pytest.mark.usefixtures("mps")
 def test_the_doctor_and_train_name_it() -> None:
-    from toolkit.cli import doctor, train
+    from toolkit.cli.commands import doctor, train
 
     [gpus] = doctor._device_findings()
     assert (gpus.verdict, gpus.found) == (doctor.WARNING, "none that is used, but mps")

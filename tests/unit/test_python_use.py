@@ -12,7 +12,7 @@ import pytest
 import toolkit
 from toolkit import Recipe
 from toolkit.errors import BadInputError, RecipeError, ToolkitError
-from toolkit.run.outcome import result_of
+from toolkit.run.shown.outcome import result_of
 
 METRICS = [
     {"split": "eval", "step": 0, "loss": 7.0},
@@ -23,7 +23,7 @@ METRICS = [
 
 def test_the_package_shows_what_there_is() -> None:
     assert {"finetune", "export", "generate", "evaluate", "plan", "Recipe"} <= set(dir(toolkit))
-    importlib.import_module("toolkit.generation.command")
+    importlib.import_module("toolkit.generation.text.command")
     for name in toolkit.__all__:
         assert getattr(toolkit, name) is not None
         assert name == "__version__" or callable(getattr(toolkit, name)), "a room of the same name would hide it"

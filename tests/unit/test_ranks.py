@@ -18,7 +18,7 @@ from toolkit.checkpoint.export import verify
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.upload import Uploads
 from toolkit.checkpoint.writer import Checkpointer
-from toolkit.data.loader import ahead
+from toolkit.data.samples.loader import ahead
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.offload.worker import Worker
 from toolkit.supervise.flight_recorder import last_collectives
@@ -27,15 +27,15 @@ from toolkit.supervise.watched import watched
 STARTERS = {
     "checkpoint/writer.py": "on_this_device",
     "checkpoint/upload.py": "on_this_device",
-    "data/loader.py": "on_this_device",
+    "data/samples/loader.py": "on_this_device",
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
-    "run/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor
+    "run/shown/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor
     "supervise/lease.py": "_keep_alive",  # writes a file; knows no torch
     "supervise/parent_death.py": "_stop_without_launcher",  # looks for a process; knows no torch
     "supervise/store_lease.py": "_keep_alive",  # writes to a store; knows no torch
     "supervise/flight_recorder.py": "on_this_device",
     "supervise/watched.py": "on_this_device",
-    "sharding/by_block.py": "on_this_device",
+    "sharding/blocks/by_block.py": "on_this_device",
     "terminal.py": "_print_elapsed",  # prints a line; knows no torch
     "verify/sharded.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from test_layout import FILES, PACKAGE
 
-from toolkit.cli.console import print_error, print_table
+from toolkit.cli.shared.console import print_error, print_table
 from toolkit.errors import BadInputError
 from toolkit.pages.card import _plain
 from toolkit.terminal import Terminal, format_time

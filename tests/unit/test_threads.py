@@ -18,14 +18,15 @@ import pytest
 import torch
 from support.texts import make_texts
 
-from toolkit.data import build, stream, tokenizer
-from toolkit.data.encode import Encoder
-from toolkit.data.loader import TrainLoader
+from toolkit.data import build, stream
+from toolkit.data.samples.loader import TrainLoader
 from toolkit.data.stream import StreamLoader
-from toolkit.data.templates import use_template
+from toolkit.data.templates.templates import use_template
+from toolkit.data.tokens import tokenizer
+from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import BadInputError, RecipeError
-from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.optim.schedule import build_schedule
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ScheduleSection
 

@@ -134,8 +134,8 @@ def run(values: dict[str, Any], backend: str = "inductor") -> tuple[str, Any]:
     from toolkit import finetune
     from toolkit.errors import BadInputError
     from toolkit.recipe.recipe import Recipe
-    from toolkit.run import accelerator
-    from toolkit.sharding.compiling import Compilation
+    from toolkit.run.stages import accelerator
+    from toolkit.sharding.blocks.compiling import Compilation
 
     warnings.simplefilter("ignore")
     compilation = Compilation(backend)

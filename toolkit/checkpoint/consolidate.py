@@ -48,9 +48,9 @@ from toolkit.checkpoint.manifest import (
 from toolkit.checkpoint.state import MODEL
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
-from toolkit.model.adapters import add_adapter, has_adapter, quantise, write_adapter
-from toolkit.model.file_names import FileNames
+from toolkit.model.adapters.adapters import add_adapter, has_adapter, quantise, write_adapter
 from toolkit.model.load import PROCESSORS, auto_class, take_generation_settings
+from toolkit.model.weights.file_names import FileNames
 from toolkit.optim.ema import AVERAGE
 from toolkit.paths import GIB, folder_on_this_machine, parse_json, read_foreign, told_of_checkpoint
 from toolkit.recipe.schema import LARGEST_SHARD_GIB, AdapterSection, ExportSection

@@ -28,10 +28,10 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from toolkit import ranks
-from toolkit.data.pictures import limits_of
-from toolkit.data.tokenizer import pad_id
+from toolkit.data.images.images import limits_of
+from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import ExportError, counted, first_line
-from toolkit.model.adapters import (
+from toolkit.model.adapters.adapters import (
     base_fingerprint,
     base_name,
     base_of,
@@ -41,14 +41,14 @@ from toolkit.model.adapters import (
     trained_names,
     write_adapter,
 )
-from toolkit.model.file_names import FileNames
 from toolkit.model.load import CARRIED, PROCESSORS, auto_class, load_stored
-from toolkit.model.quantised import dequantised, quantise_loaded
-from toolkit.model.tying import config_of_export
-from toolkit.model.values import some
-from toolkit.model.weights import fit_of, names_in_files
+from toolkit.model.quantised.quantised import dequantised, quantise_loaded
+from toolkit.model.structure.tying import config_of_export
+from toolkit.model.weights.file_names import FileNames
+from toolkit.model.weights.weight_values import some
+from toolkit.model.weights.weights import fit_of, names_in_files
 from toolkit.paths import BASE_FILE, GIB
-from toolkit.sharding.shards import shard_group, shard_shape, sharded_dim, state_once
+from toolkit.sharding.fsdp2.shards import shard_group, shard_shape, sharded_dim, state_once
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The largest allowed difference of logits after reloading, as a share of the largest logit, by exported dtype."""

@@ -25,13 +25,13 @@ from toolkit.checkpoint.state import named_tensors, random_states, restore_rando
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
 from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
-from toolkit.model.adapters import base_fingerprint
-from toolkit.model.weights import fit_of
+from toolkit.model.adapters.adapters import base_fingerprint
+from toolkit.model.weights.weights import fit_of
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.durable_writes import PATIENCE_SECONDS
-from toolkit.training.early_stopping import merit_of
 from toolkit.training.extension import Extension
-from toolkit.training.heartbeat import Heartbeat
+from toolkit.training.extensions.early_stopping import merit_of
+from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.loop_state import LoopState
 from toolkit.training.metrics import Metrics
 from toolkit.training.phase import Phase

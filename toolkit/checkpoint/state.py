@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import first_line
-from toolkit.model.adapters import has_adapter, trained_names
-from toolkit.sharding.shards import beside, local_tensor, state_once
+from toolkit.model.adapters.adapters import has_adapter, trained_names
+from toolkit.sharding.fsdp2.shards import beside, local_tensor, state_once
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """The prefixes of the model's and the optimizer's tensors. Averages start with `average.`"""

@@ -45,7 +45,7 @@ from toolkit.checkpoint.upload import Uploads
 from toolkit.errors import ToolkitError, first_line, is_lost_peer
 from toolkit.paths import CHECKPOINT_FILE_BYTES, CHECKPOINTS
 from toolkit.recipe.schema import CheckpointSection
-from toolkit.sharding.shards import local_tensor
+from toolkit.sharding.fsdp2.shards import local_tensor
 
 DELETED = ".deleted"
 """The ending of the hidden folders in which a checkpoint is deleted."""

@@ -12,25 +12,25 @@ import typer
 from typer.core import TyperGroup
 
 import toolkit
-from toolkit.cli.arguments import wrong_value
-from toolkit.cli.checkpoints import checkpoints
-from toolkit.cli.compare import compare
-from toolkit.cli.configs import configs_app
-from toolkit.cli.console import address_problem, prepare_process, print_error, print_interrupt, require_files
-from toolkit.cli.data import data
-from toolkit.cli.doctor import doctor
-from toolkit.cli.export import export
-from toolkit.cli.generate import generate
-from toolkit.cli.init import init
-from toolkit.cli.plan import plan
-from toolkit.cli.recipes import recipes_app
-from toolkit.cli.reproduce import reproduce
-from toolkit.cli.sample import sample
-from toolkit.cli.signals import INTERRUPTED
-from toolkit.cli.status import status
-from toolkit.cli.train import train
-from toolkit.cli.validate import validate
-from toolkit.cli.verify import verify
+from toolkit.cli.commands.checkpoints import checkpoints
+from toolkit.cli.commands.compare import compare
+from toolkit.cli.commands.configs import configs_app
+from toolkit.cli.commands.data import data
+from toolkit.cli.commands.doctor import doctor
+from toolkit.cli.commands.export import export
+from toolkit.cli.commands.generate import generate
+from toolkit.cli.commands.init import init
+from toolkit.cli.commands.plan import plan
+from toolkit.cli.commands.recipes import recipes_app
+from toolkit.cli.commands.reproduce import reproduce
+from toolkit.cli.commands.sample import sample
+from toolkit.cli.commands.status import status
+from toolkit.cli.commands.train import train
+from toolkit.cli.commands.validate import validate
+from toolkit.cli.commands.verify import verify
+from toolkit.cli.shared.arguments import wrong_value
+from toolkit.cli.shared.console import address_problem, prepare_process, print_error, print_interrupt, require_files
+from toolkit.cli.shared.signals import INTERRUPTED
 from toolkit.errors import ToolkitError
 
 

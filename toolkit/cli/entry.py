@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from toolkit.cli.signals import end_at_interrupts, ignore_save_requests, is_forked
+from toolkit.cli.shared.signals import end_at_interrupts, ignore_save_requests, is_forked
 
 
 def main() -> None:
@@ -26,11 +26,11 @@ def _print_starting(arguments: list[str]) -> None:
 
 
 def finetune(arguments: list[str]) -> int:
-    """recipes/finetune.py; see `toolkit.cli.finetune.finetune_command`."""
+    """recipes/finetune.py; see `toolkit.cli.ranks.finetune.finetune_command`."""
     if is_forked():
         _forget_launcher()
     end_at_interrupts()
-    from toolkit.cli.finetune import finetune_command
+    from toolkit.cli.ranks.finetune import finetune_command
 
     return finetune_command(arguments)
 

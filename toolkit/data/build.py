@@ -12,17 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.data import report as reports
-from toolkit.data.cache import cache_folder, digest, kept
-from toolkit.data.documents import FEATURES, Named, picture_root, read_documents, write_documents
-from toolkit.data.encode import EACH_TURN, Encoder
-from toolkit.data.files import local_path, paths_of
-from toolkit.data.layouts import Layout, recognise
-from toolkit.data.packing import Pieces, best_fit, by_sample, is_packed
-from toolkit.data.picture_samples import PictureSamples, identify_pictures
-from toolkit.data.picture_settings import require_built, require_effect, require_root, why_unread
-from toolkit.data.pictures import Pictures, image_tokens_of
+from toolkit.data.images.image_settings import require_built, require_effect, require_root, why_unread
+from toolkit.data.images.images import Pictures, image_tokens_of
+from toolkit.data.layouts.layouts import Layout, recognise
 from toolkit.data.report import DataReport, Found, SplitReport
-from toolkit.data.samples import (
+from toolkit.data.rows.cache import cache_folder, digest, kept
+from toolkit.data.rows.files import local_path, paths_of
+from toolkit.data.rows.sources import Source, glimpse, has_pictures, identify, open_source, sampled, short_names
+from toolkit.data.samples.image_samples import PictureSamples, identify_pictures
+from toolkit.data.samples.packing import Pieces, best_fit, by_sample, is_packed
+from toolkit.data.samples.samples import (
     JudgedSamples,
     LabelledSamples,
     PairSamples,
@@ -43,14 +42,15 @@ from toolkit.data.selection import (
     select,
     ways_of_long_rows,
 )
-from toolkit.data.sources import Source, glimpse, has_pictures, identify, open_source, sampled, short_names
-from toolkit.data.stops import next_turn_of, require_turn_end
 from toolkit.data.stream import Stream, Window, describe_stream
-from toolkit.data.template_date import date_of
-from toolkit.data.tokenizer import bos_of, identity, languages, pad_id
-from toolkit.data.turns import is_asked_otherwise
+from toolkit.data.templates.stops import next_turn_of, require_turn_end
+from toolkit.data.templates.template_date import date_of
+from toolkit.data.templates.turns import is_asked_otherwise
+from toolkit.data.tokens.documents import FEATURES, Named, picture_root, read_documents, write_documents
+from toolkit.data.tokens.encode import EACH_TURN, Encoder
+from toolkit.data.tokens.tokenizer import bos_of, identity, languages, pad_id
 from toolkit.errors import DataError
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
 from toolkit.terminal import Pass, Terminal
 

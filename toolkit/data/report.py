@@ -10,13 +10,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.chat import special_ids
-from toolkit.data.documents import Documents
-from toolkit.data.flags import IN_PARTS
-from toolkit.data.picture_files import preview
-from toolkit.data.pictures import Pictures
-from toolkit.data.samples import Rows
-from toolkit.data.turn_ends import without_end
+from toolkit.data.images.image_files import preview
+from toolkit.data.images.images import Pictures
+from toolkit.data.layouts.row_flags import IN_PARTS
+from toolkit.data.samples.samples import Rows
+from toolkit.data.samples.turn_ends import without_end
+from toolkit.data.templates.chat import special_ids
+from toolkit.data.tokens.documents import Documents
 from toolkit.errors import counted
 
 ROWS_NAMED = 20

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.packing import Ints, Pieces, mixed, of_turns, split, whole
 from toolkit.data.report import by_reason
-from toolkit.data.samples import Rows, TokenRows
-from toolkit.data.values import numbers_first
+from toolkit.data.rows.values import numbers_first
+from toolkit.data.samples.packing import Ints, Pieces, mixed, of_turns, split, whole
+from toolkit.data.samples.samples import Rows, TokenRows
 from toolkit.errors import DataError, counted
-from toolkit.objectives.specs.spec import ObjectiveSpec
+from toolkit.recipe.objectives.spec import ObjectiveSpec
 
 LONG_SHARE = 0.01
 """Share of rows longer than `data.max_length` above which they are an error, unless the recipe says otherwise."""

@@ -16,14 +16,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import report as reports
-from toolkit.data.cut import WHOLE, Part
-from toolkit.data.encode import EACH_TURN, Document, Encoder, ends_of, notes_in
-from toolkit.data.layouts import Layout
-from toolkit.data.loader import ahead, first_positions
-from toolkit.data.packing import best_fit, by_sample
-from toolkit.data.readers import Row
+from toolkit.data.layouts.layouts import Layout
 from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
-from toolkit.data.samples import Batch, TextSamples, batch_of
+from toolkit.data.rows.readers import Row
+from toolkit.data.rows.sources import Source, named_rows
+from toolkit.data.samples.loader import ahead, first_positions
+from toolkit.data.samples.packing import best_fit, by_sample
+from toolkit.data.samples.samples import Batch, TextSamples, batch_of
+from toolkit.data.samples.sequence_parts import WHOLE, Part
 from toolkit.data.selection import (
     LONG_SHARE,
     TOO_LONG,
@@ -33,7 +33,7 @@ from toolkit.data.selection import (
     too_many_dropped,
     too_many_long,
 )
-from toolkit.data.sources import Source, named_rows
+from toolkit.data.tokens.encode import EACH_TURN, Document, Encoder, ends_of, notes_in
 from toolkit.errors import DataError
 
 WINDOW_SAMPLES = 256
@@ -361,7 +361,7 @@ def _next_source(cursors: list[_Cursor]) -> int:
 
 
 class StreamLoader:
-    """Yields, per optimizer step, this rank's micro-batches of a stream; see `toolkit.data.loader.TrainLoader`.
+    """Yields, per optimizer step, this rank's micro-batches of a stream; see `toolkit.data.samples.loader.TrainLoader`.
 
     Rank r's m-th micro-batch of step s holds the B samples from s G + (m W + r) B on, as there.
     The next window is made while the one before is trained on. A thread may be steps ahead of training, so

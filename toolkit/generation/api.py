@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import overload
 
-from toolkit.data.examples import Message
-from toolkit.generation.command import BATCH_SIZE, evaluated, load_for
-from toolkit.generation.evaluation import Evaluation
-from toolkit.generation.options import Options
-from toolkit.generation.rows import completions, encode_rows, read_rows, row_of
-from toolkit.generation.sample_options import SampleOptions
-from toolkit.generation.sampled_rows import Sampled
-from toolkit.generation.sampling import sample as sampled
+from toolkit.data.rows.examples import Message
+from toolkit.generation.sampling.sample_options import SampleOptions
+from toolkit.generation.sampling.sampled_rows import Sampled
+from toolkit.generation.sampling.sampling import sample as sampled
+from toolkit.generation.text.command import BATCH_SIZE, evaluated, load_for
+from toolkit.generation.text.evaluation import Evaluation
+from toolkit.generation.text.options import Options
+from toolkit.generation.text.rows import completions, encode_rows, read_rows, row_of
 
 
 @overload

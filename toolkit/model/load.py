@@ -27,15 +27,18 @@ from transformers import (
 )
 
 from toolkit import ranks
-from toolkit.data.hub_refusals import download, hub_error
-from toolkit.data.layer_limit import require_few_layers, require_safe_stored, require_safe_values
-from toolkit.data.tokenizer import pad_id
+from toolkit.data.rows.hub_refusals import download, hub_error
+from toolkit.data.tokens.layer_limit import require_few_layers, require_safe_stored, require_safe_values
+from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, did_you_mean, first_line, in_words
-from toolkit.model.adapters import AdapterWeights, add_adapter, quantise
+from toolkit.model.adapters.adapters import AdapterWeights, add_adapter, quantise
+from toolkit.model.adapters.started_adapter import go_on
+from toolkit.model.adapters.targets import classifier_of, is_classifier
 from toolkit.model.new_rows import with_new_rows
-from toolkit.model.on_meta import build_on_meta
-from toolkit.model.padding_rows import require_lasting_rows
-from toolkit.model.parts import (
+from toolkit.model.possible_configs import require_library, require_possible
+from toolkit.model.quantised.quantised import QuantisedWeights
+from toolkit.model.quantised.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
+from toolkit.model.structure.model_parts import (
     LANGUAGE,
     WHOLE,
     freeze_untrained,
@@ -45,13 +48,10 @@ from toolkit.model.parts import (
     writer_class,
     writer_of,
 )
-from toolkit.model.possible import require_library, require_possible
-from toolkit.model.quantised import QuantisedWeights
-from toolkit.model.started_adapter import go_on
-from toolkit.model.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
-from toolkit.model.targets import classifier_of, is_classifier
-from toolkit.model.values import Values
-from toolkit.model.weights import (
+from toolkit.model.structure.on_meta import build_on_meta
+from toolkit.model.weights.padding_rows import require_lasting_rows
+from toolkit.model.weights.weight_values import Values
+from toolkit.model.weights.weights import (
     Fit,
     RankZeroWeights,
     SafetensorsWeights,
@@ -66,8 +66,8 @@ from toolkit.model.weights import (
     told_by_us,
     unused_names,
 )
-from toolkit.objectives.specs.registry import SPECS
 from toolkit.paths import fingerprint_of, folder_on_this_machine, require_folder
+from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.terminal import Pass, Terminal

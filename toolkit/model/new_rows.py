@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.data.tokenizer import new_ids
-from toolkit.model.adapters import generator_of
-from toolkit.model.weights import Weights, all_rows
+from toolkit.data.tokens.tokenizer import new_ids
+from toolkit.model.adapters.adapters import generator_of
+from toolkit.model.weights.weights import Weights, all_rows
 from toolkit.recipe.schema import ModelSection
-from toolkit.sharding.shards import Rows
+from toolkit.sharding.fsdp2.shards import Rows
 
 SPREAD = 3e-5
 """Deviation of new rows from the mean, as a share of that of the old rows; as transformers' `mean_resizing`."""
@@ -61,7 +61,7 @@ class NewRows:
         self._names = {name for name, parameter in named if id(parameter) in of_tokens}
 
     def read(self, name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """See `toolkit.model.weights.Weights`."""
+        """See `toolkit.model.weights.weights.Weights`."""
         if name not in self._names:
             return self._base.read(name, like, rows)
         # In float32: 16 bits would make all new rows equal.

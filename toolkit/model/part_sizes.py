@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from toolkit.model.adapters import base_name, base_of, has_adapter, wrappers_of
-from toolkit.model.parts import parts_of, trained_parts
-from toolkit.model.quantised import QuantisedLinear, quantised_layers
+from toolkit.model.adapters.adapters import base_name, base_of, has_adapter, wrappers_of
+from toolkit.model.quantised.quantised import QuantisedLinear, quantised_layers
+from toolkit.model.structure.model_parts import parts_of, trained_parts
 
 if TYPE_CHECKING:
     import peft

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.utils.output_capturing import OutputRecorder
 
-from toolkit.model.adapters import base_of
+from toolkit.model.adapters.adapters import base_of
 
 BIAS = "e_score_correction_bias"
 """The buffer that DeepSeek V3 and its kin add to a router's scores before they choose (arXiv 2412.19437)."""

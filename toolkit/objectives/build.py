@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from toolkit.model.positions import takes_positions
+from toolkit.model.attention.positions import takes_positions
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.distillation import Distillation
@@ -13,8 +13,8 @@ from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.seq2seq import Seq2Seq
-from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.objectives.tagging import TokenClassification
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 
 CLASSES: dict[str, type[Objective]] = {
     "causal_lm": CausalLM,

@@ -11,21 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.data.cut import predictions_of
-from toolkit.data.samples import IGNORED, Batch
+from toolkit.data.samples.samples import IGNORED, Batch
+from toolkit.data.samples.sequence_parts import predictions_of
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import base_of
-from toolkit.model.attention import is_flash, kernels_take_documents, known_packing
-from toolkit.model.fake_tensors import has_values
-from toolkit.model.positions import first_position, takes_positions
-from toolkit.model.sight import Sight
-from toolkit.model.without_dropout import without_dropout
-from toolkit.objectives.find_head import find_head_loss
-from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.attention.attention import is_flash, kernels_take_documents, known_packing
+from toolkit.model.attention.image_inputs import Sight
+from toolkit.model.attention.positions import first_position, takes_positions
+from toolkit.model.structure.fake_tensors import has_values
+from toolkit.model.structure.without_dropout import without_dropout
+from toolkit.objectives.losses.find_head import find_head_loss
+from toolkit.objectives.losses.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
+from toolkit.objectives.losses.preference_losses import log_probabilities_by_document, summed_by_document
 from toolkit.objectives.objective import Ingredients, Objective
-from toolkit.objectives.preference_losses import log_probabilities_by_document, summed_by_document
-from toolkit.sharding.fsdp import class_name
-from toolkit.sharding.sequence_parallel import WholeRows, rows_shared, summed_over_group
+from toolkit.sharding.fsdp2.fsdp import class_name
+from toolkit.sharding.parallel.sequence_parallel import WholeRows, rows_shared, summed_over_group
 
 HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
 """The largest relative difference from the loss of whole logits, by whether compute is in 16 bits."""

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.data.samples import IGNORED, Batch
+from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import base_of
-from toolkit.model.fake_tensors import has_values
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.structure.fake_tensors import has_values
 from toolkit.objectives.causal_lm import rows_of
+from toolkit.objectives.losses.scores import any_places, at_places, places_of, scores_of_tokens
 from toolkit.objectives.objective import Ingredients, Objective
-from toolkit.objectives.scores import any_places, at_places, places_of, scores_of_tokens
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 
 CLASSES_SHOWN = 20
 """The most classes for which an evaluation's record has the whole confusion matrix."""

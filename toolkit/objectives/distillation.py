@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.data.samples import Batch
+from toolkit.data.samples.samples import Batch
 from toolkit.errors import BadInputError
-from toolkit.model.without_dropout import without_dropout
+from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import HEAD_LOSS_TOLERANCE, CausalLM, rows_of
-from toolkit.objectives.divergence import ENTRIES, Divergence, summed_divergence
-from toolkit.objectives.fused_linear_cross_entropy import AfterHead, chunk_tokens
+from toolkit.objectives.losses.divergence import ENTRIES, Divergence, summed_divergence
+from toolkit.objectives.losses.fused_linear_cross_entropy import AfterHead, chunk_tokens
 from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.objectives.teacher import Teacher, require_head_loss
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from toolkit.data.samples import Batch
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.data.samples.samples import Batch
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 
 OF_BASE = "of_base"
 """Key of a batch's log-probabilities by the model without its adapters, of each row or pair, (R, 2)."""

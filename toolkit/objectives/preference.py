@@ -1,4 +1,4 @@
-"""Chosen completions over rejected ones: the losses of `toolkit.objectives.preference_losses` on a causal model."""
+"""Chosen completions over rejected ones: the losses of `losses/preference_losses.py` on a causal model."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.data.cut import counts_here
-from toolkit.data.documents_apart import documents_apart
-from toolkit.data.samples import IGNORED, Batch
-from toolkit.model.adapters import adapters_off, has_new_adapter
-from toolkit.model.without_dropout import without_dropout
+from toolkit.data.samples.documents_apart import documents_apart
+from toolkit.data.samples.samples import IGNORED, Batch
+from toolkit.data.samples.sequence_parts import counts_here
+from toolkit.model.adapters.adapters import adapters_off, has_new_adapter
+from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.losses.preference_losses import LOSSES, Loss, Pairs
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
-from toolkit.objectives.preference_losses import LOSSES, Loss, Pairs
 
 FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
 """Metrics of preferences in steps and evaluations; the last one needs a reference."""
 
 
 class Preference(Objective):
-    """Chosen completions over rejected ones; the loss of `toolkit.objectives.preference_losses` summed over the pairs.
+    """Chosen completions over rejected ones; the loss of `preference_losses` summed over the pairs.
 
     The reference's log-probabilities come with the batch, or are those of the model with its adapters off.
 

@@ -19,13 +19,13 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from toolkit import ranks
-from toolkit.data.cache import digest
-from toolkit.data.cut import WHOLE, Part
-from toolkit.data.samples import JudgedSamples, PairSamples
-from toolkit.model.adapters import base_of
+from toolkit.data.rows.cache import digest
+from toolkit.data.samples.samples import JudgedSamples, PairSamples
+from toolkit.data.samples.sequence_parts import WHOLE, Part
+from toolkit.model.adapters.adapters import base_of
 from toolkit.model.load import fingerprint
-from toolkit.model.weights import fit_of
-from toolkit.model.without_dropout import without_dropout
+from toolkit.model.structure.without_dropout import without_dropout
+from toolkit.model.weights.weights import fit_of
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 

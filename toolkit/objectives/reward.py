@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.data.cut import counts_here
-from toolkit.data.documents_apart import documents_apart
-from toolkit.data.samples import IGNORED, Batch
+from toolkit.data.samples.documents_apart import documents_apart
+from toolkit.data.samples.samples import IGNORED, Batch
+from toolkit.data.samples.sequence_parts import counts_here
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import base_of
-from toolkit.model.fake_tensors import has_values
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.structure.fake_tensors import has_values
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.losses.preference_losses import share_won
+from toolkit.objectives.losses.scores import any_places, at_places, places_of, scores_of_tokens
 from toolkit.objectives.objective import Ingredients, Objective
-from toolkit.objectives.preference_losses import share_won
-from toolkit.objectives.scores import any_places, at_places, places_of, scores_of_tokens
-from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.fsdp2.fsdp import class_name
 
 
 def bradley_terry(

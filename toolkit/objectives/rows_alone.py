@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.data.samples import Batch
+from toolkit.data.samples.samples import Batch
 from toolkit.objectives.objective import Ingredients, Objective
 
 ROWS = "rows_alone"

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.data.samples import IGNORED, Batch
+from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.errors import BadInputError, first_line
-from toolkit.model.adapters import base_of
-from toolkit.model.fake_tensors import has_values, unset_fake_temporarily
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.structure.fake_tensors import has_values, unset_fake_temporarily
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.find_head import find_head_loss
-from toolkit.objectives.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
+from toolkit.objectives.losses.find_head import find_head_loss
+from toolkit.objectives.losses.fused_linear_cross_entropy import HeadLoss, numbers_of_targets
 from toolkit.objectives.objective import Ingredients, Objective
-from toolkit.sharding.fsdp import class_name
+from toolkit.sharding.fsdp2.fsdp import class_name
 
 
 class Seq2Seq(CausalLM):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.data.samples import IGNORED, Batch
+from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.objectives.classification import SequenceClassification, class_weights
 from toolkit.objectives.objective import Ingredients, Objective
-from toolkit.sharding.sequence_parallel import whole_rows
+from toolkit.sharding.parallel.sequence_parallel import whole_rows
 
 Entity = tuple[int, int, str]
 """First word, the word after the last, and kind."""

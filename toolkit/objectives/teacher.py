@@ -12,22 +12,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data import tokenizer
-from toolkit.data.samples import Batch
+from toolkit.data.samples.samples import Batch
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
 from toolkit.model.load import NoTokens, fingerprint, load, load_without_weights
 from toolkit.objectives.causal_lm import CausalLM, rows_of
-from toolkit.objectives.divergence import TeacherSide
-from toolkit.objectives.fused_linear_cross_entropy import HeadLoss
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.objectives.losses.divergence import TeacherSide
+from toolkit.objectives.losses.fused_linear_cross_entropy import HeadLoss
 from toolkit.paths import is_hub_name
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ModelSection, SourceSection
 from toolkit.sharding.apply import apply, hold_whole
-from toolkit.sharding.fsdp import class_name, gathered
-from toolkit.sharding.strategy import STRATEGIES, Strategy
-from toolkit.sharding.unit_plan import UnitPlan
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.fsdp2.fsdp import class_name, gathered
+from toolkit.sharding.plan.strategy import STRATEGIES, Strategy
+from toolkit.sharding.plan.unit_plan import UnitPlan
+from toolkit.sharding.plan.units import plan_units
 
 DTYPES: dict[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
 """Type of a teacher's weights by mixed precision: the compute dtype, because its weights are never updated."""

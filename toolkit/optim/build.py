@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import base_of
-from toolkit.model.parts import PROJECTOR, VISION, parts_of
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.adapters.targets import stacked_experts
 from toolkit.model.routers import find_routers
-from toolkit.model.targets import stacked_experts
+from toolkit.model.structure.model_parts import PROJECTOR, VISION, parts_of
 from toolkit.optim.muon import Muon
 from toolkit.recipe.schema import OptimizerSection
-from toolkit.sharding.compiling import forget_compiled_steps
-from toolkit.sharding.unit_plan import UnitPlan
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.blocks.compiling import forget_compiled_steps
+from toolkit.sharding.plan.unit_plan import UnitPlan
+from toolkit.sharding.plan.units import plan_units
 
 DEFAULT_MOMENTUM = 0.95
 """Default momentum of muon, as in torch.optim.Muon."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from toolkit.sharding.fsdp2.shards import beside, local_tensor, state_once
 from toolkit.sharding.offload import engine_of
-from toolkit.sharding.shards import beside, local_tensor, state_once
 
 AVERAGE = "average."
 """Prefix of the names of averages in a checkpoint."""

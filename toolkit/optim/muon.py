@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.sharding.sequence_parallel import all_to_all
-from toolkit.sharding.shards import local_tensor, row_counts, shard_group, sharded_dim
+from toolkit.sharding.fsdp2.shards import local_tensor, row_counts, shard_group, sharded_dim
+from toolkit.sharding.parallel.sequence_parallel import all_to_all
 
 
 class Muon(torch.optim.AdamW):

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from toolkit.data.template_arguments import OF_ROW
-from toolkit.pages.number_text import format_names
+from toolkit.data.layouts.template_arguments import OF_ROW
+from toolkit.pages.parts.number_text import format_names
 from toolkit.paths import is_file_source, source_name
 from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from toolkit.pages.data_page import Report, by_count, count_of, splits, window_remark
-from toolkit.pages.number_text import format_count, format_names, format_percent, format_short, number
+from toolkit.pages.parts.number_text import format_count, format_names, format_percent, format_short, number
 from toolkit.terminal import harmless
 
 MAX_LISTED_ROWS = 5

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import counted
-from toolkit.pages.number_text import (
+from toolkit.pages.parts.number_text import (
     MISSING,
     format_count,
     format_names,
@@ -21,8 +21,8 @@ from toolkit.pages.number_text import (
     format_tick,
     number,
 )
-from toolkit.pages.page import ChartCard, Key, Note, Table, Tile, render, write_page
-from toolkit.pages.svg import COLOR_OF, SMALL_PX, draw_marks, draw_svg, style_axes
+from toolkit.pages.parts.page import ChartCard, Key, Note, Table, Tile, render, write_page
+from toolkit.pages.parts.svg import COLOR_OF, SMALL_PX, draw_marks, draw_svg, style_axes
 
 Report = dict[str, Any]
 

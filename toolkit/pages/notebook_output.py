@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.pages.charts import chart_card
-from toolkit.pages.number_text import finite
-from toolkit.pages.page import ChartCard, render
-from toolkit.pages.run_metrics import Metrics, column, split_lines
+from toolkit.pages.parts.charts import chart_card
+from toolkit.pages.parts.number_text import finite
+from toolkit.pages.parts.page import ChartCard, render
+from toolkit.pages.parts.run_metrics import Metrics, column, split_lines
 from toolkit.pages.run_page import lead_of, loss_chart
 from toolkit.terminal import clock
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import counted
-from toolkit.pages.charts import MAX_TABLE_ROWS, Chart, Series, drawable, evenly_spaced, smoothed
-from toolkit.pages.curves import SCRIPT, curve_card
 from toolkit.pages.data_page import DATA_PAGE, SUMMARY_FACTS, dropped_table, split_table, window_remark
-from toolkit.pages.experts import expert_loads
-from toolkit.pages.figures import confusion_table, figure_charts, figure_tile, figures_of
-from toolkit.pages.number_text import (
+from toolkit.pages.parts.charts import MAX_TABLE_ROWS, Chart, Series, drawable, evenly_spaced, smoothed
+from toolkit.pages.parts.curves import SCRIPT, curve_card
+from toolkit.pages.parts.experts import expert_loads
+from toolkit.pages.parts.figures import confusion_table, figure_charts, figure_tile, figures_of
+from toolkit.pages.parts.number_text import (
     MISSING,
     finite,
     format_percent,
@@ -28,12 +28,12 @@ from toolkit.pages.number_text import (
     format_short,
     number,
 )
-from toolkit.pages.page import ChartCard, Note, Table, Tile, render, script, script_policy, write_page
-from toolkit.pages.run_metrics import Metrics, NonFinite, column, non_finite, split_lines
-from toolkit.pages.side_by_side import SideBySide, prompts_and_answers
+from toolkit.pages.parts.page import ChartCard, Note, Table, Tile, render, script, script_policy, write_page
+from toolkit.pages.parts.run_metrics import Metrics, NonFinite, column, non_finite, split_lines
+from toolkit.pages.parts.side_by_side import SideBySide, prompts_and_answers
+from toolkit.pages.parts.svg import NARROW_PX, WIDE_PX
 from toolkit.pages.status import SCRIPT as STATUS_SCRIPT
 from toolkit.pages.status import Status, status_head, status_note
-from toolkit.pages.svg import NARROW_PX, WIDE_PX
 from toolkit.terminal import format_bytes, format_time
 
 MAX_LISTED_STEPS = 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import counted
-from toolkit.pages.page import render, write_page
+from toolkit.pages.parts.page import render, write_page
 
 SAMPLES_PAGE = "samples.html"
 

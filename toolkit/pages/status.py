@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.pages.number_text import format_seconds
-from toolkit.pages.page import render, script, write_page
+from toolkit.pages.parts.number_text import format_seconds
+from toolkit.pages.parts.page import render, script, write_page
 from toolkit.terminal import format_time
 
 STATE, HEAD_CHARACTERS = "run-state", 2000

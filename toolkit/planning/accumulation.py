@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from toolkit.objectives.balance import build_balance
+from toolkit.objectives.losses.balance import build_balance
 from toolkit.paths import GIB
 from toolkit.planning.planner import AS_FAST, Planner, PlanRow
 from toolkit.planning.setup import Setup
-from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.blocks.checkpointing import Checkpointing
 
 
 def settle(planner: Planner, setup: Setup, fits: Callable[[PlanRow], bool]) -> tuple[Setup, str]:

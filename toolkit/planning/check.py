@@ -10,19 +10,19 @@ import psutil
 import torch
 from torch import nn
 
-from toolkit.data.picture_samples import PictureSamples
+from toolkit.data.samples.image_samples import PictureSamples
 from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
-from toolkit.planning.pictured import with_pictures
 from toolkit.planning.planner import ANSWERS, HEADROOM, Planner, standing_bytes
 from toolkit.planning.setup import Setup, smaller_setups
 from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
-from toolkit.planning.workload import workload_of_model
+from toolkit.planning.workload.image_workload import with_pictures
+from toolkit.planning.workload.workload import workload_of_model
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.offload.host import free_host_bytes
-from toolkit.sharding.strategy import MeshShape, Strategy
+from toolkit.sharding.plan.strategy import MeshShape, Strategy
 from toolkit.terminal import format_bytes
 
 

@@ -13,8 +13,8 @@ from toolkit.planning.table import Plan
 from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.schema import OFFLOAD_DETAILS, ShardingSection
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.strategy import OFFLOAD, parse_strategy
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.plan.strategy import OFFLOAD, parse_strategy
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import base_of
-from toolkit.model.positions import num_positions
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.attention.positions import num_positions
 from toolkit.paths import GIB
 from toolkit.planning.planner import HEADROOM, Planner, PlanRow, Verdict, standing_bytes
 from toolkit.planning.setup import Setup, require_ranks, settings_of
 from toolkit.planning.time.hardware import Hardware
-from toolkit.planning.workload import UNMASKED, workload_of
+from toolkit.planning.workload.workload import UNMASKED, workload_of
 from toolkit.recipe.combinations import refusals, refuse
 from toolkit.recipe.recipe import Recipe, settings_of_recipe
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.chunks import CHUNK_TOKENS
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.blocks.chunks import CHUNK_TOKENS
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 PROBED = (16 * 1024, 32 * 1024)
 """Tokens of a rank that are probed. At any moment memory is a constant plus a multiple of the tokens, so two probes

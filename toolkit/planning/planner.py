@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Literal
 
 from toolkit.errors import BadInputError, UnplannableError, in_words
-from toolkit.model.fake_tensors import grouped_products, lacks_products, without_logs
-from toolkit.model.positions import num_positions
+from toolkit.model.attention.positions import num_positions
+from toolkit.model.structure.fake_tensors import grouped_products, lacks_products, without_logs
 from toolkit.objectives.teacher import teacher_units
 from toolkit.optim.build import block_matrices
 from toolkit.paths import CHECKPOINT_FILE_BYTES, GIB
@@ -18,23 +18,23 @@ from toolkit.planning.memory.answering import Answering, answering
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import OPTIMIZER_STEP, Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
-from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape, teacher_shapes, unit_shapes
 from toolkit.planning.setup import Setup, settings_of
 from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic, with_teacher
-from toolkit.planning.workload import Workload, shared_by, with_rows_of
+from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape, teacher_shapes, unit_shapes
+from toolkit.planning.workload.workload import Workload, shared_by, with_rows_of
 from toolkit.recipe.combinations import Refusal, refusals
 from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.checkpointing import Checkpointing, num_in_chunks
-from toolkit.sharding.expert_parallel import expert_placement
-from toolkit.sharding.fsdp import autograd_sums_gradients
+from toolkit.sharding.blocks.checkpointing import Checkpointing, num_in_chunks
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
 from toolkit.sharding.offload.executor_probe import STREAM_SHARE
 from toolkit.sharding.offload.executors import stream_bytes
 from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.state import STAGING_BUFFERS
-from toolkit.sharding.units import stacked_experts
+from toolkit.sharding.parallel.expert_parallel import expert_placement
+from toolkit.sharding.plan.units import stacked_experts
 
 Verdict = Literal["fits", "tight", "no"]
 

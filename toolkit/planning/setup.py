@@ -11,9 +11,9 @@ from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.recipe.schema import ShardingSection
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.chunks import CHUNK_TOKENS
-from toolkit.sharding.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.blocks.chunks import CHUNK_TOKENS
+from toolkit.sharding.plan.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import trainable_share
+from toolkit.model.adapters.adapters import trainable_share
+from toolkit.model.attention.positions import require_positions
 from toolkit.model.part_sizes import PartSize, part_sizes
-from toolkit.model.positions import require_positions
 from toolkit.paths import GIB
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
-from toolkit.planning.pictured import workload_on_rows
 from toolkit.planning.planner import AS_FAST, Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, factors, mesh_of, require_ranks, smaller_setups
 from toolkit.planning.time.hardware import Hardware
-from toolkit.planning.workload import Workload, with_rows_of
+from toolkit.planning.workload.image_workload import workload_on_rows
+from toolkit.planning.workload.workload import Workload, with_rows_of
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.recipe.schema import AdapterSection, ShardingSection, TrainingSection
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.expert_parallel import require_experts
-from toolkit.sharding.sequence_parallel import require_groups
-from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
-from toolkit.sharding.units import stacked_experts
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.parallel.expert_parallel import require_experts
+from toolkit.sharding.parallel.sequence_parallel import require_groups
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, Strategy
+from toolkit.sharding.plan.units import stacked_experts
 
 SHARED_BY = (2, 4, 8)
 """Numbers of ranks that share a row, in a table of long rows."""

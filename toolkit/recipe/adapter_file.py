@@ -1,6 +1,6 @@
 """Reads and checks the adapter_config.json of the adapter that a run continues (`adapter.start_from`).
 
-It reads only JSON. `toolkit.model.started_adapter` reads the weights.
+It reads only JSON. `toolkit.model.adapters.started_adapter` reads the weights.
 """
 
 from __future__ import annotations

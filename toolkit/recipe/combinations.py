@@ -1,6 +1,6 @@
 """The one table of settings that cannot go together: which they are, why, and what to do.
 
-Settings of one section are checked by the section (`schema.py`, `objectives/specs`), all others here. Recipes, the
+Settings of one section are checked by the section (`schema.py`, `recipe/objectives`), all others here. Recipes, the
 backend (for loops of a user's own, too), plans and `toolkit init` ask this table and nothing else, so that a plan never
 offers what a run refuses. docs/combinations.md is written from it.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from toolkit.objectives.specs.causal_lm import CAUSAL_LM
-from toolkit.objectives.specs.spec import ObjectiveSpec
+from toolkit.recipe.objectives.causal_lm import CAUSAL_LM
+from toolkit.recipe.objectives.spec import ObjectiveSpec
 from toolkit.recipe.schema import OFFLOAD_DETAILS
 
 OFFLOAD_SETTINGS = tuple(f"sharding.{key}" for key in OFFLOAD_DETAILS)
@@ -19,7 +19,7 @@ class Settings:
 
     Attributes:
         objective: the description of the objective.
-        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`, or None if the Accelerate config may say it later.
+        strategy: a word of `STRATEGIES` (sharding/plan/strategy.py), or None if the Accelerate config may say it later.
         accumulate: `by_micro_batch`, `by_block` or `auto`.
         checkpointing: N to checkpoint every N-th block, `auto`, or None for no checkpoints.
         node: number of ranks that share a unit between forward and backward (hpZ), or None for all ranks.

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from toolkit.errors import did_you_mean
-from toolkit.recipe.section import Section
+from toolkit.recipe.objectives.section import Section
 
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",

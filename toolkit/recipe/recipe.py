@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from toolkit.errors import RecipeError
-from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.recipe.adapter_file import CONFIG, fill_from_file
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import OFFLOAD_SETTINGS, Settings
@@ -28,6 +27,8 @@ from toolkit.recipe.load import (
     replace_rivals,
     sections_of,
 )
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.recipe.objectives.section import Section, contradiction
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
     AdapterSection,
@@ -43,7 +44,6 @@ from toolkit.recipe.schema import (
     SourceSection,
     TrainingSection,
 )
-from toolkit.recipe.section import Section, contradiction
 from toolkit.recipe.yaml_values import yaml_text
 
 

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from pydantic import Field, field_validator, model_validator
 
 from toolkit.paths import STORES, is_file_source, is_store
-from toolkit.recipe.section import (
+from toolkit.recipe.objectives.section import (
     Beta,
     Fraction,
     OpenFraction,

@@ -17,7 +17,7 @@ from toolkit import ranks
 from toolkit.checkpoint.resume import Resumption
 from toolkit.checkpoint.session import ASKED, RunCheckpoints, RunIdentity, require_output_dir
 from toolkit.checkpoint.store import StorePath
-from toolkit.data.samples import TextSamples
+from toolkit.data.samples.samples import TextSamples
 from toolkit.data.stream import describe_stream
 from toolkit.errors import counted
 from toolkit.optim.ema import Ema
@@ -25,23 +25,23 @@ from toolkit.optim.schedule import build_schedule, changed_rate
 from toolkit.paths import configuration_digest, folder_on_this_machine
 from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.accelerator import inner_optimizer
-from toolkit.run.answers import Answers
-from toolkit.run.folder import write_beginning, write_data_report
-from toolkit.run.held_out_samples import HeldOutSamples
-from toolkit.run.live import LiveReport
-from toolkit.run.rows import build_evaluation
-from toolkit.run.stages import OpenedRun, PreparedRun
-from toolkit.training.averages import WeightAverages
+from toolkit.run.folder.folder import write_beginning, write_data_report
+from toolkit.run.shown.live_report import LiveReport
+from toolkit.run.stages.accelerator import inner_optimizer
+from toolkit.run.stages.answers import Answers
+from toolkit.run.stages.held_out_samples import HeldOutSamples
+from toolkit.run.stages.rows import build_evaluation
+from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.training.durable_writes import patiently
-from toolkit.training.early_stopping import EarlyStopping
-from toolkit.training.expert_loads import ExpertLoads
 from toolkit.training.extension import Extension
-from toolkit.training.heartbeat import Heartbeat
+from toolkit.training.extensions.averages import WeightAverages
+from toolkit.training.extensions.early_stopping import EarlyStopping
+from toolkit.training.extensions.expert_loads import ExpertLoads
+from toolkit.training.extensions.heartbeat import Heartbeat
+from toolkit.training.extensions.non_finite import NonFiniteSteps, require_some_steps
+from toolkit.training.extensions.records import Records
 from toolkit.training.metrics import Metrics
-from toolkit.training.non_finite import NonFiniteSteps, require_some_steps
 from toolkit.training.profile import StepProfile
-from toolkit.training.records import Records
 from toolkit.training.stop import StopRequests
 from toolkit.training.trainer import Trainer
 from toolkit.training.usage import ModelFlops, model_flops

@@ -13,7 +13,7 @@ from multiprocessing.connection import Client
 from pathlib import Path
 
 from toolkit.errors import ToolkitError
-from toolkit.run.notebook import Job
+from toolkit.run.shown.notebook import Job
 
 
 def main(job: Job) -> int:
@@ -36,8 +36,8 @@ def main(job: Job) -> int:
 
 
 def _run(job: Job) -> None:
-    from toolkit.run import notebook
     from toolkit.run.run import finetune
+    from toolkit.run.shown import notebook
 
     is_first = os.environ["RANK"] == "0"
     if is_first:

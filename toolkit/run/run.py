@@ -20,9 +20,9 @@ from toolkit.errors import BadInputError
 from toolkit.pages.card import model_and_data
 from toolkit.pages.run_page import RunSummary
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.finished import changed_export
 from toolkit.run.fit import fit
-from toolkit.run.folder import (
+from toolkit.run.folder.finished import changed_export
+from toolkit.run.folder.folder import (
     claimed,
     clear_killed,
     is_same_and_finished,
@@ -30,11 +30,10 @@ from toolkit.run.folder import (
     require_writable,
     with_day,
 )
-from toolkit.run.live import LiveReport, ended_in
-from toolkit.run.loss_warnings import uniform_guess
-from toolkit.run.notebook import NotebookOutput, finetune_on, notebook_output
-from toolkit.run.opening import open_run
-from toolkit.run.outcome import (
+from toolkit.run.shown.live_report import LiveReport, ended_in
+from toolkit.run.shown.loss_warnings import uniform_guess
+from toolkit.run.shown.notebook import NotebookOutput, finetune_on, notebook_output
+from toolkit.run.shown.outcome import (
     FinetuneResult,
     export_model,
     finished_before,
@@ -43,9 +42,10 @@ from toolkit.run.outcome import (
     summary_of,
     write_pages,
 )
-from toolkit.run.prepare import prepare_run
-from toolkit.run.run_summary import facts_of, print_run_summary
-from toolkit.run.stages import OpenedRun, PreparedRun
+from toolkit.run.shown.run_summary import facts_of, print_run_summary
+from toolkit.run.stages.opening import open_run
+from toolkit.run.stages.prepare import prepare_run
+from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.supervise.lease import owned, require_place
 from toolkit.supervise.rank_status import REPORT
 from toolkit.supervise.store_lease import owned_store

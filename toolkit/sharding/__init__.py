@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
-    from toolkit.sharding.compiling import Compilation, compile_blocks
+    from toolkit.sharding.blocks.checkpointing import Checkpointing, checkpoint_blocks
+    from toolkit.sharding.blocks.compiling import Compilation, compile_blocks
     from toolkit.sharding.memory import MemoryReport, memory_report
     from toolkit.sharding.offload import OffloadSettings
+    from toolkit.sharding.plan.units import plan_units
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
-    from toolkit.sharding.units import plan_units
 
 _HOMES = {
     "Checkpointing": "checkpointing",

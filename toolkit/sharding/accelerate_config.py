@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.yaml_values import NOT_YAML, yaml_problem, yaml_value
-from toolkit.sharding.strategy import parse_strategy
+from toolkit.sharding.plan.strategy import parse_strategy
 
 PRECISIONS = ("no", "bf16", "fp16")
 """Allowed values of `mixed_precision`. Their types are in `apply.py`, which imports torch; a launcher needs none."""

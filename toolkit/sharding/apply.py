@@ -18,24 +18,24 @@ from torch.distributed.tensor import DTensor, Shard
 from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Settings
-from toolkit.sharding.by_block import in_window
-from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
-from toolkit.sharding.compiling import Compilation, compile_blocks
-from toolkit.sharding.expert_parallel import GROUP, SHARD, holders, require_experts, shard_experts
-from toolkit.sharding.fsdp import autograd_sums_gradients
-from toolkit.sharding.fsdp_replaced import (
+from toolkit.sharding.blocks.by_block import in_window
+from toolkit.sharding.blocks.checkpointing import Checkpointing, checkpoint_blocks
+from toolkit.sharding.blocks.compiling import Compilation, compile_blocks
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
+from toolkit.sharding.fsdp2.fsdp_replaced import (
     gather_in_float32,
     pass_over_ungathered_units,
     reshard_in_groups,
     shapes_inside,
     wrap_as_dtensor,
 )
-from toolkit.sharding.gloo import average_over, communicate
-from toolkit.sharding.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
-from toolkit.sharding.shards import shard_dim, shard_rows
-from toolkit.sharding.strategy import Strategy
-from toolkit.sharding.unit_plan import UnitPlan
-from toolkit.sharding.unit_states import UnitStates
+from toolkit.sharding.fsdp2.gloo import average_over, communicate
+from toolkit.sharding.fsdp2.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
+from toolkit.sharding.fsdp2.shards import shard_dim, shard_rows
+from toolkit.sharding.fsdp2.unit_states import UnitStates
+from toolkit.sharding.parallel.expert_parallel import GROUP, SHARD, holders, require_experts, shard_experts
+from toolkit.sharding.plan.strategy import Strategy
+from toolkit.sharding.plan.unit_plan import UnitPlan
 
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -12,7 +12,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from toolkit.errors import BadInputError
 from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
 from toolkit.sharding.offload import OffloadSettings, parse_offload
-from toolkit.sharding.strategy import DEFAULT_STRATEGY, OFFLOAD, Strategy, asks_for_offload, parse_strategy
+from toolkit.sharding.plan.strategy import DEFAULT_STRATEGY, OFFLOAD, Strategy, asks_for_offload, parse_strategy
 
 STRATEGY_VARIABLE = "FSDP_SHARDING_STRATEGY"
 """Holds `fsdp_config.fsdp_sharding_strategy` of the Accelerate config. Accelerate ignores it with FSDP version 2."""

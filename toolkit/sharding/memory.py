@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.sharding.fsdp import fsdp_groups
+from toolkit.sharding.fsdp2.fsdp import fsdp_groups
 from toolkit.sharding.offload import OffloadEngine, engine_of
 
 

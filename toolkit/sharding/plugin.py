@@ -41,9 +41,10 @@ from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Settings
 from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
 from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_policies
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.compiling import Compilation
-from toolkit.sharding.expert_parallel import expert_grid
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.blocks.compiling import Compilation
+from toolkit.sharding.fsdp2.unused import UsedParameters, drop_unused_gradients
+from toolkit.sharding.fsdp2.versions import check_versions
 from toolkit.sharding.launched import (
     configured_size,
     refuse_configured_axes,
@@ -54,12 +55,11 @@ from toolkit.sharding.launched import (
 from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
-from toolkit.sharding.sequence_parallel import require_groups
-from toolkit.sharding.strategy import OFFLOAD, MeshShape, mesh_shape, with_node
-from toolkit.sharding.unit_plan import UnitPlan
-from toolkit.sharding.units import plan_units
-from toolkit.sharding.unused import UsedParameters, drop_unused_gradients
-from toolkit.sharding.versions import check_versions
+from toolkit.sharding.parallel.expert_parallel import expert_grid
+from toolkit.sharding.parallel.sequence_parallel import require_groups
+from toolkit.sharding.plan.strategy import OFFLOAD, MeshShape, mesh_shape, with_node
+from toolkit.sharding.plan.unit_plan import UnitPlan
+from toolkit.sharding.plan.units import plan_units
 from toolkit.terminal import Terminal
 
 
@@ -79,7 +79,7 @@ def sharding_kwargs(
     """Returns the constructor arguments that register the backend with a stock `Accelerator`.
 
     Args:
-        strategy: a word of `toolkit.sharding.strategy.STRATEGIES`, with or without `+offload`. If unset, that of the
+        strategy: a word of `STRATEGIES` (plan/strategy.py), with or without `+offload`. If unset, that of the
             Accelerate config, or zero3.
         replicate_size: the number of replicas of `hybrid`. If unset, that of the Accelerate config.
         shard_size: the number of ranks that shard one replica of `hybrid`. If unset, that of the Accelerate config.

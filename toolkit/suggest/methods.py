@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from toolkit.data.layouts import KINDS, Layout, recognise
-from toolkit.data.sources import Source
+from toolkit.data.layouts.layouts import KINDS, Layout, recognise
+from toolkit.data.rows.sources import Source
 from toolkit.errors import BadInputError, DataError, did_you_mean
-from toolkit.objectives.specs.method import Method
-from toolkit.objectives.specs.registry import SPECS
+from toolkit.recipe.objectives.method import Method
+from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import ColumnsSection
 
 TOKENS_PER_STEP = 2**17

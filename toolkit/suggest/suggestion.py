@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data import tokenizer as tokenizers
-from toolkit.data.packing import Ints, best_fit, split
-from toolkit.data.sources import open_source
+from toolkit.data.rows.sources import open_source
+from toolkit.data.samples.packing import Ints, best_fit, split
+from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.errors import BadInputError, counted
 from toolkit.model.load import is_encoder_decoder
 from toolkit.model.part_sizes import PartSize
-from toolkit.objectives.specs.method import Method
-from toolkit.objectives.specs.section import ObjectiveSection
-from toolkit.objectives.specs.spec import ObjectiveSpec
 from toolkit.paths import GIB, is_file_source, is_store
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import plan, recommend
 from toolkit.planning.time.hardware import Hardware
+from toolkit.recipe.objectives.method import Method
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.recipe.objectives.spec import ObjectiveSpec
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ModelSection, steps_of_run
 from toolkit.suggest.draft import Draft

@@ -12,19 +12,19 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import build
-from toolkit.data.examples import Answer, Conversation, Example, Judged, Pair, SourceTarget, Text, is_conversation
-from toolkit.data.layouts import Layout
-from toolkit.data.packing import Ints
-from toolkit.data.readers import read
-from toolkit.data.samples import LabelledSamples, PairSamples, SourceTargetSamples, TextSamples
-from toolkit.data.samples import Rows as TokenisedRows
-from toolkit.data.sources import Source
-from toolkit.data.templates import MARKERS
-from toolkit.data.turns import OF_EARLIER_TURNS, OTHER_PROMPT
-from toolkit.data.values import RowProblem
+from toolkit.data.layouts.layouts import Layout
+from toolkit.data.rows.examples import Answer, Conversation, Example, Judged, Pair, SourceTarget, Text, is_conversation
+from toolkit.data.rows.readers import read
+from toolkit.data.rows.sources import Source
+from toolkit.data.rows.values import RowProblem
+from toolkit.data.samples.packing import Ints
+from toolkit.data.samples.samples import LabelledSamples, PairSamples, SourceTargetSamples, TextSamples
+from toolkit.data.samples.samples import Rows as TokenisedRows
+from toolkit.data.templates.templates import MARKERS
+from toolkit.data.templates.turns import OF_EARLIER_TURNS, OTHER_PROMPT
+from toolkit.model.attention.positions import first_position, takes_positions
 from toolkit.model.load import load_without_weights
-from toolkit.model.positions import first_position, takes_positions
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, ModelSection
 
 ROWS_LOOKED_AT = 100

@@ -30,7 +30,7 @@ from toolkit.supervise.rank_status import (
     verdict,
 )
 from toolkit.terminal import harmless
-from toolkit.training.heartbeat import mark_watched, read_heartbeat
+from toolkit.training.extensions.heartbeat import mark_watched, read_heartbeat
 
 STALL_FILE = "stall.txt"
 

@@ -20,7 +20,7 @@ from toolkit.supervise.flight_recorder import last_collectives
 from toolkit.supervise.rank_status import FOLDER
 from toolkit.supervise.watchdog import STALL_FILE, Watch
 from toolkit.supervise.watchdog_process import guarded
-from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
+from toolkit.training.extensions.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
 from toolkit.training.phase import Phase
 
 PREFIX = "finetune-toolkit-"

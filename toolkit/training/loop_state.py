@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 
-from toolkit.data.samples import Batch
+from toolkit.data.samples.samples import Batch
 from toolkit.objectives.objective import Objective
 from toolkit.training.phase import Phase
 

@@ -19,15 +19,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit import ranks
-from toolkit.data.loader import ahead, with_next
-from toolkit.data.samples import Batch
+from toolkit.data.samples.loader import ahead, with_next
+from toolkit.data.samples.samples import Batch
 from toolkit.errors import TrainingError
-from toolkit.objectives.balance import Balance
+from toolkit.objectives.losses.balance import Balance
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.schema import TrainingSection
-from toolkit.sharding.by_block import ByBlock
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.fsdp2.shards import whole_tensor
 from toolkit.sharding.offload import engine_of
-from toolkit.sharding.shards import whole_tensor
 from toolkit.terminal import Pass, Terminal
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import Counters, Windows

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit.data.samples import Batch
-from toolkit.model.quantised import QuantisedLinear, quantised_layers
+from toolkit.data.samples.samples import Batch
+from toolkit.model.quantised.quantised import QuantisedLinear, quantised_layers
 from toolkit.model.routers import experts_of_a_token
 from toolkit.unix import resource
 

@@ -21,12 +21,12 @@ import torch
 import transformers
 
 from toolkit.errors import BadInputError, counted
-from toolkit.objectives.plain_losses import PLAIN_LOSSES
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.accelerator import quiet_libraries
+from toolkit.run.stages.accelerator import quiet_libraries
 from toolkit.verify.compare import compare
 from toolkit.verify.launch import read_launch
 from toolkit.verify.plain import run_plain
+from toolkit.verify.plain_losses import PLAIN_LOSSES
 from toolkit.verify.ranks import run_ranks
 from toolkit.verify.results import FAILED, NOT_USED, OK, Outcome, PlainRun, Report, Row, ShardedRun
 from toolkit.verify.shrink import with_layers

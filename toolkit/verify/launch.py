@@ -20,8 +20,8 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.ranks import free_port
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
-from toolkit.sharding.sequence_parallel import require_groups
-from toolkit.sharding.strategy import DEFAULT_STRATEGY, MeshShape, mesh_shape, parse_strategy
+from toolkit.sharding.parallel.sequence_parallel import require_groups
+from toolkit.sharding.plan.strategy import DEFAULT_STRATEGY, MeshShape, mesh_shape, parse_strategy
 
 TWO_RANKS: dict[str, Any] = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
 """The Accelerate config if the user names none and `accelerate config` has made none, without its strategy."""

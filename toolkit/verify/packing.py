@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.samples import Samples, TextSamples
+from toolkit.data.samples.samples import Samples, TextSamples
 from toolkit.verify.results import NOT_USED, Row, measured
 
 PACKING_TOLERANCE = 1e-4

@@ -13,28 +13,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.data import build, tokenizer
+from toolkit.data import build
 from toolkit.data.build import TokenisedData
-from toolkit.data.picture_samples import PictureSamples
-from toolkit.data.samples import Batch, TextSamples
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.samples import Batch, TextSamples
+from toolkit.data.tokens import tokenizer
 from toolkit.model.load import load
-from toolkit.model.parts import VISION, asked_parts, parts_of
 from toolkit.model.routers import find_routers
+from toolkit.model.structure.model_parts import VISION, asked_parts, parts_of
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.plain_losses import PLAIN_LOSSES, PlainLoss
 from toolkit.objectives.teacher import load_teacher
 from toolkit.optim.build import matrices
 from toolkit.optim.schedule import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.packing_check import LeakError, check_leaks
-from toolkit.run.rows import build_windows, fitting, may_pad, require_room, without_packing
-from toolkit.sharding.shards import local_tensor
+from toolkit.run.checks.packing_check import LeakError, check_leaks
+from toolkit.run.stages.rows import build_windows, fitting, may_pad, require_room, without_packing
+from toolkit.sharding.fsdp2.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row
+from toolkit.verify.plain_images import PlainPictures, pictures_row, row_by_row
+from toolkit.verify.plain_losses import PLAIN_LOSSES, PlainLoss
 from toolkit.verify.plain_model import plain_model
-from toolkit.verify.plain_pictures import PlainPictures, pictures_row, row_by_row
 from toolkit.verify.plain_routers import PlainRouters
 from toolkit.verify.results import Outcome, PlainRun, Row
 

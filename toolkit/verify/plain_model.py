@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
-from toolkit.model.adapters import base_of, has_adapter
-from toolkit.model.parts import freeze_untrained, train_parts, trained_parts, writer_class
-from toolkit.model.quantised import matrix_of_4_bits, plain_layer, quantised_layers
+from toolkit.model.adapters.adapters import base_of, has_adapter
+from toolkit.model.quantised.quantised import matrix_of_4_bits, plain_layer, quantised_layers
+from toolkit.model.structure.model_parts import freeze_untrained, train_parts, trained_parts, writer_class
 from toolkit.recipe.recipe import Recipe
 
 

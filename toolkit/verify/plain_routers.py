@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.data.samples import Batch
+from toolkit.data.samples.samples import Batch
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import base_of
+from toolkit.model.adapters.adapters import base_of
 from toolkit.recipe.recipe import Recipe
 
 BIAS = "e_score_correction_bias"

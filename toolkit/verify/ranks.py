@@ -55,7 +55,7 @@ def _start_rank(environment: dict[str, str], folder: Path) -> subprocess.Popen[b
     with (folder / f"rank-{environment['RANK']}.log").open("wb") as log:
         return subprocess.Popen(  # noqa: S603 (this interpreter, this module)
             # -P: a file in the working directory must not stand in for a module.
-            [sys.executable, "-P", "-m", "toolkit.cli.verify_rank", str(folder)],
+            [sys.executable, "-P", "-m", "toolkit.cli.ranks.verify_rank", str(folder)],
             env=environment,
             stdin=subprocess.PIPE,  # the rank ends when this pipe closes, so when this process is gone
             stdout=log,

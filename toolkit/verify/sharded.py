@@ -20,21 +20,21 @@ from accelerate.utils import send_to_device
 from safetensors.torch import save_file
 
 from toolkit.checkpoint.export import whole_tensors
-from toolkit.data.samples import Batch
+from toolkit.data.samples.samples import Batch
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.model.expert_adapters import as_peft_has_them, peft_name
-from toolkit.model.quantised import dequantised
+from toolkit.model.adapters.expert_adapters import as_peft_has_them, peft_name
+from toolkit.model.quantised.quantised import dequantised
 from toolkit.optim.schedule import build_schedule
 from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries, release
-from toolkit.run.prepare import prepare_run
-from toolkit.run.run_summary import facts_of
-from toolkit.run.stages import OpenedRun, PreparedRun
-from toolkit.sharding import checkpointing
+from toolkit.run.shown.run_summary import facts_of
+from toolkit.run.stages.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries, release
+from toolkit.run.stages.prepare import prepare_run
+from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.sharding.blocks import checkpointing
+from toolkit.sharding.fsdp2.shards import local_tensor, state_once
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.plugin import ShardingPlugin
-from toolkit.sharding.shards import local_tensor, state_once
 from toolkit.terminal import Terminal
 from toolkit.training.trainer import Trainer
 from toolkit.verify.plain import is_felt, set_dropout

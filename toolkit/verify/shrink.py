@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PretrainedConfig
 
-from toolkit.data.hub_refusals import download
+from toolkit.data.rows.hub_refusals import download
 from toolkit.errors import BadInputError, counted, first_line
-from toolkit.model.parts import writer_class
+from toolkit.model.structure.model_parts import writer_class
 from toolkit.paths import require_folder
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ModelSection

@@ -19,7 +19,7 @@ from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint import consolidate
 from toolkit.errors import BadInputError
-from toolkit.generation import samples
+from toolkit.generation.sampling import samples
 from toolkit.recipe import adapter_file
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit import Recipe, finetune
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.data import build
-from toolkit.data.packing import whole
-from toolkit.data.samples import TextSamples
-from toolkit.data.templates import MARKERS
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.samples.packing import whole
+from toolkit.data.samples.samples import TextSamples
+from toolkit.data.templates.templates import MARKERS
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.recipe.schema import DataSection
-from toolkit.run.stop_tokens import teach_to_stop
+from toolkit.run.stages.stop_tokens import teach_to_stop
 
 ANSWERS = {"the king": "bread", "a fox": "wine and the moon", "so": "no"}
 

@@ -14,9 +14,9 @@ from support.ranks import LIMIT_SECONDS
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from toolkit.cli import plan as cli_plan
 from toolkit.cli.app import app
-from toolkit.cli.arguments import complete_recipe, load_recipe, split_arguments
+from toolkit.cli.commands import plan as cli_plan
+from toolkit.cli.shared.arguments import complete_recipe, load_recipe, split_arguments
 from toolkit.errors import BadInputError
 
 ROOT = Path(__file__).parents[3]
@@ -195,7 +195,8 @@ def test_options_complete(line: str, found: list[str], tmp_path: Path, monkeypat
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_only_the_first_rank_prints_an_error(rank: str) -> None:
     code = (
-        "import sys; from toolkit.cli import console, finetune; console.PATIENCE_SECONDS = 0.1; "
+        "import sys; from toolkit.cli.shared import console; from toolkit.cli.ranks import finetune; "
+        "console.PATIENCE_SECONDS = 0.1; "
         "sys.exit(finetune.finetune_command(['--recipe', 'nothing']))"
     )
     failed = run(sys.executable, "-c", code, RANK=rank, WORLD_SIZE="2")
@@ -213,7 +214,8 @@ def test_only_the_first_rank_prints_an_error(rank: str) -> None:
 )
 def test_the_first_word_comes_before_torch_is_imported(command: str, rank: str, told: str | None) -> None:
     code = (
-        "import sys; from toolkit.cli import app, console, finetune; console.PATIENCE_SECONDS = 0.1; "
+        "import sys; from toolkit.cli import app; from toolkit.cli.shared import console; "
+        "from toolkit.cli.ranks import finetune; console.PATIENCE_SECONDS = 0.1; "
         f"sys.modules['torch'] = None; sys.argv = ['toolkit', 'train', 'quickstart', '--cpu', '2']; {command}"
     )
     failed = run(sys.executable, "-c", code, RANK=rank, WORLD_SIZE="2")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from toolkit.checkpoint.manifest import COMPLETE, Manifest, file_entry
 from toolkit.cli.app import app
 from toolkit.errors import BadInputError
-from toolkit.pages.number_text import MISSING
+from toolkit.pages.parts.number_text import MISSING
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status
 from toolkit.supervise.rank_status import FOLDER, RankStatus, to_text

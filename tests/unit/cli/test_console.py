@@ -8,10 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from toolkit.cli import console as consoles
-from toolkit.cli.checkpoints import _cell_text
-from toolkit.cli.console import print_failure, print_table
-from toolkit.cli.finetune import as_rank
+from toolkit.cli.commands.checkpoints import _cell_text
+from toolkit.cli.ranks.finetune import as_rank
+from toolkit.cli.shared import console as consoles
+from toolkit.cli.shared.console import print_failure, print_table
 from toolkit.errors import BadInputError, StoppedError
 
 COLUMNS = ["key", "value", "from"]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from toolkit.cli import doctor
 from toolkit.cli.app import app
+from toolkit.cli.commands import doctor
 
 
 def report(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:

@@ -15,9 +15,9 @@ import pytest
 from support.refusals import finetune
 from typer.testing import CliRunner
 
-from toolkit.cli import hub
 from toolkit.cli.app import app
-from toolkit.cli.hub import OFFLINE, settle_hub
+from toolkit.cli.shared import hub
+from toolkit.cli.shared.hub import OFFLINE, settle_hub
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 

@@ -25,7 +25,7 @@ builtins.__import__ = interrupted
     ("command", "before"),
     [
         (
-            "from toolkit.cli.finetune import finetune_command; sys.exit(finetune_command(['quickstart']))",
+            "from toolkit.cli.ranks.finetune import finetune_command; sys.exit(finetune_command(['quickstart']))",
             "started 1 rank; importing torch and transformers ...\n",
         ),
         ("from toolkit.cli.app import main; sys.argv = ['toolkit', 'data', 'quickstart']; main()", ""),
@@ -45,9 +45,9 @@ def test_one_line(command: str, before: str) -> None:
 def test_ranks_say_it_for_the_command_that_has_started_them() -> None:
     """Of an interrupt of all processes of a terminal: rank 0 has told it, and its launcher ends with the same code."""
     command = (
-        "import sys, toolkit.cli.launcher\n"
+        "import sys, toolkit.cli.ranks.launcher\n"
         "def launched(*_, **__):\n    print('stopped by Ctrl-C', file=sys.stderr)\n    return 130\n"
-        "toolkit.cli.launcher.run_launcher = launched\n"
+        "toolkit.cli.ranks.launcher.run_launcher = launched\n"
         "from toolkit.cli.app import main; sys.argv = ['toolkit', 'train', 'quickstart', '--cpu=2']; main()"
     )
     ended = subprocess.run(
@@ -60,7 +60,9 @@ def ended(code: str, folder: Path) -> tuple[int, str]:
     """How a process ends that has the handler, with modules in `folder`."""
     # A shell's background job has SIGINT ignored, and so have its children.
     handled = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    begun = f"{handled}; sys.path.insert(0, {str(folder)!r}); from toolkit.cli.signals import end_at_interrupts; "
+    begun = (
+        f"{handled}; sys.path.insert(0, {str(folder)!r}); from toolkit.cli.shared.signals import end_at_interrupts; "
+    )
     found = subprocess.run(
         [sys.executable, "-c", f"{begun}end_at_interrupts()\n{code}"],
         text=True,

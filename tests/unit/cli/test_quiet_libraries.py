@@ -33,7 +33,7 @@ def told(*words: str) -> str:
 
 def test_warnings_of_these_libraries_are_left_out_and_errors_are_not() -> None:
     code = (
-        "import logging; from toolkit.cli.console import prepare_process; prepare_process(); import torch\n"
+        "import logging; from toolkit.cli.shared.console import prepare_process; prepare_process(); import torch\n"
         f"for name in {TOLD_BY}:\n"
         "    logging.getLogger(name + '.inner').warning('noise'); logging.getLogger(name).error('trouble')\n"
         "logging.getLogger('mine').warning('mine')"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from toolkit.cli import launcher, train
 from toolkit.cli.app import app
-from toolkit.cli.retries import with_retries
+from toolkit.cli.commands import train
+from toolkit.cli.ranks import launcher
+from toolkit.cli.ranks.retries import with_retries
 from toolkit.errors import BadInputError, RankLostError
 
 LOST = "lost"

@@ -19,9 +19,9 @@ from support.ranks import LIMIT_SECONDS
 from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner, Result
 
-from toolkit.cli import launch_options, launcher
 from toolkit.cli.app import app
-from toolkit.cli.launcher import run_launcher
+from toolkit.cli.ranks import launch_options, launcher
+from toolkit.cli.ranks.launcher import run_launcher
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
@@ -161,9 +161,9 @@ def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None,
 
 FORKED = """
 import json, os, signal, sys, torch
-from toolkit.cli import entry, signals
+from toolkit.cli import entry; from toolkit.cli.shared import signals
 imported = "toolkit.run.run" in sys.modules
-from toolkit.cli import finetune
+from toolkit.cli.ranks import finetune
 def tell(arguments):
     told = [
         int(os.environ["RANK"]), imported, arguments, torch.get_num_threads(),
@@ -187,7 +187,7 @@ def test_several_ranks_are_forked_from_what_has_imported_all(
     config = str(ROOT / "accelerate_configs/cpu_2.yaml")
     words = ["--config_file", config, "--main_process_port", str(free_port()), str(tmp_path / "script.py"), "one"]
     code = (
-        "import pathlib, sys, torch; from toolkit import Recipe; from toolkit.cli import launcher\n"
+        "import pathlib, sys, torch; from toolkit import Recipe; from toolkit.cli.ranks import launcher\n"
         f"torch.accelerator.device_count = lambda: {gpus}\n"
         "from toolkit.errors import RankLostError\n"
         "try: code = launcher.run_launcher(sys.argv[1:], pathlib.Path('.'), recipe=Recipe.load('quickstart'))\n"
@@ -234,7 +234,10 @@ def test_ctrl_c_prints_no_line_of_torchs_launcher(tmp_path: Path) -> None:
     ]
     script.write_text("\n".join(lines))
     words = ["--config_file", str(ROOT / "accelerate_configs/cpu_2.yaml"), str(script)]
-    code = f"import pathlib; from toolkit.cli import launcher; print(launcher.run_launcher({words}, pathlib.Path('.')))"
+    code = (
+        "import pathlib; from toolkit.cli.ranks import launcher; "
+        f"print(launcher.run_launcher({words}, pathlib.Path('.')))"
+    )
     command = [sys.executable, "-c", code]
     ended = subprocess.run(
         command, cwd=tmp_path, text=True, capture_output=True, timeout=LIMIT_SECONDS, env=clean_environment()

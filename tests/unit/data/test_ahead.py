@@ -1,4 +1,4 @@
-"""toolkit.data.loader: items are made ahead, in order; errors come in their place; an early end waits and closes."""
+"""Items are made ahead, in order; errors come in their place; an early end waits and closes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from toolkit.data.loader import ahead, with_next
+from toolkit.data.samples.loader import ahead, with_next
 
 
 def test_the_next_item_is_made_while_one_is_used() -> None:

@@ -20,10 +20,12 @@ import datasets
 import pytest
 
 from toolkit import Recipe
-from toolkit.data import build, documents, files, readers, sources, tokenizer
-from toolkit.data.templates import use_template
+from toolkit.data import build
+from toolkit.data.rows import files, readers, sources
+from toolkit.data.templates.templates import use_template
+from toolkit.data.tokens import documents, tokenizer
 from toolkit.errors import BadInputError
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import ColumnsSection, DataSection, SourceSection
 
 SECONDS = 300

@@ -1,4 +1,4 @@
-"""toolkit.objectives.specs.batches lists the tensors that the data's batches have, and planning plans with."""
+"""toolkit.recipe.objectives.batches lists the tensors that the data's batches have, and planning plans with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data import build, tokenizer
-from toolkit.data.samples import Batch
-from toolkit.objectives.specs.registry import SPECS
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.data import build
+from toolkit.data.samples.samples import Batch
+from toolkit.data.tokens import tokenizer
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import DataSection
 
 WORDS = ["one two three four five six", "seven eight", "nine ten one"]

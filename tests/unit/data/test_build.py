@@ -14,12 +14,14 @@ import datasets
 import pytest
 import torch
 
-from toolkit.data import build, sources, tokenizer
-from toolkit.data.cache import kept
-from toolkit.data.files import expand_files
-from toolkit.data.templates import MARKERS, use_template
+from toolkit.data import build
+from toolkit.data.rows import sources
+from toolkit.data.rows.cache import kept
+from toolkit.data.rows.files import expand_files
+from toolkit.data.templates.templates import MARKERS, use_template
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import DataError
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection
 
 TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(40)]

@@ -1,4 +1,4 @@
-"""toolkit.data.chat: the targets are the assistant's words and the end of its turn, and nothing else.
+"""toolkit.data.templates.chat: the targets are the assistant's words and the end of its turn, and nothing else.
 
 What a template writes for an assistant's turn is written out by hand in `WRITTEN`, and compared with the decoded
 target tokens.
@@ -33,12 +33,12 @@ from support.conversations import (
 from tokenizers.processors import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from toolkit.data import chat
-from toolkit.data.chat import NO_TURN, NO_WAY, Rendered, render, target_mask
-from toolkit.data.marks import NO_FUNCTION
-from toolkit.data.templates import MARKERS, TEMPLATES, rendered, use_template
-from toolkit.data.tokenizer import _train_byte_pairs
-from toolkit.data.values import RowProblem
+from toolkit.data.rows.values import RowProblem
+from toolkit.data.templates import chat
+from toolkit.data.templates.chat import NO_TURN, NO_WAY, Rendered, render, target_mask
+from toolkit.data.templates.marks import NO_FUNCTION
+from toolkit.data.templates.templates import MARKERS, TEMPLATES, rendered, use_template
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError
 
 

@@ -17,12 +17,12 @@ from huggingface_hub import constants
 from support.hub_stand_in import TOKEN, Hub, hub
 from support.refusals import finetune, toolkit
 
-from toolkit.data.hub_refusals import download, hub_error
-from toolkit.data.remote import local_copies
-from toolkit.data.sources import open_source
-from toolkit.data.tokenizer import load as load_tokenizer
+from toolkit.data.rows.hub_refusals import download, hub_error
+from toolkit.data.rows.remote import local_copies
+from toolkit.data.rows.sources import open_source
+from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.errors import BadInputError, HubError, ToolkitError
-from toolkit.generation.load import Place, tokenizer_of
+from toolkit.generation.text.load import Place, tokenizer_of
 from toolkit.model.load import NoTokens, load_without_weights
 from toolkit.recipe.schema import DataSection, ModelSection, SourceSection
 

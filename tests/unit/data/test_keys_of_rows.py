@@ -12,10 +12,10 @@ import pytest
 from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, ChatTemplate, of_trl, tokenizer_for
 
 from toolkit.data import build
-from toolkit.data.encode import Encoder
-from toolkit.data.layouts import Layout, recognise
-from toolkit.data.sources import open_source
-from toolkit.data.templates import use_template
+from toolkit.data.layouts.layouts import Layout, recognise
+from toolkit.data.rows.sources import open_source
+from toolkit.data.templates.templates import use_template
+from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ColumnsSection, DataSection, SourceSection
 

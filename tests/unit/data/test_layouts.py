@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from toolkit.data import build, tokenizer
-from toolkit.data.templates import MARKERS, use_template
+from toolkit.data import build
+from toolkit.data.templates.templates import MARKERS, use_template
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError, DataError
-from toolkit.generation.complete import _encode_text
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.generation.text.complete import _encode_text
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection
 
 QWEN_THINKS = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}

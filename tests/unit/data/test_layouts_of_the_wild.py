@@ -13,7 +13,7 @@ from support.chat_templates import CHATML, QWEN_3, ChatTemplate, of_trl, tokeniz
 
 from toolkit.data import build
 from toolkit.errors import DataError
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection
 
 QWEN_3_OWN = of_trl("qwen3", QWEN_3)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.data import json_list, readers
-from toolkit.data.json_list import values_of
-from toolkit.data.readers import Shard, read
-from toolkit.data.values import RowProblem
+from toolkit.data.rows import json_list, readers
+from toolkit.data.rows.json_list import values_of
+from toolkit.data.rows.readers import Shard, read
+from toolkit.data.rows.values import RowProblem
 from toolkit.errors import DataError
 
 MIB = 2**20

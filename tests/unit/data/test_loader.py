@@ -1,4 +1,4 @@
-"""toolkit.data.loader: one global order, whatever the ranks, micro-batches and accumulation."""
+"""toolkit.data.samples.loader: one global order, whatever the ranks, micro-batches and accumulation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from toolkit.data.loader import EpochOrder, TrainLoader, evaluation_batches
-from toolkit.data.samples import IGNORED
+from toolkit.data.samples.loader import EpochOrder, TrainLoader, evaluation_batches
+from toolkit.data.samples.samples import IGNORED
 
 
 class Numbered:

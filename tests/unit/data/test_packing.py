@@ -1,4 +1,4 @@
-"""toolkit.data.packing and samples: each token in one place, order kept, positions restart, little is wasted."""
+"""Each token in one place, order kept, positions restart, little is wasted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolkit.data.packing import Pieces, best_fit, mixed, split, whole
-from toolkit.data.samples import IGNORED, TextSamples, sample_of
+from toolkit.data.samples.packing import Pieces, best_fit, mixed, split, whole
+from toolkit.data.samples.samples import IGNORED, TextSamples, sample_of
 
 
 class Tokens:

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from toolkit.data.picture_files import MAX_PIXELS, content_of, decoded, file_or_content
-from toolkit.data.values import RowProblem
+from toolkit.data.images.image_files import MAX_PIXELS, content_of, decoded, file_or_content
+from toolkit.data.rows.values import RowProblem
 
 ORIENTATION = 0x0112
 NOISE = np.random.default_rng(0).integers(0, 256, (5, 7, 4), dtype=np.uint8)

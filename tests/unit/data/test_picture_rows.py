@@ -18,11 +18,12 @@ from support.sights import picture, save_seeing
 from support.texts import make_texts
 from transformers import AutoProcessor
 
-from toolkit.data import build, tokenizer
-from toolkit.data.picture_samples import COUNTS, KINDS_OF_TOKENS, PictureSamples
-from toolkit.data.samples import TextSamples
+from toolkit.data import build
+from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS, PictureSamples
+from toolkit.data.samples.samples import TextSamples
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import DataError
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, ModelSection
 
 

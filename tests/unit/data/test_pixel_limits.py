@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils import is_torchvision_available
 
 from toolkit import Recipe, finetune
-from toolkit.data.pixel_limits import CONFIGURATIONS, PixelLimits
+from toolkit.data.images.pixel_limits import CONFIGURATIONS, PixelLimits
 from toolkit.errors import BadInputError, ToolkitError
 
 TOKEN = 28 * 28

@@ -15,7 +15,9 @@ import pytest
 from support.ranks import LIMIT_SECONDS
 from test_build import TEXTS, jsonl, rows_of, section
 
-from toolkit.data import build, documents, sources, tokenizer
+from toolkit.data import build
+from toolkit.data.rows import sources
+from toolkit.data.tokens import documents, tokenizer
 from toolkit.errors import DataError
 from toolkit.recipe.schema import SourceSection
 
@@ -67,7 +69,7 @@ def test_a_script_without_a_guard_can_tokenise_in_several_processes(tmp_path: Pa
 
 
 SCRIPT = f"""
-from toolkit.data import build, sources, tokenizer
+from toolkit.data import build; from toolkit.data.rows import sources; from toolkit.data.tokens import tokenizer
 from toolkit.recipe.schema import DataSection
 
 print("runs")

@@ -16,9 +16,9 @@ from support.chat_templates import tokenizer_for as new_tokenizer
 from support.conversations import assistant, system, user
 from support.recent_templates import GLM_45, GPT_OSS, MAGISTRAL, QWEN_35, RECENT, SMOLLM_3
 
-from toolkit.data.encode import Encoder
-from toolkit.data.layouts import Layout
-from toolkit.data.stops import NextTurn, next_turn_of, require_turn_end, turn_ends
+from toolkit.data.layouts.layouts import Layout
+from toolkit.data.templates.stops import NextTurn, next_turn_of, require_turn_end, turn_ends
+from toolkit.data.tokens.encode import Encoder
 
 LAYOUT = Layout("messages", {"messages": "messages", "tools": "tools"})
 Message = dict[str, Any]

@@ -1,4 +1,4 @@
-"""toolkit.data.remote: rows in stores and on web servers, their copies here, and what is told."""
+"""toolkit.data.rows.remote: rows in stores and on web servers, their copies here, and what is told."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import datasets
 import fsspec
 import pytest
 
-from toolkit.data import build, tokenizer
-from toolkit.data.files import expand_files
-from toolkit.data.remote import local_copies
+from toolkit.data import build
+from toolkit.data.rows.files import expand_files
+from toolkit.data.rows.remote import local_copies
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import DataError, RecipeError
 from toolkit.paths import file_name, without_query
 from toolkit.recipe.load import anchor_paths
@@ -132,7 +133,7 @@ def test_the_last_copy_is_read_where_nothing_answers(
     def unreachable(*_: Any, **__: Any) -> Any:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr("toolkit.data.remote.url_to_fs", unreachable)
+    monkeypatch.setattr("toolkit.data.rows.remote.url_to_fs", unreachable)
     assert expand_files(f"{address}/rows.jsonl", "data.train") == [copy]
     assert "rows.jsonl cannot be reached (ConnectionError: no route); its copy of 20" in capsys.readouterr().err
     local_copies.cache_clear()
@@ -205,7 +206,7 @@ def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> Any:
         raise ImportError("No module named 's3fs'")
 
-    monkeypatch.setattr("toolkit.data.remote.url_to_fs", missing)
+    monkeypatch.setattr("toolkit.data.rows.remote.url_to_fs", missing)
     with pytest.raises(DataError, match=r"driver of s3:// cannot be imported .*pip install 'finetune-toolkit\[s3\]'"):
         expand_files("s3://bucket/rows.jsonl", "data.train")
 

@@ -12,12 +12,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
 
-from toolkit.data import build, tokenizer
-from toolkit.data.readers import read
-from toolkit.data.sources import open_source
-from toolkit.data.templates import MARKERS, use_template
+from toolkit.data import build
+from toolkit.data.rows.readers import read
+from toolkit.data.rows.sources import open_source
+from toolkit.data.templates.templates import MARKERS, use_template
+from toolkit.data.tokens import tokenizer
 from toolkit.objectives.classification import SequenceClassification
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.data import build, stream, tokenizer
-from toolkit.data.samples import IGNORED
+from toolkit.data import build, stream
+from toolkit.data.samples.samples import IGNORED
 from toolkit.data.stream import StreamLoader
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import DataError, RecipeError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection

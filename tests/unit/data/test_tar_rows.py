@@ -13,9 +13,9 @@ import pytest
 from support.texts import make_texts
 
 from toolkit.data import build
-from toolkit.data.files import expand_files
-from toolkit.data.readers import Shard, read
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.rows.files import expand_files
+from toolkit.data.rows.readers import Shard, read
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection
 

@@ -11,11 +11,11 @@ from support.chat_templates import CHATML, LLAMA_31, tokenizer_for
 from support.conversations import assistant, user
 from transformers import AutoTokenizer
 
-from toolkit.data.encode import Encoder
-from toolkit.data.layouts import Layout
-from toolkit.data.template_arguments import set_defaults, variables
+from toolkit.data.layouts.layouts import Layout
+from toolkit.data.layouts.template_arguments import set_defaults, variables
+from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import BadInputError
-from toolkit.generation.complete import Message
+from toolkit.generation.text.complete import Message
 from toolkit.recipe.recipe import Recipe
 
 # As Qwen 3's: no thinking closes an empty think block in the generation prompt.

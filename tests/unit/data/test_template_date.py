@@ -17,8 +17,10 @@ from support.tiny import recipe_values, save_llama
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
-from toolkit.data import build, template_date, tokenizer
-from toolkit.data.templates import rendered
+from toolkit.data import build
+from toolkit.data.templates import template_date
+from toolkit.data.templates.templates import rendered
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import DataSection, ModelSection
 
@@ -91,7 +93,7 @@ def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pyte
 
     def run(day: date, **data: Any) -> list[float]:
         monkeypatch.setattr(template_date, "today", lambda: day)
-        monkeypatch.setattr("toolkit.run.model_on_meta.today", lambda: day)
+        monkeypatch.setattr("toolkit.run.stages.model_on_meta.today", lambda: day)
         result = finetune(Recipe.from_mapping(values | {"data": values["data"] | data}))
         lines = (result.output_dir / "metrics.jsonl").read_text().splitlines()
         return [record["train_loss"] for record in map(json.loads, lines) if "train_loss" in record]

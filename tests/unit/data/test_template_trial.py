@@ -17,10 +17,10 @@ from support.chat_templates import CHAT_TEMPLATES, CHATML, ChatTemplate, tokeniz
 from support.recent_templates import RECENT
 from support.tiny import save_llama
 
-from toolkit.data import template_trial, templates
 from toolkit.data.build import build
+from toolkit.data.templates import template_trial, templates
 from toolkit.errors import BadInputError, DataError
-from toolkit.generation.complete import templated
+from toolkit.generation.text.complete import templated
 from toolkit.recipe.schema import DataSection
 
 KING = [{"role": "user", "content": "a king"}]

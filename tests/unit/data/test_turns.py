@@ -14,8 +14,8 @@ from support.chat_templates import CHATML, DEEPSEEK_R1, GEMMA, QWEN_3, ChatTempl
 from support.conversations import ALL_TEMPLATES, CONVERSATIONS, TOOLS, WRITTEN, assistant, cases, tokenizer_for, user
 
 from toolkit.data import build
-from toolkit.data.encode import Encoder
-from toolkit.data.layouts import Layout
+from toolkit.data.layouts.layouts import Layout
+from toolkit.data.tokens.encode import Encoder
 from toolkit.recipe.schema import DataSection
 
 MESSAGES = Layout("messages", {"messages": "messages", "system": "system", "tools": "tools"})

@@ -33,14 +33,14 @@ from transformers import (
 )
 
 from toolkit.cli.app import main
-from toolkit.data.chat import render
-from toolkit.data.templates import MARKERS, use_template
-from toolkit.data.tokenizer import _train_byte_pairs
-from toolkit.data.turn_ends import turn_ends
+from toolkit.data.samples.turn_ends import turn_ends
+from toolkit.data.templates.chat import render
+from toolkit.data.templates.templates import MARKERS, use_template
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.generation.choices import encode_choices, log_probabilities
-from toolkit.generation.command import converse
-from toolkit.generation.complete import (
+from toolkit.generation.text.choices import encode_choices, log_probabilities
+from toolkit.generation.text.command import converse
+from toolkit.generation.text.complete import (
     CONTEXT,
     HALF_CHARACTER,
     Completion,
@@ -53,10 +53,10 @@ from toolkit.generation.complete import (
     encode_prompt,
     stream,
 )
-from toolkit.generation.evaluation import Comparison, choose, evaluate, summary
-from toolkit.generation.load import Loaded, find_model, load_model, stop_tokens
-from toolkit.generation.options import Sampling
-from toolkit.generation.rows import PromptRow, completions, encode_rows, read_rows
+from toolkit.generation.text.evaluation import Comparison, choose, evaluate, summary
+from toolkit.generation.text.load import Loaded, find_model, load_model, stop_tokens
+from toolkit.generation.text.options import Sampling
+from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
 
 GREEDY = Sampling(12, 0.0)
 PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
@@ -355,7 +355,7 @@ def test_a_prompt_is_answered(
 def test_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
-        "toolkit.generation.command.encode_prompt", lambda *given: asked.append(given[1:]) or encode_prompt(*given)
+        "toolkit.generation.text.command.encode_prompt", lambda *given: asked.append(given[1:]) or encode_prompt(*given)
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who sang?\n\nWhat of?\n/reset\nWho sang?\n/quit\nmore\n"))
     options = ("--chat", "--temperature", 0, "--max-new-tokens", 8)
@@ -387,7 +387,7 @@ def test_ctrl_c_ends_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch)
     def interrupted() -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("toolkit.generation.command._read_line", interrupted)
+    monkeypatch.setattr("toolkit.generation.text.command._read_line", interrupted)
     assert command(monkeypatch, chat, "--chat") == 0
 
 
@@ -427,7 +427,7 @@ def test_a_file_is_there_when_it_is_whole(plain: Path, tmp_path: Path, monkeypat
         assert [path.name for path in tmp_path.iterdir()] == ["in.txt", ".out.jsonl.unfinished"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("toolkit.generation.rows.complete", failing)
+    monkeypatch.setattr("toolkit.generation.text.rows.complete", failing)
     (tmp_path / "in.txt").write_text("the king\n")
     assert command(monkeypatch, plain, "--file", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl") != 0
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]

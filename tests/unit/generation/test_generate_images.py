@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from toolkit import evaluate, generate
 from toolkit.errors import BadInputError
-from toolkit.generation.command import run
-from toolkit.generation.options import Options
+from toolkit.generation.text.command import run
+from toolkit.generation.text.options import Options
 
 KINDS = ("llava", "gemma3", "idefics3")
 TEXTS = make_texts(12, seed=4)

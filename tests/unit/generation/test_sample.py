@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from toolkit.cli.app import main
 from toolkit.errors import BadInputError
-from toolkit.generation import sampling
-from toolkit.generation.draws import Drawn
-from toolkit.generation.rows import PromptRow
-from toolkit.generation.sample_options import SampleOptions
-from toolkit.generation.sampled_rows import Asked, write_rows
-from toolkit.generation.samples import Sample
+from toolkit.generation.sampling import sampling
+from toolkit.generation.sampling.sample_options import SampleOptions
+from toolkit.generation.sampling.sampled_rows import Asked, write_rows
+from toolkit.generation.sampling.samples import Sample
+from toolkit.generation.text.draws import Drawn
+from toolkit.generation.text.rows import PromptRow
 
 SAMPLES, SEED, TEMPERATURE, TOP_P, TOKENS = 6, 3, 1.5, 0.9, 12
 FILES = ("sft", "pairs", "labels")

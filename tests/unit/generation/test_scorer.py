@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import toolkit
 from toolkit.errors import BadInputError
-from toolkit.generation.complete import Completion
-from toolkit.generation.evaluation import evaluate, summary
-from toolkit.generation.rows import PromptRow, read_rows
-from toolkit.generation.scorer import Scorer, load_scorer
+from toolkit.generation.text.complete import Completion
+from toolkit.generation.text.evaluation import evaluate, summary
+from toolkit.generation.text.rows import PromptRow, read_rows
+from toolkit.generation.text.scorer import Scorer, load_scorer
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.origin import Origin
+from toolkit.run.folder.export_origin import Origin
 from toolkit.user_function import UserFunction
 
 SOURCE = """

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from toolkit.data import tokenizer
-from toolkit.data.layer_limit import require_few_layers
+from toolkit.data.tokens import tokenizer
+from toolkit.data.tokens.layer_limit import require_few_layers
 from toolkit.errors import BadInputError
 from toolkit.model.load import _configuration, _without_weights
 from toolkit.recipe.schema import DataSection, ModelSection

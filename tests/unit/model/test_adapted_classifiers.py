@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from toolkit.model.adapters import add_adapter
-from toolkit.model.targets import layers_to_quantise
+from toolkit.model.adapters.adapters import add_adapter
+from toolkit.model.adapters.targets import layers_to_quantise
 from toolkit.recipe.schema import AdapterSection
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 96}

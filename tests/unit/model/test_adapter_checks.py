@@ -13,8 +13,13 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from toolkit.errors import BadInputError
-from toolkit.model.adapter_checks import require_kept, require_mergeable, require_new_rows_trained, require_one_type
-from toolkit.model.adapters import adapters_off
+from toolkit.model.adapters.adapter_checks import (
+    require_kept,
+    require_mergeable,
+    require_new_rows_trained,
+    require_one_type,
+)
+from toolkit.model.adapters.adapters import adapters_off
 from toolkit.model.load import NoTokens, load
 from toolkit.model.routers import find_routers
 from toolkit.recipe.schema import AdapterSection, ExportSection, ModelSection

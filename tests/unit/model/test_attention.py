@@ -1,4 +1,4 @@
-"""toolkit.model.attention: what `auto` chooses where, with the libraries' availability made up."""
+"""toolkit.model.attention.attention: what `auto` chooses where, with the libraries' availability made up."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 from transformers.utils import import_utils
 
 from toolkit.errors import BadInputError
-from toolkit.model import attention
-from toolkit.model.attention import attention_of
-from toolkit.model.document_attention import BY_DOCUMENT
+from toolkit.model.attention import attention
+from toolkit.model.attention.attention import attention_of
+from toolkit.model.attention.document_attention import BY_DOCUMENT
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import ModelSection
 

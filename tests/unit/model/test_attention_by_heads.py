@@ -9,10 +9,10 @@ import torch
 from support.tiny import llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from toolkit.data.cut import Part
+from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
-from toolkit.model.attention_by_heads import require_sequence
-from toolkit.sharding.sequence_parallel import require_groups
+from toolkit.model.attention.attention_by_heads import require_sequence
+from toolkit.sharding.parallel.sequence_parallel import require_groups
 
 
 def qwen_next() -> Any:

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from toolkit.errors import BadInputError
 from toolkit.model.load import _random_configuration
-from toolkit.model.parts import writer_class
+from toolkit.model.structure.model_parts import writer_class
 
 SEEING: dict[str, Any] = {
     "model_type": "llava",

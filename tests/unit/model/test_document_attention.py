@@ -1,4 +1,4 @@
-"""toolkit.model.document_attention: the numbers of transformers' sdpa, from the pairs of each document alone."""
+"""The numbers of transformers' sdpa, from the pairs of each document alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.model.document_attention import BY_DOCUMENT, attend_by_document, diagonal_blocks, register_by_document
+from toolkit.model.attention.document_attention import (
+    BY_DOCUMENT,
+    attend_by_document,
+    diagonal_blocks,
+    register_by_document,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,7 +155,7 @@ def test_models_compute_what_they_do_under_sdpa(kind: str, attended: list[tuple[
 def test_one_look_at_a_mask_does_for_all_layers(attended: list[tuple[int, ...]]) -> None:
     model = model_of("llama", BY_DOCUMENT)
     ids = torch.zeros((3, T), dtype=torch.long)
-    with mock.patch("toolkit.model.document_attention.diagonal_blocks", wraps=diagonal_blocks) as looked:
+    with mock.patch("toolkit.model.attention.document_attention.diagonal_blocks", wraps=diagonal_blocks) as looked:
         model(input_ids=ids, position_ids=positions(), use_cache=False)
     assert looked.call_count == 1
     assert len(attended) == 14

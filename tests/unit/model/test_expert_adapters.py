@@ -14,10 +14,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.errors import BadInputError
-from toolkit.model.adapter_checks import require_mergeable
-from toolkit.model.adapters import add_adapter, merged, state_in_layers, write_adapter
+from toolkit.model.adapters.adapter_checks import require_mergeable
+from toolkit.model.adapters.adapters import add_adapter, merged, state_in_layers, write_adapter
+from toolkit.model.adapters.targets import stacked_experts, targets_beside_experts
 from toolkit.model.part_sizes import adapter_fact
-from toolkit.model.targets import stacked_experts, targets_beside_experts
 from toolkit.recipe.schema import AdapterSection
 
 ATTENTION = {f"self_attn.{letter}_proj" for letter in "qkvo"}

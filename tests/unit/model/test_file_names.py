@@ -13,8 +13,8 @@ from support.tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from toolkit.checkpoint.export import names_fact
-from toolkit.model.file_names import FileNames
-from toolkit.sharding.shards import state_once
+from toolkit.model.weights.file_names import FileNames
+from toolkit.sharding.fsdp2.shards import state_once
 
 FAST = ("gpt2", "llama", "qwen3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "granitemoe", "jamba")
 FAST += ("ernie4_5_moe", "dbrx", "phimoe", "lfm2_moe", "hunyuan_v1_moe")

@@ -8,7 +8,7 @@ from support.four_bits import matrix_of
 from support.ranks import alone, run_on_ranks
 from torch import nn
 
-from toolkit.model.quantised import make_exact_on_cpu
+from toolkit.model.quantised.quantised import make_exact_on_cpu
 
 SHAPES = [(64, 64), (96, 128), (48, 48), (64, 32), (40, 200)]
 """Rows that are whole blocks have the kernel for AVX-512 to avoid, and others the one that mixes up scales."""

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from toolkit.model.attention import known_packing
+from toolkit.model.attention.attention import known_packing
 
 
 def test_what_says_whether_a_model_has_flash_attention() -> None:

@@ -14,7 +14,7 @@ from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit import Recipe, finetune
-from toolkit.data import tokenizer as toolkit_tokenizer
+from toolkit.data.tokens import tokenizer as toolkit_tokenizer
 from toolkit.errors import BadInputError
 from toolkit.model.load import load
 from toolkit.recipe.schema import DataSection, ModelSection

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from toolkit.model.on_meta import LARGE, build_on_meta
+from toolkit.model.structure.on_meta import LARGE, build_on_meta
 
 
 class Largest(TorchDispatchMode):

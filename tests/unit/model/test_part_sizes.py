@@ -15,9 +15,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
-from toolkit.model.adapters import add_adapter, quantise
+from toolkit.model.adapters.adapters import add_adapter, quantise
 from toolkit.model.part_sizes import PartSize, adapter_fact, describe_parts, part_sizes
-from toolkit.model.parts import freeze_untrained
+from toolkit.model.structure.model_parts import freeze_untrained
 from toolkit.recipe.schema import AdapterSection
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(24, seed=4)]

@@ -28,10 +28,10 @@ from transformers import (
 )
 
 from toolkit.errors import BadInputError, RecipeError
-from toolkit.generation.load import load_model
-from toolkit.model.adapters import add_adapter, quantise, trainable_share
+from toolkit.generation.text.load import load_model
+from toolkit.model.adapters.adapters import add_adapter, quantise, trainable_share
 from toolkit.model.load import load
-from toolkit.model.quantised import (
+from toolkit.model.quantised.quantised import (
     Quantisation,
     QuantisedLinear,
     QuantisedWeights,
@@ -39,11 +39,11 @@ from toolkit.model.quantised import (
     quantised_fact,
     require_bitsandbytes,
 )
-from toolkit.model.stored_quantised import take_quantisation
-from toolkit.model.weights import all_rows
+from toolkit.model.quantised.stored_quantised import take_quantisation
+from toolkit.model.weights.weights import all_rows
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection, ModelSection
-from toolkit.sharding.shards import Rows
+from toolkit.sharding.fsdp2.shards import Rows
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 
@@ -168,7 +168,7 @@ def test_a_load_holds_the_quantised_model_and_less_than_a_block_of_16_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of a real model a piece is a small part of a block; here it would be all.
-    monkeypatch.setattr("toolkit.model.quantised.PIECE", 2**13)
+    monkeypatch.setattr("toolkit.model.quantised.quantised.PIECE", 2**13)
     save_llama(tmp_path, ["a word or two"] * 8, tied=False)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}

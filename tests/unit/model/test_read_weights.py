@@ -21,12 +21,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from toolkit import Recipe, finetune
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import add_adapter, quantise
-from toolkit.model.quantised import _Product, quantise_loaded, quantised_layers
-from toolkit.model.read_weights import read_weights, without_gradients
-from toolkit.model.targets import left_out_of_all_linear
+from toolkit.model.adapters.adapters import add_adapter, quantise
+from toolkit.model.adapters.targets import left_out_of_all_linear
+from toolkit.model.quantised.quantised import _Product, quantise_loaded, quantised_layers
+from toolkit.model.quantised.read_weights import read_weights, without_gradients
 from toolkit.recipe.schema import AdapterSection
-from toolkit.run.quantised_check import check_quantised
+from toolkit.run.checks.quantised_check import check_quantised
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 READ = {
@@ -124,7 +124,7 @@ def test_a_product_that_is_not_that_of_the_dequantised_weights_is_refused(monkey
     model = llama()
     quantise_loaded(model, {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]})
     rows = SimpleNamespace(few=lambda _tokens: {"input_ids": torch.arange(3, 14)[None]})
-    monkeypatch.setattr("toolkit.run.quantised_check.TextSamples", SimpleNamespace)
+    monkeypatch.setattr("toolkit.run.checks.quantised_check.TextSamples", SimpleNamespace)
     objective = SimpleNamespace(on_host=lambda batch: batch, logits=lambda model, batch: model(**batch).logits)
     accelerator = SimpleNamespace(
         unwrap_model=lambda wrapped: wrapped, mixed_precision="no", device=torch.device("cpu")

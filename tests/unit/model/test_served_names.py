@@ -17,8 +17,8 @@ from support.every_multimodal import small_config
 from support.tiny import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from toolkit.model.file_names import FileNames
-from toolkit.sharding.shards import state_once
+from toolkit.model.weights.file_names import FileNames
+from toolkit.sharding.fsdp2.shards import state_once
 
 ATTENTION = r"self_attn\.[qkvo]_proj\.(weight|bias)"
 NORMS = r"(input|post_attention|pre_feedforward|post_feedforward)_layernorm\.weight|self_attn\.[qk]_norm\.weight"

@@ -11,7 +11,7 @@ from support.texts import make_texts
 from support.tiny_multimodal import save_multimodal
 from transformers import AutoModelForImageTextToText
 
-from toolkit.data.samples import sample_of, stack
+from toolkit.data.samples.samples import sample_of, stack
 from toolkit.objectives.causal_lm import CausalLM
 
 ROWS = [list(range(10, 19)), list(range(30, 35)), list(range(50, 63))]

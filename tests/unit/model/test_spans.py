@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.pictures_by_hand import random_rows, samples_of, seeing_model
 
-from toolkit.data.picture_samples import KINDS_OF_TOKENS
+from toolkit.data.samples.image_samples import KINDS_OF_TOKENS
 from toolkit.errors import BadInputError
-from toolkit.model.attention import settle_attention
-from toolkit.model.spans import masks_of, sees_in_spans
+from toolkit.model.attention.attention import settle_attention
+from toolkit.model.attention.image_masks import masks_of, sees_in_spans
 from toolkit.objectives.causal_lm import CausalLM
 
 WINDOW = 6
@@ -65,7 +65,7 @@ def test_attentions_that_take_masks_agree() -> None:
 
 def test_attention_without_masks_is_refused_and_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cpu = seeing_model("gemma3"), torch.device("cpu")
-    monkeypatch.setattr("toolkit.model.attention.best_flash", lambda *_: ("flash_attention_2", "installed"))
+    monkeypatch.setattr("toolkit.model.attention.attention.best_flash", lambda *_: ("flash_attention_2", "installed"))
     for asked in ("flash_attention_2", "flex_attention"):
         with pytest.raises(BadInputError, match=rf"model\.attention: {asked} takes no mask, and in Gemma3ForCond"):
             settle_attention(model, asked, cpu, True, True, False, has_pictures=True)

@@ -13,18 +13,18 @@ from support.packed_rows import Documents, packed
 from support.tiny import llama
 from transformers import AutoConfig, AutoModelForMultimodalLM, LlamaForCausalLM
 
-from toolkit.data.cut import Part
-from toolkit.data.packing import whole
-from toolkit.data.samples import TextSamples, sample_of, stack
+from toolkit.data.samples.packing import whole
+from toolkit.data.samples.samples import TextSamples, sample_of, stack
+from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
 from toolkit.model.load import NoTokens, load_without_weights
-from toolkit.model.possible import require_library, require_possible
+from toolkit.model.possible_configs import require_library, require_possible
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.plain_losses import PlainCausal
 from toolkit.recipe.schema import ModelSection
-from toolkit.run.checked_forward import on_text_alone
-from toolkit.run.packing_check import check_causal, check_leaks
-from toolkit.run.sequence_check import check_parts
+from toolkit.run.checks.checked_forward import on_text_alone
+from toolkit.run.checks.packing_check import check_causal, check_leaks
+from toolkit.run.checks.sequence_check import check_parts
+from toolkit.verify.plain_losses import PlainCausal
 
 CPU = torch.device("cpu")
 

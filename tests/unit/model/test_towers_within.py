@@ -7,8 +7,8 @@ import torch
 from support.every_multimodal import small_config
 from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
-from toolkit.model.adapters import add_adapter
-from toolkit.model.parts import parts_of, untrained_modules
+from toolkit.model.adapters.adapters import add_adapter
+from toolkit.model.structure.model_parts import parts_of, untrained_modules
 from toolkit.recipe.schema import AdapterSection
 
 WITHIN = {

@@ -13,7 +13,7 @@ from transformers import (
     SqueezeBertForTokenClassification,
 )
 
-from toolkit.model.parts import may_leave_unused
+from toolkit.model.structure.model_parts import may_leave_unused
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 GROUPS = {f"{name}_groups": 1 for name in ("q", "k", "v", "post_attention", "intermediate", "output")}

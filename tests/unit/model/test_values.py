@@ -8,7 +8,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
-from toolkit.model.values import Values
+from toolkit.model.weights.weight_values import Values
 
 
 def model() -> nn.Module:

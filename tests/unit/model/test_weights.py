@@ -1,4 +1,4 @@
-"""toolkit.model.weights: weights that are not those of the configuration are an error, and so are files without any."""
+"""Weights that are not those of the configuration are an error, and so are files without any."""
 
 from __future__ import annotations
 

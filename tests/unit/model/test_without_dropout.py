@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.model.without_dropout import without_dropout
+from toolkit.model.structure.without_dropout import without_dropout
 
 
 def _fails_midway(model: nn.Module) -> None:

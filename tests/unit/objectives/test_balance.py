@@ -1,4 +1,4 @@
-"""toolkit.objectives.balance and toolkit.model.routers: what is counted, and what is refused."""
+"""toolkit.objectives.losses.balance and toolkit.model.routers: what is counted, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.errors import BadInputError
 from toolkit.model.routers import find_routers, own_coefficient
-from toolkit.objectives.balance import Balance, RouterLosses, build_balance, experts_fact
-from toolkit.objectives.specs.section import ObjectiveSection
+from toolkit.objectives.losses.balance import Balance, RouterLosses, build_balance, experts_fact
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.training.usage import model_flops
 
 

@@ -17,13 +17,13 @@ from support.texts import make_texts
 from support.tiny import llama, save_llama
 from transformers import AutoTokenizer
 
-from toolkit.data import tokenizer
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
-from toolkit.objectives import divergence as module
-from toolkit.objectives import fused_linear_cross_entropy
 from toolkit.objectives.distillation import Distillation
-from toolkit.objectives.divergence import Divergence, TeacherSide, summed_divergence
-from toolkit.objectives.fused_linear_cross_entropy import AfterHead
+from toolkit.objectives.losses import divergence as module
+from toolkit.objectives.losses import fused_linear_cross_entropy
+from toolkit.objectives.losses.divergence import Divergence, TeacherSide, summed_divergence
+from toolkit.objectives.losses.fused_linear_cross_entropy import AfterHead
 from toolkit.objectives.teacher import load_teacher, require_same_tokens
 from toolkit.recipe.recipe import Recipe
 

@@ -27,12 +27,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from toolkit.objectives import fused_linear_cross_entropy
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.find_head import find_head_loss
-from toolkit.objectives.fused_linear_cross_entropy import AfterHead, HeadLoss
+from toolkit.objectives.losses import fused_linear_cross_entropy
+from toolkit.objectives.losses.find_head import find_head_loss
+from toolkit.objectives.losses.fused_linear_cross_entropy import AfterHead, HeadLoss
+from toolkit.objectives.losses.preference_losses import LOSSES
 from toolkit.objectives.preference import Preference
-from toolkit.objectives.preference_losses import LOSSES
 
 VOCABULARY = 90
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}

@@ -14,15 +14,15 @@ from support.tiny import save_llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 from trl import KTOConfig, KTOTrainer
 
-from toolkit.data.packing import Pieces
-from toolkit.data.samples import JudgedSamples
+from toolkit.data.samples.packing import Pieces
+from toolkit.data.samples.samples import JudgedSamples
 from toolkit.objectives.kto import Kto, signed_distances
 
 ROWS = 6
 
 
 class Prepared:
-    """Rows of a trainer, as `toolkit.data.samples.TokenRows`."""
+    """Rows of a trainer, as `toolkit.data.samples.samples.TokenRows`."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows

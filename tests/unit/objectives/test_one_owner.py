@@ -9,7 +9,7 @@ from pathlib import Path
 from toolkit.objectives.build import CLASSES
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import RowsAlone
-from toolkit.objectives.specs.registry import SPECS
+from toolkit.recipe.objectives.registry import SPECS
 
 PACKAGE = Path(__file__).parents[3] / "toolkit"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] != "objectives"]

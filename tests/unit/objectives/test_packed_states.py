@@ -19,9 +19,9 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from toolkit.errors import BadInputError
-from toolkit.model.attention import kernels_take_documents
+from toolkit.model.attention.attention import kernels_take_documents
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.run.packing_check import check_leaks
+from toolkit.run.checks.packing_check import check_leaks
 
 CPU = torch.device("cpu")
 FILES: dict[str, Any] = {"qwen3_next": modeling_qwen3_next, "bamba": modeling_bamba}

@@ -31,12 +31,12 @@ from trl import DPOConfig, DPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-import toolkit.objectives.preference_losses
-from toolkit.data.cut import predicted
-from toolkit.data.samples import IGNORED, Batch, sample_of, stack
+import toolkit.objectives.losses.preference_losses
+from toolkit.data.samples.samples import IGNORED, Batch, sample_of, stack
+from toolkit.data.samples.sequence_parts import predicted
 from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.preference_losses import LOSSES, Pairs, log_probabilities_by_document, share_won
+from toolkit.objectives.losses.preference_losses import LOSSES, Pairs, log_probabilities_by_document, share_won
 
 LENGTH = 64
 """Of a packed sample (tokens)."""
@@ -516,7 +516,7 @@ def written_out(logits: torch.Tensor, labels: torch.Tensor, segments: torch.Tens
 
 @pytest.mark.parametrize("chunk", [7, 20, 1024])
 def test_sums_counts_and_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(toolkit.objectives.preference_losses, "CHUNK", chunk)
+    monkeypatch.setattr(toolkit.objectives.losses.preference_losses, "CHUNK", chunk)
     logits, labels, segments = batch_of_numbers()
     logits.requires_grad_()
     expected = written_out(logits, labels, segments)
@@ -572,7 +572,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_float32_logits_exist_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolkit.objectives.preference_losses, "CHUNK", 16)
+    monkeypatch.setattr(toolkit.objectives.losses.preference_losses, "CHUNK", 16)
     logits = torch.randn(4, 32, 500).bfloat16().requires_grad_()
     labels, segments = torch.randint(0, 500, (4, 32)), torch.arange(4)[:, None].expand(4, 32)
     kept: list[torch.Tensor] = []

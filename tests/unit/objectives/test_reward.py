@@ -14,7 +14,7 @@ from support.tiny import llama, save_llama
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 
-from toolkit.data.samples import sample_of, stack
+from toolkit.data.samples.samples import sample_of, stack
 from toolkit.errors import BadInputError
 from toolkit.objectives.reward import Reward, bradley_terry
 

@@ -15,15 +15,15 @@ from support.texts import make_texts
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.data import build
-from toolkit.data.loader import without_targets
-from toolkit.data.samples import IGNORED
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.samples.loader import without_targets
+from toolkit.data.samples.samples import IGNORED
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError, DataError, RecipeError
 from toolkit.model.load import load_without_weights
-from toolkit.objectives.fused_linear_cross_entropy import HeadLoss
+from toolkit.objectives.losses.fused_linear_cross_entropy import HeadLoss
 from toolkit.objectives.seq2seq import Seq2Seq
-from toolkit.objectives.specs.section import ObjectiveSection
-from toolkit.planning.workload import PlannedTokenizer
+from toolkit.planning.workload.workload import PlannedTokenizer
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ColumnsSection, DataSection
 from toolkit.training.usage import counts_of, model_flops

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from toolkit.data import build
-from toolkit.data.samples import IGNORED
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.samples.samples import IGNORED
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import DataError
-from toolkit.objectives.specs.section import ObjectiveSection
 from toolkit.objectives.tagging import entities
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection
 

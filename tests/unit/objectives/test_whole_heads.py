@@ -10,8 +10,8 @@ from support.tiny import VOCAB_SIZE
 from transformers import AutoModelForMultimodalLM
 
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.find_head import find_head_loss
-from toolkit.objectives.fused_linear_cross_entropy import HeadLoss
+from toolkit.objectives.losses.find_head import find_head_loss
+from toolkit.objectives.losses.fused_linear_cross_entropy import HeadLoss
 
 LOOKS_FOR_IMAGES = ("gemma4", "gemma4_unified", "molmo2")
 """Around their decoders, in a way that needs values of parameters, or arguments that a trial does not give."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from toolkit.pages.charts import Series, smoothed
+from toolkit.pages.parts.charts import Series, smoothed
 
 
 def test_a_smooth_curve_averages_the_middle_half_of_a_thirtieth_to_each_side() -> None:

@@ -15,9 +15,9 @@ from support.html_page import HOSTILE, Page
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
+from toolkit.compare.compare_page import COLORS, render_comparison
+from toolkit.compare.compared import ComparedRun
 from toolkit.errors import BadInputError
-from toolkit.pages.compare_page import COLORS, render_comparison
-from toolkit.pages.compared import ComparedRun
 
 
 def run(name: str, losses: list[float], **changes: Any) -> ComparedRun:

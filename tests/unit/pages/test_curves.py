@@ -9,9 +9,9 @@ from typing import Any
 
 from support.html_page import HOSTILE, Page
 
-from toolkit.pages.charts import Chart, Series, smoothed
-from toolkit.pages.curves import curve_data
-from toolkit.pages.page import TEMPLATES, script
+from toolkit.pages.parts.charts import Chart, Series, smoothed
+from toolkit.pages.parts.curves import curve_data
+from toolkit.pages.parts.page import TEMPLATES, script
 from toolkit.pages.run_page import RunSummary, render_report
 
 

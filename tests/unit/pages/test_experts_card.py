@@ -1,10 +1,10 @@
-"""toolkit.pages.experts: the last recorded loads as a table."""
+"""toolkit.pages.parts.experts: the last recorded loads as a table."""
 
 from __future__ import annotations
 
 import re
 
-from toolkit.pages.experts import expert_loads
+from toolkit.pages.parts.experts import expert_loads
 from toolkit.pages.run_page import RunSummary, render_report
 
 

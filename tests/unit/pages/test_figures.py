@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.pages.card import recipe_for_readers, render_card
-from toolkit.pages.figures import figure_charts, figures_of
+from toolkit.pages.parts.figures import figure_charts, figures_of
 from toolkit.pages.run_page import RunSummary, render_report
 from toolkit.recipe.recipe import Recipe
 

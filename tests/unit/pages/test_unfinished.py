@@ -14,11 +14,11 @@ import pytest
 from support.html_page import HOSTILE, Page
 
 from toolkit.errors import StoppedError
+from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.pages.run_page import RunSummary, render_report, write_report
-from toolkit.pages.side_by_side import SideBySide
 from toolkit.pages.status import Status, mark_ended, state_of
-from toolkit.run import live
-from toolkit.run.live import LiveReport, ended_in
+from toolkit.run.shown import live_report as live
+from toolkit.run.shown.live_report import LiveReport, ended_in
 
 RUNNING = Status("running", 3, 10, 7.0, 1_700_000_000.5, 30)
 

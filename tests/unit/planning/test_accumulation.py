@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.cli.plan_console import row_as_json
+from toolkit.cli.shared.plan_console import row_as_json
 from toolkit.errors import BadInputError
 from toolkit.planning import check
 from toolkit.planning.accumulation import settle
@@ -18,9 +18,9 @@ from toolkit.planning.planner import Planner
 from toolkit.planning.setup import asked_setup
 from toolkit.planning.table import plan
 from toolkit.planning.time.hardware import Hardware, hardware_of
-from toolkit.planning.workload import workload_of
+from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 SLOW, FAST = (functools.partial(hardware_of, "h100_sxm", link_gbs=link) for link in (0.01, 10**6))
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.plan import accelerated_by
+from toolkit.cli.commands.plan import accelerated_by
 from toolkit.planning.launch import launch_of
 from toolkit.planning.setup import Setup, asked_setup
 from toolkit.planning.table import Plan, plan, precision_of
 from toolkit.planning.time.hardware import hardware_of
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.recipe import Recipe, settings_of_recipe
-from toolkit.sharding.strategy import asks_for_offload, parse_strategy
+from toolkit.sharding.plan.strategy import asks_for_offload, parse_strategy
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,10 +15,10 @@ from toolkit.planning.longest import STEP, longest_rows
 from toolkit.planning.planner import HEADROOM, Planner
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import presets
-from toolkit.planning.workload import UNMASKED, workload_of
+from toolkit.planning.workload.workload import UNMASKED, workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -18,7 +18,7 @@ from toolkit.planning import check
 from toolkit.planning.planner import Planner
 from toolkit.planning.table import Plan, plan
 from toolkit.planning.time.hardware import presets
-from toolkit.planning.workload import workload_of
+from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 
 TEXTS = [" ".join(text.split()[:4]) for text in make_texts(12, seed=4)]

@@ -16,10 +16,10 @@ from toolkit.planning import planner as planned
 from toolkit.planning.planner import Planner, standing_bytes, verdict_of
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import hardware_of
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 TABLE = 2048 * 128
 ATTENTION, INNER = 2 * 128 * 128 + 2 * 32 * 128, 3 * 128 * 352

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from toolkit.cli import plan_console as show
 from toolkit.cli.app import app
-from toolkit.cli.plan import accelerated_by
+from toolkit.cli.commands.plan import accelerated_by
+from toolkit.cli.shared import plan_console as show
 from toolkit.errors import BadInputError
 from toolkit.paths import GIB, shipped_folder
 from toolkit.planning import check
@@ -25,11 +25,11 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.planner import Planner, PlanRow, verdict_of
 from toolkit.planning.table import Plan, plan, recommend
 from toolkit.planning.time.hardware import Hardware, hardware_of, presets
-from toolkit.planning.workload import workload_of
+from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.offload import executors
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 LAYERS, HIDDEN, INNER, VOCABULARY, LENGTH = 6, 64, 160, 2048, 128
 P = (

@@ -13,11 +13,11 @@ import pytest
 
 import toolkit
 from toolkit.errors import BadInputError, RecipeError
-from toolkit.objectives.specs.registry import SPECS
 from toolkit.recipe.combinations import COMBINATIONS, Combination, refusals, refuse
 from toolkit.recipe.features import FEATURES, Settings
+from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.strategy import STRATEGIES
+from toolkit.sharding.plan.strategy import STRATEGIES
 
 BASE = ["data.packing=null", "logging.sample_prompt=null", "training.eval_every_steps=null"]
 

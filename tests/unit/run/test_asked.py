@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from toolkit.errors import BadInputError, RecipeError
-from toolkit.generation.complete import Prompt
-from toolkit.generation.rows import PromptRow
+from toolkit.generation.text.complete import Prompt
+from toolkit.generation.text.rows import PromptRow
 from toolkit.pages.card import recipe_for_readers
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.answers import (
+from toolkit.run.stages.answers import (
     Answers,
     _require_room,
     _split_over_ranks,
@@ -25,7 +25,7 @@ from toolkit.run.answers import (
     require_same_scoring,
     require_sighted,
 )
-from toolkit.run.stages import Asked
+from toolkit.run.stages.stages import Asked
 
 QUESTION = {"prompt": "2 + 2?", "answer": "4"}
 UNEVALUATED = ["data.validation_fraction=null", "training.eval_every_steps=null", "logging.held_out_samples=0"]

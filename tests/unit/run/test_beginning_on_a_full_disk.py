@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import BadInputError
-from toolkit.run.folder import write_beginning
+from toolkit.run.folder.folder import write_beginning
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT])

@@ -13,9 +13,9 @@ from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, llama
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
-from toolkit.data.samples import SourceTargetSamples, TextSamples
-from toolkit.data.tokenizer import _train_byte_pairs
-from toolkit.run.held_out_samples import HeldOutPrompt, _unanswered, continuations, steps_between
+from toolkit.data.samples.samples import SourceTargetSamples, TextSamples
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
+from toolkit.run.stages.held_out_samples import HeldOutPrompt, _unanswered, continuations, steps_between
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from support.texts import make_texts
 from support.tiny import llama, recipe_values, save_llama
 from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
-from toolkit.model.positions import rotary_limit
-from toolkit.run.model_checks import changed_by_longer_rows
+from toolkit.model.attention.positions import rotary_limit
+from toolkit.run.stages.model_checks import changed_by_longer_rows
 
 
 def phi3() -> Phi3ForCausalLM:

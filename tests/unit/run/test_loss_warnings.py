@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.loss_warnings import Guess, doubts_of
-from toolkit.run.outcome import print_result, result_of
+from toolkit.run.shown.loss_warnings import Guess, doubts_of
+from toolkit.run.shown.outcome import print_result, result_of
 from toolkit.terminal import Terminal
 
 TOKENS = Guess(1024, "tokens")

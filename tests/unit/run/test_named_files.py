@@ -18,8 +18,8 @@ from support.tiny import recipe_values, save_llama, unfinish
 
 from toolkit import Recipe, finetune
 from toolkit.errors import ToolkitError
-from toolkit.run.origin import Origin
-from toolkit.run.reproduction import require_same_inputs
+from toolkit.run.folder.export_origin import Origin
+from toolkit.run.folder.reproduction import require_same_inputs
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(8, seed=4)]
 UNKNOWN = "whether they are the same is not known"

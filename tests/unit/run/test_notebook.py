@@ -14,9 +14,9 @@ import pytest
 from toolkit import ranks
 from toolkit.errors import BadInputError, StoppedError, ToolkitError
 from toolkit.pages.notebook_output import Output
-from toolkit.run import notebook
-from toolkit.run.notebook import NotebookOutput, notebook_output
-from toolkit.run.outcome import result_of
+from toolkit.run.shown import notebook
+from toolkit.run.shown.notebook import NotebookOutput, notebook_output
+from toolkit.run.shown.outcome import result_of
 from toolkit.terminal import Terminal
 
 EVALS = [{"split": "eval", "step": 0, "loss": 4.0}, {"split": "eval", "step": 3, "loss": 2.5}]

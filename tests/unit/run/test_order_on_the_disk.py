@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.pages.run_page import RunSummary, write_report
-from toolkit.run.finished import is_finished, write_finished
+from toolkit.run.folder.finished import is_finished, write_finished
 
 
 @pytest.fixture

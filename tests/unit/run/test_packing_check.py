@@ -16,16 +16,16 @@ from support.tiny import llama
 from torch import nn
 from transformers import RobertaConfig, RobertaForCausalLM
 
-from toolkit.data.packing import whole
-from toolkit.data.samples import PairSamples, TextSamples
+from toolkit.data.samples.packing import whole
+from toolkit.data.samples.samples import PairSamples, TextSamples
 from toolkit.errors import BadInputError
-from toolkit.model.document_attention import BY_DOCUMENT, register_by_document
+from toolkit.model.attention.document_attention import BY_DOCUMENT, register_by_document
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
-from toolkit.run import packing_check
-from toolkit.run.model_checks import check_packing
-from toolkit.run.packing_check import check_causal, check_leaks
-from toolkit.run.stages import OpenedRun, ShardedModel
+from toolkit.run.checks import packing_check
+from toolkit.run.checks.packing_check import check_causal, check_leaks
+from toolkit.run.stages.model_checks import check_packing
+from toolkit.run.stages.stages import OpenedRun, ShardedModel
 
 
 @pytest.fixture(scope="module", autouse=True)

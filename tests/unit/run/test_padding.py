@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from toolkit.cli.app import app
 from toolkit.errors import BadInputError
-from toolkit.model.fake_tensors import lacks_products
+from toolkit.model.structure.fake_tensors import lacks_products
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.sharded_model import prepare_forwards
-from toolkit.run.stages import OpenedRun
+from toolkit.run.stages.sharded_model import prepare_forwards
+from toolkit.run.stages.stages import OpenedRun
 from toolkit.verify import Outcome, ShardedRun, verify
 from toolkit.verify.launch import Launch
 

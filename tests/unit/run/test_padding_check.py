@@ -20,18 +20,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BartConfig
 from transformers import BartForSequenceClassification as Bart
 
-from toolkit.data.documents_apart import documents_apart
-from toolkit.data.packing import whole
-from toolkit.data.samples import IGNORED, Batch, TextSamples, sample_of, segments_of, stack
+from toolkit.data.samples.documents_apart import documents_apart
+from toolkit.data.samples.packing import whole
+from toolkit.data.samples.samples import IGNORED, Batch, TextSamples, sample_of, segments_of, stack
 from toolkit.errors import BadInputError
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.rows_alone import RowsAlone, rows_without_padding
-from toolkit.objectives.specs.section import ObjectiveSection
-from toolkit.run import padding_check
-from toolkit.run.by_block_check import accumulation_of
-from toolkit.run.padding_check import changed_by_padding
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.run.checks import padding_check
+from toolkit.run.checks.by_block_check import accumulation_of
+from toolkit.run.checks.padding_check import changed_by_padding
 
 LENGTHS = (5, 11, 8)
 CPU = torch.device("cpu")

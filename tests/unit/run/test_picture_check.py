@@ -10,11 +10,11 @@ import torch
 from support.pictures_by_hand import BEGIN, END, PLACE, Drawn, DrawnPictures, Row, random_rows, samples_of, seeing_model
 from support.ranks import run_on_ranks
 
-from toolkit.data.picture_samples import PictureSamples
+from toolkit.data.samples.image_samples import PictureSamples
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.run import picture_check
-from toolkit.run.packing_check import LeakError
-from toolkit.run.picture_check import SightCheck, SightError, check_pictures, require_no_targets
+from toolkit.run.checks import image_check as picture_check
+from toolkit.run.checks.image_check import SightCheck, SightError, check_pictures, require_no_targets
+from toolkit.run.checks.packing_check import LeakError
 
 CPU = torch.device("cpu")
 

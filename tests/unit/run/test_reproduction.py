@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 from support import refusals
 
-from toolkit.cli import reproduce as command
-from toolkit.cli.reproduce import _recipe_of
+from toolkit.cli.commands import reproduce as command
+from toolkit.cli.commands.reproduce import _recipe_of
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.origin import Origin, named_sources
-from toolkit.run.reproduction import Difference, difference, require_weights
+from toolkit.run.folder.export_origin import Origin, named_sources
+from toolkit.run.folder.reproduction import Difference, difference, require_weights
 
 A = {"a": torch.tensor([1.0, -4.0]), "b": torch.tensor([math.nan, 0.0])}
 
@@ -147,7 +147,7 @@ def test_folders_of_another_machine_are_not_looked_for_on_the_hub(
     export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A base, a tokenizer, a teacher or rows; of exports that recorded what was a folder, and of older ones."""
-    for module in ("toolkit.cli.reproduce.settle_hub", "toolkit.run.reproduction.require_same_inputs"):
+    for module in ("toolkit.cli.commands.reproduce.settle_hub", "toolkit.run.folder.reproduction.require_same_inputs"):
         monkeypatch.setattr(module, lambda *_: pytest.fail("the hub is asked"))
     base = ["model.config=null", "model.train_tokenizer_vocab_size=null"]
     fields = {

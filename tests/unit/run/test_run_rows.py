@@ -11,11 +11,11 @@ import pytest
 import torch
 from support.tiny import llama
 
-from toolkit.data.samples import IGNORED
+from toolkit.data.samples.samples import IGNORED
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.rows import build_windows, require_sample
+from toolkit.run.stages.rows import build_windows, require_sample
 
 NINE = 9
 

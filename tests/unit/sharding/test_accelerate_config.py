@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from toolkit import Recipe
-from toolkit.cli.launch_options import launcher_options
-from toolkit.cli.plan import accelerated_by
+from toolkit.cli.commands.plan import accelerated_by
+from toolkit.cli.ranks.launch_options import launcher_options
 from toolkit.errors import BadInputError
 from toolkit.planning.table import plan
 from toolkit.planning.time.hardware import presets

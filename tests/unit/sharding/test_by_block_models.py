@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from toolkit.errors import BadInputError
 from toolkit.planning.check import Planned
 from toolkit.planning.memory.fake import fake_ranks
-from toolkit.run.by_block_check import accumulation_of, check_forwards
+from toolkit.run.checks.by_block_check import accumulation_of, check_forwards
 from toolkit.sharding import Checkpointing, plan_units
 from toolkit.sharding.apply import apply
-from toolkit.sharding.by_block import ByBlock
-from toolkit.sharding.strategy import STRATEGIES
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.plan.strategy import STRATEGIES
 
 ROWS = [torch.randint(0, 131, (1, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 

@@ -14,16 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.data.cut import WHOLE
+from toolkit.data.samples.sequence_parts import WHOLE
 from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.planning.memory.fake import fake_ranks
-from toolkit.run.sequence_check import check_parts
+from toolkit.run.checks.sequence_check import check_parts
 from toolkit.sharding import Checkpointing, checkpoint_blocks, plan_units
 from toolkit.sharding.apply import apply
-from toolkit.sharding.by_block import ByBlock
-from toolkit.sharding.chunks import Chunks, in_chunks
-from toolkit.sharding.strategy import STRATEGIES
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.blocks.chunks import Chunks, in_chunks
+from toolkit.sharding.plan.strategy import STRATEGIES
 
 IN_CHUNKS = Checkpointing(1, chunk_tokens=10)
 """5 tokens of each of two rows: 23 tokens are four chunks and three tokens."""

@@ -1,4 +1,4 @@
-"""toolkit.sharding.compiling: equal blocks share a graph, shapes cost few graphs, and what fails runs eagerly."""
+"""Equal blocks share a graph, shapes cost few graphs, and what fails runs eagerly."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch._dynamo.utils import counters
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.accelerator import build_plugins
-from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
-from toolkit.sharding.compiling import Compilation, compile_blocks
+from toolkit.run.stages.accelerator import build_plugins
+from toolkit.sharding.blocks.checkpointing import Checkpointing, checkpoint_blocks
+from toolkit.sharding.blocks.compiling import Compilation, compile_blocks
+from toolkit.sharding.plan.units import plan_units
 from toolkit.sharding.plugin import ShardingPlugin
-from toolkit.sharding.units import plan_units
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """The private names of the libraries that the toolkit uses are still there.
 
-When one of these fails after an upgrade, toolkit/sharding/versions.py says which file to change.
+When one of these fails after an upgrade, toolkit/sharding/fsdp2/versions.py says which file to change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from toolkit.sharding.versions import PRIVATE_NAMES, SUPPORTED_VERSIONS, PrivateName
+from toolkit.sharding.fsdp2.versions import PRIVATE_NAMES, SUPPORTED_VERSIONS, PrivateName
 
 
 def source(function: object) -> str:

@@ -6,8 +6,8 @@ import pytest
 from support.moe import mixture
 from torch import nn
 
-from toolkit.sharding.expert_parallel import expert_placement
-from toolkit.sharding.shards import shard_dim
+from toolkit.sharding.fsdp2.shards import shard_dim
+from toolkit.sharding.parallel.expert_parallel import expert_placement
 
 
 @pytest.mark.parametrize(

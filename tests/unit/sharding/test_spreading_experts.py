@@ -13,9 +13,9 @@ from toolkit.errors import BadInputError
 from toolkit.planning.memory.fake import fake_ranks
 from toolkit.sharding import plan_units
 from toolkit.sharding.apply import apply
-from toolkit.sharding.expert_parallel import expert_grid, require_experts
+from toolkit.sharding.parallel.expert_parallel import expert_grid, require_experts
+from toolkit.sharding.plan.strategy import STRATEGIES
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin
-from toolkit.sharding.strategy import STRATEGIES
 
 ZERO3 = STRATEGIES["zero3"]
 

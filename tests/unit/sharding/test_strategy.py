@@ -11,12 +11,12 @@ import pytest
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import COMBINATIONS, Combination
-from toolkit.sharding import versions
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.compiling import Compilation
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.blocks.compiling import Compilation
+from toolkit.sharding.fsdp2 import versions
 from toolkit.sharding.launched import accumulation_plugin, resolve_strategy
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, mesh_shape, parse_strategy, with_node
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
-from toolkit.sharding.strategy import STRATEGIES, MeshShape, mesh_shape, parse_strategy, with_node
 
 
 @pytest.fixture(autouse=True)

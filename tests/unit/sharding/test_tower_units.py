@@ -6,9 +6,9 @@ import pytest
 from support.every_multimodal import UNTRIED, WITHOUT_SIZES, multimodal_kinds, on_meta
 from torch import nn
 
-from toolkit.sharding import units
-from toolkit.sharding.unit_plan import UnitPlan
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.plan import units
+from toolkit.sharding.plan.unit_plan import UnitPlan
+from toolkit.sharding.plan.units import plan_units
 
 IN_THE_ROOT: dict[str, tuple[str, ...]] = {
     "chameleon": ("vqmodel.encoder.down",),

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import UnitError
-from toolkit.sharding.unit_plan import UnitPlan
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.plan.unit_plan import UnitPlan
+from toolkit.sharding.plan.units import plan_units
 
 VOCABULARY = 64
 DECODER = {

@@ -13,7 +13,7 @@ from support.whole_models import TEXTS
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
-from toolkit.data.tokenizer import _train_byte_pairs
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import ToolkitError
 from toolkit.planning.table import plan
 from toolkit.planning.time.hardware import presets

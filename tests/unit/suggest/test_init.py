@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, T5Config
 from typer.testing import CliRunner, Result
 
 from toolkit.cli.app import app
-from toolkit.data.sources import open_source
+from toolkit.data.rows.sources import open_source
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.paths import GIB
 from toolkit.planning.table import plan

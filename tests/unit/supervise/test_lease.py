@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import BadInputError
-from toolkit.run.folder import clear_killed
+from toolkit.run.folder.folder import clear_killed
 from toolkit.supervise import lease
 from toolkit.supervise.lease import LEASE, Lease, acquire, owned, read_lease
 

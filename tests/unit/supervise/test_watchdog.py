@@ -16,7 +16,7 @@ from toolkit.supervise import watchdog as watch_module
 from toolkit.supervise.rank_status import RankStatus, account, behind, read_statuses, verdict
 from toolkit.supervise.watchdog import STALL_FILE, Watch
 from toolkit.supervise.watched import ABANDONED_SECONDS, clear_abandoned
-from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
+from toolkit.training.extensions.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
 from toolkit.training.phase import Phase
 
 LIMIT = 60.0

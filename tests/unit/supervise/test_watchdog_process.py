@@ -15,7 +15,7 @@ from toolkit.supervise import rendezvous
 from toolkit.supervise.rank_status import read_statuses
 from toolkit.supervise.rendezvous import timed_rendezvous
 from toolkit.supervise.watchdog_process import guarded
-from toolkit.training.heartbeat import RECORD_BYTES, Heartbeat, mark_watched
+from toolkit.training.extensions.heartbeat import RECORD_BYTES, Heartbeat, mark_watched
 from toolkit.training.phase import Phase
 
 

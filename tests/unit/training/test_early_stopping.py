@@ -10,7 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import Tracker, TrainingSection
-from toolkit.training.early_stopping import patience_is_over
+from toolkit.training.extensions.early_stopping import patience_is_over
 
 
 @pytest.mark.parametrize(

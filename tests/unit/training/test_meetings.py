@@ -21,8 +21,8 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
+from toolkit.objectives.losses.preference_losses import LOSSES
 from toolkit.objectives.preference import Preference
-from toolkit.objectives.preference_losses import LOSSES
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.trainer import Trainer

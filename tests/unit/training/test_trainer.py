@@ -22,12 +22,12 @@ from toolkit import Recipe, finetune
 from toolkit.errors import TrainingError
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.training.early_stopping import EarlyStopping
 from toolkit.training.extension import Extension
+from toolkit.training.extensions.early_stopping import EarlyStopping
+from toolkit.training.extensions.non_finite import NonFiniteSteps, require_some_steps
+from toolkit.training.extensions.records import Records
 from toolkit.training.loop_state import Counters
-from toolkit.training.non_finite import NonFiniteSteps, require_some_steps
 from toolkit.training.phase import Phase
-from toolkit.training.records import Records
 from toolkit.training.step import Step
 from toolkit.training.trainer import RankStep, Trainer
 from toolkit.training.usage import Counts

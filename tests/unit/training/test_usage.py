@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from toolkit.data.samples import Batch, sample_of, stack
+from toolkit.data.samples.samples import Batch, sample_of, stack
 from toolkit.training.usage import Counts, counts_of, forget_peaks, model_flops, peak_host_bytes
 
 DOCUMENTS = (24, 40, 8)

@@ -29,8 +29,8 @@ from transformers import (
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
-from toolkit.data.packing import Pieces
-from toolkit.data.samples import TextSamples
+from toolkit.data.samples.packing import Pieces
+from toolkit.data.samples.samples import TextSamples
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.recipe import Recipe
 from toolkit.verify import (

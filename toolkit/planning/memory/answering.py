@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from toolkit.model.adapters import base_of
-from toolkit.model.fake_tensors import FakeTensorMode
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.structure.fake_tensors import FakeTensorMode
 from toolkit.planning.memory.fake import Ledger, give_parameters
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.apply import PRECISIONS
 
 CACHES = ("past_key_values", "cache_params")

@@ -1,6 +1,6 @@
 """Tensors without memory, and a ledger of the memory that they would take.
 
-Only this file and toolkit/model/fake_tensors.py use private names of torch for planning;
+Only this file and toolkit/model/structure/fake_tensors.py use private names of torch for planning;
 tests/unit/planning/memory/test_planning_private_names.py fails when one of them moves.
 """
 
@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
 
-from toolkit.model.fake_tensors import has_values
-from toolkit.sharding.precision import kept_in_float32, round_buffers, types_of_authors
+from toolkit.model.structure.fake_tensors import has_values
+from toolkit.sharding.fsdp2.precision import kept_in_float32, round_buffers, types_of_authors
 
 __all__ = [
     "Ledger",

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from toolkit.data.picture_samples import KINDS_OF_TOKENS
-from toolkit.model.fake_tensors import DynamicOutputShapeException, has_values, unset_fake_temporarily
+from toolkit.data.samples.image_samples import KINDS_OF_TOKENS
+from toolkit.model.structure.fake_tensors import DynamicOutputShapeException, has_values, unset_fake_temporarily
 from toolkit.planning.memory.fake import TorchDispatchMode, tree_flatten, tree_map, tree_unflatten
 
 _ITEM = "aten::_local_scalar_dense"

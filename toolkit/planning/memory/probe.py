@@ -21,21 +21,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from toolkit.model.fake_tensors import FakeTensorMode
+from toolkit.model.structure.fake_tensors import FakeTensorMode
 from toolkit.objectives.teacher import teacher_units
 from toolkit.planning.memory.fake import Ledger, autocast, cuda_dropout, give_parameters, host_copies, tree_map_only
 from toolkit.planning.memory.known import known_batch
 from toolkit.planning.memory.recurrence import few_tokens
-from toolkit.planning.memory.unit_shapes import head_unit
 from toolkit.planning.time.roofline import Operator, Work, record
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload.unit_shapes import head_unit
+from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
-from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
-from toolkit.sharding.chunks import one_for_all_alike
-from toolkit.sharding.expert_parallel import shard_experts
-from toolkit.sharding.sequence_parallel import without_ranks
-from toolkit.sharding.unit_plan import UnitPlan
-from toolkit.sharding.units import owned_parameters, plan_units
+from toolkit.sharding.blocks.checkpointing import Checkpointing, checkpoint_blocks
+from toolkit.sharding.blocks.chunks import one_for_all_alike
+from toolkit.sharding.parallel.expert_parallel import shard_experts
+from toolkit.sharding.parallel.sequence_parallel import without_ranks
+from toolkit.sharding.plan.unit_plan import UnitPlan
+from toolkit.sharding.plan.units import owned_parameters, plan_units
 
 NO_WORK = Work()
 

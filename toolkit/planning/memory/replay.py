@@ -20,10 +20,10 @@ from dataclasses import dataclass, fields, replace
 
 from toolkit.planning.memory.probe import Probe, ProbeEvent
 from toolkit.planning.memory.state_bytes import HeldUnit, MemoryLayout, held_unit, optimizer_bytes, rounded
-from toolkit.planning.memory.unit_shapes import UnitShape
-from toolkit.sharding.fsdp import frees_gather_before_copying
+from toolkit.planning.workload.unit_shapes import UnitShape
+from toolkit.sharding.fsdp2.fsdp import frees_gather_before_copying
 from toolkit.sharding.offload.capture import MAX_IN_FLIGHT
-from toolkit.sharding.strategy import Strategy
+from toolkit.sharding.plan.strategy import Strategy
 
 OPTIMIZER_STEP = "optimizer step"
 """The last moment of a step."""

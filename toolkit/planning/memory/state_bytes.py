@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.planning.memory.fake import GRANULE
-from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape
-from toolkit.sharding.fsdp import autograd_sums_gradients, frees_all_gradients_before_reducing
+from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients, frees_all_gradients_before_reducing
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from toolkit.model.fake_tensors import FakeTensorMode, grouped_products
+from toolkit.model.structure.fake_tensors import FakeTensorMode, grouped_products
 from toolkit.objectives.teacher import shard_teacher
 from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, in_these_modes, tree_map_only
 from toolkit.planning.memory.known import known_batch
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.apply import apply, groups_of
-from toolkit.sharding.by_block import ByBlock
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.expert_parallel import expert_grid
-from toolkit.sharding.sequence_parallel import without_ranks
-from toolkit.sharding.strategy import MeshShape, Strategy
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.parallel.expert_parallel import expert_grid
+from toolkit.sharding.parallel.sequence_parallel import without_ranks
+from toolkit.sharding.plan.strategy import MeshShape, Strategy
+from toolkit.sharding.plan.units import plan_units
 
 COLLECTIVES = {
     "_allgather_base_": "all_gather",

@@ -16,7 +16,7 @@ from typing import Literal
 from toolkit.planning.time.hardware import ADAM_BYTES, Hardware, Quantile
 from toolkit.planning.time.roofline import Work
 from toolkit.planning.time.traffic import STATE_BYTES, HostExecutor, OffloadPlan, Traffic
-from toolkit.sharding.strategy import MeshShape, Strategy
+from toolkit.sharding.plan.strategy import MeshShape, Strategy
 
 HOST_BYTES: dict[HostExecutor, tuple[int, int]] = {
     "cpu_fused": (32, 36),

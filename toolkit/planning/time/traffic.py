@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from toolkit.planning.memory.unit_shapes import UnitShape
-from toolkit.sharding.strategy import MeshShape, Strategy
-from toolkit.sharding.unit_plan import UnitKind
+from toolkit.planning.workload.unit_shapes import UnitShape
+from toolkit.sharding.plan.strategy import MeshShape, Strategy
+from toolkit.sharding.plan.unit_plan import UnitKind
 
 HostExecutor = Literal["cpu_fused", "cpu_torch", "device_stream"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from toolkit.errors import BadInputError
-from toolkit.sharding.fsdp_replaced import free_reduced_gradient, reduce_again_after
+from toolkit.sharding.fsdp2.fsdp_replaced import free_reduced_gradient, reduce_again_after
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit
 
 # If the bus is slower than backward, gradients would otherwise pile up on the device, 4 bytes per parameter.

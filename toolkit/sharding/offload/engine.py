@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, RankError, first_line
-from toolkit.sharding.gloo import before_reading_shards
+from toolkit.sharding.fsdp2.gloo import before_reading_shards
+from toolkit.sharding.fsdp2.shards import local_tensor, shard_group
+from toolkit.sharding.fsdp2.unused import UsedParameters
 from toolkit.sharding.offload.capture import Capture, wait_for_landing
 from toolkit.sharding.offload.executor_probe import choose, default_threads, make_executor
 from toolkit.sharding.offload.executors import Executor, Resident, Staging, UnitStep
@@ -31,8 +33,6 @@ from toolkit.sharding.offload.offloaded_units import OffloadedUnit, read_units
 from toolkit.sharding.offload.settings import OffloadSettings, hyper_parameters, state_names
 from toolkit.sharding.offload.state import OffloadedState, require_types
 from toolkit.sharding.offload.worker import Worker
-from toolkit.sharding.shards import local_tensor, shard_group
-from toolkit.sharding.unused import UsedParameters
 
 CHECK_SECONDS = 1.0
 """How often a wait for the worker checks that the worker is still alive."""

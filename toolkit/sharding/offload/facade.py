@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError
+from toolkit.sharding.fsdp2.shards import beside, local_tensor
 from toolkit.sharding.offload.engine import OffloadEngine
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 from toolkit.sharding.offload.settings import counts_steps
-from toolkit.sharding.shards import beside, local_tensor
 
 
 def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.sharding.fsdp import fsdp_units
-from toolkit.sharding.shards import local_tensor, shard_shape
+from toolkit.sharding.fsdp2.fsdp import fsdp_units
+from toolkit.sharding.fsdp2.shards import local_tensor, shard_shape
 
 
 @dataclass(eq=False)

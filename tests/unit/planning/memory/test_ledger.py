@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from toolkit.planning.memory.fake import Ledger
-from toolkit.planning.workload import Workload
-from toolkit.sharding.checkpointing import Checkpointing, checkpoint_blocks
-from toolkit.sharding.units import plan_units
+from toolkit.planning.workload.workload import Workload
+from toolkit.sharding.blocks.checkpointing import Checkpointing, checkpoint_blocks
+from toolkit.sharding.plan.units import plan_units
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "t5", "mixtral", "bert")
 BOTH = (torch.float32, torch.bfloat16)

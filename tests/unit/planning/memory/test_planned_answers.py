@@ -20,9 +20,9 @@ from toolkit.planning.memory.fake import Ledger
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import presets
-from toolkit.planning.workload import Workload, workload_of_model
+from toolkit.planning.workload.workload import Workload, workload_of_model
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 ROWS, PROMPT, ANSWER = 3, 30, 11
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {

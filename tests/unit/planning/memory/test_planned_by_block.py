@@ -9,11 +9,11 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.time.traffic import traffic
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.fsdp import autograd_sums_gradients
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.planning.workload.unit_shapes import unit_shapes
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from support.planning_models import workload
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
-from toolkit.model.adapters import add_adapter
-from toolkit.model.fake_tensors import grouped_products, lacks_products
+from toolkit.model.adapters.adapters import add_adapter
+from toolkit.model.structure.fake_tensors import grouped_products, lacks_products
 from toolkit.paths import GIB
 from toolkit.planning.longest import longest_rows
 from toolkit.planning.memory.fake import fake_ranks
@@ -19,23 +19,23 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import asked_setup
 from toolkit.planning.table import plan
 from toolkit.planning.time.hardware import presets
 from toolkit.planning.time.traffic import traffic
-from toolkit.planning.workload import workload_of
+from toolkit.planning.workload.unit_shapes import unit_shapes
+from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding import plan_units
 from toolkit.sharding.apply import apply
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.expert_parallel import expert_grid
-from toolkit.sharding.fsdp import autograd_sums_gradients
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
 from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.offloaded_units import read_units
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.parallel.expert_parallel import expert_grid
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 LAYERS, WIDTH, CHOSEN, MESH = 3, 128, 2, MeshShape(1, 4)
 

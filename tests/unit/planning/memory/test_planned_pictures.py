@@ -10,25 +10,25 @@ import torch
 from support.pictures_by_hand import PLACE, Drawn, Row, random_rows, samples_of, seeing_model
 from transformers import AutoModelForImageTextToText
 
-from toolkit.data.picture_samples import PictureSamples
-from toolkit.model.fake_tensors import FakeTensorMode
-from toolkit.model.on_meta import build_on_meta
-from toolkit.model.parts import freeze_untrained, train_parts
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.model.structure.fake_tensors import FakeTensorMode
+from toolkit.model.structure.model_parts import freeze_untrained, train_parts
+from toolkit.model.structure.on_meta import build_on_meta
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.planning.memory.known import KnownValues
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.unit_shapes import unit_shapes
-from toolkit.planning.pictured import with_pictures
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import presets
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload.image_workload import with_pictures
+from toolkit.planning.workload.unit_shapes import unit_shapes
+from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 ALL = ("language", "projector", "vision")
 KINDS = ("llava", "qwen2_5_vl", "gemma3", "idefics3")

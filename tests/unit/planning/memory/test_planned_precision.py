@@ -13,11 +13,11 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout, held_unit, rounded
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.unit_shapes import unit_shapes
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload.unit_shapes import unit_shapes
+from toolkit.planning.workload.workload import Workload
 from toolkit.sharding import plan_units
-from toolkit.sharding.fsdp import autograd_sums_gradients
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 
 def mixture() -> Workload:

@@ -9,17 +9,17 @@ import torch
 from packaging.version import Version
 from support.planning_models import workload
 
-from toolkit.model.adapters import add_adapter, base_of, quantise
-from toolkit.model.quantised import OLDEST_TORCH
+from toolkit.model.adapters.adapters import add_adapter, base_of, quantise
+from toolkit.model.quantised.quantised import OLDEST_TORCH
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.unit_shapes import unit_shapes
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload.unit_shapes import unit_shapes
+from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.schema import AdapterSection
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 pytestmark = pytest.mark.skipif(Version(torch.__version__) < OLDEST_TORCH, reason="this torch cannot shard bytes")
 

@@ -10,11 +10,11 @@ from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.unit_shapes import unit_shapes
-from toolkit.planning.workload import Workload, workload_of
+from toolkit.planning.workload.unit_shapes import unit_shapes
+from toolkit.planning.workload.workload import Workload, workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 BART = {
     "model_type": "bart",

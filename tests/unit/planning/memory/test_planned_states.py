@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from support.tiny import tiny_config
 
-from toolkit.model.fake_tensors import grouped_products, without_logs
+from toolkit.model.structure.fake_tensors import grouped_products, without_logs
 from toolkit.planning.memory import probe
 from toolkit.planning.memory.probe import Probe, Prober
-from toolkit.planning.workload import workload_of
+from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.checkpointing import Checkpointing
+from toolkit.sharding.blocks.checkpointing import Checkpointing
 
 
 def probed(kind: str, folder: Path, tokens: int, precision: str, whole: bool, checkpointed: bool) -> Probe:

@@ -10,20 +10,20 @@ import torch
 from support.planning_models import batch_of, build, config_of
 from torch import nn
 
-from toolkit.model.adapters import add_adapter
+from toolkit.model.adapters.adapters import add_adapter
 from toolkit.objectives.distillation import Distillation
-from toolkit.objectives.divergence import Divergence
+from toolkit.objectives.losses.divergence import Divergence
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.unit_shapes import teacher_shapes, unit_shapes
 from toolkit.planning.time.traffic import traffic, with_teacher
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload.unit_shapes import teacher_shapes, unit_shapes
+from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.schema import AdapterSection
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.plan.units import plan_units
 
 CASES: list[Any] = [
     ("zero3", MeshShape(1, 8), 2, "bf16", "llama", {"width": 256, "layers": 4}, 64, 2048, False),

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-MEND = "see toolkit/model/fake_tensors.py and toolkit/planning/memory/fake.py"
+MEND = "see toolkit/model/structure/fake_tensors.py and toolkit/planning/memory/fake.py"
 
 PRIVATE = re.compile(r"\b(?:torch|accelerate|transformers)\.(?:\w+\.)*_[a-z]\w*")
 
@@ -26,17 +26,17 @@ def test_private_modules_are_named_in_few_files() -> None:
         if any(PRIVATE.search(line) for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
     }
     assert naming == {
-        "cli/console.py",  # the name of its logger
-        "model/attention.py",  # the name of a kernel, and does without
-        "model/fake_tensors.py",
+        "cli/shared/console.py",  # the name of its logger
+        "model/attention/attention.py",  # the name of a kernel, and does without
+        "model/structure/fake_tensors.py",
         "planning/memory/fake.py",
         "supervise/flight_recorder.py",  # does without where they are not there
-        "sharding/fsdp.py",
-        "sharding/fsdp_replaced.py",
-        "sharding/gloo.py",
-        "sharding/shards.py",
-        "sharding/compiling.py",
-        "sharding/versions.py",
+        "sharding/fsdp2/fsdp.py",
+        "sharding/fsdp2/fsdp_replaced.py",
+        "sharding/fsdp2/gloo.py",
+        "sharding/fsdp2/shards.py",
+        "sharding/blocks/compiling.py",
+        "sharding/fsdp2/versions.py",
     }
 
 

@@ -20,20 +20,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
-from toolkit.model.fake_tensors import FakeTensorMode
+from toolkit.model.structure.fake_tensors import FakeTensorMode
 from toolkit.optim.build import block_matrices, build_optimizer
 from toolkit.planning.memory.fake import Ledger, cuda_dropout
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout, optimizer_bytes
 from toolkit.planning.memory.trace import trace
-from toolkit.planning.memory.unit_shapes import unit_shapes
 from toolkit.planning.planner import OPTIMIZER_BYTES
-from toolkit.planning.workload import UNMASKED, Workload
+from toolkit.planning.workload.unit_shapes import unit_shapes
+from toolkit.planning.workload.workload import UNMASKED, Workload
 from toolkit.recipe.schema import OptimizerSection
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.plan.units import plan_units
 
 T = TypeVar("T")
 ZERO3 = STRATEGIES["zero3"]

@@ -24,13 +24,13 @@ from toolkit.planning.memory import trace as traces
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
-from toolkit.planning.memory.unit_shapes import unit_shapes
-from toolkit.planning.workload import Workload
+from toolkit.planning.workload.unit_shapes import unit_shapes
+from toolkit.planning.workload.workload import Workload
 from toolkit.sharding import apply
-from toolkit.sharding.checkpointing import Checkpointing
-from toolkit.sharding.strategy import STRATEGIES, MeshShape, Strategy
-from toolkit.sharding.unit_plan import UnitPlan
-from toolkit.sharding.units import plan_units
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, Strategy
+from toolkit.sharding.plan.unit_plan import UnitPlan
+from toolkit.sharding.plan.units import plan_units
 
 GIB = 2**30
 VOCABULARY, TOKENS, HEADS, GROUPS = 128256, 4096, 32, 8

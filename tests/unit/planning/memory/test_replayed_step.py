@@ -13,8 +13,8 @@ from toolkit.planning.memory import state_bytes
 from toolkit.planning.memory.probe import MomentKind, Probe, ProbeEvent
 from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
-from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape
-from toolkit.sharding.strategy import STRATEGIES
+from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape
+from toolkit.sharding.plan.strategy import STRATEGIES
 
 BLOCK = UnitShape("block", "block", True, (ParameterShape((1024,), True, held=4),))
 ROOT = UnitShape("root", "root", False, (ParameterShape((512,), True, held=4),))

@@ -7,7 +7,7 @@ import pytest
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import asked_setup
 from toolkit.planning.time.hardware import hardware_of
-from toolkit.planning.workload import workload_of
+from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.planning.memory import state_bytes
 from toolkit.planning.memory.state_bytes import HeldUnit, MemoryLayout, held_unit, optimizer_bytes, rounded
-from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape
+from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape
 
 TRAINED = ParameterShape((1024, 3), True, held=4)
 FROZEN = ParameterShape((1024, 5), False, held=2)

@@ -12,7 +12,7 @@ from toolkit.planning.time.hardware import ADAM_BYTES, Hardware, hardware_of
 from toolkit.planning.time.roofline import Work
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 KEMPNER = hardware_of("h200_sxm", gpus_per_node=4, nic_gbs=200)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from support.fake_llama import unit
 
-from toolkit.planning.memory.unit_shapes import ParameterShape, UnitShape
 from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic, with_teacher
-from toolkit.sharding.strategy import STRATEGIES, MeshShape
-from toolkit.sharding.unit_plan import UnitKind
+from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
+from toolkit.sharding.plan.unit_plan import UnitKind
 
 BLOCK, TABLE, BLOCKS, K = 1000, 400, 3, 3
 P = BLOCKS * BLOCK + 2 * TABLE

@@ -8,13 +8,13 @@ from torch import nn
 
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.accelerator import build_plugins, offload_of
+from toolkit.run.stages.accelerator import build_plugins, offload_of
 from toolkit.sharding.launched import STRATEGY_VARIABLE, resolve_offload, resolve_strategy
 from toolkit.sharding.offload import OffloadSettings, executors
 from toolkit.sharding.offload import executor_probe as probe
 from toolkit.sharding.offload.host import HostPlan
 from toolkit.sharding.offload.settings import hyper_parameters, state_names
-from toolkit.sharding.strategy import parse_strategy
+from toolkit.sharding.plan.strategy import parse_strategy
 
 CPU = torch.device("cpu")
 

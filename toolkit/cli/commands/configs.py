@@ -1,0 +1,59 @@
+"""`toolkit configs`: list the shipped Accelerate configs, or copy one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from toolkit.cli.shared.arguments import AsJson, NewFile, complete_config
+from toolkit.cli.shared.console import print_table
+from toolkit.cli.shared.shipped import find_config, new_yaml, shipped_configs
+
+configs_app = typer.Typer(invoke_without_command=True)
+
+
+@configs_app.callback()
+def configs(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the shipped Accelerate configs, or copy one."""
+    if context.invoked_subcommand is None:
+        list_configs(as_json)
+
+
+@configs_app.command("list")
+def list_configs(as_json: AsJson = False) -> None:
+    """List the shipped Accelerate configs: processes, strategy, and when to choose them."""
+    rows = [_config_fields(name, path) for name, path in shipped_configs().items()]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    print_table(["config", "processes", "strategy", "what it is for"], [[str(row[key]) for key in row] for row in rows])
+
+
+def _config_fields(name: str, path: Path) -> dict[str, Any]:
+    """Returns what is shown of a config; the first sentence of its comment says what it is for."""
+    text = path.read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    about = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#"))
+    return {
+        "name": name,
+        "processes": values["num_processes"],
+        "strategy": values["fsdp_config"]["fsdp_sharding_strategy"],
+        "description": about.split(". ")[0].removesuffix(".") + ".",
+    }
+
+
+@configs_app.command("copy")
+def copy_config(
+    name: Annotated[str, typer.Argument(help="Name of a shipped config.", autocompletion=complete_config)],
+    path: NewFile,
+) -> None:
+    """Copy a shipped Accelerate config to edit it."""
+    target = new_yaml(path, find_config(name))
+    shutil.copyfile(find_config(name), target)
+    print(f"{target}: a copy of {name}. Use it: toolkit train RECIPE --config {shlex.quote(str(target))}")

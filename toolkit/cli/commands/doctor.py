@@ -1,0 +1,217 @@
+"""`toolkit doctor`: what this machine has, and what would go wrong on it. Its output fits a bug report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.cli.shared.arguments import AsJson
+from toolkit.cli.shared.console import print_table
+from toolkit.errors import BadInputError, first_line
+from toolkit.paths import GIB, user_cache
+from toolkit.unix import resource
+
+OK, WARNING, FAILED = "ok", "warning", "FAILED"
+
+PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "tokenizers", "safetensors", "numpy")
+OPTIONAL = ("flash-attn", "torchao", "bitsandbytes", "trl", "tensorboard", "wandb")
+
+LEAST_FREE_BYTES = 10 * GIB
+"""Less free disk than this is a warning: one checkpoint of a 1B model with its optimizer state takes 12 GB."""
+
+LEAST_SHARED_BYTES = GIB
+"""Less shared memory is a warning: containers start with 64 MiB, and NCCL and data workers need more."""
+
+LEAST_OPEN_FILES = 4096
+
+MEETING_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report; `fix` says what to do if the verdict is not ok."""
+
+    what: str
+    verdict: str
+    found: str
+    fix: str = ""
+
+
+def doctor(
+    hub: Annotated[bool, typer.Option("--hub", help="Also check that the hub can be reached.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: versions, GPUs, memory, disk, limits, whether ranks can connect. Exit code 1 if one
+    fails.
+    """
+    findings = [
+        *_version_findings(),
+        *_device_findings(),
+        *_disk_findings(),
+        _config_finding(),
+        *_backend_findings(),
+        *(_hub_findings() if hub else []),
+    ]
+    if as_json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        cells = [[one.what, one.verdict, f"{one.found}; {one.fix}" if one.fix else one.found] for one in findings]
+        print_table(["check", "verdict", "found"], cells)
+    if any(finding.verdict == FAILED for finding in findings):
+        raise typer.Exit(1)
+
+
+def _version_findings() -> Iterator[Finding]:
+    yield Finding("system", OK, f"{platform.platform()}, Python {platform.python_version()}")
+    from toolkit.ranks import usable_cores
+
+    yield Finding("cores", OK, f"{usable_cores()} that this process may use, of {os.cpu_count()}")
+    yield Finding("packages", OK, ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES))
+    installed = {name: _version(name) for name in OPTIONAL}
+    yield Finding("optional", OK, ", ".join(f"{name} {version or '-'}" for name, version in installed.items()))
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    fix = "" if compiler else "training.compile and the fused offload kernel need one; install g++"
+    yield Finding("C++ compiler", OK if compiler else WARNING, compiler or "none", fix)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device_findings() -> Iterator[Finding]:
+    import torch
+
+    from toolkit.ranks import unused_accelerator
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        unused = unused_accelerator()
+        if torch.version.cuda is not None and Path("/proc/driver/nvidia").is_dir():
+            fix = "run nvidia-smi: the driver may be older than this CUDA, or CUDA_VISIBLE_DEVICES may hide the GPUs"
+            yield Finding("GPUs", WARNING, f"an NVIDIA driver, and none for CUDA {torch.version.cuda}", fix)
+        elif unused is None and torch.version.cuda is not None:
+            yield Finding("GPUs", OK, f"none: torch is built for CUDA {torch.version.cuda}, and there is no driver")
+        elif unused is None:
+            yield Finding("GPUs", OK, "none; runs use the CPU")
+        else:
+            yield Finding("GPUs", WARNING, f"none that is used, but {unused}", "train on the CPU with --cpu 2")
+        return
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        found = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        busy = free < total / 2
+        yield Finding(f"GPU {index}", WARNING if busy else OK, found, "another process uses it" if busy else "")
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    direct = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    if pairs:
+        slow = direct < len(pairs)
+        fix = "the others exchange through host memory" if slow else ""
+        yield Finding("GPU links", WARNING if slow else OK, f"{direct} of {len(pairs)} pairs are direct", fix)
+
+
+def _disk_findings() -> Iterator[Finding]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    yield Finding("host memory", OK, f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free")
+    for name, folder in (("disk here", Path.cwd()), ("disk of cache", user_cache())):
+        yield _free_space(name, folder, LEAST_FREE_BYTES, "checkpoints and data may not fit; free some space")
+    if Path("/dev/shm").is_dir():  # noqa: S108 (looked at, not written to)
+        fix = "start the container with --shm-size=8g"
+        yield _free_space("shared memory", Path("/dev/shm"), LEAST_SHARED_BYTES, fix)  # noqa: S108
+    if resource is None:
+        return
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = files != resource.RLIM_INFINITY and files < LEAST_OPEN_FILES
+    yield Finding(
+        "open files", WARNING if few else OK, f"at most {files}", f"ulimit -n {LEAST_OPEN_FILES}" if few else ""
+    )
+
+
+def _config_finding() -> Finding:
+    """Checks what `accelerate launch` reads without --config_file, and what it would hand to the ranks."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    from toolkit.sharding.accelerate_config import read_accelerate_config
+    from toolkit.sharding.launched import refuse_configured_axes
+
+    path = Path(default_config_file)
+    try:
+        refuse_configured_axes()
+        if not path.is_file():
+            return Finding("Accelerate config", OK, "none of this user's; name one of `toolkit configs`")
+        read_accelerate_config(path).check()
+    except BadInputError as error:
+        return Finding("Accelerate config", FAILED, str(error))
+    return Finding("Accelerate config", OK, str(path))
+
+
+def _free_space(name: str, folder: Path, least: int, fix: str) -> Finding:
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    return (
+        Finding(name, OK, f"{free / GIB:.1f} GiB free")
+        if free >= least
+        else Finding(name, WARNING, f"{free / GIB:.1f} GiB free", fix)
+    )
+
+
+def _backend_findings() -> Iterator[Finding]:
+    """Lets two ranks add numbers over each backend that a run on this machine would use."""
+    import torch
+    from torch.multiprocessing.spawn import spawn
+
+    backends = ["gloo", "nccl"] if torch.cuda.device_count() > 1 else ["gloo"]
+    for backend in backends:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                spawn(_add_over_backend, (backend, f"{folder}/meeting"), nprocs=2)  # type: ignore[no-untyped-call]
+            except Exception as error:
+                fix = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and the firewall"
+                last = str(error).strip().splitlines()[-1:] or [first_line(error)]
+                yield Finding(f"two ranks, {backend}", FAILED, last[0], fix)
+            else:
+                yield Finding(f"two ranks, {backend}", OK, "they meet and add")
+
+
+def _add_over_backend(rank: int, backend: str, file: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, f"file://{file}", timedelta(seconds=MEETING_SECONDS), world_size=2, rank=rank)
+    value = torch.full((1,), rank + 1.0, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
+    dist.all_reduce(value)
+    dist.destroy_process_group()
+    if value.item() != 3.0:
+        raise RuntimeError(f"1 + 2 gave {value.item()}")
+
+
+def _hub_findings() -> Iterator[Finding]:
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("hub", WARNING, "HF_HUB_OFFLINE is set", "only models and data in the cache can be loaded")
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:
+        fix = "download elsewhere and set HF_HUB_OFFLINE=1, or set HTTPS_PROXY"
+        yield Finding("hub", WARNING, f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}", fix)
+    else:
+        yield Finding("hub", OK, f"{constants.ENDPOINT} can be reached")

@@ -1,0 +1,160 @@
+"""`toolkit train`: start a recipe on this machine's GPUs or CPU through `accelerate launch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.cli.ranks.launch_options import ON_CPU, launcher_options, shown_script
+from toolkit.cli.ranks.retries import require_useful, with_retries
+from toolkit.cli.shared.arguments import (
+    AsJson,
+    ConfigOption,
+    CpuOption,
+    GpusOption,
+    RecipeArguments,
+    RecipeOption,
+    complete_strategy,
+    load_recipe,
+    split_arguments,
+)
+from toolkit.cli.shared.hub import models_of
+from toolkit.data.rows.files import paths_of
+from toolkit.errors import ToolkitError
+from toolkit.paths import read_foreign, require_folder
+from toolkit.recipe.recipe import Recipe
+from toolkit.terminal import stdout_on_stderr
+
+
+def train(
+    arguments: RecipeArguments = None,
+    recipe: RecipeOption = None,
+    gpus: GpusOption = None,
+    cpu: CpuOption = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Sharding strategy: ddp, zero1, zero2, zero3 or hybrid; each but ddp also with +offload. By default "
+            "the recipe's, or else the config's.",
+            show_default=False,
+            autocompletion=complete_strategy,
+        ),
+    ] = None,
+    config: ConfigOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan and the first batch; train nothing.")
+    ] = False,
+    retries: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Restart up to N times, from the last checkpoint, if a signal ends a rank or a rank stalls.",
+        ),
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a recipe, and print the `accelerate launch` command that does the same.
+
+    Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved, 4 a rank stalled.
+    """
+    loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
+    require_useful(loaded, retries, dry_run)
+    require_inputs(loaded)
+    print(_starting_line(cpu or gpus), file=sys.stderr, flush=True)
+    name, overrides = split_arguments(arguments, recipe)
+    options = launcher_options(loaded, gpus, cpu, strategy, config)
+    words = [*options, shown_script(), name, *overrides, *(["--dry-run"] if dry_run else [])]
+    command = f"{f'{ON_CPU}=true ' if cpu is not None else ''}accelerate launch {shlex.join(words)}"
+    print(command, file=sys.stderr, flush=True)
+    if cpu is not None:
+        os.environ[ON_CPU] = "true"
+    from toolkit.cli.ranks.launcher import run_launcher  # torch is imported only for a recipe that is right
+
+    folder = Path(loaded.training.output_dir).expanduser()
+    stores = [loaded.checkpoint.to] if loaded.checkpoint.to is not None else []
+    with stdout_on_stderr() if as_json else nullcontext():
+        code = with_retries(
+            lambda: run_launcher(words, folder, *stores, recipe=loaded),
+            retries,
+            lambda: _saved_step(folder, *stores),
+        )
+    if code == 0 and not dry_run:
+        require_finished(loaded, folder)
+    if as_json:
+        print(
+            json.dumps({"command": command, "exit_code": code, **({} if dry_run else _run_results(folder))}, indent=1)
+        )
+    raise typer.Exit(code)
+
+
+def require_finished(recipe: Recipe, folder: Path) -> None:
+    """Checks that a run whose ranks ended with code 0 has said that it is done.
+
+    Raises:
+        ToolkitError: if it has not: code that runs in a rank can end its process with any code.
+    """
+    from toolkit.pages.status import mark_ended
+    from toolkit.run.folder.finished import FINISHED, is_finished
+    from toolkit.supervise.rank_status import REPORT
+
+    if is_finished(folder):
+        return
+    score = recipe.answers.score
+    suspect = f"answers.score ({score}) or a library" if score is not None else "a library"
+    what = f"the ranks ended with code 0 before the run was done: {str(folder)!r} has no {FINISHED}"
+    mark_ended(folder / REPORT, "failed", f"{what[0].upper()}{what[1:]}.")
+    raise ToolkitError(
+        f"{what}; {suspect} has ended a process: look at the last lines above; the same command goes on from the last "
+        "checkpoint"
+    )
+
+
+def _starting_line(processes: int | None) -> str:
+    """Returns the first line of a start: importing torch takes seconds, up to a minute on a busy machine."""
+    count = "processes" if processes is None else f"{processes} process{'es' if processes > 1 else ''}"
+    return f"starting {count}; importing torch takes a while ..."
+
+
+def require_inputs(recipe: Recipe) -> None:
+    """Raises BadInputError for a missing file or folder: ranks would find that only after ten seconds of imports."""
+    for field, name in models_of(recipe).items():
+        require_folder(name, field)
+    paths_of(recipe.data)
+
+
+def _saved_step(*places: str | Path) -> int:
+    """Returns the step of the newest checkpoint in a run's folder and its store, or -1 without one."""
+    from toolkit.checkpoint.manifest import latest, place_of
+
+    found = [latest(place_of(place)) for place in places]
+    return max((checkpoint.step for checkpoint in found if checkpoint is not None), default=-1)
+
+
+def _run_results(folder: Path) -> dict[str, Any]:
+    """Returns the results of a run: its folder, its steps, and the first and the last loss of each split."""
+    from toolkit.pages.parts.run_metrics import parse_metrics
+
+    file = folder / "metrics.jsonl"
+    records = parse_metrics(read_foreign(file))[0] if file.is_file() else []
+    losses = {
+        f"{split}_loss": [found[0], found[-1]] if (found := _losses_of_split(records, split)) else None
+        for split in ("train", "eval")
+    }
+    parts = {name: str(folder / path) for name, path in (("export_dir", "export"), ("report", "report.html"))}
+    return {
+        "output_dir": str(folder),
+        "steps": max((record["step"] for record in records), default=0),
+        **losses,
+        **{name: path if Path(path).exists() else None for name, path in parts.items()},
+    }
+
+
+def _losses_of_split(records: list[dict[str, Any]], split: str) -> list[float]:
+    return [record["loss"] for record in records if record["split"] == split]

@@ -1,0 +1,1 @@
+"""Starts ranks, and what runs on them."""

@@ -1,0 +1,159 @@
+"""Starts ranks by Accelerate's launcher, in this process, with its exit code and without its traceback."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from toolkit.cli.shared.hub import settle_hub
+from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line, signal_name
+from toolkit.recipe.recipe import Recipe
+from toolkit.supervise.launcher_logs import settle_launcher
+from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
+
+
+def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recipe: Recipe | None = None) -> int:
+    """Runs `accelerate launch ARGUMENTS`. Returns the exit code of the rank that failed first, or 0.
+
+    A signal that asks it to stop is passed on, and it waits until the ranks have saved their state.
+
+    Args:
+        output_dir: output folder of the run, which may hold that state.
+        stores: store of the run, if it has one, which may hold that state.
+        recipe: what recipes/finetune.py trains. Several ranks of it are forked from this process if there are no
+            GPUs.
+
+    Raises:
+        BadInputError: if the launcher refuses its arguments or the config, or the hub lacks what the recipe names.
+        RankLostError: if a signal ended a rank.
+    """
+    forks = recipe is not None and _can_fork(arguments)
+    if recipe is not None and forks:
+        settle_hub(recipe)  # before the hub's library is imported
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if forks:
+        _import_for_ranks()
+    settle_launcher()  # a rank prints its own error
+    started = time.time()
+    try:
+        with _forwarding_signals():
+            settings = launch_command_parser().parse_args(list(arguments))
+            # Nothing is logged there; otherwise torch's launcher leaves an empty folder torchelastic_* for each start.
+            settings.log_dir = os.devnull
+            # By `nohup`, which torch's launcher does not heed.
+            if HANG_UP is not None and signal.getsignal(HANG_UP) is signal.SIG_IGN:
+                settings.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
+            if forks:
+                settings.run_path, settings.start_method = True, "fork"  # options of torch's launcher
+            launch_command(settings)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _exit_code(rank, failure.exitcode, output_dir)
+    except subprocess.CalledProcessError as error:
+        return _exit_code(0, error.returncode, output_dir)
+    except SignalException as error:
+        # The launcher knows which signal it had, and not how the ranks ended: what they have left says it.
+        has_saved = _has_saved(output_dir, started) or any(_has_saved(store, started) for store in stores)
+        return StoppedError.exit_code if has_saved else 128 + int(error.sigval)
+    except ValueError as error:
+        raise BadInputError(f"accelerate launch: {first_line(error)}") from error
+    return 0
+
+
+def _can_fork(arguments: Sequence[str]) -> bool:
+    """Tells whether the launcher starts several ranks on a machine without GPUs, whose system can fork.
+
+    Where there are GPUs, ranks are interpreters of their own: a fork cannot use CUDA if this process has, as libraries
+    do that look at the GPU when they are imported (torchao).
+    """
+    import torch
+
+    from toolkit.sharding.accelerate_config import read_accelerate_config
+
+    if sys.platform != "linux" or torch.accelerator.device_count() > 0:
+        return False
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--num_processes", type=int)
+    parser.add_argument("--config_file", type=Path)
+    told, _ = parser.parse_known_args(arguments)
+    return (told.num_processes or read_accelerate_config(told.config_file).num_processes or 1) > 1
+
+
+def _import_for_ranks() -> None:
+    """Imports all that a run needs. Forked ranks have it then, where interpreters of their own take 5 s of CPU each."""
+    import torch
+
+    import toolkit.run.run  # noqa: F401
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torch's launcher chooses for several ranks, by a variable that is read too late
+
+
+HANDED_ON = (*SIGNALS, *([SAVE_SIGNAL] if SAVE_SIGNAL else []))
+
+
+@contextmanager
+def _forwarding_signals() -> Iterator[None]:
+    """Forwards SIGUSR1 to the ranks, and the others to a single rank, which has no launcher of torch's.
+
+    Without it SIGTERM would end this process and leave the rank behind, and Ctrl-C would not wait for its checkpoint.
+    For several ranks torch's launcher puts handlers of its own in their place.
+    """
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        if number == HANG_UP:
+            leave_terminal()
+        children = psutil.Process().children()
+        if not children and number != SAVE_SIGNAL:
+            raise SystemExit(128 + number)
+        for child in children:
+            child.send_signal(number)
+
+    # Started by `nohup`, it goes on without its terminal. But a process that ignores SIGUSR1 is one that still starts
+    # up: the user did not ask for that.
+    ignored = [number for number in HANDED_ON if signal.getsignal(number) is signal.SIG_IGN]
+    handled = [number for number in HANDED_ON if number == SAVE_SIGNAL or number not in ignored]
+    before = {number: signal.signal(number, hand_on) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _has_saved(place: str | Path, since: float) -> bool:
+    """Tells whether a run has a checkpoint that is not older than `since` (seconds since the epoch)."""
+    from toolkit.checkpoint.manifest import latest, place_of
+
+    last = latest(place_of(place))
+    if last is None or last.manifest is None:
+        return False
+    # The date of a manifest has no fractions of a second.
+    return datetime.strptime(last.manifest.date, "%Y-%m-%dT%H:%M:%S%z").timestamp() >= int(since)
+
+
+def _exit_code(rank: int, code: int, output_dir: Path) -> int:
+    if code >= 0:
+        return code
+    from toolkit.pages.status import mark_ended
+    from toolkit.supervise.rank_status import REPORT
+
+    name = signal_name(-code)
+    hint = ": the machine may have run out of memory" if name == "SIGKILL" else ""
+    told = f"rank {rank} was ended by {name}{hint}"
+    mark_ended(output_dir / REPORT, "killed", f"{told[0].upper()}{told[1:]}.")  # the rank itself could not say so
+    raise RankLostError(told)

@@ -1,0 +1,1 @@
+"""What several commands share: arguments, tables and errors, the hub."""

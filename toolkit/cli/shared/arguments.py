@@ -1,0 +1,165 @@
+"""Arguments that several commands take, each declared once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+import typer
+from pydantic import ValidationError
+from typer.models import OptionInfo
+
+from toolkit.errors import BadInputError
+from toolkit.paths import shipped_files
+from toolkit.recipe.load import shipped_recipes
+from toolkit.recipe.objectives.section import Section
+from toolkit.recipe.problems import TYPE_WORDS
+from toolkit.recipe.recipe import Recipe
+
+DEFAULT_RECIPE = "quickstart"
+
+DEFAULT_GPU_CONFIG, DEFAULT_CPU_CONFIG = "zero3", "cpu_2"
+"""Accelerate configs that `toolkit train` starts from if none is named."""
+
+MOST_CPU_RANKS = 1024
+"""Of one machine: each takes half a GiB before its model, and a port."""
+
+FILES = {".yaml", ".yml", ".json"}
+"""Of recipes, Accelerate configs and profiles of hardware."""
+
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+"""What --dtype takes -> torch's name."""
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Recipes and keys that start with what was typed, for the shell."""
+    if "." in incomplete and "/" not in incomplete:
+        section, _, start = incomplete.partition(".")
+        field = Recipe.model_fields.get(section)
+        kind = field.annotation if field is not None else None
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return [f"{section}.{key}=" for key in kind.model_fields if key.startswith(start)]
+    sections = [f"{name}." for name in Recipe.model_fields if name.startswith(incomplete) and name != "description"]
+    return _names_or_files(shipped_recipes(), incomplete) + sections
+
+
+def complete_hardware(incomplete: str) -> list[str]:
+    """Presets of hardware, and profiles in files."""
+    from toolkit.planning.time.hardware import presets
+
+    return _names_or_files([*presets(), "calibrated"], incomplete)
+
+
+def complete_strategy(incomplete: str) -> list[str]:
+    """Sharding strategies, without and with offload."""
+    from toolkit.sharding.plan.strategy import OFFLOAD, STRATEGIES
+
+    words = [*STRATEGIES, *(f"{name}{OFFLOAD}" for name, strategy in STRATEGIES.items() if strategy.sharded)]
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """Accelerate configs that are shipped, and files."""
+    return _names_or_files(shipped_files("accelerate_configs"), incomplete)
+
+
+def _names_or_files(names: Iterable[str], incomplete: str) -> list[str]:
+    """Returns names and files that start with what was typed; without any, the shell completes paths itself."""
+    path = Path(incomplete)
+    folder, start = (path, "") if incomplete.endswith("/") else (path.parent, path.name)
+    before = incomplete[: len(incomplete) - len(start)]
+    found = sorted(each.name for each in folder.glob("*") if each.suffix in FILES) if incomplete else []
+    return [name for name in names if name.startswith(incomplete)] + [
+        f"{before}{name}" for name in found if name.startswith(start)
+    ]
+
+
+RecipeArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE section.key=value",
+        help=f"Name or path of a recipe (default: {DEFAULT_RECIPE}), and values that replace the recipe's.",
+        show_default=False,
+        autocompletion=complete_recipe,
+    ),
+]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option("--recipe", help="Another way to give RECIPE.", show_default=False, autocompletion=complete_recipe),
+]
+GpusOption = Annotated[
+    int | None, typer.Option(min=1, help="Number of GPUs. By default all GPUs of this machine.", show_default=False)
+]
+CpuOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=MOST_CPU_RANKS, help="Run on the CPU with this many processes.", show_default=False),
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        "--accelerate-config",
+        help="Accelerate config: the name of a shipped one (`toolkit configs`) or a path.",
+        show_default=False,
+        autocompletion=complete_config,
+    ),
+]
+RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
+RunPlace = Annotated[str, typer.Argument(help="Folder of a run, or its store (s3://bucket/runs/first).")]
+NewFile = Annotated[Path, typer.Argument(help="New file, or a folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def wrong_value(error: typer.BadParameter) -> BadInputError | None:
+    """Returns the error for a number of an option that is not one or is out of range; None for any other error."""
+    option, callback = error.param, getattr(getattr(error.ctx, "command", None), "callback", None)
+    hints = get_type_hints(callback, include_extras=True) if callback is not None else {}
+    declared = hints.get(option.name or "") if option is not None else None
+    if option is None or get_origin(declared) is not Annotated:
+        return None
+    kind, limits = get_args(declared)[:2]
+    number = next((TYPE_WORDS[each] for each in (int, float) if each in (kind, *get_args(kind))), None)
+    if number is None or not isinstance(limits, OptionInfo):
+        return None
+    least = "" if limits.min is None else f" of at least {limits.min}"
+    allowed = number + (least if limits.max is None else f" from {limits.min} to {limits.max}")
+    # Later versions of typer check by pydantic. Earlier ones by click, whose message has the value.
+    checked = error.__cause__
+    found = repr(checked.errors()[0]["input"]) if isinstance(checked, ValidationError) else error.message.rstrip(".")
+    return BadInputError(f"{option.opts[0]}: found {found}; allowed: {allowed}")
+
+
+def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tuple[str, list[str]]:
+    """Returns the recipe's name or path, and the overrides.
+
+    Raises:
+        BadInputError: if two recipes are given.
+    """
+    overrides = list(arguments or [])
+    named = overrides.pop(0) if overrides and "=" not in overrides[0] else None
+    if named is not None and option is not None:
+        raise BadInputError(f"two recipes are given: {named!r} and --recipe {option}; leave one of them out")
+    return next(name for name in (named, option, DEFAULT_RECIPE) if name is not None), overrides
+
+
+def load_recipe(arguments: Sequence[str] | None, option: str | None) -> Recipe:
+    """Loads the recipe that a command's arguments name; prints to stderr which settings an override replaces."""
+    recipe = Recipe.load(*split_arguments(arguments, option))
+    for note in recipe.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return recipe
+
+
+def parse_dtype(text: str, *others: str) -> str:
+    """Returns torch's name of a dtype, or one of `others` as it is.
+
+    Raises:
+        BadInputError: for another name; it lists the allowed ones.
+    """
+    if text in others:
+        return text
+    if text not in DTYPES:
+        raise BadInputError(f"--dtype: unknown {text!r}; allowed: {', '.join((*others, *DTYPES))}")
+    return DTYPES[text]

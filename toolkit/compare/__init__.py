@@ -1,0 +1,1 @@
+"""Reads finished and living runs, and sets them side by side on a page."""

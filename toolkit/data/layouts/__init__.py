@@ -1,0 +1,1 @@
+"""Turns a row's columns into an example."""

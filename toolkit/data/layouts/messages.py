@@ -1,0 +1,270 @@
+"""Converts messages of a conversation, whatever their keys and shapes, to what chat templates take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.data.layouts.row_flags import (
+    FLAGS,
+    IN_PARTS,
+    MEDIA,
+    PARTS,
+    is_learned,
+    refuse_media,
+    refuse_parts,
+    unlearned_parts,
+)
+from toolkit.data.layouts.thoughts import FIELDS, THOUGHTS, in_one_message, is_thought, thoughts_of
+from toolkit.data.rows.examples import Conversation, Message
+from toolkit.data.rows.image_places import PICTURED, PLACE, is_picture, placed, reference_of
+from toolkit.data.rows.values import (
+    RowProblem,
+    RowValues,
+    encodable,
+    is_absent,
+    key_shown,
+    parsed,
+    text_of,
+    type_of,
+    writable,
+)
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+"""Role's name in a row -> its name in a chat template."""
+
+KNOWN = ("name", "tool_call_id", "channel")
+"""Further keys of a message that a template gets."""
+
+READ = {*KNOWN, *FIELDS, *FLAGS, PARTS, *MEDIA, "tool_calls", "function_call"}
+"""Keys of a message that are read, beside its role and content."""
+
+OF_ROW = ("unread", "parts", "weight", PICTURED)
+"""Keys of a message that are not for a template."""
+
+SYSTEM = ("system", "developer")
+
+NO_SYSTEM = "the chat template leaves out the system prompt"
+
+
+def asked_of(values: RowValues) -> list[Message]:
+    """Returns what Alpaca's columns ask: earlier turns (`history`), then the instruction with its input.
+
+    Raises:
+        RowProblem: if a column holds no text, or `history` is not a list of pairs.
+    """
+    asked, about = values.text("instruction"), values["input"]
+    if about is not None and not isinstance(about, str):
+        raise RowProblem(f"{values.columns['input']} is {type_of(about)}, not text")
+    if about and about.strip():
+        asked = f"{asked}\n\n{encodable(about, values.columns['input'])}"
+    return [*_history(values["history"], values.columns["history"]), {"role": "user", "content": asked}]
+
+
+def _history(value: Any, column: str) -> list[Message]:
+    turns = [] if is_absent(value) else value
+    is_list = isinstance(turns, list)
+    if not is_list or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        raise RowProblem(f"{column} is not a list of pairs of question and answer")
+    return [
+        {"role": role, "content": text_of(text, column)}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def with_system(messages: list[Message], values: RowValues) -> list[Message]:
+    """Returns the messages behind the row's system prompt, if there is one and they have none."""
+    if (messages and messages[0]["role"] in SYSTEM) or is_absent(system := values["system"]):
+        return messages
+    return [{"role": "system", "content": text_of(system, "system")}, *messages]
+
+
+def without_system(messages: list[Message], text: str) -> list[str]:
+    """Returns a note if a chat template leaves the system prompt out of the text."""
+    prompts = [message["content"] or "" for message in messages if message["role"] in SYSTEM]
+    return [] if all(prompt.strip() in text for prompt in prompts) else [NO_SYSTEM]
+
+
+def messages_of(value: Any, column: str, pictures: bool = False) -> list[Message]:
+    """Returns messages with `role` and `content`.
+
+    Args:
+        pictures: whether parts of content may be images; see `picture_places.placed`.
+
+    Raises:
+        RowProblem: if the value is not a list of messages that can be read.
+    """
+    if value is None:
+        raise RowProblem(f"{column} is missing or null")
+    if not isinstance(value, list):
+        raise RowProblem(f"{column} is {'text' if isinstance(value, str) else type_of(value)}, not a list of messages")
+    if not value:
+        raise RowProblem(f"{column} is empty")
+    return in_one_message([_message(item, pictures) for item in value])
+
+
+def _message(item: Any, pictures: bool = False) -> Message:
+    if not isinstance(item, dict):
+        raise RowProblem("a message is not an object")
+    fields = {key: value for key, value in item.items() if value is not None}  # parquet fills up with nulls
+    # OpenAI's rows have `role` and `content`, ShareGPT's `from` and `value`.
+    named = fields.pop("role", None) or fields.pop("from", None)
+    if named is None:
+        raise RowProblem("a message has no role")
+    if not isinstance(named, str) or named.lower() not in ROLES:
+        raise RowProblem("a message has an unknown role")
+    role = ROLES[named.lower()]
+    content = fields.pop("content", None)
+    content = fields.pop("value", None) if content is None else content
+    calls = _tool_calls(fields.get("tool_calls"))
+    if named.lower() == "function_call":  # ShareGPT's: the text is the call, or a list of calls
+        content, calls = None, _calls_in_text(content)
+    elif isinstance(fields.get("function_call"), dict):  # OpenAI's, from before there were tools
+        calls = [*calls, _tool_call(fields["function_call"])]
+    if content is None and not calls:
+        raise RowProblem("a message has no content")
+    refuse_media(fields, "a message")
+    known = {key: value for key, value in fields.items() if key in KNOWN}
+    if thoughts := thoughts_of(fields, content):
+        known[THOUGHTS] = thoughts
+    writable(known, "a message")
+    shown = [part for part in content if is_picture(part)] if pictures and isinstance(content, list) else []
+    words = None if content is None else _text_of_content(_with_places(content) if shown else content, role)
+    message = {"role": role, "content": words, **known, **_row_fields(fields, role, words or "")}
+    if shown:
+        message[PICTURED] = [reference_of(part) for part in shown]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _row_fields(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]:
+    """Returns a message's own flags under the keys `OF_ROW`: whether it is learned, and what of it is ignored."""
+    learned, parts = is_learned(fields), unlearned_parts(fields, words)
+    unread = [f"a message's {key_shown(key)} is not read" for key in sorted(fields.keys() - READ)]
+    if learned is False:
+        names = [name for name in FLAGS if name in fields]
+        unread.append(f"a message is not learned ({names[0]}: {str(fields[names[0]]).lower()})")
+    elif learned and role != "assistant":
+        unread.append(f"a message of the {role} says that it is learned, and only the assistant's are")
+    if parts:
+        unread.append(IN_PARTS)
+    found = {"unread": unread, "parts": parts, "weight": None if learned is None else int(learned)}
+    return {key: value for key, value in found.items() if value not in (None, [], ())}
+
+
+def _with_places(content: list[Any]) -> list[Any]:
+    """Returns the parts of a message, with a place as the text of each picture."""
+    return [{"type": "text", "text": PLACE} if is_picture(part) else part for part in content]
+
+
+def _calls_in_text(value: Any) -> list[dict[str, Any]]:
+    calls = parsed(value, "a function_call")
+    return _tool_calls(calls if isinstance(calls, list) else [calls])
+
+
+def _text_of_content(content: Any, role: str) -> str:
+    """Returns the words of a message, which are text or parts of text; the assistant's may be empty."""
+    if isinstance(content, list):
+        content = [part for part in content if not is_thought(part)]
+        refuse_parts(content)
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise RowProblem(f"a message's content is {type_of(content)}, not text")
+    if not content.strip() and role == "user":
+        raise RowProblem("a user's message is empty")
+    return encodable(content, "a message")
+
+
+def _tool_calls(value: Any) -> list[dict[str, Any]]:
+    calls = None if is_absent(value) else parsed(value, "tool_calls")
+    if calls in (None, []):
+        return []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowProblem("tool_calls is not a list of calls")
+    writable(calls, "tool_calls")
+    return [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call whose arguments are an object, as chat templates expect, not JSON in a string."""
+    # Older layouts have the function itself as the call.
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowProblem("a tool call names no function")
+    arguments = parsed(function.get("arguments") or {}, "a tool call's arguments")
+    if not isinstance(arguments, dict):
+        raise RowProblem(f"a tool call's arguments are {type_of(arguments)}, not an object")
+    writable(arguments, "tool_calls")
+    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | None:
+    """Returns tools in OpenAI's form, or None if there are none.
+
+    Raises:
+        RowProblem: if it is not a list of tools.
+    """
+    tools = None if is_absent(value) else parsed(value, "tools")
+    if tools in (None, []):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowProblem("tools is not a list of tools")
+    writable(tools, "tools")
+    # ShareGPT names the function alone; templates were written for OpenAI's form.
+    return [{"type": "function", "function": tool} if "name" in tool else tool for tool in tools]
+
+
+def conversation(
+    messages: list[Message], tools: list[dict[str, Any]] | None, of_row: list[Any] | None = None
+) -> Conversation:
+    """Checks messages for what no template can render, and returns the conversation.
+
+    Args:
+        of_row: pictures of the row's column, or None if rows have no pictures.
+
+    Raises:
+        RowProblem: if roles are out of order, nobody answers, or nothing is asked.
+    """
+    messages, pictures, where = (messages, [], []) if of_row is None else placed(messages, of_row)
+    roles = [message["role"] for message in messages]
+    # OpenAI's rows may have one of each.
+    if set(SYSTEM) & set(roles[2:] if tuple(roles[:2]) == SYSTEM else roles[1:]):
+        raise RowProblem("roles out of order: system is not the first message")
+    if "assistant" not in roles:
+        raise RowProblem("no assistant turn")
+    if "tool" in roles[: roles.index("assistant")]:
+        raise RowProblem("roles out of order: tool before any assistant turn")
+    if roles[0] == "assistant" and len(roles) == 1:
+        raise RowProblem("nothing is asked")
+    unlearned = frozenset(number for number, message in enumerate(messages) if message.get("weight") == 0)
+    parts = {number: message["parts"] for number, message in enumerate(messages) if "parts" in message}
+    notes = dict.fromkeys(note for message in messages for note in message.get("unread", ()))
+    # A template that writes whole messages would write these, too.
+    plain = [{key: value for key, value in message.items() if key not in OF_ROW} for message in messages]
+    return Conversation(plain, tools, unlearned, parts, (*notes, *where), pictures=tuple(pictures))
+
+
+def answered_last(found: Conversation) -> Conversation:
+    """Returns the conversation, whose last turn is compared or judged.
+
+    Raises:
+        RowProblem: if the last turn is not the assistant's.
+    """
+    # An earlier turn would be learned in its place, and two sides that share it would cancel without a word.
+    if found.messages[-1]["role"] != "assistant":
+        raise RowProblem("the last turn is not the assistant's")
+    return found

@@ -1,0 +1,1 @@
+"""Finds and reads the rows of a source."""

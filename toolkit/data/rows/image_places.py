@@ -1,0 +1,136 @@
+"""Finds the places of pictures in a conversation: parts of messages, or `<image>` in their words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.data.rows.examples import Message
+from toolkit.data.rows.values import RowProblem, is_absent, is_empty
+
+PLACE = "\ufffc"
+"""Stands for a picture in a message's words: Unicode's object replacement character."""
+
+PICTURED = "pictured"
+"""Key of every message of a conversation with pictures: the word that stands for one in the chat template."""
+
+COLUMNS = ("images", "image", "image_paths", "image_path", "image_urls", "image_url")
+"""Columns of a row's pictures: one picture or a list, in the order of their places."""
+
+MARK = "<image>"
+"""Place for a picture of the row's column in a text, as in LLaVA, ShareGPT, LLaMA-Factory and ms-swift."""
+
+OF_ROW = object()
+"""A place for the next picture of the row's column."""
+
+BEFORE_ALL = "the row's images are put before the first words of the user, since no place for them is named"
+
+_PARTS = {"image", "image_url", "input_image"}
+
+
+def is_picture(part: Any) -> bool:
+    """Returns whether a part of a message's content is a picture."""
+    return isinstance(part, Mapping) and (part.get("type") in _PARTS or (part.get("type") is None and "image" in part))
+
+
+def reference_of(part: Mapping[str, Any]) -> Any:
+    """Returns the reference of a part to its picture: a path, URI, bytes or mapping, or `OF_ROW` if it has none."""
+    for key in ("image", "image_url", "path", "url", "base64"):
+        if not is_absent(part.get(key)):
+            return {"base64": part[key]} if key == "base64" else part[key]
+    return OF_ROW
+
+
+def column_of(row: Mapping[str, Any]) -> list[Any]:
+    """Returns the pictures of a row's own column.
+
+    Raises:
+        RowProblem: if several columns have some.
+    """
+    found = [name for name in COLUMNS if not is_empty(row.get(name))]
+    if len(found) > 1:
+        raise RowProblem(f"both {found[0]} and {found[1]} hold images")
+    value = row[found[0]] if found else []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def placed(messages: list[Message], of_row: list[Any]) -> tuple[list[Message], list[Any], list[str]]:
+    """Returns the messages with a `PLACE` for every picture, the pictures in the order of their places, and notes.
+
+    Args:
+        messages: with the references of their parts to pictures under `PICTURED`.
+        of_row: the pictures of the row's column.
+
+    Raises:
+        RowProblem: if there are more or fewer places than pictures, or a picture is in the assistant's words.
+    """
+    notes: list[str] = []
+    if of_row and not any(OF_ROW in message.get(PICTURED, ()) for message in messages):
+        messages = [_with_marks(message) for message in messages]
+        if not any(OF_ROW in message.get(PICTURED, ()) for message in messages):
+            messages, notes = _put_before_user_words(messages, len(of_row)), [BEFORE_ALL]
+    named = [reference for message in messages for reference in message.get(PICTURED, ())]
+    places = sum(reference is OF_ROW for reference in named)
+    if places != len(of_row):
+        raise RowProblem("the row has more images than places for them" if places < len(of_row) else NO_IMAGE)
+    rest = iter(of_row)
+    found = [next(rest) if reference is OF_ROW else reference for reference in named]
+    if any(message["role"] == "assistant" and message.get(PICTURED) for message in messages):
+        raise RowProblem("an image stands in what the assistant says")
+    return messages, found, notes
+
+
+NO_IMAGE = "the messages have more places for images than the row has images"
+
+
+def _with_marks(message: Message) -> Message:
+    """Returns the message with a place for each `<image>` in its words."""
+    words = message.get("content")
+    if not isinstance(words, str) or MARK not in words or message["role"] == "assistant":
+        return message
+    if message.get(PICTURED):
+        raise RowProblem(f"a message has images of its own beside {MARK} in its words")
+    return {**message, "content": words.replace(MARK, PLACE), PICTURED: [OF_ROW] * words.count(MARK)}
+
+
+def _put_before_user_words(messages: list[Message], count: int) -> list[Message]:
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise RowProblem("the row has images, and no message of the user for them to stand in")
+    message = messages[first]
+    before = [OF_ROW] * count
+    changed = {
+        **message,
+        "content": PLACE * count + message["content"],
+        PICTURED: [*before, *message.get(PICTURED, ())],
+    }
+    return [*messages[:first], changed, *messages[first + 1 :]]
+
+
+def for_template(messages: list[Message], template: str) -> list[Message]:
+    """Returns the messages as a chat template takes pictures: in parts, or as a word if it knows no image parts.
+
+    In a conversation with pictures every message has parts, as transformers' processors pass them to templates.
+    """
+    if not any(PICTURED in message for message in messages):
+        return messages
+    knows_parts = '"image"' in template or "'image'" in template
+    return [_in_parts(message) if knows_parts else _in_words(message) for message in messages]
+
+
+def _in_words(message: Message) -> Message:
+    plain = {key: value for key, value in message.items() if key != PICTURED}
+    words = plain.get("content")
+    return {**plain, "content": words.replace(PLACE, message[PICTURED])} if isinstance(words, str) else plain
+
+
+def _in_parts(message: Message) -> Message:
+    plain = {key: value for key, value in message.items() if key != PICTURED}
+    words = plain.get("content")
+    if not isinstance(words, str):
+        return plain
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(words.split(PLACE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**plain, "content": parts}

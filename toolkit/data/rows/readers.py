@@ -1,0 +1,332 @@
+"""Reads the rows of a shard.
+
+A row that cannot be read (half a line, bytes that are not text) becomes a `RowProblem`, so that one bad
+row neither ends a run nor shifts the numbers of the others. Memory holds a few rows, however large the
+file is.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import datasets
+import fsspec
+
+from toolkit.data.rows.hub_refusals import DATA_SET, hub_error
+from toolkit.data.rows.json_list import values_of
+from toolkit.data.rows.tar_rows import rows_of_tar
+from toolkit.data.rows.values import RowProblem, listed
+from toolkit.errors import DataError, ToolkitError, first_line
+
+Row = dict[str, Any] | RowProblem
+
+MAX_ROW_BYTES = 64 * 2**20
+"""A longer line is not a row: most likely the file has no lines at all."""
+
+MAX_TEXT_BYTES = 256 * 2**20
+"""The largest text file, which is one document."""
+
+JOINED_ROWS = "a record of several lines, each with as many fields as the header: a stray quote joins rows"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a source.
+
+    Attributes:
+        kind: `lines`, `list`, `csv`, `tsv`, `text` or `tar` for a file; `table` for parquet or arrow; `rows` for rows
+            of `table`.
+        path: the file; if the kind is `rows`, a name for messages.
+        start: first byte of a piece of lines, or first row.
+        stop: the end, or None for the end of the file.
+        table: an opened data set.
+    """
+
+    kind: str
+    path: str
+    start: int = 0
+    stop: int | None = None
+    table: datasets.Dataset | datasets.IterableDataset | None = None
+
+
+def read(shard: Shard) -> Iterator[Row]:
+    """Yields the rows of a shard, in order; every line of a file of lines is a row, even a blank one.
+
+    Raises:
+        DataError: if the rest of the file cannot be read.
+    """
+    try:
+        yield from _READERS[shard.kind](shard)
+    except DataError:
+        raise
+    except Exception as error:  # the libraries that read files raise many types
+        raise unreadable("data", shard.path, error) from error
+
+
+def opened(path: str | Path) -> IO[bytes]:
+    """Opens a file for its bytes, decompressed if its name says so."""
+    return fsspec.open(str(path), "rb", compression="infer").open()  # type: ignore[no-any-return]
+
+
+def unreadable(field: str, path: str, error: Exception) -> ToolkitError:
+    """Returns the error for a file or data set that a library could not read."""
+    refused = hub_error(error, field, path, DATA_SET)
+    if refused is not None:
+        return refused
+    why = first_line(error.__cause__ or error).removesuffix(".")
+    return DataError(f"{field}: {path!r} cannot be read: {why}; name another, or make it again")
+
+
+def _read_lines(shard: Shard) -> Iterator[Row]:
+    """Yields a row for each line that starts in the shard."""
+    # `datasets`' JSON reader would end at the first line that is not JSON, and unify the types of all rows, which
+    # fills tools and messages with nulls.
+    with opened(shard.path) as file:
+        if shard.start > 0:
+            # Start one byte earlier, so that a line that begins exactly here is not skipped.
+            file.seek(shard.start - 1)
+            _skip_line(file)
+        # A compressed file is one shard without an end, so its position is not needed.
+        position = file.tell() if shard.stop is not None else 0
+        while shard.stop is None or position < shard.stop:
+            line = file.readline(MAX_ROW_BYTES)
+            if not line:
+                return
+            position += len(line)
+            if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+                position += _skip_line(file)
+                yield RowProblem(f"a line of more than {MAX_ROW_BYTES // 2**20} MiB")
+            else:
+                yield _row_of_line(line, at_start=shard.start == 0 and position == len(line))
+
+
+def _skip_line(file: IO[bytes]) -> int:
+    """Reads to the end of a line, and returns the number of bytes."""
+    skipped = 0
+    while line := file.readline(MAX_ROW_BYTES):
+        skipped += len(line)
+        if line.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _row_of_line(line: bytes, at_start: bool) -> Row:
+    try:
+        # A byte-order mark is allowed only at the start of a file, and json refuses it.
+        text = line.decode("utf-8-sig" if at_start else "utf-8").strip()
+    except UnicodeDecodeError:
+        return RowProblem("not UTF-8")
+    if not text:
+        return RowProblem("blank line")
+    try:
+        return _as_row(json.loads(text))
+    except json.JSONDecodeError:
+        return RowProblem("not JSON")
+    except (ValueError, RecursionError):  # Python reads whole numbers of up to 4300 digits
+        return RowProblem("JSON nested too deeply, or with a number that is too long")
+
+
+def _as_row(value: Any) -> Row:
+    if isinstance(value, dict):
+        return value
+    return RowProblem(f"{_json_type(value)}, not a JSON object")
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _read_list(shard: Shard) -> Iterator[Row]:
+    with opened(shard.path) as file:
+        yield from map(_as_row, values_of(file, shard.path, MAX_ROW_BYTES))
+
+
+def _read_csv(shard: Shard) -> Iterator[Row]:
+    """Yields a row for each record of a file with comma-separated values, or with tabs if the kind is `tsv`."""
+    # csv's own limit of 131,072 characters would refuse long texts.
+    csv.field_size_limit(MAX_ROW_BYTES)
+    # Bytes that are not UTF-8 become surrogates, so that only their row is lost. csv wants line breaks untouched.
+    with fsspec.open(
+        shard.path, "rt", compression="infer", encoding="utf-8-sig", errors="surrogateescape", newline=""
+    ).open() as file:
+        lines = _Lines(file)
+        records = csv.reader(lines, strict=True, delimiter="\t" if shard.kind == "tsv" else ",")
+        try:
+            header = _csv_header(next(records, []), shard.path)
+        except _LongLineError as error:
+            raise DataError(f"data: {shard.path!r} begins with {error}; a CSV begins with a line of columns") from error
+        while True:
+            lines.begin()
+            try:
+                fields = next(records)
+            except StopIteration:
+                return
+            except _LongLineError as error:
+                yield RowProblem(str(error))
+                continue
+            except csv.Error as error:
+                lines.give_back()
+                yield RowProblem(f"not CSV: {error}")
+                continue
+            if len(fields) == len(header) and lines.are_rows(len(header), records.dialect.delimiter):
+                yield RowProblem(JOINED_ROWS)
+                lines.give_back()
+                continue
+            # Inner lines of a record are never rows, even if one of them has the right number of fields.
+            yield _csv_row(header, fields, lines.number)
+
+
+class _LongLineError(Exception):
+    def __init__(self) -> None:
+        super().__init__(f"a line of more than {MAX_ROW_BYTES // 2**20} MiB")
+
+
+class _Lines:
+    """Iterates over the lines of a CSV file.
+
+    A malformed record ends with its first line, because a quote that is never closed would take up all rows after it.
+
+    Raises:
+        _LongLineError: once, in place of a line that is too long.
+    """
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._taken: deque[str] = deque()
+        self._given_back: deque[str] = deque()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._given_back.popleft() if self._given_back else self._file.readline(MAX_ROW_BYTES)
+        if not line:
+            raise StopIteration
+        if len(line) == MAX_ROW_BYTES and not line.endswith(("\n", "\r")):
+            self._skip_line()
+            raise _LongLineError
+        self._taken.append(line)
+        return line
+
+    def _skip_line(self) -> None:
+        while (line := self._file.readline(MAX_ROW_BYTES)) and not line.endswith(("\n", "\r")):
+            pass
+
+    @property
+    def number(self) -> int:
+        """Number of lines in the record."""
+        return len(self._taken)
+
+    def are_rows(self, num_columns: int, delimiter: str) -> bool:
+        """Returns whether each line of the record would be a row itself: a stray quote and its end may join them.
+
+        Two lines of two columns do not count, because the second may be a text with one comma.
+        """
+        if self.number < 2 or num_columns + self.number < 5 or num_columns < 2:
+            return False
+        return all(line.count(delimiter) == num_columns - 1 for line in self._taken)
+
+    def begin(self) -> None:
+        """Begins a record."""
+        self._taken.clear()
+
+    def give_back(self) -> None:
+        """Puts all lines of the record but the first back, to be read again."""
+        self._taken.popleft()
+        self._given_back.extendleft(reversed(self._taken))
+
+
+def _csv_header(header: list[str], path: str) -> list[str]:
+    if any(_has_surrogate(column) for column in header):
+        raise DataError(f"data: {path!r} is not UTF-8; save it as UTF-8")
+    if len(set(header)) < len(header):
+        raise DataError(f"data: {path!r}: a column appears twice in the header: {listed(header)}; rename one")
+    return header
+
+
+def _csv_row(header: list[str], fields: list[str], num_lines: int) -> Row:
+    if not fields:
+        return RowProblem("blank line")
+    if len(fields) != len(header):
+        # A stray quote that a later one closes takes up the rows between them; the error says where to look.
+        several = ", in a record of several lines" if num_lines > 1 else ""
+        return RowProblem(f"the number of fields differs from the header's{several}")
+    if any(_has_surrogate(field) for field in fields):
+        return RowProblem("not UTF-8")
+    return dict(zip(header, fields, strict=True))
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text) if not text.isascii() else False
+
+
+def _read_text(shard: Shard) -> Iterator[Row]:
+    """Yields one row, because a text file is one document."""
+    with opened(shard.path) as file:
+        content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
+            raise DataError(
+                f"data: {shard.path!r} is one document of more than {MAX_TEXT_BYTES // 2**20} MiB; cut it into several "
+                "files, or write an object on each line (.jsonl)"
+            )
+        try:
+            yield {"text": content.decode("utf-8-sig")}
+        except UnicodeDecodeError as error:
+            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+
+
+def _read_tar(shard: Shard) -> Iterator[Row]:
+    with opened(shard.path) as file:
+        yield from rows_of_tar(file, MAX_ROW_BYTES)
+
+
+def _read_table(shard: Shard) -> Iterator[Row]:
+    assert shard.table is not None
+    kinds = shard.table.features or {}
+    yield from (_without_filled_nulls(row, kinds) for row in shard.table)
+
+
+def _read_rows(shard: Shard) -> Iterator[Row]:
+    assert isinstance(shard.table, datasets.Dataset)
+    for number in range(shard.start, shard.stop or 0, 100):
+        columns = shard.table[number : min(number + 100, shard.stop or 0)]
+        for values in zip(*columns.values(), strict=True):
+            yield _without_filled_nulls(dict(zip(columns, values, strict=True)), shard.table.features)
+
+
+def _without_filled_nulls(row: dict[str, Any], kinds: Mapping[str, Any]) -> Row:
+    """Returns a table's row without the nulls in its objects, which share one type and so have each other's keys.
+
+    Args:
+        kinds: the type of each column. Objects of the type `Json` have their own keys, and keep their nulls.
+    """
+    return {column: _without_nulls(value, kinds.get(column)) for column, value in row.items()}
+
+
+def _without_nulls(value: Any, kind: Any) -> Any:
+    if isinstance(kind, datasets.Json):
+        return value
+    if isinstance(value, dict):
+        kinds = kind if isinstance(kind, dict) else {}
+        return {key: _without_nulls(held, kinds.get(key)) for key, held in value.items() if held is not None}
+    of_item = getattr(kind, "feature", kind[0] if isinstance(kind, list) and kind else None)
+    return [_without_nulls(item, of_item) for item in value] if isinstance(value, list) else value
+
+
+_READERS = {
+    "lines": _read_lines,
+    "list": _read_list,
+    "csv": _read_csv,
+    "tsv": _read_csv,
+    "text": _read_text,
+    "tar": _read_tar,
+    "table": _read_table,
+    "rows": _read_rows,
+}

@@ -1,0 +1,1 @@
+"""Puts tokenised rows into samples and batches."""

@@ -1,0 +1,217 @@
+"""Puts samples in one global order and distributes them to ranks and micro-batches.
+
+The order is a function of the seed alone. Position p of the run is sample `order[p mod N]` of epoch
+`p // N`; optimizer step s trains on positions [s G, (s + 1) G), with G = micro-batch size x ranks x
+accumulation steps. Which rank and micro-batch holds a position does not matter, because the loss is the
+mean over the target tokens of the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from toolkit import ranks
+from toolkit.data.samples.samples import IGNORED, Batch, Samples
+from toolkit.data.samples.sequence_parts import WHOLE, Part
+
+
+class EpochOrder:
+    """The global order of samples.
+
+    Args:
+        num_samples: N.
+        seed: seed of the shuffling, which differs in each epoch.
+        shuffle: whether to shuffle; otherwise every epoch is in the data set's order.
+    """
+
+    def __init__(self, num_samples: int, seed: int, shuffle: bool) -> None:
+        self.num_samples = num_samples
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order: Sequence[int] | np.ndarray = range(num_samples)
+
+    def __getitem__(self, position: int) -> int:
+        """Returns the sample at a position of the run."""
+        epoch, offset = divmod(position, self.num_samples)
+        if self._shuffle and epoch != self._epoch:
+            # The pair is hashed: with seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1, and
+            # torch's generator uses only 32 bits of a seed.
+            mixed = int.from_bytes(hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()[:4])
+            generator = torch.Generator().manual_seed(mixed)
+            # An array: as a list of numbers, 10 million samples would take 0.4 GB on every rank.
+            self._order = torch.randperm(self.num_samples, generator=generator).numpy()
+            self._epoch = epoch
+        return int(self._order[offset])
+
+    def first(self, num_positions: int) -> list[int]:
+        """Returns the samples at the first positions of a run, each once, in the data set's order."""
+        if num_positions >= self.num_samples:
+            return list(range(self.num_samples))
+        return sorted(self[position] for position in range(num_positions))
+
+
+class TrainLoader:
+    """Yields, per optimizer step, this rank's micro-batches.
+
+    After the last sample of the run micro-batches get smaller, and then consist of one row without targets,
+    so that every rank runs the same collectives.
+
+    Args:
+        samples: makes micro-batches.
+        num_positions: length of the run in samples; may end inside an epoch or span several.
+        rank: this rank of `world_size`; if a group of ranks shares its rows, the number of the group among the groups.
+        part: the part of the rows that this rank holds.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        num_positions: int,
+        micro_batch_size: int,
+        gradient_accumulation_steps: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        part: Part = WHOLE,
+    ) -> None:
+        self.order = EpochOrder(len(samples), seed, shuffle)
+        self.num_positions = num_positions
+        self.micro_batch_size = micro_batch_size
+        self.accumulation = gradient_accumulation_steps
+        self.rank = rank
+        self.world_size = world_size
+        self._rows = _Rows(samples, part)
+        self._start = (0, 0)
+
+    def state_at(self, samples: int) -> None:
+        """Returns None, because a position is the whole state."""
+
+    def resume(self, step: int, samples: int, num_positions: int, state: None) -> None:
+        """Resumes after `step` optimizer steps of any size at position `samples`, up to a new end."""
+        self._start = (step, samples)
+        self.num_positions = num_positions
+
+    @property
+    def samples_per_step(self) -> int:
+        """G, the samples of a step over all ranks."""
+        return self.micro_batch_size * self.world_size * self.accumulation
+
+    def epoch_at(self, step: int) -> float:
+        """Returns the passes over the data after `step` optimizer steps."""
+        return self.samples_at(step) / self.order.num_samples
+
+    def samples_at(self, step: int) -> int:
+        """Returns the samples seen by all ranks after `step` optimizer steps."""
+        start_step, start = self._start
+        return min(start + (step - start_step) * self.samples_per_step, self.num_positions)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        loader: DataLoader[Batch] = DataLoader(
+            self._rows,
+            batch_sampler=self._micro_batches(),
+            collate_fn=self._rows.collate,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # otherwise it draws from the model's, once more after each resume
+        )
+        window: list[Batch] = []
+        for batch in loader:
+            window.append(batch)
+            if len(window) == self.accumulation:
+                yield window
+                window = []
+
+    def _micro_batches(self) -> Iterator[list[int]]:
+        """Yields the sample numbers of each of this rank's micro-batches."""
+        size = self.micro_batch_size
+        for step_start in range(self._start[1], self.num_positions, self.samples_per_step):
+            for start in first_positions(step_start, size, self.accumulation, self.rank, self.world_size):
+                yield [self.order[position] for position in range(start, min(start + size, self.num_positions))]
+
+
+def first_positions(step_start: int, size: int, accumulation: int, rank: int, world_size: int) -> list[int]:
+    """Returns the first position of each of a rank's micro-batches of `size` samples, in the step at `step_start`."""
+    return [step_start + (micro * world_size + rank) * size for micro in range(accumulation)]
+
+
+def evaluation_batches(
+    samples: Samples, micro_batch_size: int, rank: int, world_size: int, limit: int | None, part: Part = WHOLE
+) -> Iterator[Batch]:
+    """Yields this rank's share of a data set: each sample once over all ranks, in as many batches on each rank."""
+    rows = _Rows(samples, part)
+    num_samples = len(samples) if limit is None else min(limit, len(samples))
+    # All ranks run every round: a rank that has no sample left still takes part in the collectives.
+    for round_start in range(0, num_samples, micro_batch_size * world_size):
+        start = round_start + rank * micro_batch_size
+        numbers = list(range(start, min(start + micro_batch_size, num_samples)))
+        yield rows.collate(rows.__getitems__(numbers))
+
+
+class _Rows(Dataset[Any]):
+    """Reads a micro-batch's samples at once."""
+
+    def __init__(self, samples: Samples, part: Part) -> None:
+        self._samples, self._part = samples, part
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    # torch's fetcher calls this once for a batch, in place of `__getitem__` for each sample.
+    def __getitems__(self, numbers: list[int]) -> Batch:
+        return self._part.of(self._samples.batch(numbers) if numbers else without_targets(self._samples.batch([0])))
+
+    def collate(self, batch: Any) -> Batch:
+        """Returns `batch`, because `__getitems__` makes whole micro-batches."""
+        return batch  # type: ignore[no-any-return]
+
+
+def without_targets(batch: Batch) -> Batch:
+    """Returns the batch with nothing to learn, for a rank that has no sample left but must run the collectives."""
+    # It repeats samples, so neither its targets nor its tokens count again.
+    none = torch.zeros(len(batch["input_ids"]), dtype=torch.long)
+    lengths = {"lengths": none, **({"target_lengths": none} if "target_lengths" in batch else {})}
+    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED), **lengths}
+
+
+# The next item is made in a thread while the current one is used
+
+
+T = TypeVar("T")
+
+
+def ahead(items: Iterator[T], name: str = "data") -> Generator[T, None, None]:
+    """Yields the same items, none of them None, each made while the one before is used; an error comes in its place.
+
+    If it is closed early, it waits for the item that is being made, and closes `items`.
+    """
+    # One worker: `items` is a single iterator, which two threads may not advance at once.
+    with ThreadPoolExecutor(1, name, initializer=ranks.on_this_device(lambda: None)) as thread:
+        try:
+            coming = thread.submit(next, items, None)
+            while (item := coming.result()) is not None:
+                # Before the yield, so that the next item is made while the caller uses this one.
+                coming = thread.submit(next, items, None)
+                yield item
+        finally:
+            # The thread first: a generator that is being advanced cannot be closed.
+            thread.shutdown(wait=True)
+            if hasattr(items, "close"):
+                items.close()
+
+
+def with_next(items: Iterator[T]) -> Iterator[tuple[T, T | None]]:
+    """Yields each item with the one after it, and the last with None."""
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        yield item, following
+        item = following

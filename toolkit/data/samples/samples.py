@@ -1,0 +1,478 @@
+"""Samples: rows of tokens as a model takes them, put together on demand."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from toolkit.data.samples.packing import Pieces
+from toolkit.data.tokens.documents import Documents
+from toolkit.recipe.objectives.batches import KL_PREFIX
+
+IGNORED = -100
+"""The label of a token that is not a target; torch's cross-entropy skips it."""
+
+MULTIPLE = 8
+"""Padded batches are as long as their longest row, rounded up to a multiple of this many tokens."""
+
+Batch = dict[str, torch.Tensor]
+
+
+class Samples(Protocol):
+    """A data set of samples."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Returns the samples of these numbers, each tensor (B, ...)."""
+
+
+class TokenRows(Protocol):
+    """Rows of tokens."""
+
+    def __len__(self) -> int: ...
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """Returns `input_ids` and `targets` of a part of a row, each (length,)."""
+
+    def ends(self, row: int) -> list[int]:
+        """Returns the position after each sample's last token; `data.targets: each_turn` makes one of each answer."""
+
+
+class Rows:
+    """The rows of several sources under one numbering."""
+
+    def __init__(self, sources: list[Documents]) -> None:
+        self.sources = sources
+        self.starts = np.cumsum([0, *(len(source.table) for source in sources)]).tolist()
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def where(self, row: int) -> tuple[Documents, int]:
+        """Returns the source of a row, and its number there."""
+        # bisect_right, because a source without rows starts at the same row as the next one.
+        source = bisect.bisect_right(self.starts, row) - 1
+        return self.sources[source], row - self.starts[source]
+
+    def column(self, name: str) -> Any:
+        """Returns a column of numbers over all rows, (rows,)."""
+        return np.concatenate([source.column(name) for source in self.sources])
+
+    def labels(self) -> list[str | None]:
+        """Returns the class of each row, or None for a row without one."""
+        return [label for source in self.sources for label in source.table.column("label").to_pylist()]
+
+    def tags(self) -> list[list[str]]:
+        """Returns the tags of each row's words, in the order of its targets; empty if words have no tags."""
+        return [tags for source in self.sources for tags in source.table.column("tags").to_pylist()]
+
+    def told_as(self, names: Sequence[str]) -> Any:
+        """Returns the number of each row's source among these names, (rows,), int64; -1 if it has none of them."""
+        numbers = [-1 if source.told_as is None else names.index(source.told_as) for source in self.sources]
+        return np.repeat(np.array(numbers, dtype=np.int64), np.diff(self.starts))
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """See `Documents.tokens`."""
+        source, number = self.where(row)
+        return source.tokens(number, start, stop)
+
+    def ends(self, row: int) -> list[int]:
+        """See `Documents.ends`."""
+        source, number = self.where(row)
+        return source.ends(number)
+
+    def pictures(self, row: int) -> list[tuple[dict[str, Any], str]]:
+        """See `Documents.pictures`."""
+        source, number = self.where(row)
+        return source.pictures(number)
+
+    def cached_in(self, row: int) -> Path:
+        """Returns the folder in the cache that holds a row's tokens."""
+        return self.where(row)[0].folder
+
+    @property
+    def have_pictures(self) -> bool:
+        """Whether rows may have pictures."""
+        return any("pictures" in source.table.column_names for source in self.sources)
+
+    def name(self, row: int) -> str:
+        """See `Documents.row_name`."""
+        source, number = self.where(row)
+        return source.row_name(number)
+
+
+@dataclass(frozen=True)
+class TextSamples:
+    """For causal LM: `input_ids`, `labels` and `position_ids`, each (B, T), and `lengths` (B,), without padding.
+
+    Pieces that share a sample follow each other; positions restart with each, by which transformers keeps
+    attention inside them. The rest of a sample is padding, which continues the last piece's positions and
+    has no targets: causal attention never looks ahead to it, so no attention mask is needed.
+
+    Attributes:
+        rows: the rows that hold the tokens of pieces.
+        pieces: in the order of their samples.
+        ends: the number after the last piece of each sample.
+        max_length: T if samples are packed; otherwise T is that of the longest row of a batch.
+        packed: whether pieces share samples.
+        pad_id: token of padding.
+        source_of: the number of each row's named source, (rows,), -1 for none; None if batches have no `sources`.
+    """
+
+    rows: TokenRows
+    pieces: Pieces
+    ends: Sequence[int]
+    max_length: int
+    packed: bool
+    pad_id: int
+    source_of: Any = field(default=None, kw_only=True)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def documents(self, number: int) -> list[list[int]]:
+        """Returns the token ids of each piece of a sample."""
+        return [ids.tolist() for ids, _ in self.tokens(number)]
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        samples = [self.tokens(number) for number in numbers]
+        batch = batch_of(samples, self.max_length, self.packed, self.pad_id)
+        if self.source_of is not None:
+            batch["sources"] = self._source_numbers(numbers, samples, batch["input_ids"])
+        return batch
+
+    def _source_numbers(
+        self, numbers: Sequence[int], samples: list[list[tuple[Any, Any]]], ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the number of each token's source, (B, T), int64; -1 for none, and for padding."""
+        sources = torch.full_like(ids, -1)
+        for i, (number, pieces) in enumerate(zip(numbers, samples, strict=True)):
+            of_pieces = torch.from_numpy(self.source_of[self.rows_of(number)])
+            owners = torch.repeat_interleave(of_pieces, torch.tensor([len(piece) for piece, _ in pieces]))
+            sources[i, : len(owners)] = owners
+        return sources
+
+    def rows_of(self, number: int) -> list[int]:
+        """Returns the rows whose pieces are in a sample."""
+        first = self.ends[number - 1] if number else 0
+        return self.pieces.row[first : self.ends[number]].tolist()  # type: ignore[no-any-return]
+
+    def tokens(self, number: int) -> list[tuple[Any, Any]]:
+        """Returns `(input_ids, targets)` of each piece of a sample, each (length,)."""
+        first = self.ends[number - 1] if number else 0
+        return [self.rows.tokens(*self.pieces.place(i)) for i in range(first, self.ends[number])]
+
+    def asked(self, number: int) -> list[tuple[Any, Any]]:
+        """Returns the pieces of a sample whose answers the model should write; of a pair, the chosen one."""
+        return self.tokens(number)
+
+    def seen(self, number: int) -> list[list[Any]]:
+        """Returns the images of each row of a sample; text has none."""
+        return [[] for _ in self.rows_of(number)]
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """The tokens that stand for images; text has none."""
+        return frozenset()
+
+    def few(self, tokens: int) -> Batch:
+        """Returns a micro-batch of one row of at most `tokens` tokens, (1, T), to try a model on.
+
+        It holds two documents, of unequal length, if documents share rows.
+        """
+        ids = [token for document in self.documents(0) for token in document][:tokens]
+        cut = len(ids) // 3 if self.packed else 0
+        pieces = [piece for piece in (ids[:cut], ids[cut:]) if piece]
+        return stack([sample_of([(piece, [True] * len(piece)) for piece in pieces], len(ids), self.pad_id)])
+
+
+def batch_of(samples: list[list[tuple[Any, Any]]], max_length: int, packed: bool, pad_id: int) -> Batch:
+    """Returns a batch (B, T) of samples, each `(input_ids, targets)` of its pieces."""
+    longest = max(sum(len(ids) for ids, _ in sample) for sample in samples)
+    length = max_length if packed else padded_length(longest, max_length)
+    return stack([sample_of(sample, length, pad_id) for sample in samples])
+
+
+def padded_length(longest: int, max_length: int) -> int:
+    """Returns the tokens of each row of a padded batch."""
+    return min(-(-longest // MULTIPLE) * MULTIPLE, max_length)
+
+
+def sample_of(pieces: list[tuple[Any, Any]], length: int, pad_id: int) -> dict[str, Any]:
+    """Returns one sample of T = `length` tokens: arrays (T,), and `lengths` as a number.
+
+    Args:
+        pieces: `(input_ids, targets)` of each piece.
+    """
+    input_ids = np.full(length, pad_id, dtype=np.int64)
+    labels = np.full(length, IGNORED, dtype=np.int64)
+    position_ids = np.arange(length, dtype=np.int64)
+    end = 0
+    for ids, targets in pieces:
+        start, end = end, end + len(ids)
+        input_ids[start:end] = ids
+        labels[start:end] = np.where(targets, ids, IGNORED)
+        labels[start] = IGNORED  # nothing precedes it
+        position_ids[start:] = np.arange(length - start)
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "lengths": np.int64(end)}
+
+
+def stack(samples: list[dict[str, Any]]) -> Batch:
+    """Stacks samples of equal length (T,) as a batch (B, T)."""
+    return {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+
+
+@dataclass(frozen=True)
+class PairSamples(TextSamples):
+    """For preferences: `TextSamples` with both completions of a pair in one sample, and `segments` (B, T).
+
+    A segment is a completion with its prompt: in the batch's i-th pair, 2 i is the chosen one and 2 i + 1 the
+    rejected one; padding is -1. `reference` is (P, 2) for P pairs, and NaN without a reference. `margin` is (P,).
+
+    Attributes:
+        splits: tokens of the chosen completion of each row, (rows,).
+        reference: log-probabilities of both completions of each row, (rows, 2), or None.
+        margins: by how much the chosen completion of each row is better, (rows,), or None if batches have no `margin`.
+    """
+
+    splits: Any = None
+    reference: Any = None
+    margins: Any = None
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        batch = super().batch(numbers)
+        batch["segments"] = segments_of([self.tokens(number) for number in numbers], batch["input_ids"])
+        rows = [row for number in numbers for row in self.rows_of(number)]
+        unknown = torch.full((len(rows), 2), math.nan)
+        batch["reference"] = unknown if self.reference is None else torch.from_numpy(self.reference[rows])
+        if self.margins is not None:
+            batch["margin"] = torch.from_numpy(self.margins[rows])
+        return batch
+
+    def tokens(self, number: int) -> list[tuple[Any, Any]]:
+        """Returns `(input_ids, targets)` of the chosen and the rejected completion of each pair, each (length,)."""
+        parts = []
+        for row in self.rows_of(number):
+            # Two pieces, so that positions restart at the second: the rejected side does not see the chosen one.
+            (ids, targets), split = self.rows.tokens(row), int(self.splits[row])
+            parts += [(ids[:split], targets[:split]), (ids[split:], targets[split:])]
+        return parts
+
+    def asked(self, number: int) -> list[tuple[Any, Any]]:
+        return self.tokens(number)[::2]
+
+    def few(self, tokens: int) -> Batch:
+        """Returns a row (1, T) of the ends of both completions of a pair; see `TextSamples.few`."""
+        chosen, rejected = self.tokens(0)[:2]
+        batch = _last_tokens_of([(chosen, tokens // 3), (rejected, tokens - tokens // 3)], self.pad_id)
+        return {**batch, "reference": torch.zeros(1, 2), "margin": torch.zeros(1)}
+
+
+@dataclass(frozen=True)
+class JudgedSamples(TextSamples):
+    """For KTO: `TextSamples` with `segments` (B, T), the number of the row in the batch; padding is -1.
+
+    `good` (R,) are the judgements of its R rows. Keys that begin with `kl_` are the same for mismatched completions:
+    within a sample each prompt gets the completion of the row before it, the first that of the last, so that both have
+    the same number of tokens. A row alone in its sample gets the completion of the next sample's first row, cut to what
+    is left of `max_length`. None of this depends on ranks, micro-batches or the order of samples.
+    `reference` is (R, 2), for a prompt with its own and with the mismatched completion, and NaN without a reference.
+
+    Attributes:
+        good: whether the completion of each row is good, (rows,), bool.
+        reference: log-probabilities of each row, (rows, 2), or None.
+    """
+
+    good: Any = None
+    reference: Any = None
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        own, other = (self._batch([tokens(number) for number in numbers]) for tokens in (self.tokens, self.mismatched))
+        rows = [row for number in numbers for row in self.rows_of(number)]
+        unknown = torch.full((len(rows), 2), math.nan)
+        return {
+            **own,
+            **{f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()},
+            "good": torch.from_numpy(self.good[rows]),
+            "reference": unknown if self.reference is None else torch.from_numpy(self.reference[rows]),
+        }
+
+    def _batch(self, samples: list[list[tuple[Any, Any]]]) -> Batch:
+        batch = batch_of(samples, self.max_length, self.packed, self.pad_id)
+        return {**batch, "segments": segments_of(samples, batch["input_ids"])}
+
+    def mismatched(self, number: int) -> list[tuple[Any, Any]]:
+        """Returns `(input_ids, targets)` of each prompt of a sample with the completion of another row."""
+        own = self.tokens(number)
+        others = [own[-1], *own[:-1]] if len(own) > 1 else [self.tokens((number + 1) % len(self))[0]]
+        return [self._with_completion_of(*pair) for pair in zip(own, others, strict=True)]
+
+    def _with_completion_of(self, own: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+        starts = [int(np.argmax(targets)) for _, targets in (own, other)]
+        parts = [(mine[: starts[0]], theirs[starts[1] :]) for mine, theirs in zip(own, other, strict=True)]
+        ids, targets = (np.concatenate(part)[: self.max_length] for part in parts)
+        return ids, targets
+
+    def few(self, tokens: int) -> Batch:
+        """Returns the end of a row (1, T), with its own and with another completion; see `TextSamples.few`."""
+        own, other = (
+            _last_tokens_of([(row, tokens)], self.pad_id) for row in (self.tokens(0)[0], self.mismatched(0)[0])
+        )
+        others = {f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()}
+        return {**own, **others, "good": torch.ones(1, dtype=torch.bool), "reference": torch.zeros(1, 2)}
+
+
+def _last_tokens_of(pieces: list[tuple[tuple[Any, Any], int]], pad_id: int) -> Batch:
+    """Returns a row (1, T) of the last tokens of pieces, as many as each entry says; targets are at the end."""
+    short = [(ids[-tokens:], targets[-tokens:]) for (ids, targets), tokens in pieces]
+    batch = stack([sample_of(short, sum(len(ids) for ids, _ in short), pad_id)])
+    return {**batch, "segments": segments_of([short], batch["input_ids"])}
+
+
+def segments_of(samples: list[list[tuple[Any, Any]]], input_ids: torch.Tensor) -> torch.Tensor:
+    """Returns the number of each token's piece, (B, T), counted over all samples; -1 for padding.
+
+    Args:
+        samples: `(input_ids, targets)` of the pieces of each sample.
+        input_ids: (B, T), int64.
+    """
+    segments = torch.full_like(input_ids, -1)
+    first = 0
+    for i, pieces in enumerate(samples):
+        lengths = torch.tensor([len(ids) for ids, _ in pieces])
+        owners = torch.repeat_interleave(torch.arange(first, first + len(pieces)), lengths)
+        segments[i, : len(owners)] = owners
+        first += len(pieces)
+    return segments
+
+
+@dataclass(frozen=True)
+class LabelledSamples:
+    """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels`, `lengths` (B,).
+
+    Token types that are all 0 are left out: most models assume 0 then, and GPT-2 would add the embedding of word 0.
+
+    Attributes:
+        rows: the rows that hold the tokens.
+        numbers: numbers of the rows that are samples.
+        labels: the class of each of these.
+        max_length: the most tokens of a row.
+        pad_id: token of padding.
+    """
+
+    rows: Rows
+    numbers: Any
+    labels: Any
+    max_length: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
+        return {**self._padded_batch(tokens), "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}
+
+    def few(self, tokens: int) -> Batch:
+        """Returns a micro-batch of one row of at most `tokens` tokens and its padding, to try a model on."""
+        batch = {name: tensor[:, :tokens] if tensor.dim() == 2 else tensor for name, tensor in self.batch([0]).items()}
+        padded = [name for name in batch if name in ("attention_mask", "token_type_ids")]
+        cut = {name: F.pad(batch[name], (0, MULTIPLE)) for name in padded}
+        ids = F.pad(batch["input_ids"], (0, MULTIPLE), value=self.pad_id)
+        labels = batch["labels"]
+        if labels.dim() == 2:
+            labels = F.pad(labels, (0, MULTIPLE), value=IGNORED)
+        return {**cut, "input_ids": ids, "labels": labels, "lengths": batch["lengths"].clamp_max(tokens)}
+
+    def _padded_batch(self, tokens: list[tuple[Any, Any]]) -> Batch:
+        """Returns a batch without labels, (B, T), whose rows have these ids and token types."""
+        shape = (len(tokens), padded_length(max(len(ids) for ids, _ in tokens), self.max_length))
+        batch = {
+            "input_ids": torch.full(shape, self.pad_id),
+            "attention_mask": torch.zeros(shape, dtype=torch.long),
+            "token_type_ids": torch.zeros(shape, dtype=torch.long),
+        }
+        for i, (ids, kinds) in enumerate(tokens):
+            batch["input_ids"][i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
+            batch["attention_mask"][i, : len(ids)] = 1
+            batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
+        if not batch["token_type_ids"].any():
+            del batch["token_type_ids"]
+        return {**batch, "lengths": torch.tensor([len(ids) for ids, _ in tokens])}
+
+
+@dataclass(frozen=True)
+class SourceTargetSamples:
+    """For sequence to sequence: `input_ids` and `attention_mask` of sources (B, S), and `labels` (B, T) of targets.
+
+    Labels are IGNORED in padding; `lengths` and `target_lengths` (B,) are without it.
+
+    Attributes:
+        rows: the rows that hold the tokens: a source's, which are not targets, and then its target's.
+        numbers: numbers of the rows that are samples.
+        max_length: the most tokens of a source.
+        max_target_length: the most tokens of a target.
+        pad_id: token of padding.
+    """
+
+    rows: Rows
+    numbers: Any
+    max_length: int
+    max_target_length: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def parts(self, number: int) -> tuple[Any, Any]:
+        """Returns the tokens of a sample's source, and of its target, each (length,)."""
+        ids, is_target = self.rows.tokens(int(self.numbers[number]))
+        return ids[~is_target], ids[is_target]
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        sources, targets = zip(*(self.parts(number) for number in numbers), strict=True)
+        input_ids, lengths = filled_up(sources, self.pad_id, self.max_length)
+        labels, target_lengths = filled_up(targets, IGNORED, self.max_target_length)
+        mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
+        return {
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "labels": labels,
+            "lengths": lengths,
+            "target_lengths": target_lengths,
+        }
+
+
+def filled_up(rows: Sequence[Any], filling: int, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pads rows of tokens to one tensor (B, T), int64, and returns it with their lengths (B,)."""
+    lengths = torch.tensor([len(row) for row in rows])
+    whole = torch.full((len(rows), padded_length(int(lengths.max()), max_length)), filling)
+    for i, row in enumerate(rows):
+        whole[i, : len(row)] = torch.from_numpy(np.asarray(row, dtype=np.int64))
+    return whole, lengths
+
+
+@dataclass(frozen=True)
+class TaggedSamples(LabelledSamples):
+    """For words with tags: `LabelledSamples` with `labels` (B, T), IGNORED except at the first token of each word.
+
+    Attributes:
+        labels: the numbers of the tags of each sample's words.
+    """
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
+        batch = self._padded_batch([(ids, np.zeros_like(ids)) for ids, _ in tokens])
+        labels = torch.full_like(batch["input_ids"], IGNORED)
+        for i, (number, (_, firsts)) in enumerate(zip(numbers, tokens, strict=True)):
+            labels[i, np.flatnonzero(firsts)] = torch.tensor(self.labels[number], dtype=torch.long)
+        return {**batch, "labels": labels}

@@ -1,0 +1,203 @@
+"""Our chat templates, for tokenizers that have none, and the rendering of any chat template."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.layouts import thoughts
+from toolkit.data.layouts.template_arguments import NO_ARGUMENTS
+from toolkit.data.rows import image_places as picture_places
+from toolkit.data.templates import calls, template_trial
+from toolkit.data.templates.template_date import date_of, with_date
+from toolkit.data.templates.template_trial import LONGEST, NUM_MESSAGES
+from toolkit.errors import BadInputError, DataError, ToolkitError, did_you_mean
+from toolkit.paths import GIB
+
+TRIAL_SECONDS = 10
+"""CPU time of a trial, which takes milliseconds: a template can loop for years."""
+
+TRIAL_BYTES = GIB
+"""Memory of a trial."""
+
+PATIENCE_SECONDS = 300.0
+"""Time limit for a process that gets no CPU time, on an overloaded machine or one whose disk does not answer."""
+
+_CALLS = r"""
+{%- macro write_calls(message) %}
+    {%- for tool_call in message.tool_calls or [] %}
+        {%- set call = tool_call.function if tool_call.function else tool_call %}
+        {%- if not loop.first or message.content %}{{ '\n' }}{% endif %}
+        {{- '<tool_call>\n{"name": ' + (call.name | tojson) + ', "arguments": ' }}
+        {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+        {{- '}\n</tool_call>' }}
+    {%- endfor %}
+{%- endmacro %}
+{%- macro write_tools() %}
+    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+    {%- for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments ' }}
+    {{- 'within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
+{%- endmacro %}
+{%- if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}
+{%- set opening = messages[0].content if messages[0].role == 'system' else '' %}
+{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
+"""
+"""Beginning of our templates. Tools and calls are written as Qwen2.5 does."""
+
+_CHATML = r"""
+{%- if tools or messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + opening }}
+    {%- if tools %}{{ ('\n\n' if opening else '') + write_tools() }}{% endif %}
+    {{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in turns %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+        {{- write_calls(message) + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+_ALPACA = r"""
+{%- if opening %}{{ opening + '\n\n' }}{% endif %}
+{%- if tools %}{{ write_tools() + '\n\n' }}{% endif %}
+{%- for message in turns %}
+    {%- if message.role == 'assistant' %}
+        {{- '### Response:\n' + (message.content or '') + write_calls(message) }}{{ eos_token }}{{ '\n\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '### Tool Response:\n' + message.content + '\n\n' }}
+    {%- elif message.role == 'system' %}
+        {{- message.content + '\n\n' }}
+    {%- else %}
+        {{- '### Instruction:\n' + message.content + '\n\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}
+"""
+
+TEMPLATES: dict[str, str] = {
+    "chatml": (_CALLS + _CHATML).strip(),
+    "alpaca": (_CALLS + _ALPACA).strip(),
+}
+"""Our chat templates by name. Both begin with the tokenizer's `bos_token`, if it has one.
+
+chatml closes every turn with `<|im_end|>`, alpaca every assistant turn with the tokenizer's `eos_token`.
+"""
+
+MARKERS: dict[str, list[str]] = {"chatml": ["<|im_start|>", "<|im_end|>"], "alpaca": []}
+"""Special tokens that a template of ours should have in the vocabulary.
+
+Without them chatml works too, but its markers become several tokens, and generation has no single token to stop at:
+with chatml `<|im_end|>` is the end of a turn and belongs among the model's end-of-sequence tokens.
+"""
+
+
+def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
+    """Gives the tokenizer our chat template of that name; None leaves its own.
+
+    Raises:
+        BadInputError: if there is none of that name.
+    """
+    if name is None:
+        return
+    if name not in TEMPLATES:
+        names = ", ".join(sorted(TEMPLATES))
+        raise BadInputError(
+            f"data.chat_template: there is no template {name!r}{did_you_mean(name, TEMPLATES)}; allowed: {names}"
+        )
+    tokenizer.chat_template = TEMPLATES[name]
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    prompt: bool = False,
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+) -> str:
+    """Renders a conversation with the tokenizer's chat template; `prompt` adds a generation prompt.
+
+    Args:
+        arguments: arguments of the template, such as `enable_thinking`.
+
+    Raises:
+        DataError: if the template does not end; see `require_bounded`. Errors of the template itself pass through.
+    """
+    template, day = tokenizer.get_chat_template(tools=tools), date_of(tokenizer)
+    require_bounded(tokenizer, template)
+    messages = prepared(messages, template, tokenizer)
+    dated = template if day is None else with_date(template, day)
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=dated, tokenize=False, add_generation_prompt=prompt, **arguments
+    )
+    return str(text)
+
+
+def prepared(messages: list[dict[str, Any]], template: str, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Returns messages with thoughts, calls and images in the form that a chat template reads."""
+    called = calls.for_template(messages, template, tokenizer.special_tokens_map)
+    return picture_places.for_template(thoughts.for_template(called, template), template)
+
+
+_trial_results: dict[str, str | None] = dict.fromkeys(TEMPLATES.values())
+"""Template -> what is wrong with it, or None. Our own are not tried."""
+
+
+def require_bounded(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Tries a chat template that came with a model, once in a process, before anything renders it.
+
+    Raises:
+        DataError: if it takes longer than `TRIAL_SECONDS`, more than `TRIAL_BYTES`, or writes a text that no
+            conversation has.
+    """
+    if template not in _trial_results:
+        _trial_results[template] = _try_template(
+            template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
+        )
+    if (why := _trial_results[template]) is not None:
+        raise DataError(
+            f"data.chat_template: the chat template of {tokenizer.name_or_path!r} {why} for a conversation of "
+            f"{NUM_MESSAGES} messages: it loops or grows without end, or nearly; correct the template, or set "
+            f"data.chat_template to {' or '.join(sorted(TEMPLATES))}"
+        )
+
+
+def _try_template(template: str, special_tokens: dict[str, str]) -> str | None:
+    """Renders a template in a process of its own (`template_trial.py`), and returns what is wrong with it."""
+    job = {
+        "template": template,
+        "special_tokens": special_tokens,
+        "seconds": TRIAL_SECONDS,
+        "bytes": TRIAL_BYTES,
+    }
+    # -S skips `site`, which can take longer for all installed packages than jinja2; the paths are passed on.
+    command = [sys.executable, "-S", "-P", template_trial.__file__]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=PATIENCE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes longer than {PATIENCE_SECONDS:g} s"
+    if done.returncode > 0:
+        raise ToolkitError(f"a chat template could not be tried in a process of its own: {done.stderr.strip()[-300:]}")
+    if done.returncode < 0:  # by the signal with which the system ends a process that takes too long
+        return f"takes longer than {TRIAL_SECONDS} s"
+    return {
+        template_trial.TOO_MUCH_MEMORY: f"takes more than {TRIAL_BYTES / GIB:g} GiB",
+        template_trial.TOO_LONG: f"makes a text of more than {LONGEST / 1e6:.0f} million characters",
+    }.get(done.stdout.strip())

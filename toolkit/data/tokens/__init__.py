@@ -1,0 +1,1 @@
+"""Turns examples into tokens and targets."""

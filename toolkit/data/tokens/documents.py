@@ -1,0 +1,263 @@
+"""Tokenised rows of a source: made once and in parallel, cached by content, memory-mapped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NotRequired, TypedDict
+
+import datasets
+import multiprocess
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from toolkit.data.images.images import parse
+from toolkit.data.layouts.layouts import Layout
+from toolkit.data.rows.cache import digest
+from toolkit.data.rows.readers import Shard, read
+from toolkit.data.rows.sources import Source
+from toolkit.data.rows.values import RowProblem
+from toolkit.data.tokens.encode import EACH_TURN, Encoder, batches, notes_in
+from toolkit.errors import DataError, ToolkitError
+from toolkit.recipe.objectives.registry import SPECS
+
+# Given, not inferred: a column that begins with nulls, such as `problem`, would become a column of nulls.
+FEATURES = datasets.Features(
+    {
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "targets": datasets.List(datasets.Value("bool")),
+        "length": datasets.Value("int32"),
+        "num_targets": datasets.Value("int32"),
+        "problem": datasets.Value("string"),
+        "note": datasets.Value("string"),
+        "digest": datasets.Value("int64"),
+        "label": datasets.Value("string"),
+        "tags": datasets.List(datasets.Value("string")),
+        "split": datasets.Value("int32"),
+        "margin": datasets.Value("float32"),
+        "shard": datasets.Value("int32"),
+    }
+)
+
+TYPED = datasets.Features({**FEATURES, "targets": datasets.List(datasets.Value("uint8"))})
+"""Features of texts with a class: their `targets` are token types, of which Funnel and XLNet have three."""
+
+TURNS = datasets.Features({**FEATURES, "ends": datasets.List(datasets.Value("int32"))})
+"""Features with a sample for each answer: `ends` are one after the last token of each, `length` is the longest's."""
+
+PICTURED = datasets.Features({**FEATURES, "pictures": datasets.List(datasets.Value("string"))})
+"""Features of conversations with pictures: the record of each picture, in the order of their places."""
+
+BATCH_ROWS = 64
+"""Number of rows that are tokenised in one call."""
+
+
+class Named(TypedDict):
+    """A run's names for a source whose documents are cached: its own, those of its shards' files, and its loss's.
+
+    `roots` are the folders of the pictures that each shard's rows name.
+    """
+
+    folder: str
+    name: str
+    paths: list[str]
+    told_as: NotRequired[str]
+    roots: NotRequired[list[str]]
+
+
+_FATAL = "\0"
+"""Prefix of the problem of a file whose rest cannot be read, because errors lose their type between processes."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The rows of one source, good and bad, in order; the good ones with their tokens.
+
+    Attributes:
+        name: the source's name.
+        layout: the layout in words.
+        weight: the source's weight in the mix.
+        paths: the file of each shard, with as few parts of its path as distinguish it from the run's others.
+        label_names: in the order of their numbers, if the source has them.
+        table: rows of `FEATURES`, or `TYPED`.
+        folder: the folder in the cache that holds them.
+        told_as: the name under which the loss of its rows is reported, if it has one.
+        roots: folder of the pictures of each shard's rows.
+    """
+
+    name: str
+    layout: str
+    weight: float | None
+    paths: list[str]
+    label_names: list[str]
+    table: pa.Table
+    folder: Path
+    told_as: str | None = None
+    roots: tuple[str, ...] = ()
+
+    def pictures(self, row: int) -> list[tuple[dict[str, Any], str]]:
+        """Returns the record and the root of each picture of a row."""
+        if "pictures" not in self.table.column_names:
+            return []
+        records = parse(self.table.column("pictures")[row].as_py())
+        return [(record, self.roots[int(self.column("shard")[row])]) for record in records]
+
+    def all_pictures(self) -> Iterator[list[tuple[dict[str, Any], str]]]:
+        """Yields `pictures` of each row, in order, or nothing if no row may have any."""
+        if "pictures" not in self.table.column_names:
+            return
+        by_row = (records for chunk in self.table.column("pictures").chunks for records in chunk.to_pylist())
+        for shard, records in zip(self.column("shard").tolist(), by_row, strict=True):
+            yield [(record, self.roots[shard]) for record in parse(records)]
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """Returns a column of numbers, (rows,)."""
+        return self.table.column(name).to_numpy()  # type: ignore[no-any-return]
+
+    def ends(self, row: int) -> list[int]:
+        """Returns the position after the last token of each sample of a row."""
+        if "ends" not in self.table.column_names:
+            return [int(self.table.column("length")[row].as_py())]
+        return self.table.column("ends")[row].as_py()  # type: ignore[no-any-return]
+
+    def problems(self) -> dict[int, str]:
+        """Returns why rows cannot be used, by row."""
+        problems = self.table.column("problem")
+        rows = np.flatnonzero(pc.is_valid(problems).to_numpy())
+        return {int(row): problems[int(row)].as_py() for row in rows}
+
+    def notes(self) -> dict[int, list[str]]:
+        """Returns, by row, what of a usable row is not learned or not read."""
+        notes = self.table.column("note")
+        return {int(row): notes_in(notes[int(row)].as_py()) for row in np.flatnonzero(pc.is_valid(notes).to_numpy())}
+
+    def row_name(self, row: int) -> str:
+        """Returns a name such as `chat.jsonl:12`: the file, and the line or row in it."""
+        shards = self.column("shard")
+        path = self.paths[shards[row]]
+        # A file of lines may be cut into several shards; rows are counted from the first one.
+        first = self.paths.index(path)
+        return f"{path}:{row - int(np.searchsorted(shards, first)) + 1}"
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """Returns `input_ids` and `targets` of a part of a row, each (length,); only that part is read."""
+        end = None if stop is None else stop - start
+        ids, targets = (self.table.column(name)[row].values.slice(start, end) for name in ("input_ids", "targets"))
+        return ids.to_numpy(), targets.to_numpy(zero_copy_only=False)
+
+
+def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: int, folder: Path) -> None:
+    """Tokenises a source's rows into `folder`.
+
+    Raises:
+        DataError: if a file cannot be read, or the source holds no rows.
+    """
+    work = folder / "work"
+    if not source.shards:  # an opened data set; a first row of files has been read already
+        raise DataError(f"{source.field}: {source.name!r} holds no rows; name another file")
+    # A user at a terminal waits for this; a log needs no progress bars.
+    (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
+    processes = min(num_proc, len(source.shards))
+    with _spawning_processes() if processes > 1 else nullcontext():
+        made = datasets.Dataset.from_generator(
+            partial(_rows, layout=layout, encoder=encoder),
+            features=_features(encoder),
+            cache_dir=str(work),
+            gen_kwargs={"shards": list(enumerate(source.shards))},
+            num_proc=processes if processes > 1 else None,
+            # Otherwise `datasets` hashes the generator with all its arguments, the tokenizer included.
+            fingerprint=digest(str(folder)),
+        )
+    datasets.disable_progress_bars()
+    fatal = [text for text in made.data.column("problem").unique().to_pylist() if (text or "").startswith(_FATAL)]
+    if fatal:
+        raise DataError(fatal[0].removeprefix(_FATAL))
+    for number, file in enumerate(made.cache_files):
+        shutil.move(file["filename"], folder / f"rows-{number:05d}.arrow")
+    # The data set maps its files, so it is deleted before their folder is removed.
+    del made
+    shutil.rmtree(work)
+    facts = {
+        "layout": layout.kind,
+        "label_names": list(layout.label_names),
+    }
+    (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _features(encoder: Encoder) -> datasets.Features:
+    if SPECS[encoder.objective].row_form == "labelled":
+        return TYPED
+    if encoder.pictures is not None:
+        return PICTURED
+    return TURNS if encoder.targets == EACH_TURN else FEATURES
+
+
+@contextmanager
+def _spawning_processes() -> Iterator[None]:
+    """Makes `datasets` spawn processes. It would fork, and a lock that another thread holds would stay locked forever.
+
+    The processes do not run the caller's script again, which therefore needs no `if __name__ == "__main__"`.
+
+    Raises:
+        DataError: if one of them is killed.
+    """
+    method, main = multiprocess.get_start_method(allow_none=True), sys.modules["__main__"]
+    multiprocess.set_start_method("spawn", force=True)
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    except RuntimeError as error:
+        if "abruptly died" not in str(error):
+            raise
+        raise DataError(
+            "data.num_proc: a process that tokenises was killed, as happens where memory runs out; set a smaller number"
+        ) from error
+    finally:
+        sys.modules["__main__"] = main
+        multiprocess.set_start_method(method, force=True)
+
+
+def read_documents(cache: Path, named: Named, weight: float | None) -> Documents:
+    """Reads what `write_documents` wrote, under the names of this run, because another run may have written it."""
+    folder = cache / named["folder"]
+    files = sorted(folder.glob("rows-*.arrow"))
+    table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files]).data.table
+    facts = json.loads((folder / "source.json").read_text(encoding="utf-8"))
+    return Documents(
+        name=named["name"],
+        paths=named["paths"],
+        **facts,
+        weight=weight,
+        table=table,
+        folder=folder,
+        told_as=named.get("told_as"),
+        roots=tuple(named.get("roots", ())),
+    )
+
+
+def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> Iterator[dict[str, Any]]:
+    named_root = encoder.picture_root
+    for number, shard in shards:
+        if encoder.pictures is not None:
+            encoder = replace(encoder, picture_root=picture_root(shard, named_root))
+        try:
+            for batch in batches(read(shard), BATCH_ROWS):
+                for document in encoder.documents(batch, layout):
+                    yield {**document, "shard": number}
+        except ToolkitError as error:  # of a file, or of the model's image processor
+            [document] = encoder.documents([RowProblem(f"{_FATAL}{error}")], layout)
+            yield {**document, "shard": number}
+            return
+
+
+def picture_root(shard: Shard, named: Path | None) -> Path:
+    """Returns the folder that paths of pictures start from: the one that the recipe names, or that of the rows."""
+    return named if named is not None else Path(shard.path).expanduser().resolve().parent

@@ -1,0 +1,511 @@
+"""Encodes examples as documents: token ids, and which of them are targets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.images.images import Pictures
+from toolkit.data.layouts.layouts import Layout
+from toolkit.data.layouts.messages import without_system
+from toolkit.data.layouts.pairs import SIDES
+from toolkit.data.layouts.row_flags import Span, without
+from toolkit.data.layouts.template_arguments import note_of, require_taken, takes_tools
+from toolkit.data.layouts.thoughts import left_out
+from toolkit.data.rows.examples import (
+    Answer,
+    Conversation,
+    Example,
+    Judged,
+    Labelled,
+    Message,
+    SourceTarget,
+    Tagged,
+    Text,
+)
+from toolkit.data.rows.image_places import MARK, PICTURED
+from toolkit.data.rows.readers import Row
+from toolkit.data.rows.values import RowProblem
+from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, target_mask
+from toolkit.data.templates.stops import NextTurn, end_texts
+from toolkit.data.templates.turns import (
+    ASKED_OTHERWISE,
+    GREETING,
+    OF_EARLIER_TURNS,
+    OTHER_PROMPT,
+    Turn,
+    encode_turns,
+    has_thoughts_at_inference,
+    parts_in,
+    parts_in_turn,
+    turns_of,
+)
+from toolkit.errors import DataError, first_line
+from toolkit.recipe.objectives.registry import SPECS
+
+NOTE_END = "; "
+"""Separator of two notes about a row."""
+
+EACH_TURN: Final = "each_turn"
+"""`data.targets` for a sample of each answer."""
+
+NO_TOOLS = "the chat template leaves out tools"
+
+ENDS_INSIDE = "an answer holds {}, which ends it: the model learns to stop there"
+
+DEVELOPER = "developer is written as system: the chat template knows no developer"
+
+SOURCE_CUT, TARGET_CUT = "the source was cut to data.max_length", "the target was cut to data.max_target_length"
+
+Document = dict[str, Any]
+"""A row of `toolkit.data.tokens.documents.FEATURES`, without its shard."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Text to tokenise: what is learned, whether begin and end of text are added, and what was left out.
+
+    `starts` are the characters where learned answers begin, each behind a generation prompt.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    whole: bool
+    note: str | None = None
+    pictures: tuple[str, ...] = ()
+    starts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Answers to tokenise, each with what comes before it, and the parts of it that are not learned."""
+
+    turns: list[Turn]
+    cuts: list[list[Span]]
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes rows with one tokenizer.
+
+    Attributes:
+        targets: what is learned of a conversation, or of a prompt and its completion.
+        objective: `objective.kind` of the recipe. Texts to classify get the model's own special tokens.
+        bos_id: the token that is added before plain text, or None if no BOS token is added.
+        truncate_to: tokens to which a text to classify, or a source, is cut, special tokens kept; None for no cut.
+        truncate_target_to: tokens to which a target is cut.
+        prefix: text before each source.
+        next_turn: ends answers that the chat template does not end, or None if it ends them.
+        pictures: reads the pictures of conversations, or None if rows have none.
+        picture_root: folder that the paths of pictures start from.
+        image_tokens: tokens that the model replaces by image features, where no pictures are read.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    targets: Targets | Literal["each_turn"] = "assistant"
+    objective: str = "causal_lm"
+    truncate_to: int | None = None
+    bos_id: int | None = None
+    truncate_target_to: int | None = None
+    prefix: str = ""
+    next_turn: NextTurn | None = None
+    pictures: Pictures | None = None
+    picture_root: Path | None = None
+    image_tokens: frozenset[int] = frozenset()
+
+    def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
+        """Returns a document for each row; that of a row that cannot be used has a reason instead of tokens."""
+        read = [_result_or_problem(layout.read, row) for row in rows]
+        documents = self._documents_or_data_error([item if isinstance(item, RowProblem) else item[0] for item in read])
+        for document, item in zip(documents, read, strict=True):
+            if document["problem"] is None and (unread := item[1]):
+                document["note"] = joined_notes([document["note"], *unread])
+        if self.pictures is not None:
+            return [{"pictures": [], **document} for document in documents]
+        return documents
+
+    def _documents_or_data_error(self, examples: list[Example | RowProblem]) -> list[Document]:
+        """Runs `_documents`; a panic of a tokenizer's Rust code, as for an endless expression, is a DataError."""
+        try:
+            return self._documents(examples)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # its class is not exported, and is not an Exception
+                raise
+            raise DataError(
+                f"model.tokenizer: the tokenizer of {self.tokenizer.name_or_path!r} cannot read a row: "
+                f"{first_line(error)}; correct its tokenizer.json, or name another one"
+            ) from None
+
+    def _documents(self, examples: list[Example | RowProblem]) -> list[Document]:
+        form = SPECS[self.objective].row_form
+        if form == "labelled":
+            return self._class_documents(examples)
+        if form == "tagged":
+            return [
+                _unusable(item) if isinstance(item, RowProblem) else self._tagged_document(item) for item in examples
+            ]
+        if form == "source and target":
+            return [
+                _unusable(item) if isinstance(item, RowProblem) else self._source_target_document(item)
+                for item in examples
+            ]
+        if form == "pairs":
+            return self._pair_documents(examples)
+        if form == "judged":
+            return self._judged_documents(examples)
+        return self._encode_examples(examples)
+
+    def _prepare_example(self, example: Example) -> _Prepared | _Turns | RowProblem:
+        if isinstance(example, Conversation):
+            in_turns = self.targets == EACH_TURN
+            found: _Prepared | _Turns | RowProblem
+            found = _result_or_problem(self._rendered_by_turn if in_turns else self._render_conversation, example)
+            return found
+        if isinstance(example, Answer):
+            text = example.prompt + example.completion
+            start = 0 if self.targets == "all" else len(example.prompt)
+            return _Prepared(text, [(start, len(text))], whole=True)
+        assert isinstance(example, Text)
+        return _Prepared(example.text, [(0, len(example.text))], whole=True)
+
+    def _messages_for_template(self, example: Conversation) -> tuple[list[Message], list[str]]:
+        """Returns the messages as the template takes them, and notes about it; raises RowProblem."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
+        template = self.tokenizer.get_chat_template(tools=example.tools)
+        messages, notes = example.messages, [*example.notes]
+        if example.arguments:
+            require_taken(example.arguments, template)
+            notes.append(note_of(example.arguments))
+        if example.tools and not takes_tools(template):
+            notes.append(NO_TOOLS)
+        if not example.pictures and any(MARK in (message.get("content") or "") for message in messages):
+            notes.append(f"{MARK} stands in the words of a row without images, and is read as text")
+        if "developer" not in template and any(message["role"] == "developer" for message in messages):
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+            notes.append(DEVELOPER)
+        answers = [message["content"] or "" for message in messages if message["role"] == "assistant"]
+        notes += [ENDS_INSIDE.format(end) for end in self._ends if any(end in answer for answer in answers)]
+        return messages, notes
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        return end_texts(self.tokenizer)
+
+    def _render_conversation(self, example: Conversation) -> _Prepared | _Turns:
+        messages, notes = self._messages_for_template(example)
+        if self.pictures is not None and example.pictures:
+            messages = [{**message, PICTURED: self.pictures.token} for message in messages]
+        assert self.targets != EACH_TURN
+        rendered = render(self.tokenizer, messages, example.tools, self.targets, example.unlearned, example.arguments)
+        spec = SPECS[self.objective]
+        # A reward model is asked nothing: it reads a conversation as the template writes it.
+        prompted = rendered.prompted or not spec.predicts_next_tokens
+        if not prompted and spec.compares_answers:
+            # Otherwise one half of a pair could stand behind another prompt than the other.
+            return self._rendered_by_turn(example)
+        text, spans = rendered.text, rendered.spans
+        starts = tuple(start for start, _ in spans if start) if prompted and self.targets != "all" else ()
+        if self.next_turn is not None:
+            text, spans = self.next_turn.stopped(text, spans, messages)
+        spans = without(spans, parts_in(text, messages, example.parts))
+        notes += without_system(messages, text)
+        if not prompted:  # a sample of each answer is not built for images
+            notes.append(ASKED_OTHERWISE if example.pictures else OTHER_PROMPT)
+        left = left_out(messages, text)
+        if example.pictures:
+            assert self.pictures is not None
+            assert self.picture_root is not None
+            shown = self.pictures.expanded(text, spans, example.pictures, self.picture_root)
+            return _Prepared(shown.text, shown.spans, False, joined_notes([*notes, *left]), shown.records)
+        if left and has_thoughts_at_inference(self.tokenizer, messages, example.tools, example.arguments, text):
+            left = [f"{note} {OF_EARLIER_TURNS}" for note in left]
+        return _Prepared(text, spans, False, joined_notes([*notes, *left]), starts=starts)
+
+    def _rendered_by_turn(self, example: Conversation) -> _Turns:
+        messages, notes = self._messages_for_template(example)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [i for i in answers if i not in example.unlearned]
+        wanted = wanted if self.targets == EACH_TURN else wanted[-1:]
+        turns = turns_of(self.tokenizer, messages, example.tools, wanted, example.arguments)
+        if not turns:
+            raise RowProblem(ALL_UNLEARNED)
+        if (following := self.next_turn) is not None:
+            turns = [replace(turn, written=turn.written + following.stop(messages, turn.index)) for turn in turns]
+        if wanted[0] == 0:
+            notes.append(GREETING)
+        notes += without_system(messages, turns[-1].prompt)
+        cuts = [
+            parts_in_turn(turn, messages[turn.index], example.parts[turn.index]) if turn.index in example.parts else []
+            for turn in turns
+        ]
+        left = [note for turn in turns for note in left_out([messages[turn.index]], turn.written)]
+        return _Turns(turns, cuts, joined_notes([*notes, *left]))
+
+    def _encode_turns(self, item: _Turns) -> Document:
+        """Returns a document of all answers, each behind what comes before it; raises RowProblem."""
+        found = encode_turns(self.tokenizer, item.turns, item.cuts)
+        # A conversation is as long as its longest sample: the last one, unless it omits thoughts of earlier turns.
+        length = int(np.diff([0, *found.ends]).max())
+        document = {**document_of(found.ids, found.targets), "length": length, "note": item.note}
+        return {**document, "ends": found.ends} if self.targets == EACH_TURN else document
+
+    def _encode(self, prepared: list[_Prepared]) -> list[Document]:
+        if not prepared:
+            return []
+        # Text that is learned whole needs no offsets, so it works with tokenizers that cannot give them.
+        needs_offsets = any(item.spans != [(0, len(item.text))] for item in prepared)
+        if needs_offsets and not self.tokenizer.is_fast:
+            raise DataError(
+                f"model.tokenizer: {type(self.tokenizer).__name__} does not report where in the text its tokens are, "
+                "so the assistant's cannot be marked; use a model with a fast tokenizer, or data.targets=all"
+            )
+        encoded = self.tokenizer(
+            [item.text for item in prepared],
+            # A chat template writes its own special tokens; those of plain text are added in `_document`.
+            add_special_tokens=False,
+            return_offsets_mapping=needs_offsets,
+            return_attention_mask=False,
+            # It would warn of rows longer than the model, before data.long_rows has dealt with them.
+            verbose=False,
+        )
+        offsets = encoded["offset_mapping"] if needs_offsets else [None] * len(prepared)
+        return [
+            self._document(item, ids, where)
+            for item, ids, where in zip(prepared, encoded["input_ids"], offsets, strict=True)
+        ]
+
+    def _document(self, item: _Prepared, ids: list[int], offsets: list[tuple[int, int]] | None) -> Document:
+        targets = [True] * len(ids) if offsets is None else target_mask(item.spans, offsets)
+        bos, eos, note = self.bos_id, self.tokenizer.eos_token_id, item.note
+        # The text may have the token already.
+        if item.whole and bos is not None and ids[:1] != [bos]:
+            ids, targets = [bos, *ids], [False, *targets]
+        if item.whole and eos is not None and ids[-1:] != [eos]:
+            ids, targets = [*ids, eos], [*targets, True]
+        image_tokens = self.pictures.token_ids if self.pictures is not None else self.image_tokens
+        if not item.pictures and image_tokens.intersection(ids):
+            return _unusable(RowProblem("the words hold the model's token for an image, and the row has no image"))
+        if offsets is not None and item.starts and not _begin_tokens(item.starts, offsets):
+            note = joined_notes([note, ASKED_OTHERWISE if SPECS[self.objective].compares_completions else OTHER_PROMPT])
+        # Nothing precedes the first token.
+        document = {**document_of(ids, [False, *targets[1:]], pictures=item.pictures), "note": note}
+        return {**document, "pictures": list(item.pictures)} if item.pictures else document
+
+    def _pair_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
+        """Returns a document for each pair: the chosen one's tokens, and after `split` of them the rejected one's."""
+        sides = [[pair if isinstance(pair, RowProblem) else getattr(pair, side) for pair in examples] for side in SIDES]
+        chosen, rejected = (self._encode_examples(side) for side in sides)
+        margins = [getattr(pair, "margin", 0.0) for pair in examples]
+        return [_pair_document(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
+
+    def _judged_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
+        """Returns a document for each completion with its prompt; `label` says whether it is good."""
+        answers: list[Example | RowProblem] = [
+            example.answer if isinstance(example, Judged) else example for example in examples
+        ]
+        good = [str(example.good).lower() if isinstance(example, Judged) else None for example in examples]
+        documents = self._encode_examples(answers)
+        return [{**document, "label": label} for document, label in zip(documents, good, strict=True)]
+
+    def _encode_examples(self, examples: list[Example | RowProblem]) -> list[Document]:
+        prepared = [item if isinstance(item, RowProblem) else self._prepare_example(item) for item in examples]
+        prepared = [
+            _result_or_problem(self._encode_turns, item) if isinstance(item, _Turns) else item for item in prepared
+        ]
+        encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
+        documents = [
+            _unusable(item) if isinstance(item, RowProblem) else item if isinstance(item, dict) else next(encoded)
+            for item in prepared
+        ]
+        by_turn = self.targets == EACH_TURN
+        return [{**document, "ends": ends_of(document)} if by_turn else document for document in documents]
+
+    def _class_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
+        good = [example for example in examples if isinstance(example, Labelled)]
+        encoded = iter(self._encode_texts(good))
+        return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in examples]
+
+    def _source_target_document(self, example: Example) -> Document:
+        """Returns a document of a source's tokens and, after `split` of them, its target's, which are learned."""
+        assert isinstance(example, SourceTarget)
+        source, source_cut = self._token_ids(self.prefix + example.source, "text", self.truncate_to)
+        target, target_cut = self._token_ids(example.target, "text_target", self.truncate_target_to)
+        if not source:  # attention over nothing would give NaN
+            return _unusable(RowProblem("the source makes no token"))
+        end = self.tokenizer.eos_token_id
+        # Some tokenizers add the end themselves; with the others the model would not learn to stop. mBART's languages
+        # come behind the end.
+        if end not in target:
+            room = None if self.truncate_target_to is None else self.truncate_target_to - 1
+            target = [*target[:room], end]
+        cut = [what for what, is_cut in ((SOURCE_CUT, source_cut), (TARGET_CUT, target_cut)) if is_cut]
+        targets = [False] * len(source) + [True] * len(target)
+        return {**document_of(source + target, targets), "split": len(source), "note": joined_notes(cut)}
+
+    def _token_ids(self, text: str, mode: str, limit: int | None) -> tuple[list[int], bool]:
+        """Returns the tokens of a text, special ones included, at most `limit`, and whether it was cut.
+
+        Args:
+            mode: the tokenizer's argument for it: `text`, or `text_target`, which some tokenise differently.
+        """
+        settings = {mode: text, "return_attention_mask": False, "verbose": False}
+        ids: list[int] = self.tokenizer(**settings)["input_ids"]
+        if limit is None or len(ids) <= limit:
+            return ids, False
+        return self.tokenizer(**settings, truncation=True, max_length=limit)["input_ids"], True
+
+    def _tagged_document(self, example: Example) -> Document:
+        """Returns a document whose targets are the first token of each word, with the words' tags.
+
+        The words are joined by spaces, so that they are tokenised like a text given to a pipeline. A word without a
+        token of its own, for example of characters that the tokenizer drops, has no target.
+        """
+        assert isinstance(example, Tagged)
+        if not self.tokenizer.is_fast:
+            raise DataError(
+                f"model.tokenizer: {type(self.tokenizer).__name__} does not report where in the text its tokens are, "
+                "so words' tags cannot be given to them; use a model with a fast tokenizer"
+            )
+        cut = {} if self.truncate_to is None else {"truncation": True, "max_length": self.truncate_to}
+        text = " ".join(example.words)
+        encoded = self.tokenizer(
+            text,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            return_attention_mask=False,
+            verbose=False,
+            **cut,
+        )
+        # One past each word. The space before a word belongs to it: its token may begin there, or be only that.
+        ends = np.cumsum([len(word) + 1 for word in example.words]) - 1
+        targets, tags, last = [False] * len(encoded["input_ids"]), [], -1
+        for token, (start, end) in enumerate(encoded["offset_mapping"]):
+            word = int(np.searchsorted(ends, max(start, end - 1), side="right"))
+            begins = start + len(text[start:end]) - len(text[start:end].lstrip())
+            if begins < end and int(np.searchsorted(ends, begins, side="right")) < word:
+                return _unusable(RowProblem("a token of the tokenizer spans two words, and can carry one tag alone"))
+            if word > last and not encoded["special_tokens_mask"][token]:
+                targets[token], last = True, word
+                tags.append(example.tags[word])
+        return document_of(encoded["input_ids"], targets, tags=tags)
+
+    def _encode_texts(self, examples: list[Labelled]) -> list[Document]:
+        if not examples:
+            return []
+        pairs = [example.text_pair for example in examples]
+        cut = {} if self.truncate_to is None else {"truncation": "longest_first", "max_length": self.truncate_to}
+        encoded = self.tokenizer(
+            [example.text for example in examples],
+            pairs if pairs[0] is not None else None,
+            return_attention_mask=False,
+            # As in inference: a tokenizer may know token types although its model was trained without them.
+            return_token_type_ids="token_type_ids" in self.tokenizer.model_input_names,
+            verbose=False,
+            **cut,
+        )
+        # Tokenizers without token types give none: then both texts of a pair are of type 0.
+        kinds = encoded.get("token_type_ids") or [[0] * len(ids) for ids in encoded["input_ids"]]
+        return [
+            document_of(ids, row_kinds, example.label)
+            for ids, row_kinds, example in zip(encoded["input_ids"], kinds, examples, strict=True)
+        ]
+
+
+def document_of(
+    ids: list[int],
+    targets: Sequence[int],
+    label: str | None = None,
+    tags: Sequence[str] = (),
+    pictures: Sequence[str] = (),
+) -> Document:
+    """Returns a document. With a label, `targets` holds the tokens' types (`token_type_ids`): 1 for a second text.
+
+    Args:
+        tags: tags of the targets, in order, if words are tagged.
+        pictures: records of the pictures.
+    """
+    # Eight bytes, which the int64 column of `FEATURES` holds.
+    content = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=8)
+    content.update((label or "\n".join(tags)).encode())
+    content.update("".join(json.loads(record)["digest"] for record in pictures).encode())
+    # A label is learned from the whole text. Counted as 0, the row would be dropped for having nothing to learn.
+    num_targets = len(ids) if label is not None else sum(targets)
+    return {
+        "input_ids": ids,
+        "targets": targets,
+        "length": len(ids),
+        "num_targets": num_targets,
+        "problem": None if num_targets else "nothing to learn",
+        "note": None,
+        "digest": int.from_bytes(content.digest(), signed=True),
+        "label": label,
+        "tags": list(tags),
+        "split": 0,
+        "margin": 0.0,
+    }
+
+
+def _begin_tokens(starts: tuple[int, ...], offsets: list[tuple[int, int]]) -> bool:
+    """Returns whether no token holds the end of a prompt and the beginning of an answer, as of two line ends."""
+    firsts, lasts = np.asarray(offsets).T
+    before = np.searchsorted(firsts, starts) - 1
+    return bool((lasts[before] <= starts).all())
+
+
+def ends_of(document: Document) -> list[int]:
+    """Returns the position after the last token of each sample of a document."""
+    return document.get("ends") or [document["length"]]
+
+
+def joined_notes(notes: Iterable[str | None]) -> str | None:
+    """Joins notes about a row into one text, each once; None if there are none. `notes_in` splits them."""
+    each = (note for text in notes if text for note in notes_in(text))
+    return NOTE_END.join(dict.fromkeys(each)) or None
+
+
+def notes_in(text: str) -> list[str]:
+    """Splits the notes about a row."""
+    return text.split(NOTE_END)
+
+
+def _pair_document(chosen: Document, rejected: Document, margin: float) -> Document:
+    problem = chosen["problem"] or rejected["problem"]
+    if problem is not None:
+        return _unusable(RowProblem(problem))
+    both = [chosen[key] + rejected[key] for key in ("input_ids", "targets")]
+    note = joined_notes([chosen["note"], rejected["note"]])
+    return {**document_of(*both), "note": note, "split": chosen["length"], "margin": margin}
+
+
+def _unusable(problem: RowProblem) -> Document:
+    return {**document_of([], []), "problem": str(problem)}
+
+
+def _result_or_problem(action: Any, value: Any) -> Any:
+    """Returns the result of `action` on a value, or the problem that it raises."""
+    try:
+        return action(value)
+    except RowProblem as problem:
+        return problem
+
+
+def batches(rows: Iterable[Row], size: int) -> Iterable[list[Row]]:
+    """Yields lists of `size` rows; the last may be shorter."""
+    batch: list[Row] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,200 @@
+"""Loads the tokenizer from the hub or a folder, or trains it on the recipe's own text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from toolkit import ranks
+from toolkit.data.images.images import set_source
+from toolkit.data.images.pixel_limits import PixelLimits
+from toolkit.data.layouts.layouts import recognise
+from toolkit.data.layouts.template_arguments import set_defaults
+from toolkit.data.rows.cache import cache_folder, digest, kept
+from toolkit.data.rows.examples import texts_of
+from toolkit.data.rows.hub_refusals import hub_error
+from toolkit.data.rows.readers import read
+from toolkit.data.rows.sources import identify_rows, open_source
+from toolkit.data.rows.values import RowProblem
+from toolkit.data.templates.template_date import set_date
+from toolkit.data.templates.templates import MARKERS, use_template
+from toolkit.data.tokens.layer_limit import require_safe_stored
+from toolkit.errors import BadInputError, first_line, in_words
+from toolkit.paths import require_folder
+from toolkit.recipe.schema import DataSection, ModelSection
+from toolkit.terminal import Pass, Terminal
+
+END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|pad|>"
+_NEW = "rows_of_new_tokens"
+
+
+def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -> PreTrainedTokenizerBase:
+    """Returns the recipe's tokenizer with its chat template; a new one is trained once and cached by content.
+
+    Args:
+        objective: `objective.kind` of the recipe, which says what the rows hold.
+
+    Raises:
+        BadInputError: if there is none at the name or path.
+    """
+    tokenizer = _load(model, data, objective)
+    use_template(tokenizer, data.chat_template)
+    set_defaults(tokenizer, data.template_arguments)
+    set_date(tokenizer, data.template_date)
+    set_source(tokenizer, model.name_or_path or model.tokenizer, model.revision, PixelLimits.of(data))
+    if model.add_tokens is not None:
+        _add_tokens(tokenizer, model.add_tokens)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
+    """Adds special tokens, and stores on the tokenizer which of them are new, for `new_ids`."""
+    known = tokenizer.get_vocab()
+    # False keeps the tokenizer's own additional tokens, which would be replaced otherwise.
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)}, False)
+    new = [token for token in dict.fromkeys(tokens) if token not in known]
+    setattr(tokenizer, _NEW, [tokenizer.convert_tokens_to_ids(token) for token in new])
+
+
+def new_ids(tokenizer: object) -> list[int]:
+    """Returns the numbers of the tokens that `model.add_tokens` has added; empty if the tokenizer had them all."""
+    found: list[int] = getattr(tokenizer, _NEW, [])
+    return found
+
+
+def _load(model: ModelSection, data: DataSection, objective: str) -> PreTrainedTokenizerBase:
+    if model.train_tokenizer_vocab_size is not None:
+        folder = train(data, model.train_tokenizer_vocab_size, objective)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    name = model.tokenizer or model.name_or_path
+    assert name is not None
+    field = "model.tokenizer" if model.tokenizer else "model.name_or_path"
+    require_folder(name, field)
+    # model.revision belongs to the model's own repository; a tokenizer from another one has none.
+    revision = None if model.tokenizer else model.revision
+    require_safe_stored(name, revision, field)  # transformers may read it to find the tokenizer's class
+    try:
+        found = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=model.trust_remote_code)
+        require_settings(found)
+        return found
+    except Exception as error:  # transformers and tokenizers raise a great many kinds about a broken file
+        if type(error).__name__.startswith("StrictDataclass"):  # of the configuration, by which the class is found
+            told = f"config.json of {name!r} cannot be used: {first_line(error)}"
+            raise BadInputError(f"{field}: {told}. Correct it, or name another model") from error
+        kind = "tokenizer" if model.tokenizer else "model"
+        raise hub_error(error, field, name, kind, revision) or BadInputError(
+            f"{field}: no tokenizer can be loaded from {name!r}: {in_words(error)}. Correct its tokenizer.json, "
+            "tokenizer_config.json or config.json, download them again, or name another one"
+        ) from error
+
+
+def require_settings(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for settings of tokenizer_config.json that transformers takes unseen, and fails over later."""
+    length, template = tokenizer.model_max_length, tokenizer.chat_template
+    if not isinstance(length, int | float):
+        raise ValueError(f"model_max_length is {length!r}, and needs to be a number")
+    if template is not None and not isinstance(template, str | dict):
+        raise ValueError(f"chat_template is {template!r}, and needs to be text")
+
+
+def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> Path:
+    """Trains a byte-level byte-pair tokenizer on the training rows, and returns its folder.
+
+    Reference: Sennrich et al., arXiv 1508.07909; byte level as in GPT-2.
+    """
+    markers = MARKERS[data.chat_template] if data.chat_template is not None else []
+
+    def write(folder: Path) -> None:
+        with Pass(Terminal(quiet=ranks.rank() != 0), "training the tokenizer"):
+            _train_byte_pairs(_texts_of_rows(data, objective), vocab_size, markers).save_pretrained(folder)
+
+    def make() -> Path:
+        key = digest("tokenizer", identify_rows(data), vocab_size, markers, objective)
+        return kept(cache_folder(data) / f"tokenizer-{key}", write)
+
+    return ranks.on_each_host(make)
+
+
+def _texts_of_rows(data: DataSection, objective: str) -> Iterator[str]:
+    """Yields the texts of every usable row of `data.train`."""
+    for section in data.train:
+        source = open_source(section, "data.train")
+        layout = recognise(source, data.columns, objective)
+        for row in (row for shard in source.shards for row in read(shard)):
+            try:
+                yield from texts_of(layout.example(row))
+            # Counted and named later, when the rows are tokenised.
+            except RowProblem:
+                continue
+
+
+def identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns a digest that is equal for tokenizers that encode every text, and conversations on one day, alike."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        # tokenizer.json or the last call may have set these; the next call sets both again.
+        backend.no_truncation()
+        backend.no_padding()
+    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    template = getattr(tokenizer, "chat_template", None) or ""
+    # A template may write any special token.
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    ways = [tokenizer.truncation_side, getattr(tokenizer, "split_special_tokens", False)]
+    content = json.dumps([rules, template, special, ways], sort_keys=True)
+    return f"{hashlib.sha256(content.encode()).hexdigest()}:{tokenizer.bos_token_id}:{tokenizer.eos_token_id}"
+
+
+def languages(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
+    """Returns the languages of sources and of targets, if the tokenizer marks them, as mBART's does."""
+    return [getattr(tokenizer, name, None) for name in ("src_lang", "tgt_lang")]
+
+
+def bos_of(tokenizer: PreTrainedTokenizerBase, wanted: bool | None) -> int | None:
+    """Returns the token that is added before plain text, or None if none is.
+
+    Args:
+        wanted: `data.add_bos`; if it is None, the tokenizer decides as when it encodes a text.
+
+    Raises:
+        BadInputError: if a token is wanted, and the tokenizer has none.
+    """
+    bos = tokenizer.bos_token_id
+    if wanted and bos is None:
+        raise BadInputError("data.add_bos: the tokenizer has no begin-of-text token; set it to null or false")
+    # Found by encoding a text: a post-processor can add the token, and no setting shows that.
+    adds_it = tokenizer("a", verbose=False)["input_ids"][:1] == [bos] if wanted is None else wanted
+    return int(bos) if adds_it and bos is not None else None
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns the token of padding; it is never a target, so any token works without a padding token."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    return 0
+
+
+def _train_byte_pairs(texts: Iterator[str], vocab_size: int, markers: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PADDING, *markers],
+        # All 256 bytes, so that no text has unknown tokens, whatever the training rows hold.
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    end = markers[-1] if markers else END_OF_TEXT  # generation stops at the token that ends a turn
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=PADDING)

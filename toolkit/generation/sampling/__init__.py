@@ -1,0 +1,1 @@
+"""Writes several completions of each prompt, and makes training rows of them."""

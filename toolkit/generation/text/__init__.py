@@ -1,0 +1,1 @@
+"""Generates text, and counts right answers."""

@@ -1,0 +1,75 @@
+"""Computes log-probabilities of given continuations of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from toolkit.errors import BadInputError
+from toolkit.generation.text.complete import encode_continuation, fitting
+from toolkit.generation.text.load import Loaded
+from toolkit.generation.text.rows import PromptRow, all_right
+
+if TYPE_CHECKING:
+    import torch
+
+Continued = tuple[list[int], int]
+"""The tokens of prompt and continuation, and the number of the continuation's tokens."""
+
+
+def encode_choices(
+    loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool
+) -> list[list[Continued]]:
+    """Encodes the choices of each row behind its prompt.
+
+    Raises:
+        BadInputError: names the rows that cannot be encoded.
+    """
+    if loaded.encoder_decoder:
+        raise BadInputError(
+            f"{option}: choices are scored behind their prompt, and {loaded.name!r} is an encoder-decoder; give rows "
+            "without choices"
+        )
+    return all_right(option, [(row.place, partial(_encode_choices_of, loaded, row, system, raw)) for row in rows])
+
+
+def _encode_choices_of(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> list[Continued]:
+    encoded = []
+    for choice in row.choices:
+        prompt, continuation = encode_continuation(loaded, row.prompt, choice, system, raw, row.tools, row.arguments)
+        if not continuation:
+            raise BadInputError(f"the choice {choice!r} makes no token")
+        encoded.append((fitting(loaded, prompt + continuation), len(continuation)))
+    return encoded
+
+
+def log_probabilities(loaded: Loaded, rows: list[list[Continued]], batch_size: int) -> Iterator[list[float]]:
+    """Yields the log-probability (nats) of each row's choices; a forward takes `batch_size` choices."""
+    for choices in rows:
+        scores: list[float] = []
+        for start in range(0, len(choices), batch_size):
+            scores += scored(loaded, choices[start : start + batch_size])
+        yield scores
+
+
+def scored(loaded: Loaded, choices: Sequence[Continued]) -> list[float]:
+    """Returns the log-probability (nats) of each choice behind its prompt, in one forward."""
+    import torch
+
+    width = max(len(ids) for ids, _ in choices)
+    # Padded on the right, where no token looks; the mask is for models that look both ways.
+    ids = torch.tensor([ids + ids[-1:] * (width - len(ids)) for ids, _ in choices])
+    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in choices])
+    device = loaded.model.device
+    with torch.no_grad():
+        logits = loaded.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+    return [_log_probability(logits[i], ids[i], len(choice), count) for i, (choice, count) in enumerate(choices)]
+
+
+def _log_probability(logits: torch.Tensor, ids: torch.Tensor, length: int, count: int) -> float:
+    """Sums the log-probabilities of the last `count` of `length` tokens; logits (T, V), ids (T,)."""
+    # The logits of a token's place foretell the next one.
+    foretold = logits[length - count - 1 : length - 1].float().log_softmax(-1)
+    targets = ids[length - count : length].to(logits.device)
+    return float(foretold.gather(1, targets[:, None]).sum())

@@ -1,0 +1,251 @@
+"""The command `toolkit generate`: answers a prompt, a conversation or a file, and counts the right answers."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from rich.progress import track
+
+from toolkit.data.rows.examples import Message
+from toolkit.errors import BadInputError
+from toolkit.generation.text.choices import encode_choices, log_probabilities
+from toolkit.generation.text.complete import Completion, encode_prompt, stream
+from toolkit.generation.text.evaluation import Evaluation, choose, evaluate, require_no_comparison, scoring_of, summary
+from toolkit.generation.text.image_prompts import asked_of, encode_pictured, require_images
+from toolkit.generation.text.load import Loaded, find_model, load_model
+from toolkit.generation.text.options import Options, Sampling, encodable
+from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
+from toolkit.terminal import Terminal
+
+T = TypeVar("T")
+
+BATCH_SIZE = 8
+"""Prompts of a file in one batch, unless the options say otherwise."""
+
+
+def run(options: Options) -> None:
+    """Runs the command with these options, and prints the result.
+
+    Raises:
+        BadInputError: if a model, a prompt or a file cannot be used.
+        ToolkitError: if the model fails.
+    """
+    place = find_model(options.source)
+    path = options.file or options.evaluation
+    # Before the model: a bad row or image is told in a moment, and loading takes much longer.
+    is_scored = options.score is not None
+    rows = [] if path is None else read_rows(path, _mode_of(options), options.evaluation is not None, is_scored)
+    images = require_images(options.images)
+    if place.on_hub:
+        _print_notice(f"{place.name}: a hub model, which is downloaded the first time")
+    with load_for(options) as loaded, _open_output(options.output, options.file) as write:
+        if options.prompt is not None:
+            _answer_prompt(loaded, options, options.prompt, images)
+        elif options.chat:
+            _chat(loaded, options)
+        elif options.file is not None:
+            _answer_rows(loaded, options, rows, write)
+        else:
+            _evaluate_rows(loaded, options, rows, write)
+
+
+def _mode_of(options: Options) -> str:
+    return "--file" if options.file is not None else "--eval"
+
+
+@contextmanager
+def load_for(options: Options) -> Iterator[Loaded]:
+    """Loads the model that the options name; libraries are quiet until the block ends."""
+    with quiet():
+        loaded = load_model(options.source, options.dtype, options.device)
+        from toolkit.data.templates.stops import turn_ends
+
+        if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
+            _print_notice(
+                "the chat template closes no turn with a special token: answers may go on up to --max-new-tokens"
+            )
+        yield loaded
+
+
+def _answer_prompt(loaded: Loaded, options: Options, text: str, images: Sequence[Path]) -> None:
+    try:
+        if images:
+            prompt = encode_pictured(loaded, asked_of(text, len(images)), images, options.system)
+        else:
+            prompt = encode_prompt(loaded, text, options.system, options.raw)
+    except BadInputError as problem:
+        raise BadInputError(f"{'--image' if images else '--prompt'}: {problem}") from None
+    stream(loaded, prompt, options.sampling, _show)
+    print()
+
+
+def _answer_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
+    for row, found in zip(rows, _completions(loaded, options, rows), strict=True):
+        write(json.dumps({"prompt": row.given, "completion": found.text}, ensure_ascii=False))
+
+
+def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
+    found = evaluated(loaded, options, rows)
+    write(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if options.as_json else summary(found))
+
+
+def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evaluation:
+    """Counts the rows that the model answers right.
+
+    Raises:
+        BadInputError: names rows that cannot be encoded.
+    """
+    if not rows[0].choices:
+        return evaluate(rows, _completions(loaded, options, rows), scoring_of(rows, options))
+    require_no_comparison(options)
+    encoded = encode_choices(loaded, rows, _mode_of(options), options.system, options.raw)
+    scores = log_probabilities(loaded, encoded, options.batch_size or BATCH_SIZE)
+    return choose(rows, _with_bar(scores, len(rows), options))
+
+
+def _completions(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Iterable[Completion]:
+    """Completes the rows, with a bar if nothing else is written to the terminal."""
+    prompts = encode_rows(loaded, rows, _mode_of(options), options.system, options.raw)
+    size = options.batch_size or BATCH_SIZE
+    return _with_bar(completions(loaded, prompts, options.sampling, size), len(prompts), options)
+
+
+def _with_bar(items: Iterable[T], total: int, options: Options) -> Iterable[T]:
+    busy = options.file is not None and options.output is None
+    return track(
+        items,
+        "generating",
+        total=total,
+        console=Terminal(soft_wrap=False),
+        transient=True,
+        disable=busy or not sys.stderr.isatty(),
+    )
+
+
+def _chat(loaded: Loaded, options: Options) -> None:
+    if loaded.tokenizer.chat_template is None:
+        raise BadInputError(
+            f"--chat: the tokenizer of {loaded.name!r} has no chat template; use --prompt, or train with "
+            "data.chat_template"
+        )
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # One odd byte must not end the conversation.
+        sys.stdin.reconfigure(errors="replace")
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input() then edits lines)
+    _print_notice("/reset: forget the conversation; /quit: end")
+    try:
+        converse(loaded, options.sampling, options.system, _read_line, _show)
+    except KeyboardInterrupt:
+        print()
+
+
+def converse(
+    loaded: Loaded,
+    sampling: Sampling,
+    system: str | None,
+    read: Callable[[], str | None],
+    write: Callable[[str], object],
+) -> None:
+    """Runs a conversation until the user writes `/quit` or `read`, which returns the next line, returns None."""
+    messages: list[Message] = []
+    while (line := read()) is not None and line.strip() != "/quit":
+        if line.strip() == "/reset":
+            messages.clear()
+            _print_notice("the conversation is forgotten")
+        elif line.strip():
+            messages += _next_messages(loaded, sampling, system, [*messages, {"role": "user", "content": line}], write)
+
+
+def _next_messages(
+    loaded: Loaded, sampling: Sampling, system: str | None, messages: list[Message], write: Callable[[str], object]
+) -> list[Message]:
+    """Returns a conversation's last message and the answer to it; nothing if it cannot be answered."""
+    try:
+        prompt = encode_prompt(loaded, messages, system)
+    except BadInputError as problem:
+        _print_notice(f"{problem}; /reset forgets the conversation")
+        return []
+    # Each turn draws numbers of its own.
+    answer = stream(loaded, replace(prompt, row=len(messages)), sampling, write)
+    write("\n")
+    return [messages[-1], {"role": "assistant", "content": answer}]
+
+
+def _read_line() -> str | None:
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    try:
+        return encodable(input("> " if is_terminal else ""))
+    except EOFError:
+        print("\n" if is_terminal else "", end="")
+        return None
+
+
+def _show(text: str) -> None:
+    """Writes to stdout at once, with a question mark for each character that its encoding lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+def _print_notice(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _open_output(output: Path | None, source: Path | None) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes lines to stdout, or to a file that appears once it is whole.
+
+    Raises:
+        BadInputError: if the file cannot be written, or is the one that is read.
+    """
+    if output is None:
+        yield partial(print, flush=True)
+        return
+    if source is not None and output.exists() and output.samefile(source):
+        raise BadInputError(f"--output: {str(output)!r} is the file of --file; name another one")
+    # In the same folder, so that the rename at the end stays within one file system.
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    try:
+        if output.exists() and not output.is_file():
+            raise OSError(errno.EEXIST, "it exists and is no file")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        file = unfinished.open("w", encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(
+            f"--output: {str(output)!r} cannot be written: {error.strerror}; name another file"
+        ) from error
+    try:
+        with file:
+            yield partial(print, file=file)
+        os.replace(unfinished, output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hides bars and warnings of the libraries."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # the hub's, too
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()

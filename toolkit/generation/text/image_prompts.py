@@ -1,0 +1,106 @@
+"""Encodes prompts with images as training does, by the chat template and transformers' processor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.data.rows.examples import Message
+from toolkit.errors import BadInputError
+from toolkit.generation.text.complete import Prompt, after_system, fitting, templated
+from toolkit.generation.text.load import Loaded
+from toolkit.paths import user_cache
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.data.images.images import Pictures
+
+
+def asked_of(text: str, images: int) -> list[Message]:
+    """Returns a user's turn with the images before the text."""
+    from toolkit.data.rows.image_places import PLACE
+
+    return [{"role": "user", "content": PLACE * images + text}]
+
+
+def encode_pictured(
+    loaded: Loaded,
+    messages: list[Message],
+    images: Sequence[Path | bytes],
+    system: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """Encodes a prompt with images. They are read again for the forward, and not kept.
+
+    Args:
+        messages: messages with `picture_places.PLACE` in the text for each image.
+        images: files or contents of the images, in the order of their places.
+        system: put before messages that have no system text of their own.
+        arguments: arguments of the chat template.
+
+    Raises:
+        BadInputError: if an image cannot be read, the model or its chat template takes none, or the prompt is too
+            long.
+    """
+    from toolkit.data.images.images import Pictures
+    from toolkit.data.rows.image_places import PICTURED
+
+    pictures = Pictures.of(loaded.tokenizer, user_cache())
+    if pictures is None:
+        raise BadInputError(
+            f"{loaded.name!r} has no processor of images (preprocessor_config.json); leave the images out, or "
+            "name a model that sees"
+        )
+    if loaded.tokenizer.chat_template is None:
+        raise BadInputError(f"the tokenizer of {loaded.name!r} has no chat template, which says where images stand")
+    with_places = [{**message, PICTURED: pictures.token} for message in after_system(messages, system)]
+    written = templated(loaded.tokenizer, with_places, tools, arguments or {})
+    if written.count(pictures.token) != len(images):
+        raise BadInputError(
+            f"the chat template writes {written.count(pictures.token)} places for {len(images)} images; the "
+            f"prompt must not hold {pictures.token}, and the template has to know images"
+        )
+    inputs = partial(_process, pictures, written, tuple(images))
+    return Prompt(fitting(loaded, inputs()["input_ids"][0].tolist()), [], partial(_image_arguments, inputs))
+
+
+def _process(pictures: Pictures, written: str, images: Sequence[Path | bytes]) -> dict[str, torch.Tensor]:
+    """Runs the processor on a text and its images. Raises BadInputError for an image that cannot be read."""
+    from toolkit.data.images.image_files import content_of, decoded
+    from toolkit.data.rows.values import RowProblem
+
+    found = []
+    for image in images:
+        try:
+            found.append(decoded(image if isinstance(image, bytes) else content_of(image)))
+        except RowProblem as problem:
+            raise BadInputError(f"{problem}{'' if isinstance(image, bytes) else f' ({image})'}") from problem
+    return dict(pictures.processor(text=[written], images=[found], return_tensors="pt", add_special_tokens=False))
+
+
+def _image_arguments(inputs: partial[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Returns the arguments of the model besides tokens."""
+    return {name: tensor for name, tensor in inputs().items() if name not in ("input_ids", "attention_mask")}
+
+
+def require_images(paths: Sequence[Path]) -> list[Path]:
+    """Checks the images of the option `--image` and returns them.
+
+    Raises:
+        BadInputError: names an image that cannot be read.
+    """
+    if not paths:
+        return []
+    from toolkit.data.images.image_files import content_of, decoded
+    from toolkit.data.rows.values import RowProblem
+
+    for path in paths:
+        try:
+            decoded(content_of(path.expanduser()))
+        except RowProblem as problem:
+            raise BadInputError(f"--image: {str(path)!r}: {problem}") from problem
+    return [path.expanduser() for path in paths]

@@ -1,0 +1,291 @@
+"""Reads files of prompts, with or without right answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolkit.data.rows.examples import Message
+from toolkit.errors import BadInputError
+from toolkit.generation.text.complete import Completion, Prompt, complete, encode_prompt
+from toolkit.generation.text.image_prompts import encode_pictured
+from toolkit.generation.text.load import Loaded
+from toolkit.generation.text.options import Sampling
+
+T = TypeVar("T")
+
+COLUMNS = ("prompt", "messages", "question")
+"""Columns of a row's prompt; the first that is not null counts."""
+
+COMPLETIONS = ("completion", "chosen")
+"""Columns in which training rows have the answer."""
+
+PROBLEMS_SHOWN = 10
+"""Number of bad rows that an error names."""
+
+LENGTH_SHOWN = 80
+"""Characters of an answer that are printed."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt of a file.
+
+    Attributes:
+        place: file:line, for messages.
+        given: the prompt as the file has it.
+        prompt: a text, or checked messages.
+        tools: tools that the assistant may call.
+        arguments: arguments of the chat template (`chat_template_kwargs`), which override the recipe's.
+        answers: the right answers; empty if the row is not evaluated.
+        choices: the choices of which the model takes one; empty if it writes its answer.
+        images: files or contents, in the order of their places in the messages.
+        fields: the whole row, as the file has it.
+    """
+
+    place: str
+    given: Any
+    prompt: str | list[Message]
+    tools: list[dict[str, Any]] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    answers: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    images: tuple[Path | bytes, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_rows(path: Path, option: str, with_answers: bool, is_scored: bool = False) -> list[PromptRow]:
+    """Reads a file of prompts (.txt or .jsonl), or of prompts with answers (.jsonl).
+
+    Args:
+        option: the name of the file in errors, such as `--eval`.
+        with_answers: whether rows need answers.
+        is_scored: whether a function scores, so that rows need no answers; answers of training rows are still read.
+
+    Raises:
+        BadInputError: if the file cannot be read or has no rows, or rows are wrong; it names their lines.
+    """
+    kinds = (".jsonl",) if with_answers and not is_scored else (".txt", ".jsonl")
+    if path.suffix not in kinds:
+        raise BadInputError(f"{option}: {str(path)!r} is of an unknown kind; allowed: {', '.join(kinds)}")
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BadInputError(f"{option}: {str(path)!r} cannot be read: {error.strerror}; name a file") from error
+
+    named = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not named:
+        raise BadInputError(f"{option}: {str(path)!r} holds no prompt; write one a line")
+    make = _plain_row if path.suffix == ".txt" else partial(_json_row, path.parent, with_answers, is_scored)
+    rows = all_right(option, [(place, partial(make, place, line)) for place, line in named])
+    if len({bool(row.choices) for row in rows}) > 1:
+        other = next(row for row in rows if bool(row.choices) != bool(rows[0].choices))
+        which = ("has no choices", "has choices")
+        raise BadInputError(
+            f"{option}: {rows[0].place} {which[bool(rows[0].choices)]} and {other.place} {which[bool(other.choices)]}; "
+            "put them into files of their own"
+        )
+    return rows
+
+
+def all_right(option: str, attempts: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
+    """Calls each attempt, which has the place of its row, and returns the results.
+
+    Raises:
+        BadInputError: names the rows whose attempts failed.
+    """
+    good, problems = [], []
+    for place, attempt in attempts:
+        try:
+            good.append(attempt())
+        except BadInputError as problem:
+            problems.append(f"  {place}: {problem}")
+    if problems:
+        more = len(problems) - PROBLEMS_SHOWN
+        shown = [*problems[:PROBLEMS_SHOWN], *([f"  and {more} more"] if more > 0 else [])]
+        told = f"{option}: rows that cannot be used: {len(problems)}; correct them, or take them out"
+        raise BadInputError("\n".join([told, *shown]))
+    return good
+
+
+def _plain_row(place: str, line: bytes) -> PromptRow:
+    text = _decode_line(line)
+    return PromptRow(place, text, text, fields={"prompt": text})
+
+
+def _decode_line(line: bytes) -> str:
+    try:
+        # Some editors begin a file with a byte order mark.
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadInputError("not UTF-8") from None
+
+
+def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, line: bytes) -> PromptRow:
+    try:
+        fields = json.loads(_decode_line(line))
+    except (ValueError, RecursionError):
+        raise BadInputError("not JSON") from None
+    if not isinstance(fields, dict):
+        raise BadInputError("no object, as {} is")
+    there = [name for name in COLUMNS if name in fields]
+    # A table's rows have all its columns, those that they do not use as null.
+    column = next((name for name in there if fields[name] is not None), next(iter(there), None))
+    if column is None:
+        has = f"it has {', '.join(map(repr, fields))}" if fields else "it is empty"
+        raise BadInputError(f"no prompt; {has}; needed: one of {', '.join(COLUMNS)}")
+    given, answer = fields[column], fields.get("answer")
+    if with_answers and answer is None:
+        given, answer = _trained_answer(given, fields)
+    row = replace(_checked_row(place, column, given, fields, folder), fields=fields)
+    if not with_answers or (is_scored and answer is None and fields.get("choices") is None):
+        return row
+    choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
+    if choices and row.images:
+        raise BadInputError("choices beside images, which are not scored; leave the choices out")
+    answers = _right_choices(answer, choices) if choices else _answers(answer)
+    return replace(row, answers=answers, choices=choices)
+
+
+def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """Returns prompt and answer of a training row; the answer is its completion or the assistant's last message."""
+    completion = next((fields[name] for name in COMPLETIONS if fields.get(name) is not None), None)
+    if completion is not None:
+        if fields.get("label") in (False, 0):
+            raise BadInputError("its completion is judged false, so it says no right answer; leave the row out")
+        return given, _assistant_text(completion[-1]) if isinstance(completion, list) and completion else completion
+    if isinstance(given, list) and len(given) > 1 and _assistant_text(given[-1]) is not None:
+        return given[:-1], _assistant_text(given[-1])
+    return given, None
+
+
+def _assistant_text(message: Any) -> Any:
+    """Returns the content of an assistant's message; None for other messages."""
+    return message.get("content") if isinstance(message, dict) and message.get("role") == "assistant" else None
+
+
+def row_of(place: str, prompt: str | list[Message]) -> PromptRow:
+    """Makes a row of a prompt. Messages are checked as in a file, and paths of images start from the current folder.
+
+    Raises:
+        BadInputError: if an image is missing, or the prompt asks nothing.
+    """
+    from toolkit.data.rows.image_places import is_picture
+
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    if not any(is_picture(part) for content in contents if isinstance(content, list) for part in content):
+        return PromptRow(place, prompt, prompt)
+    return _checked_row(place, "messages", prompt, {}, Path())
+
+
+def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any], folder: Path) -> PromptRow:
+    """Makes a row of a text or messages, which are checked as in training.
+
+    Args:
+        folder: the folder of the file; paths of images start from it.
+
+    Raises:
+        BadInputError: if training would refuse the row.
+    """
+    from toolkit.data.images.image_files import file_or_content
+    from toolkit.data.layouts.layouts import Layout
+    from toolkit.data.layouts.row_flags import MEDIA
+    from toolkit.data.layouts.template_arguments import COLUMN, arguments_of
+    from toolkit.data.rows.examples import Conversation
+    from toolkit.data.rows.image_places import COLUMNS as IMAGES
+    from toolkit.data.rows.image_places import column_of
+    from toolkit.data.rows.values import RowProblem
+
+    names = {"prompt": column, "completion": "completion", "tools": "tools"}
+    layout = Layout("prompt and completion", names, pictures=True)
+    try:
+        # Images stand in a user's turn.
+        asked = [{"role": "user", "content": value}] if isinstance(value, str) and column_of(fields) else value
+        completion = "any" if isinstance(asked, str) else [{"role": "assistant", "content": "any"}]
+        row = {column: asked, "completion": completion, "tools": fields.get("tools")}
+        arguments = arguments_of(fields.get(COLUMN))
+        example = layout.example(row | {name: fields[name] for name in (*IMAGES, *MEDIA) if name in fields})
+        if not isinstance(example, Conversation):
+            return PromptRow(place, value, str(value), None, arguments)
+        images = tuple(file_or_content(reference, folder) for reference in example.pictures)
+    except RowProblem as problem:
+        raise BadInputError(str(problem)) from None
+    # Without the answer that was put behind it for the check.
+    messages = example.messages[:-1]
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise BadInputError(f"nothing is asked: the last message is the {messages[-1]['role']}'s, and not the user's")
+    return PromptRow(place, value, messages, example.tools, arguments, images=images)
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(text, str) and text for text in value):
+        raise BadInputError(f"choices: {json.dumps(value)[:LENGTH_SHOWN]}; needed: a list of at least two texts")
+    if len(set(value)) < len(value):
+        raise BadInputError("choices: one stands there twice; name each once")
+    return tuple(_encodable_text(text, "a choice") for text in value)
+
+
+def _right_choices(value: Any, choices: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the right choices, which the row gives by text or by number."""
+    # bool first: in Python True is an int.
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value < len(choices):
+            raise BadInputError(f"answer: {value} is no place among {len(choices)} choices; the first is 0")
+        return (choices[value],)
+    answers = _answers(value)
+    for answer in answers:
+        if answer not in choices:
+            raise BadInputError(f"answer: {answer[:LENGTH_SHOWN]!r} is none of the choices; name one, or its place")
+    return answers
+
+
+def _answers(value: Any) -> tuple[str, ...]:
+    answers = value if isinstance(value, list) else [value]
+    if value is None or not answers:
+        raise BadInputError("answer is missing; needed: a text, or a list of texts that are right")
+    for answer in answers:
+        if not isinstance(answer, str):
+            raise BadInputError(f"answer: {json.dumps(answer)[:LENGTH_SHOWN]} is no text; write it in quotes")
+        if not answer.strip():
+            raise BadInputError("answer is empty; needed: a text, or a list of texts that are right")
+    return tuple(_encodable_text(answer, "answer") for answer in answers)
+
+
+def _encodable_text(text: str, what: str) -> str:
+    """Returns the text. Raises BadInputError if no tokenizer could encode it."""
+    from toolkit.data.rows.values import RowProblem, encodable
+
+    try:
+        return encodable(text, what)
+    except RowProblem as problem:
+        raise BadInputError(str(problem)) from None
+
+
+def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool) -> list[Prompt]:
+    """Encodes the rows.
+
+    Raises:
+        BadInputError: names the rows that the model cannot take.
+    """
+    prompts = all_right(option, [(row.place, partial(_encode_row, loaded, row, system, raw)) for row in rows])
+    return [replace(prompt, row=number) for number, prompt in enumerate(prompts)]
+
+
+def _encode_row(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> Prompt:
+    if not row.images:
+        return encode_prompt(loaded, row.prompt, system, raw, row.tools, row.arguments)
+    if raw:
+        raise BadInputError("an image stands where the chat template says; leave --raw out")
+    assert isinstance(row.prompt, list)
+    return encode_pictured(loaded, row.prompt, row.images, system, row.tools, row.arguments)
+
+
+def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[Completion]:
+    """Yields a completion of each prompt, in order."""
+    for start in range(0, len(prompts), batch_size):
+        yield from complete(loaded, prompts[start : start + batch_size], sampling)

@@ -1,0 +1,56 @@
+"""A user's function that scores completions."""
+
+from __future__ import annotations
+
+import copy
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import BadInputError
+from toolkit.generation.text.rows import PromptRow
+from toolkit.user_function import UserFunction, fenced, load_function, shown
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores completions by a function, which takes a completion and its row as the file has it.
+
+    The function returns True, False or a number from 0 to 1.
+    """
+
+    function: UserFunction
+
+    @property
+    def fingerprint(self) -> str:
+        return self.function.fingerprint
+
+    def score(self, completion: str, row: PromptRow) -> float:
+        """Returns the score of a row's completion, 0 to 1.
+
+        Raises:
+            BadInputError: if the function fails or returns something else; it names the row.
+        """
+        # A copy, so that one score does not depend on those before it.
+        found = self.function.call(row.place, completion, copy.deepcopy(dict(row.fields)))
+        score = _number(found)
+        if 0 <= score <= 1:
+            return score
+        raise BadInputError(
+            f"{self.function.field}: {self.function.name} returned {shown(found)} for {row.place}; allowed: True, "
+            "False, or a number from 0 to 1"
+        )
+
+
+def load_scorer(name: str, field: str) -> Scorer:
+    """Imports the function that scores; see `load_function`, also for what it raises."""
+    return Scorer(load_function(name, field))
+
+
+def _number(value: Any) -> float:
+    """Returns the value of a number, and -1 for anything else. The class of the value may be a user's code, too."""
+    try:
+        # True and false are numbers.
+        return fenced(lambda: float(value) if isinstance(value, numbers.Real) else -1.0, "", "")
+    except BadInputError:
+        return -1.0

@@ -1,0 +1,1 @@
+"""LoRA adapters: where they go, their files, and the ones that a run continues."""

@@ -1,0 +1,1 @@
+"""Which attention runs, and what it takes: positions, masks, images."""

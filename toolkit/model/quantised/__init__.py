@@ -1,0 +1,1 @@
+"""Frozen weights in 4 or 8 bits."""

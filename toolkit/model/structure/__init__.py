@@ -1,0 +1,1 @@
+"""Parts of a model, and models without memory for their weights."""

@@ -1,0 +1,1 @@
+"""Reads a model's weights, under the names of its files."""

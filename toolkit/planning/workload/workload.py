@@ -1,0 +1,236 @@
+"""Describes what one rank runs in a micro-batch, before there are weights or data."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from toolkit.data.samples.packing import is_packed
+from toolkit.data.samples.sequence_parts import Part
+from toolkit.data.tokens import tokenizer
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.attention.attention import attention_of
+from toolkit.model.attention.attention_by_heads import attend_by_heads, require_sequence
+from toolkit.model.attention.document_attention import BY_DOCUMENT
+from toolkit.model.attention.positions import takes_positions
+from toolkit.model.load import SpecialTokens, load_without_weights
+from toolkit.model.structure.model_parts import LANGUAGE
+from toolkit.objectives.build import build_objective
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.teacher import load_teacher
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.recipe.objectives.spec import ObjectiveSpec
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import DataSection, ModelSection
+
+UNMASKED = "unmasked_sdpa"
+"""Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.
+
+transformers makes no mask for an attention name that it does not know. For a name that it knows, it makes the
+mask of packed rows whenever it sees fake tensors, because it cannot read the positions.
+"""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model on the meta device, its objective, and batches of the run's shape.
+
+    Attributes:
+        model: the model that the backend gets; its parameters have no memory.
+        objective: builds the objective of a model like this one, and of a teacher.
+        batch: returns a batch on the CPU for a micro-batch size; only shapes and types matter, not values.
+        mixed_precision: `no`, `bf16` or `fp16`.
+        tokens: tokens of one sample.
+        unit_classes: as `plan_units` takes them.
+        sequence: ranks that share a row.
+        attention: the attention of copies of the model, or None to keep its own.
+        teacher: on the meta device, if the objective has one.
+        experts: ranks of an expert-parallel group, each with whole experts of its own.
+        skew: factor on the even share of tokens that a rank's experts get.
+        also: batches of other shapes, some of which may need more memory.
+        has_images: whether the batches are of rows with images.
+    """
+
+    model: nn.Module
+    objective: Callable[..., Objective]
+    batch: Callable[[int], dict[str, torch.Tensor]]
+    mixed_precision: str
+    tokens: int
+    unit_classes: list[str] | None = None
+    sequence: int = 1
+    attention: str | None = None
+    teacher: nn.Module | None = None
+    experts: int = 1
+    skew: int = 1
+    also: tuple[Callable[[int], dict[str, torch.Tensor]], ...] = ()
+    has_images: bool = False
+
+    def model_copy(self) -> nn.Module:
+        """Returns a copy of the model in training mode, for callers that add hooks."""
+        return self._copy_of(self.model).train()
+
+    def teacher_copy(self) -> nn.Module | None:
+        """Returns a copy of the teacher in evaluation mode, or None without one."""
+        return None if self.teacher is None else self._copy_of(self.teacher).eval()
+
+    def _copy_of(self, model: nn.Module) -> nn.Module:
+        model = copy.deepcopy(model)
+        # This method loads weights, which a copy on the meta device must never do.
+        model.__dict__.pop("materialize_weights", None)
+        if self.attention is not None:
+            register_unmasked()
+            with contextlib.suppress(ValueError):  # a model that knows its own kernels alone keeps what it has
+                base_of(model).set_attn_implementation(self.attention)
+        if self.sequence > 1:
+            attend_by_heads(model)
+        return model
+
+
+def _unmasked(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    # On a CPU dropout would select a kernel with whole score matrices; CUDA's kernel keeps two numbers.
+    return sdpa_attention_forward(module, query, key, value, *args, **{**kwargs, "dropout": 0.0})
+
+
+def register_unmasked() -> None:
+    """Registers UNMASKED with transformers; a second call changes nothing."""
+    AttentionInterface.register(UNMASKED, _unmasked)
+
+
+@dataclass
+class PlannedTokenizer:
+    """Stands for a tokenizer that does not exist yet, as far as a configuration needs it."""
+
+    size: int
+    bos_token_id: int | None = None
+    eos_token_id: int | None = 0
+    pad_token_id: int | None = 1
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def workload_of(recipe: Recipe, mixed_precision: str, parts: Sequence[str] = (LANGUAGE,)) -> Workload:
+    """Returns the workload of a recipe on rows of text; it reads the model's configuration, but no weights and no data.
+
+    Args:
+        parts: the trained parts of a model that reads more than text, in words of `model.train`.
+
+    Raises:
+        BadInputError: if there is no such model.
+    """
+    labels, kind = _labels(recipe.objective), recipe.objective.kind
+    tokens = _tokenizer(recipe.model, recipe.data, kind)
+    model = load_without_weights(recipe.model, tokens, labels, recipe.adapter, kind, parts)
+    teacher = load_teacher(recipe, None, mixed_precision)
+    return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None, teacher)
+
+
+def workload_of_model(
+    recipe: Recipe,
+    model: nn.Module,
+    mixed_precision: str,
+    label_counts: dict[str, int] | None,
+    teacher: nn.Module | None = None,
+) -> Workload:
+    """Returns the workload of a recipe whose model exists already, on the meta device.
+
+    Args:
+        label_counts, teacher: as `build_objective` takes them.
+    """
+    if recipe.sharding.sequence > 1:
+        require_sequence(model, recipe.sharding.sequence, recipe.data.max_length)
+    packed = is_packed(recipe.data, recipe.objective)
+    if recipe.data.packing is None and recipe.objective.spec.may_pad:
+        packed = takes_positions(model)  # a run pads its rows then
+
+    def objective(model: nn.Module, teacher: nn.Module | None = None) -> Objective:
+        return build_objective(recipe.objective, model, packed, label_counts, teacher)
+
+    return Workload(
+        model,
+        objective,
+        lambda size: _empty_batch(recipe, size),
+        mixed_precision,
+        _tokens_of_sample(recipe.data, recipe.objective.spec),
+        recipe.sharding.unit_classes,
+        recipe.sharding.sequence,
+        _attention(recipe.objective.spec, attention_of(base_of(model)), packed),
+        teacher,
+        recipe.sharding.experts,
+    )
+
+
+def shared_by(recipe: Recipe, sequence: int) -> Recipe:
+    """Returns the recipe with rows that `sequence` ranks share."""
+    return recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update={"sequence": sequence})})
+
+
+def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
+    """Returns the workload with the rows of a recipe that differs in its data, or in how many ranks share them.
+
+    Raises:
+        BadInputError: if so many ranks cannot share them.
+    """
+    sequence = recipe.sharding.sequence
+    if sequence > 1:
+        require_sequence(workload.model, sequence, recipe.data.max_length)
+    return replace(
+        workload,
+        batch=lambda size: _empty_batch(recipe, size),
+        tokens=_tokens_of_sample(recipe.data, recipe.objective.spec),
+        sequence=sequence,
+    )
+
+
+def _tokens_of_sample(data: DataSection, spec: ObjectiveSpec) -> int:
+    """Returns the tokens of one full sample, or of a source and its target together."""
+    return data.max_length + (_target_length(data) if spec.encoder_decoder else 0)
+
+
+def _target_length(data: DataSection) -> int:
+    return data.max_target_length or data.max_length
+
+
+def _labels(section: ObjectiveSection) -> list[str] | None:
+    """Returns the names of a new head's outputs; two stand for classes that only the data names."""
+    if not section.spec.has_classes:
+        return list(section.spec.head_names) or None
+    return list(section.labels or ("0", "1"))
+
+
+def _tokenizer(section: ModelSection, data: DataSection, kind: str) -> SpecialTokens:
+    if section.train_tokenizer_vocab_size is not None:
+        return PlannedTokenizer(section.train_tokenizer_vocab_size)
+    # Read nothing that is not needed: a tokenizer may have to come from the hub.
+    if section.name_or_path is not None and section.add_tokens is None:
+        return PlannedTokenizer(0)  # the configuration says it all
+    loaded: SpecialTokens = tokenizer.load(section, data, kind)
+    return loaded
+
+
+def _attention(spec: ObjectiveSpec, chosen: str, packed: bool) -> str | None:
+    """Returns `UNMASKED`, or None: rows that share a sample need a mask with sdpa, but not with flash or flex."""
+    if spec.padded or chosen == "eager":
+        return None
+    # sdpa with a mask of packed rows uses the memory-efficient kernel and keeps (B, 1, T, T).
+    return None if chosen in ("sdpa", BY_DOCUMENT) and packed else UNMASKED
+
+
+def _empty_batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
+    """Returns an uninitialised micro-batch of full rows, shaped as the data's samples make it."""
+    dims = {"B": size, "R": size, "T": recipe.data.max_length, "U": _target_length(recipe.data)}
+    batch = {
+        name: torch.empty(field.sizes(dims), dtype=getattr(torch, field.dtype))
+        for name, field in recipe.objective.spec.batch.items()
+    }
+    return Part(0, recipe.sharding.sequence).of(batch)

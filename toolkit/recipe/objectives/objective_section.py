@@ -1,0 +1,115 @@
+"""The section of a recipe that chooses an objective and sets it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from toolkit.recipe.objectives.registry import SPECS
+from toolkit.recipe.objectives.section import PositiveFloat, Section, contradiction
+from toolkit.recipe.objectives.spec import ObjectiveSpec
+
+if TYPE_CHECKING:
+    ObjectiveKind = str
+else:
+    ObjectiveKind = Literal[tuple(SPECS)]
+
+
+class ObjectiveSection(Section):
+    """What is minimised."""
+
+    kind: ObjectiveKind = Field(
+        "causal_lm",
+        description=f"Choose the objective. {' '.join(f'{spec.kind}: {spec.about}.' for spec in SPECS.values())}",
+    )
+    loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
+        None,
+        description="Choose the preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo.",
+    )
+    beta: PositiveFloat | None = Field(
+        None,
+        description="Scale the rewards of dpo, ipo and kto (null: 0.1) or simpo (null: 2). With divergence jsd: the "
+        "teacher's share of the mixture, below 1; null: 0.5.",
+    )
+    label_smoothing: float | None = Field(
+        None,
+        ge=0.0,
+        lt=0.5,
+        description="Assume that this share of pairs is labelled the wrong way round (dpo); null: 0.",
+    )
+    gamma: float | None = Field(None, ge=0.0, description="Set the target margin of simpo; null: 1.")
+    odds_weight: PositiveFloat | None = Field(None, description="Weight the odds ratio of orpo; null: 0.1.")
+    desirable_weight: PositiveFloat | None = Field(
+        None, description="Weight the losses of completions judged true (kto); null: 1."
+    )
+    undesirable_weight: PositiveFloat | None = Field(
+        None, description="Weight the losses of completions judged false (kto); null: 1."
+    )
+    center_rewards_coefficient: PositiveFloat | None = Field(
+        None,
+        description="Add the square of a pair's summed rewards to the loss, times this, so that rewards stay around 0 "
+        "(reward, arXiv 2312.09244); null: do not.",
+    )
+    teacher: str | None = Field(
+        None,
+        min_length=1,
+        description="Learn from this model: a hub name or a folder. It must have the student's tokenizer "
+        "(distillation).",
+    )
+    teacher_revision: str | None = Field(None, description="Use this branch, tag or commit of the teacher on the hub.")
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = Field(
+        None,
+        description="Choose the divergence from the teacher. forward_kl: KL(teacher || student). reverse_kl: "
+        "KL(student || teacher). jsd: generalised Jensen-Shannon divergence (arXiv 2306.13649). null: forward_kl.",
+    )
+    temperature: PositiveFloat | None = Field(
+        None,
+        description="Divide both models' logits by this in the divergence, and multiply the divergence by its square "
+        "(arXiv 1503.02531); null: 1.",
+    )
+    kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None,
+        description="Weight the divergence by this, and the labels' cross-entropy by the rest; null: 0.5.",
+    )
+    labels: list[str] | None = Field(
+        None, description="Name the classes, or tags, in the order of their numbers; null: those of data.train, sorted."
+    )
+    class_weights: Literal["balanced"] | list[PositiveFloat] | None = Field(
+        None, description="Weight each class in the loss. balanced: rows / (classes x rows of the class)."
+    )
+    router_aux_coef: float | None = Field(
+        None,
+        ge=0.0,
+        description="Weight the balance loss of a mixture of experts (arXiv 2101.03961), taken over all ranks; null: "
+        "the model's own router_aux_loss_coef.",
+    )
+    router_z_coef: float | None = Field(
+        None, ge=0.0, description="Weight the routers' z-loss (ST-MoE, arXiv 2202.08906); null: 0."
+    )
+    router_bias_rate: float | None = Field(
+        None,
+        ge=0.0,
+        description="Move the bias of overloaded and idle experts by this much each step, if routers have biases "
+        "(arXiv 2408.15664); not possible with adapters; null: 0, as at the end of DeepSeek V3's training.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ObjectiveSection:
+        for key in {key for spec in SPECS.values() for key in spec.settings}:
+            if getattr(self, key) is not None and key not in self.spec.settings:
+                raise contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
+        self.spec.check(self)
+        if self.labels is not None and (len(set(self.labels)) < 2 or len(set(self.labels)) < len(self.labels)):
+            raise contradiction("objective.labels: needs two names or more, all different")
+        return self
+
+    @property
+    def spec(self) -> ObjectiveSpec:
+        """What the other rooms ask about an objective of this kind."""
+        return SPECS[self.kind]
+
+    @property
+    def preference_loss(self) -> str:
+        """`loss`, or its default."""
+        return self.loss or "dpo"

@@ -1,0 +1,104 @@
+"""The description of an objective, and the questions that other rooms ask it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from toolkit.recipe.objectives.batches import BatchSpec
+from toolkit.recipe.objectives.method import Method
+
+
+class ObjectiveSettings(Protocol):
+    """The settings that the checks of single objectives read. `ObjectiveSection` has them."""
+
+    @property
+    def beta(self) -> float | None: ...
+
+    @property
+    def teacher(self) -> str | None: ...
+
+    @property
+    def divergence(self) -> str | None: ...
+
+    @property
+    def preference_loss(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """An objective before there is a model. Its losses are in `toolkit.objectives`, and `build_objective` makes them.
+
+    Attributes:
+        kind: `objective.kind` of a recipe.
+        about: what it minimises, in the words of the recipe's documentation.
+        layouts: column layouts of rows that it learns from, in the order in which they are tried.
+        row_form: how these rows become samples and batches, see `toolkit.data.build`.
+        batch: the tensors of a micro-batch.
+        pipeline_task: the hub's name of its models' task, for the model card.
+        settings: fields of `ObjectiveSection` that have an effect.
+        auto_class: transformers' class of the model. If it is None, the configuration decides which class writes text.
+        peft_task: peft's name of an adapted model's task.
+        head_names: fixed names of the outputs of a new head; empty: the data's classes, or no new head.
+        methods: starting values for `toolkit init`.
+        trained_turns: the turns of a conversation that are learned, or None if `data.targets` decides.
+        has_classes: whether it predicts classes, of texts or of words.
+        writes_text: whether its models generate text.
+        encoder_decoder: whether a sample is a source and a target, read by an encoder and written by a decoder.
+        padded: whether rows are always padded, one to a sample, with the tokenizer's own special tokens.
+        may_pad: whether rows may be padded instead of packed if nobody asked for either.
+        has_teacher: whether a second, frozen model is loaded.
+        sees_pictures: whether rows may have pictures, for models that take them.
+    """
+
+    kind: str
+    about: str
+    layouts: tuple[str, ...]
+    row_form: str
+    batch: BatchSpec
+    pipeline_task: str = "text-generation"
+    settings: tuple[str, ...] = ()
+    auto_class: str | None = None
+    peft_task: str = "CAUSAL_LM"
+    head_names: tuple[str, ...] = ()
+    methods: tuple[Method, ...] = ()
+    trained_turns: Literal["last_turn"] | None = None
+    has_classes: bool = False
+    writes_text: bool = True
+    encoder_decoder: bool = False
+    padded: bool = False
+    may_pad: bool = False
+    has_teacher: bool = False
+    sees_pictures: bool = False
+
+    @property
+    def predicts_next_tokens(self) -> bool:
+        """Whether the model is a decoder that writes text, so that no token may see later ones."""
+        return self.writes_text and not self.encoder_decoder
+
+    @property
+    def compares_completions(self) -> bool:
+        """Whether completions are compared with others, so that their last turns are what is learned."""
+        return self.trained_turns is not None
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether these completions are answers of a model that writes; a reward model reads what is written."""
+        return self.compares_completions and self.predicts_next_tokens
+
+    @property
+    def tells_sources(self) -> bool:
+        """Whether its losses are also reported by named sources of rows."""
+        return "sources" in self.batch
+
+    @property
+    def has_margins(self) -> bool:
+        """Whether pairs say by how much the chosen completion is better."""
+        return "margin" in self.batch
+
+    def check(self, section: ObjectiveSettings) -> None:
+        """Checks that the objective's own settings fit each other.
+
+        Raises:
+            PydanticCustomError: if they do not; see `contradiction`.
+        """

@@ -1,0 +1,1 @@
+"""Checks before the first step, on the rows and the model of the run."""

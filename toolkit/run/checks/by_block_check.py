@@ -1,0 +1,124 @@
+"""Checks before the first step that micro-batches that run by block do not change each other in this model."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit import ranks
+from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.structure.without_dropout import without_dropout
+from toolkit.planning.check import Planned
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.fsdp2.fsdp import class_name
+from toolkit.sharding.plugin import ShardingPlugin
+
+TOKENS = 16
+"""Tokens of each micro-batch of the check."""
+
+NOISE = 4.0
+"""Factor on the difference of logits between two equal forwards, which is 0 on a CPU."""
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How the micro-batches of a step run.
+
+    Attributes:
+        by_block: runs them by block, or None if they run one after another.
+        why: the reason for the choice of `sharding.accumulate: auto`; empty if the recipe chose.
+    """
+
+    by_block: ByBlock | None
+    why: str = ""
+
+    def describe(self) -> str | None:
+        """Describes the choice for the run summary, or returns None for the default."""
+        told = "by block: a step gathers each unit twice and reduces it once" if self.by_block else "by micro-batch"
+        if self.why:
+            return f"auto: {told} ({self.why})"
+        return told if self.by_block else None
+
+
+def accumulation_of(
+    recipe: Recipe,
+    planned: Planned,
+    plugin: ShardingPlugin,
+    model: nn.Module,
+    device: torch.device,
+    alone: str | None = None,
+) -> Accumulation:
+    """Returns how micro-batches run: as the recipe says, or for `auto` as planned if the model can. Collective.
+
+    Args:
+        alone: why the rows of a micro-batch run one after another, if they do.
+
+    Raises:
+        BadInputError: if the recipe asks for by_block, and the model cannot run so.
+    """
+    if not planned.by_block:
+        return Accumulation(None, planned.why)
+    assert plugin.unit_plan is not None  # strategies that have none are refused, and `auto` leaves them alone
+    try:
+        if alone is not None and recipe.training.micro_batch_size > 1:
+            raise BadInputError(
+                f"sharding.accumulate: by_block runs a forward for each micro-batch, and {alone}, so that each row "
+                "needs its own; set training.micro_batch_size=1, or sharding.accumulate=by_micro_batch"
+            )
+        by_block = ByBlock(model, plugin.unit_plan)
+        # Noise differs between ranks, and so may their results.
+        ranks.on_every_rank(lambda: check_forwards(model, by_block, device), "look at the model by block")
+    except BadInputError as error:
+        if recipe.sharding.accumulate != "auto":
+            raise
+        return Accumulation(None, first_line(error))
+    return Accumulation(by_block, planned.why)
+
+
+def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) -> None:
+    """Compares the logits of two micro-batches that go through the blocks together with those of each alone.
+
+    A value that a model passes from block to block in an attribute or a global would be the other micro-batch's.
+
+    Raises:
+        BadInputError: if they differ, or the model cannot run so.
+    """
+    # The embeddings have rows even if the configuration has no vocabulary size.
+    rows = int(base_of(model).get_input_embeddings().weight.shape[0])
+    ids = torch.arange(2 * TOKENS, device=device).view(2, 1, TOKENS) * 7 % rows
+    forwards = [functools.partial(_logits, model, of_batch) for of_batch in ids]
+    with without_dropout(model):
+        with torch.no_grad():
+            alone, again = ([forward() for forward in forwards] for _ in range(2))
+        try:
+            together = by_block.evaluate(forwards)
+        except Exception as error:
+            raise BadInputError(f"{_refusal(model)}: {type(error).__name__}: {error}. {MEND}") from error
+    noise, difference = _largest_difference(again, alone), _largest_difference(together, alone)
+    if difference > NOISE * noise:
+        raise BadInputError(
+            f"{_refusal(model)}: its blocks hand on something by other ways than arguments and outputs, so that "
+            f"micro-batches change each other's logits by {difference:.1e}. {MEND}"
+        )
+
+
+MEND = "Set sharding.accumulate=by_micro_batch"
+
+
+def _refusal(model: nn.Module) -> str:
+    return f"sharding.accumulate: by_block cannot run {class_name(base_of(model))}"
+
+
+def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits: Any = model(input_ids=ids, use_cache=False).logits  # as training does: a cache can lack what blocks keep
+    return logits.float()  # type: ignore[no-any-return]
+
+
+def _largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,249 @@
+"""Checks before the first step, on the run's rows, that images reach their own row in the model and no other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from toolkit.checkpoint.export import relative_difference
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.samples import Batch
+from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.structure.without_dropout import without_dropout
+from toolkit.objectives.objective import Objective
+from toolkit.run.checks.checked_forward import logits_of
+from toolkit.run.checks.packing_check import TOLERANCE, LeakError
+from toolkit.sharding.fsdp2.fsdp import class_name, sharded_modules
+
+LOOKED_AT = 256
+"""Number of samples among which rows are chosen."""
+
+TRIED = 8
+"""Number of rows with images that are each tried alone."""
+
+
+class SightError(BadInputError):
+    """Rows with images do not reach the model as they should."""
+
+
+@dataclass(frozen=True)
+class SightCheck:
+    """Measured differences, as shares of the largest logit.
+
+    Attributes:
+        seen: change of a row's logits with its image.
+        leaks: change of the logits of rows beside it; 0 if none shares the sample.
+        alone: the largest difference of a row beside others from the row alone.
+        shared: whether several rows share the sample.
+    """
+
+    seen: float
+    leaks: float
+    alone: float
+    shared: bool
+
+
+@torch.no_grad()
+def check_pictures(
+    model: nn.Module,
+    inner: nn.Module,
+    objective: Objective,
+    samples: PictureSamples,
+    device: torch.device,
+    in_16_bits: bool,
+) -> SightCheck | None:
+    """Compares logits on a real sample with an image. Every rank calls this, on the same samples.
+
+    Returns:
+        The measured differences, or None if no sample has an image, or the logits are not finite.
+
+    Raises:
+        SightError: if an image has no effect or is learned as text, or the model cannot take it on every rank.
+        LeakError: if rows that share a sample see each other.
+    """
+    found = next((n for n in _shared_samples_first(samples) if samples.has_picture(n)), None)
+    if found is None:
+        return None
+    require_no_targets(samples)
+    with without_dropout(model):
+        _require_features(model, inner, objective, samples, device)
+        _require_units(model, inner, objective, samples, found, device)
+        check = _measure(model, objective, samples, found, device)
+    if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
+        return None  # the first step will say so
+    _require_small(check, TOLERANCE[in_16_bits], _row_name(samples, found, _first_seen(samples, found)), _class(inner))
+    return check
+
+
+def require_no_targets(samples: PictureSamples) -> None:
+    """Checks that no token that stands for an image is learned.
+
+    Raises:
+        SightError: if one is.
+    """
+    placeholders = np.array(sorted(samples.pictures.token_ids))
+    for number in _looked_at(samples):
+        for place, (ids, targets) in enumerate(samples.tokens(number)):
+            if np.any(np.isin(ids, placeholders) & np.asarray(targets, dtype=bool)):
+                raise SightError(
+                    f"{_row_name(samples, number, place)}: tokens that stand for an image would be learned as text; "
+                    "report this"
+                )
+
+
+def _require_features(
+    model: nn.Module, inner: nn.Module, objective: Objective, samples: PictureSamples, device: torch.device
+) -> None:
+    """Tries rows with different images alone: transformers refuses one if features and places differ in number.
+
+    Beside others, a row with too many could balance one with too few.
+    """
+    for number, place in _rows_of_unlike_sizes(samples):
+        try:
+            _logits(model, objective, samples.alone(number, place).batch([0]), device)
+        except Exception as error:  # of the model's own code
+            raise SightError(
+                f"{_row_name(samples, number, place)}: {_class(inner)} cannot take its images: {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from error
+
+
+def _require_units(
+    model: nn.Module,
+    inner: nn.Module,
+    objective: Objective,
+    samples: PictureSamples,
+    shown: int,
+    device: torch.device,
+) -> None:
+    """Raises SightError if a sample with images runs other units than one without: ranks would wait for each other."""
+    blind = next((number for number in _looked_at(samples) if not samples.has_picture(number)), None)
+    if blind is None:
+        return
+    of_shown, of_blind = (_units_run(model, objective, samples.batch([n]), device) for n in (shown, blind))
+    if of_shown != of_blind:
+        other = sorted(set(of_shown) ^ set(of_blind)) or ["the same ones in another order"]
+        name = _row_name(samples, shown, _first_seen(samples, shown))
+        raise SightError(
+            f"{name}: with its images {_class(inner)} runs other units than without any ({', '.join(other[:3])}), so "
+            "that ranks would wait for each other without end; report this"
+        )
+
+
+def _units_run(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> list[str]:
+    """Returns the names of the units that a forward gathers, in their order."""
+    found: list[str] = []
+    names = {id(module): name or "the root" for name, module in model.named_modules()}
+    units: list[Any] = list(sharded_modules(model))
+    hooks = [unit.register_forward_pre_hook(lambda module, _: found.append(names[id(module)])) for unit in units]
+    try:
+        _logits(model, objective, batch, device)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _measure(
+    model: nn.Module, objective: Objective, samples: PictureSamples, number: int, device: torch.device
+) -> SightCheck:
+    """Measures a sample in which the first row with an image gets another image."""
+    seen, first = samples.seen(number), _first_seen(samples, number)
+    others_seen = [*seen[:first], [_changed_picture(seen[first][0]), *seen[first][1:]], *seen[first + 1 :]]
+    batch, other = samples.shown([number], [seen]), samples.shown([number], [others_seen])
+    together, changed = (_logits(model, objective, one, device) for one in (batch, other))
+    spans, alone = _documents(batch), 0.0
+    for place, (start, end) in enumerate(spans):
+        by_itself = _logits(model, objective, samples.alone(number, place).batch([0]), device)[: end - start]
+        alone = max(alone, relative_difference(together[start:end], by_itself))
+    others = [slice(*span) for place, span in enumerate(spans) if place != first]
+    return SightCheck(
+        seen=relative_difference(changed[slice(*spans[first])], together[slice(*spans[first])]),
+        leaks=max((relative_difference(changed[span], together[span]) for span in others), default=0.0),
+        alone=alone,
+        shared=len(spans) > 1,
+    )
+
+
+def _looked_at(samples: PictureSamples) -> range:
+    return range(min(LOOKED_AT, len(samples)))
+
+
+def _first_seen(samples: PictureSamples, number: int) -> int:
+    """Returns the place of the first row of a sample that has an image."""
+    return next(place for place, row in enumerate(samples.rows_of(number)) if _picture_records(samples, row))
+
+
+def _picture_records(samples: PictureSamples, row: int) -> list[tuple[dict[str, Any], str]]:
+    found: list[tuple[dict[str, Any], str]] = samples.rows.pictures(row)  # type: ignore[attr-defined]
+    return found
+
+
+def _rows_of_unlike_sizes(samples: PictureSamples) -> list[tuple[int, int]]:
+    """Returns sample and place of rows with images of different sizes: the longest ones, and the shortest."""
+    by_sizes: dict[str, tuple[int, int, int]] = {}
+    for number in _looked_at(samples):
+        for place, (row, (ids, _)) in enumerate(zip(samples.rows_of(number), samples.tokens(number), strict=True)):
+            if records := _picture_records(samples, row):
+                sizes = str(sorted(str(record.get("size")) for record, _ in records))
+                by_sizes.setdefault(sizes, (len(ids), number, place))
+    in_order = sorted(by_sizes.values(), reverse=True)
+    chosen = in_order if len(in_order) <= TRIED else [*in_order[: TRIED - 1], in_order[-1]]
+    return [(number, place) for _, number, place in chosen]
+
+
+def _row_name(samples: PictureSamples, number: int, place: int) -> str:
+    name: str = samples.rows.name(samples.rows_of(number)[place])  # type: ignore[attr-defined]
+    return name
+
+
+def _class(inner: nn.Module) -> str:
+    return class_name(base_of(inner))
+
+
+def _require_small(check: SightCheck, tolerance: tuple[float, float], name: str, model: str) -> None:
+    if check.seen == 0.0:
+        raise SightError(f"{name}: its image changes no logit of {model}, so it would not be seen; train another model")
+    why = None
+    if check.leaks > tolerance[0]:
+        why = f"an image changes the logits of rows beside it by {check.leaks:.1e} of the largest, more than"
+        why = f"{why} {tolerance[0]:.0e}"
+    elif check.alone > tolerance[1]:
+        why = f"beside others a row's logits differ by {check.alone:.1e} of the largest from its own alone, more than"
+        why = f"{why} {tolerance[1]:.0e}"
+    if why is not None:
+        leak = LeakError(f"data.packing: rows that share a sample see each other in {model} ({name}): {why}. {MEND}")
+        leak.why = f"rows with images that share a sample see each other in {model}: {why}"
+        raise leak
+
+
+MEND = "Set data.packing=false, or another model.attention"
+
+
+def _shared_samples_first(samples: PictureSamples) -> list[int]:
+    """Returns the numbers of samples, those of several rows first."""
+    return sorted(_looked_at(samples), key=lambda number: (len(samples.rows_of(number)) < 2, number))
+
+
+def _documents(batch: Batch) -> list[tuple[int, int]]:
+    """Returns the start and the end of each document of the only row, without padding."""
+    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    return list(zip(starts, [*starts[1:], int(batch["lengths"][0])], strict=True))
+
+
+def _changed_picture(picture: Image.Image) -> Image.Image:
+    """Returns another picture of the same size with half of the bits flipped, so that no picture stays the same."""
+    pixels = np.asarray(picture)
+    return Image.fromarray(pixels ^ np.random.default_rng(0).integers(0, 256, pixels.shape, dtype=np.uint8))
+
+
+def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
+    """Returns the logits of the only row, (T, V), as training computes them."""
+    return logits_of(model, objective, objective.on_host(batch), device)[0].float()

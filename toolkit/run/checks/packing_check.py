@@ -1,0 +1,191 @@
+"""Checks before the first step that rows that share a sample do not see each other in this model.
+
+In transformers restarting positions keep attention inside documents only without an attention mask and
+without a cache, and not in every model and kernel; if they do not, logits are silently wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from toolkit.checkpoint.export import relative_difference
+from toolkit.data.samples.samples import Batch, PairSamples, TextSamples, sample_of, stack
+from toolkit.errors import BadInputError, in_words
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.attention.attention import attention_of
+from toolkit.model.structure.model_parts import sees
+from toolkit.model.structure.without_dropout import without_dropout
+from toolkit.objectives.objective import Objective
+from toolkit.run.checks.checked_forward import is_the_models, logits_of, on_text_alone
+from toolkit.sharding.fsdp2.fsdp import class_name
+
+SAMPLES = 256
+"""Number of samples among which the one with the longest last document is chosen."""
+
+MOST_TOKENS = 2048
+"""The most tokens of the compared samples together: their logits are whole, and training on longer rows takes less
+memory than those. The documents of a longer sample are shortened."""
+
+MOST_DOCUMENTS = 16
+"""The last documents of a longer sample, which are kept."""
+
+TOLERANCE = {False: (1e-5, 1e-4), True: (1e-2, 5e-2)}
+"""Two tolerances by whether compute is in 16 bits, both as a share of the largest logit. The first is for the change of
+a document's logits when the others are replaced (kernels and shapes stay, so it is zero unless experts share a matrix
+product), the second for the difference from its logits alone (rounding differs)."""
+
+
+class LeakError(BadInputError):
+    """Rows that share a sample see each other.
+
+    Attributes:
+        why: what was found, without the field and what to do.
+    """
+
+    why: str
+
+
+@torch.no_grad()
+def check_leaks(
+    model: nn.Module,
+    inner: nn.Module,
+    objective: Objective,
+    samples: TextSamples,
+    micro_batch_size: int,
+    device: torch.device,
+    in_16_bits: bool,
+) -> tuple[float, float] | None:
+    """Compares logits on a real micro-batch, or as much of it as is short. Every rank calls this, on the same samples.
+
+    Args:
+        inner: the model without its wrappers, for its name.
+
+    Returns:
+        The last document's change when the others are replaced, and its difference from its logits alone;
+        None if no sample holds two documents, or the logits are not finite.
+
+    Raises:
+        LeakError: if they are more than `TOLERANCE`.
+    """
+    length = min(samples.max_length, MOST_TOKENS)
+    numbers = _numbers_to_compare(samples, min(micro_batch_size, MOST_TOKENS // length))
+    if numbers is None:
+        return None
+    pieces = [(ids, [True] * len(ids)) for ids in samples.documents(numbers[0])]
+    batch = samples.batch(numbers)
+    if batch["input_ids"].shape[1] > MOST_TOKENS:
+        pieces = pieces[-MOST_DOCUMENTS:]
+        pieces = [(ids[: length // len(pieces)], known[: length // len(pieces)]) for ids, known in pieces]
+        batch = stack([sample_of(pieces, length, samples.pad_id)])
+    span = slice(sum(len(ids) for ids, _ in pieces[:-1]), sum(len(ids) for ids, _ in pieces))
+    # Without position_ids the model uses its own, which RoBERTa's family counts from another number.
+    by_itself = stack([sample_of(pieces[-1:], length if samples.packed else len(pieces[-1][0]), samples.pad_id)])
+    ids = {"input_ids": by_itself["input_ids"]}
+    mend = "Set data.packing=false, or another model.attention"
+    if isinstance(samples, PairSamples):
+        mend = "Both completions of a pair share a sample: remove data.packing, or set another model.attention"
+    with without_dropout(model):
+        with on_text_alone(inner):
+            alone = _few_logits(model, objective, ids, device, slice(span.stop - span.start))
+        with _on_shared_samples(inner, mend):
+            both = (batch, _others_replaced(batch, span.start))
+            together, replaced = (_few_logits(model, objective, one, device, span) for one in both)
+    found = (relative_difference(replaced, together), relative_difference(together, alone))
+    if not all(map(math.isfinite, found)):
+        return None  # the first step will say so
+    _require_small(found, TOLERANCE[in_16_bits], inner, mend)
+    return found
+
+
+@contextlib.contextmanager
+def _on_shared_samples(inner: nn.Module, mend: str) -> Iterator[None]:
+    """Says of an error of a forward that the model cannot take rows that share a sample.
+
+    Raises:
+        BadInputError: in place of what the forward raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        name = class_name(base_of(inner))
+        raise BadInputError(
+            f"data.packing: {name} with attention {attention_of(inner)!r} cannot run rows that share a sample "
+            f"({in_words(error)}). {mend}"
+        ) from error
+
+
+@torch.no_grad()
+def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, device: torch.device) -> None:
+    """Tests whether a token's logits depend on later ones, if the configuration leaves that open. All ranks call it.
+
+    They do in encoders unless `is_decoder` is set, and in some models that read pictures (PaliGemma): the loss would
+    be taken over tokens that the model sees.
+
+    Raises:
+        BadInputError: if they do, or if the model needs a picture, sound or another input beside the text.
+    """
+    config = base_of(inner).config.get_text_config()
+    if getattr(config, "is_decoder", True) and not sees(base_of(inner)):
+        return  # the configuration has no `is_decoder`, or it is true
+    ids = torch.arange(1, 17, device=device)[None] % config.vocab_size
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 1) % config.vocab_size
+    with without_dropout(model), on_text_alone(inner):
+        one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
+    # Zero in a decoder, in 16 bits too: kernels and shapes are the same.
+    if relative_difference(two, one) > TOLERANCE[False][0]:
+        raise BadInputError(
+            f"model.name_or_path: in {class_name(base_of(inner))} the logits of a token depend on later tokens, so it "
+            "would see what it is to predict; name a decoder, or set is_decoder to true in config.json"
+        )
+
+
+def _numbers_to_compare(samples: TextSamples, micro_batch_size: int) -> list[int] | None:
+    """Returns the numbers of a micro-batch whose first sample holds several documents, the last as long as possible."""
+    looked_at = range(min(SAMPLES, len(samples)))
+    lengths = {number: [len(ids) for ids in samples.documents(number)] for number in looked_at}
+    shared = {number: found[-1] for number, found in lengths.items() if len(found) > 1}
+    if not shared:
+        return None
+    # The first of equally long ones, so that every rank uses the same samples.
+    best = max(shared, key=lambda number: (shared[number], -number))
+    return [best, *[number for number in looked_at if number != best][: micro_batch_size - 1]]
+
+
+def _others_replaced(batch: Batch, end: int) -> Batch:
+    """Returns the batch with the tokens of all but the last document of the first sample reversed."""
+    ids = batch["input_ids"].clone()
+    ids[0, :end] = ids[0, :end].flip(0).roll(1)
+    return {**batch, "input_ids": ids}
+
+
+def _few_logits(
+    model: nn.Module, objective: Objective, batch: Batch, device: torch.device, tokens: slice
+) -> torch.Tensor:
+    """Returns the logits of some tokens of the first sample, (t, V), in float32."""
+    # A copy: a view would keep the logits of all tokens.
+    return logits_of(model, objective, batch, device)[0, tokens].to(torch.float32, copy=True)
+
+
+def _require_small(found: tuple[float, float], tolerance: tuple[float, float], model: nn.Module, mend: str) -> None:
+    changes, differs = found
+    what = None
+    if changes > tolerance[0]:
+        what = f"change by {changes:.1e} of the largest when the others are replaced, more than {tolerance[0]:.0e}"
+    elif differs > tolerance[1]:
+        what = f"differ by {differs:.1e} of the largest from its own alone, more than {tolerance[1]:.0e}"
+    if what is not None:
+        why = (
+            f"rows that share a sample see each other in {class_name(base_of(model))} with attention "
+            f"{attention_of(model)!r}: the logits of one {what}"
+        )
+        leak = LeakError(f"data.packing: {why}. {mend}")
+        leak.why = why
+        raise leak

@@ -1,0 +1,110 @@
+"""Checks before the first step that a padded row beside another one has the logits that it has alone.
+
+Padding is behind a row. A model may mix it into the text, as convolutions, Fourier transforms and landmarks do, or
+take the end of the padding for the end of the row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from toolkit import ranks
+from toolkit.checkpoint.export import relative_difference
+from toolkit.data.samples.documents_apart import FILLING, documents_apart
+from toolkit.data.samples.samples import Batch, Samples, TextSamples
+from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.structure.without_dropout import without_dropout
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.rows_alone import rows_without_padding
+from toolkit.run.checks.checked_forward import is_the_models, logits_of
+from toolkit.sharding.fsdp2.fsdp import class_name
+
+SAMPLES = 64
+"""Number of samples among which the shortest and the longest row are chosen."""
+
+CHECKED_TOKENS = 512
+"""The most tokens of a compared row of text: its logits are whole, and training on longer rows takes less memory."""
+
+TOLERANCE = {False: 1e-4, True: 5e-2}
+"""The largest difference of logits by rounding, as a share of the largest, by whether compute is in 16 bits."""
+
+
+@torch.no_grad()
+def changed_by_padding(
+    model: nn.Module, inner: nn.Module, objective: Objective, samples: Samples, device: torch.device, in_16_bits: bool
+) -> str | None:
+    """Compares logits of a short and a long row in one batch with those of each alone. Every rank calls this.
+
+    Args:
+        inner: the model without its wrappers, for its name.
+
+    Returns:
+        A description of what differs, or None if nothing does.
+
+    Raises:
+        BadInputError: if the model cannot run on a row of the data alone.
+    """
+    batch = _short_and_long(samples)
+    if "segments" in batch:
+        batch = {name: documents_apart(batch)[name] for name in ("input_ids", "labels", "position_ids", "lengths")}
+    rows = rows_without_padding(batch)
+    if isinstance(samples, TextSamples) and batch["input_ids"].shape[1] > CHECKED_TOKENS:
+        rows, batch = _shortened(rows)
+    name, why = class_name(base_of(inner)), ""
+    try:
+        with without_dropout(model):
+            alone = [logits_of(model, objective, row, device) for row in rows]
+    except Exception as error:  # the code of a model may do anything with a row
+        if not is_the_models(error):
+            raise
+        raise BadInputError(
+            f"data.train: {name} cannot run on a row of it ({type(error).__name__}: {first_line(error)}); use the "
+            "tokenizer that belongs to the model, or train another one"
+        ) from error
+    try:
+        with without_dropout(model):
+            together = logits_of(model, objective, batch, device)
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        why = f"{name} cannot run on padded rows ({type(error).__name__}: {first_line(error)})"
+    else:
+        difference = max(_difference(together[i], found[0]) for i, found in enumerate(alone))
+        if difference > TOLERANCE[in_16_bits]:
+            why = f"padding changes the logits of a row by {difference:.1e} of the largest in {name}"
+    # All or none: ranks whose rounding differs must run the same forwards.
+    return next((told for told in ranks.gather_objects(why) if told), None)
+
+
+def _short_and_long(samples: Samples) -> Batch:
+    """Returns the shortest and the longest of the first samples, with all their completions if these are compared."""
+    numbers: Any = range(min(SAMPLES, len(samples)))
+    lengths = [int(samples.batch([number])["lengths"][0]) for number in numbers]
+    return samples.batch([lengths.index(min(lengths)), lengths.index(max(lengths))])
+
+
+def _shortened(rows: list[Batch]) -> tuple[list[Batch], Batch]:
+    """Returns beginnings of rows, every other one half as long, and a padded batch of them."""
+    names = ("input_ids", "labels", "position_ids")
+    short = []
+    for number, row in enumerate(rows):
+        tokens = CHECKED_TOKENS // 2 if number % 2 == 0 else CHECKED_TOKENS
+        cut = {name: row[name][:, :tokens] for name in names}
+        short.append({**cut, "lengths": torch.tensor([cut["input_ids"].shape[1]])})
+    padded = {name: pad_sequence([row[name][0] for row in short], True, FILLING[name]) for name in names}
+    return short, {**padded, "lengths": torch.cat([row["lengths"] for row in short])}
+
+
+def _difference(padded: torch.Tensor, alone: torch.Tensor) -> float:
+    """Returns the relative difference of a row's logits, (C,) or (T, C), without those of padding.
+
+    It is 0 if they are not finite, which the first step reports.
+    """
+    found = relative_difference(padded[: len(alone)].float(), alone.float())
+    return found if math.isfinite(found) else 0.0

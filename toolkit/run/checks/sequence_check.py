@@ -1,0 +1,177 @@
+"""Rows that ranks share (`sharding.sequence`) or run in chunks: this rank's part, and a check against whole rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from toolkit import ranks
+from toolkit.checkpoint.export import relative_difference
+from toolkit.data.samples.samples import Batch, LabelledSamples, TextSamples
+from toolkit.data.samples.sequence_parts import Part, counts_here
+from toolkit.errors import BadInputError, first_line
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.attention.attention import attention_of
+from toolkit.model.attention.attention_by_heads import attend_by_heads, require_sequence
+from toolkit.model.structure.without_dropout import without_dropout
+from toolkit.objectives.objective import Objective
+from toolkit.run.checks.checked_forward import on_text_alone
+from toolkit.sharding.blocks.chunks import chunks_of
+from toolkit.sharding.fsdp2.fsdp import class_name
+from toolkit.sharding.fsdp2.unit_states import UnitStates
+from toolkit.sharding.parallel.sequence_parallel import form_groups
+
+CHECKED_TOKENS = 1024
+"""Tokens of the row that is compared; every rank computes it whole once."""
+
+BY_TOKEN = 3
+"""Dimensions of values by token, (B, T, ...), of which a rank has its part; values by document have two."""
+
+TOLERANCE = {False: 1e-4, True: 5e-2}
+"""The largest difference of logits or gradients, as a share of the largest one, by whether compute is in 16 bits."""
+
+
+def part_of(accelerator: Accelerator, size: int) -> tuple[int, int, Part]:
+    """Returns the number of this rank's group, how many groups there are, and this rank's part of the group's rows.
+
+    Args:
+        size: ranks of a group, which share each row (`sharding.sequence`).
+    """
+    return (
+        accelerator.process_index // size,
+        accelerator.num_processes // size,
+        Part(accelerator.process_index % size, size),
+    )
+
+
+def share_rows(size: int, max_length: int, *models: PreTrainedModel) -> None:
+    """Forms the groups of `size` ranks that share rows, if any, and splits their attention by heads.
+
+    Raises:
+        BadInputError: if the groups do not divide the ranks, or one of the models does not support it.
+    """
+    form_groups(size)
+    for model in models if size > 1 else ():
+        require_sequence(model, size, max_length)
+        attend_by_heads(model)
+
+
+def check_parts(
+    model: nn.Module,
+    inner: nn.Module,
+    objective: Objective,
+    samples: TextSamples | LabelledSamples,
+    part: Part,
+    device: torch.device,
+    in_16_bits: bool,
+    chunked: bool = False,
+) -> float | None:
+    """Compares parts of a row, and chunks of it, with the whole row.
+
+    It compares logits, what the loss needs of whole documents, and gradients of the embeddings' outputs. Every rank
+    calls this, on the same samples. Gradients of parameters are not computed, so nothing is reduced.
+
+    Args:
+        inner: the model without its wrappers, for its name.
+        chunked: whether norms and MLPs run for a few tokens at a time.
+
+    Returns:
+        The largest difference of any rank, as a share of the largest number, or None if there is nothing to compare.
+
+    Raises:
+        BadInputError: if it is more than `TOLERANCE`, or the model cannot run on parts of rows.
+    """
+    if part.count == 1 and not chunked:
+        return None
+    batch = samples.few(CHECKED_TOKENS)
+    length = batch["input_ids"].shape[1]
+    with without_dropout(model), chunks_of(length, inner), on_text_alone(inner, samples):
+        whole = _outputs_and_gradients(model, inner, objective, batch, device)
+    differences, problem = dict.fromkeys(whole, 0.0), ""
+    try:
+        with without_dropout(model), chunks_of(max(1, length // part.count // 3), inner):
+            mine = _outputs_and_gradients(model, inner, objective, part.of(batch), device)
+        for name, found in mine.items():
+            same = whole[name]
+            if same.dim() == BY_TOKEN:
+                same = same[:, part.index * found.shape[1] :][:, : found.shape[1]]
+            differences[name] = relative_difference(found[:, : same.shape[1]], same) if same.numel() else 0.0
+    except Exception as error:  # the code of a model may do anything with half a row
+        problem = f"{type(error).__name__}: {first_line(error)}"
+    outcomes = ranks.gather_objects((differences, problem))
+    problem = next((told for _, told in outcomes if told), "")
+    # NaN is kept: the first step reports it.
+    worst = {name: max((of_rank[name] for of_rank, _ in outcomes), default=0.0) for name in whole}
+    name = max(worst, key=lambda name: worst[name])
+    if not problem and worst[name] > TOLERANCE[in_16_bits]:
+        problem = f"{name} differ by {worst[name]:.1e} of the largest from those of whole rows"
+    if problem:
+        raise BadInputError(_refusal(inner, part, problem))
+    return worst[name]
+
+
+def _refusal(inner: nn.Module, part: Part, problem: str) -> str:
+    field, place = "sharding.sequence", f"in attention that can be shared ({problem})"
+    if part.count == 1:
+        field, place = "sharding.chunk_tokens", f"in attention ({problem})"
+    return (
+        f"{field}: {class_name(base_of(inner))} with attention {attention_of(inner)!r} mixes the tokens "
+        f"of a row elsewhere than {place}; remove {field}"
+    )
+
+
+def _outputs_and_gradients(
+    model: nn.Module, inner: nn.Module, objective: Objective, batch: Batch, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Returns logits, (B, T, V) or (B, C) of whole rows, and what the loss needs of whole documents, (D, C).
+
+    For each it adds the gradient (B, T, D) of half its sum of squares with respect to the embeddings' outputs.
+    """
+    moved = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in objective.on_host(batch).items()
+    }
+    asked = {"logits": objective.logits}
+    if objective.needs_documents:
+        asked["numbers of documents"] = objective.by_document
+    found: dict[str, torch.Tensor] = {}
+    for name, function in asked.items():
+        value, gradient = _with_gradient(model, inner, functools.partial(function, model, moved), batch)
+        found |= {name: value, f"gradients of {name}": gradient}
+    return found
+
+
+def _with_gradient(
+    model: nn.Module, inner: nn.Module, function: Callable[[], torch.Tensor], batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a function's result and the gradient; values of whole documents count on one rank of a group."""
+    is_real = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
+    embedded: list[torch.Tensor] = []
+
+    def begin_here(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0].clone()  # a model may scale it in place, as CTRL does
+
+    embeddings: Any = base_of(inner).get_input_embeddings()
+    handle = embeddings.register_forward_hook(begin_here)
+    try:
+        # DDP would wait for gradients of its parameters.
+        with torch.enable_grad(), getattr(model, "no_sync", nullcontext)():
+            value = function().float()
+            if value.dim() == BY_TOKEN:  # values of padding do not matter
+                value = value.masked_fill(~is_real.to(value.device)[..., None], 0.0)
+            counts = value.dim() == BY_TOKEN or counts_here(batch)
+            above = value.detach() if counts else torch.zeros_like(value)
+            with UnitStates(model).reducing_nothing() if isinstance(model, FSDPModule) else nullcontext():
+                (gradient,) = torch.autograd.grad(value, embedded, above)
+    finally:
+        handle.remove()
+    return value.detach(), gradient.float()

@@ -1,0 +1,73 @@
+"""Records that a run is done in a file of its own, written last, when everything else is on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.manifest import Place, read_file, sync, write_synced
+from toolkit.data.rows.cache import digest
+from toolkit.pages.card import CARD
+from toolkit.pages.status import state_in
+from toolkit.paths import fingerprint_of, parse_json
+from toolkit.supervise.rank_status import REPORT
+
+FINISHED = "finished.json"
+WEIGHTS = "*.safetensors"
+
+
+def write_finished(output_dir: Path, export_dir: Path | None) -> None:
+    """Records that the run is done, and the identity of its export, durably: whole or not at all."""
+    for path in (output_dir / REPORT, output_dir / "metrics.jsonl"):
+        if path.exists():
+            sync(path)
+    unfinished = output_dir / f".{FINISHED}.{os.getpid()}.tmp"
+    write_synced(unfinished, json.dumps({"export": None if export_dir is None else export_identity(export_dir)}))
+    os.replace(unfinished, output_dir / FINISHED)
+    sync(output_dir)
+
+
+def is_finished(output_dir: Place) -> bool:
+    """Returns whether the run of this folder is done, even if it was copied into a store.
+
+    A run of a version without this file is done if its report is whole and has no other state, and its export, if
+    any, has the card that is written before that report.
+    """
+    if _read_statement(output_dir) is not None:
+        return True
+    export_dir = output_dir / "export"
+    return _is_last_report(output_dir / REPORT) and (not export_dir.exists() or (export_dir / CARD).exists())
+
+
+def changed_export(output_dir: Path) -> str | None:
+    """Describes what is wrong with the export of a run that is done, or returns None if it is unchanged."""
+    statement = _read_statement(output_dir)
+    if statement is None or statement["export"] is None:
+        return None
+    if not (output_dir / "export").is_dir():
+        return "the run wrote an export, which is no longer there"
+    return None if export_identity(output_dir / "export") == statement["export"] else "the export was changed since"
+
+
+def export_identity(export_dir: Path) -> str:
+    """Returns a digest of an export's weights: names and sizes of their files, and samples of their content."""
+    sizes = {path.name: path.stat().st_size for path in sorted(export_dir.glob(WEIGHTS))}
+    return digest(sizes, fingerprint_of(export_dir, WEIGHTS))
+
+
+def _read_statement(output_dir: Place) -> dict[str, Any] | None:
+    try:
+        found = parse_json(read_file(output_dir / FINISHED))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "export" in found else None
+
+
+def _is_last_report(path: Place) -> bool:
+    try:
+        text = read_file(path).decode("utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rstrip().endswith("</html>") and state_in(text) == ""

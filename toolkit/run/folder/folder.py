@@ -1,0 +1,272 @@
+"""The output folder: which run may write there, and what a run writes before it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit import ranks
+from toolkit.checkpoint.consolidate import MODEL_FILES, STORED_NAMES
+from toolkit.checkpoint.export import carry_over, write_configuration
+from toolkit.checkpoint.manifest import latest
+from toolkit.checkpoint.reader import same_run
+from toolkit.checkpoint.resume import Resumption, set_aside
+from toolkit.checkpoint.store import StorePath
+from toolkit.data.images.images import limits_of
+from toolkit.data.report import DataReport
+from toolkit.data.templates.template_date import date_of
+from toolkit.errors import BadInputError
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.weights.weights import fit_of
+from toolkit.pages.data_page import DATA_PAGE, write_data_page
+from toolkit.paths import CHECKPOINTS, atomic_write, clear_interrupted_writes, is_store
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.folder import finished
+from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.supervise.lease import LEASE, let_go, unwritable
+from toolkit.supervise.rank_status import FOLDER as HEARTBEAT_FOLDER
+from toolkit.supervise.rank_status import REPORT
+from toolkit.training.durable_writes import FULL
+from toolkit.training.profile import FOLDER as PROFILE_FOLDER
+
+RUN_FILES = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "data_report.json",
+    DATA_PAGE,
+    MODEL_FILES,
+    REPORT,
+    finished.FINISHED,
+    PROFILE_FOLDER,
+    "samples.json",
+    "export",
+    CHECKPOINTS,
+)
+"""Names of what a run leaves in its output folder."""
+
+
+LISTING_SECONDS = 10.0
+"""Longest time for a file of another host to appear, because network file systems cache listings."""
+
+
+@contextmanager
+def claimed(output_dir: Path, recipe: Recipe, found: Resumption, store: StorePath | None = None) -> Iterator[list[str]]:
+    """Writes the resolved recipe into the output folder, and removes it if the block fails.
+
+    Checkpoints that the run passes over are set aside; the yielded lines say which and why. The recipe stays beside
+    files that an earlier run of it left, so that the next start recognises that run.
+
+    Raises:
+        BadInputError: if the folder already holds a run that this one does not resume.
+    """
+    goes_on = found.is_own and ranks.on_first_rank(lambda: _may_write_to(output_dir, recipe, found))
+    is_ours = False
+    try:
+        # With a store each rank keeps its files in a folder of its own, on any disk, until they are uploaded.
+        if store is None:
+            _require_one_folder(output_dir)
+        ranks.on_first_rank(lambda: _claim(output_dir, recipe, goes_on))
+        # From here on the recipe in the folder is this run's, and is removed if it fails.
+        is_ours = True
+        yield ranks.on_first_rank(lambda: set_aside(found.passed_over, output_dir, store))
+    except BaseException:
+        # No collective here: this rank may be the only one that failed.
+        if ranks.rank() == 0 and not goes_on:
+            if is_ours and _run_files(output_dir) == ["recipe.yaml"]:
+                (output_dir / "recipe.yaml").unlink(missing_ok=True)
+            shutil.rmtree(output_dir / HEARTBEAT_FOLDER, ignore_errors=True)
+        raise
+
+
+def _may_write_to(output_dir: Path, recipe: Recipe, found: Resumption) -> bool:
+    """Returns whether a resumed run may write to the folder; with a store it may be that of another run."""
+    saved = output_dir / "recipe.yaml"
+    return not is_store(found.origin) or not saved.exists() or same_run(saved, recipe.model_dump(mode="json"))
+
+
+def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
+    if require_unfinished(output_dir, recipe, goes_on):
+        # A run that was killed before its first checkpoint left these; the new one starts from the beginning.
+        for name in ("metrics.jsonl", "data_report.json", DATA_PAGE, "samples.json", REPORT, finished.FINISHED):
+            (output_dir / name).unlink(missing_ok=True)
+        shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
+    clear_interrupted_writes(output_dir)
+    try:
+        # Whole or not at all, so that a run that is killed at this moment is recognised by its recipe.
+        atomic_write(output_dir / "recipe.yaml", recipe.to_yaml())
+    except OSError as error:
+        raise unwritable(output_dir, error) from error
+
+
+def _require_one_folder(output_dir: Path) -> None:
+    """Raises BadInputError if ranks see different folders under this name, as on hosts with disks of their own.
+
+    Every rank writes its shards of a checkpoint there: on two disks no checkpoint would ever be whole.
+    """
+    if ranks.world_size() == 1:
+        return
+    # With a token in the file, because a folder on another disk can hold a file of the same name.
+    token = uuid.uuid4().hex
+    name, token = ranks.gather_objects((f".token.{os.getpid()}.tmp", token))[0]
+    path = output_dir / name
+
+    def write() -> None:
+        try:
+            path.write_text(token, encoding="utf-8")
+        except OSError as error:
+            raise unwritable(output_dir, error) from error
+
+    ranks.on_first_rank(write)
+    try:
+        seen = ranks.gather_objects((platform.node(), _appears(path, token)))
+    finally:
+        if ranks.rank() == 0:
+            path.unlink(missing_ok=True)
+    blind = [f"rank {rank} on {host}" for rank, (host, found) in enumerate(seen) if not found]
+    if blind:
+        raise BadInputError(
+            f"training.output_dir: {str(output_dir)!r} is not the same folder on every rank: {', '.join(blind)} "
+            f"cannot see what rank 0 on {seen[0][0]} writes; name a folder on a file system that all hosts share, "
+            "or keep the checkpoints in a store (checkpoint.to)"
+        )
+
+
+def _appears(path: Path, text: str) -> bool:
+    """Returns whether the file holds `text` within the time that network file systems cache a folder's listing."""
+    deadline = time.monotonic() + LISTING_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="utf-8") == text:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+
+
+def _run_files(output_dir: Path) -> list[str]:
+    """Returns the names of what a run left in the folder."""
+    return [name for name in RUN_FILES if (output_dir / name).exists()]
+
+
+def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
+    """Returns whether the folder holds files of a run of the same recipe that ended before its first checkpoint.
+
+    Raises:
+        BadInputError: if it holds another run, or a finished run that is not to be resumed.
+    """
+    links = [name for name in RUN_FILES if name != CHECKPOINTS and (output_dir / name).is_symlink()]
+    if links:
+        raise BadInputError(
+            f"training.output_dir: {str(output_dir / links[0])!r} is a link, through which no run writes; remove "
+            "it, or choose another folder"
+        )
+    found = _run_files(output_dir)
+    is_done = finished.is_finished(output_dir)
+    # A finished run is trained further only if the recipe names its checkpoint, not by `auto`.
+    if goes_on and (not is_done or recipe.checkpoint.resume != "auto"):
+        return False
+    again = recipe.checkpoint.resume == "auto" and same_run(output_dir / "recipe.yaml", recipe.model_dump(mode="json"))
+    if not is_done and again and latest(output_dir) is None:
+        return True
+    if found:
+        raise BadInputError(
+            f"training.output_dir: {str(output_dir)!r} already holds a {'finished ' if is_done else ''}run "
+            f"({', '.join(found)}); choose another folder, for example training.output_dir=outputs/second, or delete "
+            "this one"
+        )
+    return False
+
+
+def require_writable(output_dir: Path) -> None:
+    """Checks that the folder can be made and written; leaves nothing behind.
+
+    Raises:
+        BadInputError: if it cannot.
+    """
+    nearest = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
+    try:
+        # Tried, because access rights are not enough: a file system may be read-only, and root may do anything.
+        Path(tempfile.mkdtemp(prefix=".writable-", dir=nearest)).rmdir()
+    except OSError as error:
+        raise unwritable(output_dir, error) from error
+
+
+def is_same_and_finished(output_dir: Path, recipe: Recipe) -> bool:
+    """Returns whether the folder holds this run, finished, because the same command was started again."""
+    if not finished.is_finished(output_dir):
+        return False
+    try:
+        text = (output_dir / "recipe.yaml").read_text(encoding="utf-8")
+        saved = Recipe.load(output_dir / "recipe.yaml")
+    except (OSError, BadInputError):
+        return False
+    return text == recipe.on_day(recipe.data.template_date or saved.data.template_date).to_yaml()
+
+
+def with_day(opened: OpenedRun, run: PreparedRun) -> OpenedRun:
+    """Adds the day that the chat template writes, if any, to the run's recipe, in its folder too."""
+    recipe = opened.recipe.on_day(date_of(run.tokenizer))
+    if recipe != opened.recipe:
+        ranks.on_first_rank(lambda: atomic_write(opened.output_dir / "recipe.yaml", recipe.to_yaml()))
+    return replace(opened, recipe=recipe)
+
+
+def clear_killed(output_dir: Path) -> None:
+    """Deletes stale heartbeat files of a finished run, unless one of its processes is alive."""
+    if let_go(output_dir / LEASE):
+        shutil.rmtree(output_dir / HEARTBEAT_FOLDER, ignore_errors=True)
+
+
+def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
+    """Writes `data_report.json` and the page beside it.
+
+    Raises:
+        BadInputError: if the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "data_report.json").write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
+        write_data_page(folder / DATA_PAGE, Path(recipe.training.output_dir).name, report.to_dict())
+    except OSError as error:
+        raise BadInputError(f"{str(folder)!r} cannot be written: {error.strerror}; name another folder") from error
+
+
+def write_beginning(
+    output_dir: Path,
+    recipe: Recipe,
+    report: DataReport,
+    inner: PreTrainedModel,
+    tokens: PreTrainedTokenizerBase,
+) -> None:
+    """Writes what is known before the first step: the data report, and what turns a checkpoint into a model.
+
+    Raises:
+        BadInputError: if the disk is full or read-only.
+    """
+    try:
+        (output_dir / finished.FINISHED).unlink(missing_ok=True)  # the run is trained further
+        write_data_report(output_dir, recipe, report)
+        (output_dir / MODEL_FILES).mkdir(exist_ok=True)
+        fit = fit_of(inner)
+        write_configuration(base_of(inner), tokens, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
+        carry_over(fit.folder, output_dir / MODEL_FILES)
+        limits_of(tokens).write(output_dir / MODEL_FILES)
+        stored = None if fit.stored is None else sorted(fit.stored)
+        (output_dir / MODEL_FILES / STORED_NAMES).write_text(json.dumps(stored), encoding="utf-8")
+    except OSError as error:
+        if error.errno not in FULL:  # it is not about this folder
+            raise
+        raise unwritable(output_dir, error) from error

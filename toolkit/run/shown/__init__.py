@@ -1,0 +1,1 @@
+"""What a run shows: summary, live report, last lines."""

@@ -1,0 +1,292 @@
+"""The outcome of a run: the export and its check, report, card and last lines."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from toolkit import ranks
+from toolkit.checkpoint.export import (
+    ExportSettings,
+    export,
+    is_whole,
+    names_fact,
+    reload,
+    require_room,
+    sample_text,
+    verify,
+)
+from toolkit.checkpoint.writer import clear_unfinished
+from toolkit.data.samples.loader import evaluation_batches
+from toolkit.errors import ToolkitError, counted, first_line
+from toolkit.model.load import auto_class
+from toolkit.model.weights.weights import fit_of
+from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
+from toolkit.pages.notebook_output import result_output
+from toolkit.pages.parts.run_metrics import damage_in_words, parse_metrics
+from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.paths import GIB, read_foreign
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.folder.export_origin import origin_of
+from toolkit.run.folder.finished import write_finished
+from toolkit.run.folder.own_command import own_command
+from toolkit.run.shown.loss_warnings import Guess, doubts_of
+from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.sharding.apply import PRECISIONS
+from toolkit.sharding.plan.unit_plan import UnitPlan
+from toolkit.supervise.rank_status import REPORT
+from toolkit.terminal import Pass, Terminal, format_bytes
+from toolkit.training.durable_writes import patiently
+from toolkit.training.extensions.early_stopping import patience_is_over
+from toolkit.training.extensions.heartbeat import Heartbeat
+from toolkit.training.phase import Phase
+
+
+@dataclass(frozen=True, repr=False)
+class FinetuneResult:
+    """The result of a run, on every rank.
+
+    Attributes:
+        output_dir: the run's folder.
+        export_dir: folder for `from_pretrained`, or None if the recipe turned the export off.
+        metrics: the records of metrics.jsonl.
+        initial_eval_loss: held-out loss before the first step, or None without held-out data.
+        final_eval_loss: held-out loss after the last step.
+        sample: continuation of the recipe's prompt, on rank 0 only.
+        logits_difference: difference between model and export, as a share of the largest logit.
+        doubts: warnings about the losses, a sentence each.
+        seconds: duration of the run, or of its part since it was resumed; 0 if it was finished before.
+    """
+
+    output_dir: Path
+    export_dir: Path | None
+    metrics: list[dict[str, Any]]
+    initial_eval_loss: float | None
+    final_eval_loss: float | None
+    sample: str | None
+    logits_difference: float | None
+    seconds: float
+    doubts: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        steps = max((record["step"] for record in self.metrics), default=0)
+        losses = [f"{loss:.4g}" for loss in (self.initial_eval_loss, self.final_eval_loss) if loss is not None]
+        held_out = f", held-out loss {' -> '.join(losses)}" if losses else ""
+        return f"FinetuneResult({str(self.output_dir)!r}, {counted(steps, 'step')}{held_out})"
+
+    def _repr_html_(self) -> str:
+        """Returns the run as a notebook shows it: losses, curve, and the paths of report and export."""
+        return result_output(self.metrics, self.output_dir, self.export_dir, self.doubts)["text/html"]
+
+    def plot(self) -> Any:
+        """Draws the losses over the steps with matplotlib.pyplot, as a notebook shows them; returns the axes.
+
+        Raises:
+            ToolkitError: if matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ToolkitError("matplotlib is not installed, which draws the losses; pip install matplotlib") from error
+        _, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+        draw_losses(axes, self.metrics)
+        return axes
+
+
+def finished_before(output_dir: Path) -> FinetuneResult:
+    """Reads the result of a finished run from its folder."""
+    try:
+        metrics, damaged = parse_metrics(read_foreign(output_dir / "metrics.jsonl"))
+        problems = (damage_in_words(damaged),) if damaged else ()
+    except OSError as error:
+        metrics, problems = [], (f"metrics.jsonl cannot be read: {first_line(error)}",)
+    export_dir = output_dir / "export"
+    result = result_of(output_dir, metrics, export_dir if export_dir.is_dir() else None)
+    return replace(result, doubts=(*problems, *result.doubts))
+
+
+def result_of(
+    output_dir: Path,
+    metrics: list[dict[str, Any]],
+    export_dir: Path | None,
+    difference: float | None = None,
+    sample: str | None = None,
+    seconds: float = 0.0,
+    guess: Guess | None = None,
+) -> FinetuneResult:
+    """Returns the result of these records and this export; `guess` is what the loss has to beat."""
+    losses = [record["loss"] for record in metrics if record["split"] == "eval"]
+    first, last = (losses[0], losses[-1]) if losses else (None, None)
+    doubts = tuple(doubts_of(metrics, guess))
+    return FinetuneResult(output_dir, export_dir, metrics, first, last, sample, difference, seconds, doubts)
+
+
+def export_model(
+    opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat
+) -> tuple[Path | None, float | None, str | None]:
+    """Writes and checks the export; returns its folder, the difference of logits and a sample of text. Collective."""
+    settings = opened.recipe.export
+    if not settings.enabled:
+        return None, None, None
+    folder = opened.output_dir / "export"
+    dtype = getattr(torch, settings.dtype or opened.recipe.model.dtype)
+    how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
+    console = Terminal(quiet=ranks.rank() != 0)
+
+    def has_room() -> None:
+        require_room(run.inner, folder, how)
+
+    ranks.on_first_rank(lambda: patiently(has_room, "the export", console.warn, heartbeat.wait))
+    heartbeat.enter_phase(Phase.EXPORT)
+    with Pass(console, "exporting the model"):
+        export(opened.accelerator, run.model, run.tokenizer, folder, how)
+    with Pass(console, "checking the export"):
+        difference, sample = _check_export(opened, run, folder, dtype)
+    told = None
+    if settings.verify and not console.quiet and is_whole(run.inner, how):
+        told = names_fact(folder, fit_of(run.inner).stored)
+    if told is not None:
+        console.warn(f"the export {told}; loaders go by names, so try the one that will serve it")
+    return folder, difference, sample
+
+
+def _check_export(
+    opened: OpenedRun, run: PreparedRun, folder: Path, dtype: torch.dtype
+) -> tuple[float | None, str | None]:
+    """Returns the difference of logits between the model and its export, and the export's sample of text."""
+    recipe, accelerator, settings = opened.recipe, opened.accelerator, opened.recipe.export
+    reloaded = None
+    if settings.verify or recipe.logging.sample_prompt is not None:
+        # In training's compute dtype, so that only what the export changed may differ.
+        compute, config = PRECISIONS[accelerator.mixed_precision] or dtype, run.inner.config
+        # The others wait on the host: inside a collective NCCL would time out after ten minutes.
+        trust = recipe.model.trust_remote_code
+        reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config, trust))
+    difference = sample = None
+    if settings.verify:
+        # The same sample on every rank: if the model is sharded, all ranks take part in its forward.
+        batch = next(iter(evaluation_batches(run.data.train, 1, 0, 1, 1)))
+        difference = verify(accelerator, run.model, reloaded, run.objective.logits, batch)
+    prompt, length, seed = recipe.logging.sample_prompt, recipe.logging.sample_max_new_tokens, recipe.training.seed
+    if prompt is not None:
+        prompt = (recipe.data.source_prefix or "") + prompt
+        sample = ranks.alone_on_first_rank(lambda: sample_text(reloaded, run.tokenizer, prompt, length, seed))
+    return difference, sample
+
+
+def write_pages(
+    opened: OpenedRun,
+    run: PreparedRun,
+    facts: dict[str, str],
+    result: FinetuneResult,
+    step_seconds: dict[str, float] | None,
+) -> None:
+    """Writes the model card, the report, and last that the run is finished. On rank 0."""
+    clear_unfinished(result.output_dir)  # leftovers of saves that a full disk interrupted
+    summary = replace(summary_of(opened, run, facts, result), step_seconds=step_seconds)
+    if result.export_dir is not None:
+        report, versions = summary.data_report, summary.versions
+        write_card(result.export_dir, opened.recipe, summary.facts, result.metrics, report, versions)
+        origin_of(opened, run, versions).write(result.export_dir)
+    write_report(result.output_dir / REPORT, summary)
+    write_finished(result.output_dir, result.export_dir)
+
+
+def print_result(console: Terminal, recipe: Recipe, result: FinetuneResult) -> None:
+    """Prints the last lines: the held-out loss, a sample, and the paths of report and export."""
+    if result.initial_eval_loss is not None and result.final_eval_loss is not None:
+        change = result.final_eval_loss / result.initial_eval_loss - 1
+        console.print(
+            f"held-out loss {result.initial_eval_loss:.4f} -> {result.final_eval_loss:.4f} ({change:+.1%}) "
+            f"in {result.seconds:.0f} s"
+        )
+    for doubt in result.doubts:
+        console.warn(doubt)
+    if result.sample is not None:
+        console.print("sample:", style="bold")
+        console.print(_prompt_shown(recipe) + result.sample, markup=False)
+    if console.quiet:
+        return
+    # On stdout, for programs; everything else is for people and goes to stderr.
+    print(f"run: {result.output_dir}")
+    print(f"report: {result.output_dir / 'report.html'}")
+    if result.export_dir is not None:
+        print(f"model: {_how_to_load(result.export_dir, recipe)}", flush=True)
+
+
+def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
+    if (export_dir / "adapter_config.json").is_file():
+        return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
+    auto = auto_class(AutoConfig.from_pretrained(export_dir, trust_remote_code=recipe.model.trust_remote_code)).__name__
+    return f"{auto}.from_pretrained({str(export_dir)!r})"
+
+
+def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:
+    """Collects what the report shows of a run so far."""
+    recipe = opened.recipe
+    facts = {**facts, "duration": f"{result.seconds:.0f} s"}
+    facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
+    if run.sharded.compilation is not None:
+        facts["compute"] = run.sharded.compilation.describe()  # it may have failed in the first step
+    if result.logits_difference is not None:
+        facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
+    if (ended := patience_is_over(result.metrics, recipe.training)) is not None:
+        facts["ended early"] = ended
+    if result.doubts:
+        facts["outcome"] = "; ".join(result.doubts)
+    packages = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
+    machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.get_device_name()}"
+    sample = None if result.sample is None else (_prompt_shown(recipe), result.sample)
+    return RunSummary(
+        title=model_and_data(recipe, run.inner.config.architectures[0]),
+        recipe_yaml=recipe_for_readers(recipe),
+        metrics=result.metrics,
+        data_report=run.shown.data_report.to_dict(),
+        units=_unit_rows(opened.plugin.unit_plan),
+        facts=facts,
+        versions={**{package: version(package) for package in packages}, "machine": machine},
+        sample=sample,
+        side_by_side=run.shown.side_by_side,
+        doubts=result.doubts,
+        folder=result.output_dir.name,
+        command=own_command(opened),
+        written=time.time(),
+    )
+
+
+def _prompt_shown(recipe: Recipe) -> str:
+    """Returns the prompt to print before the sample; an encoder-decoder's gets a line of its own."""
+    return (recipe.logging.sample_prompt or "") + ("\n" if recipe.objective.spec.encoder_decoder else "")
+
+
+def _measured_memory(metrics: list[dict[str, Any]]) -> str:
+    """Describes the peak memory of the rank that used most, on its device or, for CPU ranks, in its process."""
+    train = [record for record in metrics if record["split"] == "train"]
+    # Null on CPU ranks, which have no device memory.
+    device = max((record["peak_device_bytes"] or 0 for record in train), default=0)
+    if device:
+        return format_bytes(device)
+    host = max((record["peak_host_bytes"] for record in train), default=0)
+    return f"{format_bytes(host)} of host memory, with Python and its libraries"
+
+
+def _unit_rows(plan: UnitPlan | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "class_name": units[0].class_name,
+            "count": len(units),
+            "num_parameters": sum(unit.num_parameters for unit in units),
+            "num_bytes": sum(unit.num_bytes for unit in units),
+        }
+        for name, units in (plan.groups() if plan is not None else [])
+    ]

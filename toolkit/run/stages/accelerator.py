@@ -1,0 +1,193 @@
+"""Builds the `Accelerator` of a run from the recipe and the Accelerate config, and releases it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+
+from toolkit import ranks
+from toolkit.errors import BadInputError
+from toolkit.recipe.combinations import refuse
+from toolkit.recipe.recipe import Recipe, settings_of_recipe
+from toolkit.sharding.apply import PRECISIONS
+from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding.blocks.compiling import Compilation
+from toolkit.sharding.launched import accumulation_plugin, resolve_offload, resolve_strategy
+from toolkit.sharding.loss_scale import share_overflows
+from toolkit.sharding.offload import OffloadSettings
+from toolkit.sharding.plugin import ShardingPlugin, reset_accelerate, sharding_kwargs
+from toolkit.terminal import Terminal
+
+
+def build_plugins(recipe: Recipe) -> dict[str, Any]:
+    """Returns the sharding that the recipe and the Accelerate config ask for, as arguments of `Accelerator`."""
+    section = recipe.sharding
+    strategy = resolve_strategy(section.strategy)
+    sharded = strategy.sharded
+    offload = resolve_offload(section.strategy, section.offload) is not None
+    refuse(replace(settings_of_recipe(recipe), strategy=strategy.name, offload=offload))
+    return sharding_kwargs(
+        section.strategy,
+        unit_classes=section.unit_classes,
+        checkpointing=checkpointing_of(recipe) if sharded else None,
+        offload=offload_of(recipe) if offload else section.offload,
+        compilation=compilation_of(recipe) if sharded else None,
+        prefetch=section.prefetch,
+        experts=section.experts,
+        reshard_after_forward=section.reshard_after_forward,
+    )
+
+
+def compilation_of(recipe: Recipe) -> Compilation | None:
+    """Returns how blocks are compiled, or None if they are not.
+
+    Raises:
+        BadInputError: if the Accelerate config asks for compilation, too.
+    """
+    # `accelerate launch` passes on its config in such variables.
+    configured = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if recipe.training.compile and configured.lower() != "no":
+        raise BadInputError(
+            f"training.compile is set, and so is the Accelerate config's dynamo_backend ({configured}): the blocks "
+            "would be compiled twice; remove one of them"
+        )
+    return Compilation() if recipe.training.compile else None
+
+
+def offload_of(recipe: Recipe) -> OffloadSettings:
+    """Returns how optimizer state is offloaded, if it is."""
+    section = recipe.sharding
+    return OffloadSettings(
+        executor=section.offload_executor or "auto",
+        device_state_gib=section.device_state_gib if section.device_state_gib is not None else 0.0,
+        # Clipping needs the norm of all gradients before the first parameter is stepped.
+        during_backward=recipe.training.max_grad_norm is None,
+    )
+
+
+def checkpointing_of(recipe: Recipe) -> Checkpointing | None:
+    """Returns the checkpointing that the recipe asks for, or None for none, and for `auto` before there is a plan."""
+    section = recipe.sharding
+    if section.activation_checkpointing in (None, "auto"):
+        return None
+    return Checkpointing(int(section.activation_checkpointing), section.offload_checkpoints, section.chunk_tokens)
+
+
+def quiet_libraries() -> None:
+    """Hides the progress bars and some warnings of libraries, because the run shows its own progress."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    # A resumed run steps its schedule to its place before the optimizer's first step.
+    warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
+    # FSDP2 warns of outputs that are views, in case they are changed in place; no loss does that.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # By torch.distributed.checkpoint on one rank, which is intended.
+    warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+
+
+def grow_segments() -> None:
+    """Lets CUDA's allocator grow its segments, which avoids fragmentation, unless the environment says otherwise."""
+    # The allocator reads its settings once, when CUDA starts; PYTORCH_CUDA_ALLOC_CONF is their older name.
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and not started and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path) -> Accelerator:
+    for tracker in recipe.logging.trackers:
+        if tracker not in [str(available) for available in get_available_trackers()]:
+            raise BadInputError(
+                f"logging.trackers: {tracker} is not installed; pip install {tracker}, or remove it from the recipe"
+            )
+    # An `Accelerator` from earlier in this process, in a cell of a notebook, would pass on its settings.
+    reset_accelerate()
+    accelerator = Accelerator(
+        mixed_precision=_mixed_precision(recipe),
+        gradient_accumulation_plugin=accumulation_plugin(recipe.training.gradient_accumulation_steps),
+        log_with=list(recipe.logging.trackers) or None,
+        project_dir=str(output_dir),
+        **plugins,
+    )
+    share_overflows(accelerator.scaler)
+    precision, device = accelerator.mixed_precision, accelerator.device.type
+    if precision not in PRECISIONS:
+        raise BadInputError(f"mixed_precision {precision} is not possible; allowed: {', '.join(PRECISIONS)}")
+    plugin = plugins["fsdp_plugin"]
+    refuse(
+        replace(
+            settings_of_recipe(recipe),
+            strategy=plugin.strategy.name,
+            offload=plugin.offload is not None,
+            precision=precision,
+            device=device,
+        )
+    )
+    if precision == "bf16" and device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        Terminal(quiet=ranks.rank() != 0).warn(
+            f"mixed_precision bf16: {torch.cuda.get_device_name()} has no bf16 and emulates it, which is slow; "
+            "set training.mixed_precision=fp16"
+        )
+    return accelerator
+
+
+def _mixed_precision(recipe: Recipe) -> str | None:
+    """Returns the recipe's precision, or None to leave it to the Accelerate config; raises if they contradict."""
+    asked = recipe.training.mixed_precision
+    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if configured not in PRECISIONS:
+        raise BadInputError(
+            f"mixed_precision: the Accelerate config says {configured!r}; allowed: {', '.join(PRECISIONS)}"
+        )
+    # The launcher exports "no" if its config says nothing, so "no" is no contradiction.
+    if asked is not None and configured not in ("no", asked):
+        raise BadInputError(
+            f"training.mixed_precision is {asked}, but the Accelerate config's mixed_precision is {configured}; "
+            "remove one of them or make them agree"
+        )
+    return asked
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Returns the torch optimizer inside Accelerate's."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def release(accelerator: Accelerator, plugin: ShardingPlugin) -> None:
+    """Ends trackers, offload and the process group, so that this process can start another run."""
+    plugin.close()
+    accelerator.end_training()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    reset_accelerate()
+
+
+@contextmanager
+def released_at_last(accelerator: Accelerator, plugin: ShardingPlugin) -> Iterator[None]:
+    """Releases what the run holds, unless this rank alone fails.
+
+    Then the other ranks may be inside a collective, and destroying NCCL's group waits for them, for ten minutes
+    (torchtitan#1342): the error would be seen after that, or never. The launcher ends them instead.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not ranks.fails_alone(error):
+            release(accelerator, plugin)
+        raise
+    release(accelerator, plugin)

@@ -1,0 +1,211 @@
+"""Lets the model answer held-out prompts at evaluations during training, and counts the right answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from toolkit import ranks
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.errors import BadInputError
+from toolkit.generation.text.choices import Continued, encode_choices, scored
+from toolkit.generation.text.complete import Completion, Prompt, complete, sees_padding
+from toolkit.generation.text.evaluation import COMPARES, choose, evaluate, require_no_comparison, scoring_of
+from toolkit.generation.text.load import Loaded
+from toolkit.generation.text.options import Sampling
+from toolkit.generation.text.rows import PromptRow, all_right, encode_rows, read_rows
+from toolkit.generation.text.scorer import Scorer
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import AnswersSection
+from toolkit.run.stages.generating import generating, loaded_of
+from toolkit.run.stages.stages import Asked, OpenedRun, PreparedRun
+from toolkit.training.extension import Extension
+from toolkit.training.loop_state import LoopState
+from toolkit.training.phase import Phase
+from toolkit.user_function import require_same_source
+
+T = TypeVar("T")
+B = TypeVar("B")
+
+FILE = "answers.file"
+
+
+def read_asked(recipe: Recipe) -> Asked:
+    """Returns what the model answers; nothing if the recipe names no file. Collective.
+
+    Raises:
+        BadInputError: if the file or the scoring function cannot be read, or some rows cannot be used.
+    """
+    return ranks.on_first_rank(lambda: _read(recipe.answers))
+
+
+def _read(section: AnswersSection) -> Asked:
+    if section.file is None:
+        return Asked([], None)
+    rows = read_rows(Path(section.file), FILE, with_answers=True, is_scored=section.score is not None)
+    if rows[0].choices:
+        require_no_comparison(section, "answers.")
+    scoring = scoring_of(rows, section, "answers.")
+    return Asked(rows, scoring.fingerprint if isinstance(scoring, Scorer) else None)
+
+
+def require_same_scoring(asked: Asked, recipe: Recipe, resumed: Manifest | None) -> None:
+    """Checks that a resumed run scores its answers as before. Its records, and what follows from them, compare them.
+
+    Raises:
+        BadInputError: if the source of the function that scores has changed, or, where the answers decide about the
+            best checkpoint, how they are compared.
+    """
+    if resumed is None or not asked.rows:
+        return
+    if resumed.scorer is not None and asked.scorer is not None:
+        require_same_source(resumed.scorer, asked.scorer, "answers.score", f"scored the run up to step {resumed.step}")
+    before, now = resumed.recipe.get("answers", {}), recipe.answers.model_dump()
+    if recipe.training.best_by != "answers" or before.get("file") is None:
+        return
+    # A function of another name may have the same source, which is compared above.
+    before, now = ({**section, "score": section.get("score") is not None} for section in (before, now))
+    changed = [f"answers.{name}" for name in COMPARES if before.get(name, now[name]) != now[name]]
+    if changed:
+        raise BadInputError(
+            f"{', '.join(changed)}: the run up to step {resumed.step} compared its answers otherwise, and "
+            "training.best_by=answers takes the best of all evaluations; undo that, or start anew with another "
+            "training.output_dir"
+        )
+
+
+def require_sighted(asked: Asked, train: object) -> None:
+    """Raises BadInputError if images are asked about and none are trained on: only then the model has towers.
+
+    Args:
+        train: the samples to train on.
+    """
+    pictured = next((row.place for row in asked.rows if row.images), None)
+    if pictured is not None and not isinstance(train, PictureSamples):
+        raise BadInputError(f"{FILE}: {pictured} has images, and no row to train on has any; leave such rows out")
+
+
+class Answers(Extension):
+    """Has the model answer at evaluations, each rank a share of the prompts. Its forwards are those of `toolkit
+    generate --eval`, batch for batch.
+
+    Args:
+        opened, run: the run whose model answers, sharded as it is, with the weights that are evaluated.
+
+    Raises:
+        BadInputError: if the model cannot take some rows; it names them.
+    """
+
+    def __init__(self, opened: OpenedRun, run: PreparedRun) -> None:
+        recipe = opened.recipe
+        self._opened, self._run = opened, run
+        self._section, self._every = recipe.answers, recipe.training.eval_every_steps
+        self._rows, self._scorer = run.asked.rows, run.asked.scorer
+        self._loaded = loaded_of(opened, run, "lower answers.batch_size or answers.max_new_tokens")
+        section = self._section
+        if run.tokenizer.chat_template is not None and run.data.report.chat_template is None and not section.raw:
+            opened.console.warn(
+                "answers: prompts are asked with the chat template, and no row to train on is written with it; set "
+                "answers.raw=true to ask as the rows do"
+            )
+        if recipe.data.source_prefix is not None:
+            opened.console.warn(
+                "answers: prompts are asked as answers.file has them, without data.source_prefix "
+                f"{recipe.data.source_prefix!r}; write it into their rows"
+            )
+        self._prompts: list[Prompt] = []
+        self._choices: list[list[Continued]] = []
+        if self._rows[0].choices:
+            self._choices = encode_choices(self._loaded, self._rows, FILE, section.system, section.raw)
+        else:
+            self._prompts = encode_rows(self._loaded, self._rows, FILE, section.system, section.raw)
+            if not self._loaded.encoder_decoder:  # whose answers have all positions, whatever the prompt
+                _require_room(self._loaded, self._rows, self._prompts, section)
+
+    def state(self) -> dict[str, Any]:
+        return {"scorer": self._scorer}
+
+    def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
+        if not self._is_due(trainer.global_step):
+            return {}
+        began = time.perf_counter()
+        with generating(self._opened, self._run, lambda: trainer.enter_phase(Phase.EVALUATE)):
+            found = self._evaluate_choices() if self._choices else self._evaluate_answers()
+        shares = {f"answer_{name}": share for name, share in found.items()}
+        return {**shares, "answer_seconds": time.perf_counter() - began}
+
+    def _is_due(self, step: int) -> bool:
+        if step in (0, self._run.num_steps) or self._every is None:
+            return True
+        return step // self._every % self._section.every_evaluations == 0
+
+    def _evaluate_answers(self) -> dict[str, float]:
+        size, prompts = self._section.batch_size, self._prompts
+        texts = [number for number, prompt in enumerate(prompts) if prompt.shown is None]
+        # Tested here by all ranks at once, because a rank with one prompt in its batch would not test it.
+        if size > 1 and texts and sees_padding(self._loaded, prompts[texts[0]].ids):
+            size = 1
+        sampling = Sampling(self._section.max_new_tokens, 0.0)
+
+        def answers(batch: list[int]) -> list[Completion]:
+            return complete(self._loaded, [prompts[number] for number in batch], sampling)
+
+        of_texts = [texts[start : start + size] for start in range(0, len(texts), size)]
+        pictured = [[number] for number, prompt in enumerate(prompts) if prompt.shown is not None]
+        written: dict[int, Completion] = {}
+        # Apart, and one by one: a prompt with images enters units that others do not, on all ranks or on none.
+        for batches in (of_texts, pictured):
+            for batch, found in zip(batches, _split_over_ranks(batches, answers), strict=True):
+                written.update(zip(batch, found, strict=True))
+        completions = [written[number] for number in range(len(prompts))]
+        # Once for all: a function of the user's may have effects, and need not be on every host.
+        return ranks.on_first_rank(
+            lambda: evaluate(self._rows, completions, scoring_of(self._rows, self._section, "answers.")).shares()
+        )
+
+    def _evaluate_choices(self) -> dict[str, float]:
+        size = self._section.batch_size
+        batches = [choices[start : start + size] for choices in self._choices for start in range(0, len(choices), size)]
+        flat = (
+            score for batch in _split_over_ranks(batches, lambda batch: scored(self._loaded, batch)) for score in batch
+        )
+        return choose(self._rows, [[next(flat) for _ in choices] for choices in self._choices]).shares()
+
+
+def _split_over_ranks(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:
+    """Returns the results of `work` for all batches in order, on every rank; each rank does its share. Collective."""
+    found: dict[int, list[T]] = {}
+    for first in range(0, len(batches), ranks.world_size()):
+        number = first + ranks.rank()
+        # In each round all ranks run the same units; a rank without a batch left repeats the last one.
+        done = work(batches[min(number, len(batches) - 1)])
+        if number < len(batches):
+            found[number] = done
+    of_all: dict[int, list[T]] = {}
+    for of_rank in ranks.gather_objects(found):
+        of_all |= of_rank
+    return [of_all[number] for number in range(len(batches))]
+
+
+def _require_room(loaded: Loaded, rows: list[PromptRow], prompts: list[Prompt], section: AnswersSection) -> None:
+    """Raises BadInputError that names prompts after which the model has no positions left for a whole answer.
+
+    Ranks that share forwards generate in step, so none may have to end its answers before the others.
+    """
+    if loaded.positions is None:
+        return
+    room = loaded.positions - section.max_new_tokens
+
+    def check(prompt: Prompt) -> Prompt:
+        if len(prompt.ids) > room:
+            raise BadInputError(
+                f"the prompt's {len(prompt.ids)} tokens and answers.max_new_tokens {section.max_new_tokens} exceed the "
+                f"model's {loaded.positions} positions; lower that, or shorten the prompt"
+            )
+        return prompt
+
+    all_right(FILE, [(row.place, partial(check, prompt)) for row, prompt in zip(rows, prompts, strict=True)])

@@ -1,0 +1,264 @@
+"""Lets the model continue held-out prompts before the first step, at evaluations, and after the last step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from toolkit import ranks
+from toolkit.data.images.image_files import preview
+from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, PictureSamples
+from toolkit.data.samples.samples import SourceTargetSamples, TextSamples
+from toolkit.generation.text.complete import Prompt, continued
+from toolkit.generation.text.options import Sampling
+from toolkit.model.attention.image_inputs import Sight
+from toolkit.pages.parts.side_by_side import SideBySide
+from toolkit.paths import atomic_write
+from toolkit.run.stages.generating import generating, loaded_of
+from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.terminal import Pass, Terminal
+from toolkit.training.durable_writes import patiently
+from toolkit.training.extension import Extension
+from toolkit.training.extensions.heartbeat import Heartbeat
+from toolkit.training.loop_state import LoopState
+from toolkit.training.metrics import Metrics
+from toolkit.training.phase import Phase
+
+SAMPLES_FILE = "samples.json"
+"""File of a run's folder from which a resumed run reads what its model wrote at first."""
+
+NEW_TOKENS = 40
+"""The most tokens of a continuation."""
+
+MOST_BETWEEN = 4
+"""The most evaluations between the first step and the last at which prompts are continued, however long the run is."""
+
+SHOWN = 100
+"""Characters of the first continuation that the console shows at an evaluation."""
+
+PLAIN_PROMPT = 16
+"""Tokens of a row that are its prompt if all of it is learned, as in plain text."""
+
+
+@dataclass(frozen=True)
+class HeldOutPrompt:
+    """Tokens of a held-out row: the prompt, with its images, and the answer behind it, or the target."""
+
+    asked: list[int]
+    answer: list[int]
+    images: tuple[Image.Image, ...] = ()
+
+
+def held_out_prompts(run: PreparedRun, count: int) -> list[HeldOutPrompt]:
+    """Returns the first held-out rows that leave room for an answer; for pairs, with the chosen completion."""
+    samples = run.data.validation
+    if isinstance(samples, SourceTargetSamples):
+        pairs = (samples.parts(number) for number in range(min(count, len(samples))))
+        return [HeldOutPrompt(source.tolist(), target.tolist()) for source, target in pairs]
+    if not isinstance(samples, TextSamples):
+        return []
+    prompts = (prompt for number in range(len(samples)) for prompt in _prompts_of(samples, number))
+    fitting = (prompt for prompt in prompts if len(prompt.asked) + NEW_TOKENS <= samples.max_length)
+    return list(islice(fitting, count))
+
+
+def _prompts_of(samples: TextSamples, number: int) -> Iterator[HeldOutPrompt]:
+    """Yields the prompts of a sample, but those in which an image follows the prompt."""
+    hidden = samples.placeholders
+    for (ids, targets), images in zip(samples.asked(number), samples.seen(number), strict=True):
+        prompt = _prompt(ids, targets)
+        if prompt is not None and not hidden.intersection(map(int, ids[len(prompt.asked) :])):
+            yield replace(prompt, images=tuple(images))
+
+
+def _placeholders(run: PreparedRun) -> frozenset[int]:
+    """Returns the tokens that stand for images in held-out rows."""
+    return getattr(run.data.validation, "placeholders", frozenset())
+
+
+def _prompt(ids: np.ndarray, targets: np.ndarray) -> HeldOutPrompt | None:
+    """Returns what comes before the first target, and the targets from there on; None if either is empty.
+
+    `ids` and `targets` are (length,).
+    """
+    learned = np.asarray(targets, dtype=bool)
+    first = PLAIN_PROMPT if learned[1:].all() else int(learned.argmax())
+    if first == 0 or first >= len(ids):
+        return None
+    ends = np.flatnonzero(~learned[first:])
+    end = first + int(ends[0]) if len(ends) else len(ids)
+    return HeldOutPrompt([int(token) for token in ids[:first]], [int(token) for token in ids[first:end]])
+
+
+@torch.no_grad()
+def continuations(
+    opened: OpenedRun, run: PreparedRun, prompts: list[HeldOutPrompt], beat: Callable[[], None]
+) -> list[str]:
+    """Returns the most likely tokens behind each prompt, as text. Every rank calls this, and runs the same forwards.
+
+    No random number is drawn, so training is not affected.
+
+    Args:
+        beat: called before each forward, so that slow ones do not count as a stall.
+    """
+    samples = run.data.validation
+    length = NEW_TOKENS
+    if isinstance(samples, SourceTargetSamples):
+        length = min(length, samples.max_target_length - 1)
+    # No further image can be generated.
+    loaded = loaded_of(opened, run, "lower logging.held_out_samples", never_written=_placeholders(run))
+    asked = [Prompt(prompt.asked, [], _shown(run, prompt)) for prompt in prompts]
+    with (
+        Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts"),
+        generating(opened, run, beat),
+    ):
+        written = continued(loaded, asked, Sampling(length, 0.0))
+    return [_text_up_to_end(run, ids) for ids, _ in written]
+
+
+def _shown(run: PreparedRun, prompt: HeldOutPrompt) -> Callable[[], dict[str, torch.Tensor]] | None:
+    """Returns what makes the model's arguments for the images of a prompt; None without images."""
+    samples = run.data.validation
+    if not prompt.images:
+        return None
+    assert isinstance(samples, PictureSamples)
+    batch = samples.with_kinds({"input_ids": torch.tensor([prompt.asked])})
+    batch |= samples.shown_tensors([[prompt.images]])
+    return lambda: Sight(run.inner).shown(batch, batch[KINDS_OF_TOKENS])
+
+
+def _text_up_to_end(run: PreparedRun, ids: list[int]) -> str:
+    """Decodes the tokens up to the first special one, which ends a text or a turn.
+
+    A target may also begin with one, such as BART's `<s>` or the language of mBART.
+    """
+    special = set(run.tokenizer.all_special_ids)
+    begins = special - {run.tokenizer.eos_token_id, run.tokenizer.pad_token_id}
+    first = int(run.inner.config.is_encoder_decoder and not begins.isdisjoint(ids[:1]))
+    end = next((place for place, token in enumerate(ids) if place >= first and token in special), len(ids))
+    text: str = run.tokenizer.decode(ids[first:end])
+    return text
+
+
+def steps_between(num_steps: int, every: int | None) -> list[int]:
+    """Returns the steps whose evaluations continue the prompts: at most `MOST_BETWEEN`, spread evenly over the run.
+
+    Args:
+        num_steps: steps of the run, whose last one is left out.
+        every: steps from one evaluation to the next, or None if there are none in between.
+    """
+    due = list(range(every, num_steps, every)) if every is not None else []
+    chosen = [(place + 1) * (len(due) + 1) // (MOST_BETWEEN + 1) - 1 for place in range(MOST_BETWEEN)]
+    return due if len(due) <= MOST_BETWEEN else [due[number] for number in chosen]
+
+
+class HeldOutSamples(Extension):
+    """Puts what the model writes behind held-out prompts into `run.shown`, and into a file of the run's folder.
+
+    Args:
+        opened, run: the run whose model writes, with the weights that are evaluated.
+        metrics: prints what it writes behind the first prompt.
+        heartbeat: told before each forward outside of an evaluation, and while a write waits for room.
+    """
+
+    def __init__(self, opened: OpenedRun, run: PreparedRun, metrics: Metrics, heartbeat: Heartbeat) -> None:
+        self._run, self._opened, self._console = run, opened, opened.console
+        self._metrics, self._heartbeat = metrics, heartbeat
+        self._path = opened.output_dir / SAMPLES_FILE
+        self._count = opened.recipe.logging.held_out_samples
+        self._steps = steps_between(run.num_steps, opened.recipe.training.eval_every_steps)
+        self._prompts: list[HeldOutPrompt] = []
+
+    def begin(self, step: int) -> None:
+        """Continues the prompts before the first step. A run that resumes after `step` reads what it wrote. Collective.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        if self._count == 0:
+            return
+        self._prompts = held_out_prompts(self._run, self._count)
+        if not self._prompts:
+            self._console.warn(
+                f"logging.held_out_samples: no held-out row leaves room for {NEW_TOKENS} tokens within data.max_length"
+            )
+            return
+        shown = [_unanswered(self._run, prompt) for prompt in self._prompts]
+        if step > 0:
+            self._run.shown.side_by_side = ranks.on_first_rank(lambda: self._written_until(step, shown))
+            return
+        self._run.shown.side_by_side = shown
+        self._continue(lambda: self._heartbeat.enter_phase(Phase.GENERATE), lambda one, text: replace(one, before=text))
+        ranks.on_first_rank(self._write)
+
+    def _written_until(self, step: int, shown: list[SideBySide]) -> list[SideBySide]:
+        """Returns `shown` with what the file says of the steps up to this one."""
+        try:
+            saved = [SideBySide(**sample) for sample in json.loads(self._path.read_text(encoding="utf-8"))]
+            kept = [
+                replace(sample, before=old.before, between=[(at, text) for at, text in old.between if at <= step])
+                for sample, old in zip(shown, saved, strict=True)
+                if (old.prompt, old.expected) == (sample.prompt, sample.expected)
+            ]
+        except (OSError, ValueError, TypeError, RecursionError):  # whatever may stand in a file
+            kept = []
+        if len(kept) == len(shown):
+            return kept
+        self._console.warn(
+            f"{self._path} is gone, or not of these held-out prompts: the report shows what the model writes from step "
+            f"{step} on"
+        )
+        return shown
+
+    def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
+        step = trainer.global_step
+        if self._prompts and step in self._steps:
+            first = self._continue(
+                lambda: trainer.enter_phase(Phase.EVALUATE),
+                lambda one, text: replace(one, between=[*one.between, (step, text)]),
+            )
+            self._metrics.progress.line(step, f"writes {first[:SHOWN]!r}")
+            ranks.on_first_rank(self._write_if_possible)
+        return {}
+
+    def end(self) -> None:
+        """Continues the prompts after the last step. Collective."""
+        if self._prompts:
+            self._continue(
+                lambda: self._heartbeat.enter_phase(Phase.EVALUATE), lambda one, text: replace(one, after=text)
+            )
+            waits = self._heartbeat.wait
+            ranks.on_first_rank(lambda: patiently(self._write, SAMPLES_FILE, self._console.warn, waits))
+
+    def _continue(self, beat: Callable[[], None], put: Callable[[SideBySide, str], SideBySide]) -> str:
+        """Continues the prompts, puts each text into what is shown of its prompt, and returns the first. Collective."""
+        texts = continuations(self._opened, self._run, self._prompts, beat)
+        shown = self._run.shown
+        shown.side_by_side = [put(one, text) for one, text in zip(shown.side_by_side, texts, strict=True)]
+        return texts[0]
+
+    def _write_if_possible(self) -> None:
+        # A full disk costs this file, which is written again at the end, and not the run.
+        with suppress(OSError):
+            self._write()
+
+    def _write(self) -> None:
+        text = json.dumps([asdict(sample) for sample in self._run.shown.side_by_side], indent=1)
+        atomic_write(self._path, text)
+
+
+def _unanswered(run: PreparedRun, prompt: HeldOutPrompt) -> SideBySide:
+    """Returns a prompt with its answer in the data; one token stands for all those of an image."""
+    hidden = _placeholders(run)
+    before = [None, *prompt.asked]
+    kept = [token for token, last in zip(prompt.asked, before, strict=False) if token != last or token not in hidden]
+    images = tuple(map(preview, prompt.images))
+    return SideBySide(run.tokenizer.decode(kept), _text_up_to_end(run, prompt.answer), images=images)

@@ -1,0 +1,149 @@
+"""The stage after `prepare`: checks the model on the rows as it is trained, with its kernels and precision."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from toolkit import ranks
+from toolkit.data.build import TokenisedData
+from toolkit.data.report import DataReport
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.samples import LabelledSamples, PairSamples, TextSamples
+from toolkit.errors import BadInputError
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.attention.positions import rotary_limit
+from toolkit.objectives.build import build_objective
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.rows_alone import RowsAlone
+from toolkit.planning.check import Planned
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.checks.image_check import check_pictures
+from toolkit.run.checks.packing_check import LeakError, check_causal, check_leaks
+from toolkit.run.checks.padding_check import changed_by_padding
+from toolkit.run.checks.quantised_check import check_quantised
+from toolkit.run.checks.sequence_check import check_parts, part_of
+from toolkit.run.stages.rows import may_pad, without_packing
+from toolkit.run.stages.stages import CheckedModel, MetaModel, OpenedRun, PackingCheck, ShardedModel
+from toolkit.run.stages.teacher_setup import check_teacher
+from toolkit.sharding.fsdp2.fsdp import class_name
+from toolkit.terminal import Pass, Terminal
+
+
+def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded: ShardedModel) -> CheckedModel:
+    """Checks quantised layers, packed rows, parts of rows and the head's loss. Collective.
+
+    Raises:
+        BadInputError: on every rank, if the model does not compute what the recipe assumes.
+    """
+    recipe, accelerator, model = opened.recipe, opened.accelerator, sharded.model
+    objective, data, padded = on_meta.objective, on_meta.data, on_meta.padded
+    check_quantised(accelerator, recipe.model.dtype, model, objective, data.train)
+    packing, leak = check_packing(opened, sharded, objective, data)
+    if leak is not None:
+        padded, data = leak, without_packing(recipe, on_meta.tokenizer)
+        counts = on_meta.data.report.label_counts
+        names = recipe.data.source_names
+        objective = build_objective(
+            recipe.objective, on_meta.model, False, counts, on_meta.teacher, apart=True, sources=names
+        )
+    check_teacher(accelerator, recipe.training.micro_batch_size, objective, data, opened.in_16_bits)
+    differ = _check_parts(opened, sharded, objective, data, planned)
+    head_loss = objective.check_head_loss(model, opened.device, opened.in_16_bits)
+    alone = check_padding(opened, sharded, objective, data)
+    if alone is not None:
+        objective = RowsAlone(objective)
+    elif (told := changed_by_longer_rows(sharded.inner, recipe, data.report)) is not None:
+        opened.console.warn(told)
+    return CheckedModel(objective, data, padded, packing, alone, head_loss, differ)
+
+
+def changed_by_longer_rows(inner: nn.Module, recipe: Recipe, report: DataReport) -> str | None:
+    """Returns a warning if a long row changes the rotary embeddings of the others of its micro-batch, or None."""
+    limit, longest = rotary_limit(inner), recipe.data.max_length
+    if limit is None or not (report.packing or recipe.training.micro_batch_size > 1):
+        return None
+    if report.train is not None and not report.streaming:  # of a stream it is the first window
+        longest = min(longest, int(report.train.longest["tokens"]))
+    if longest <= limit[1]:
+        return None
+    return (
+        f"model.name_or_path: the rotary embeddings of {class_name(base_of(inner))} ({limit[0]}) change for a whole "
+        f"micro-batch if one row has more than {limit[1]:,} tokens, and the longest has {longest:,}: a shorter row is "
+        f"not computed as it is alone. Set data.max_length={limit[1]}, or data.packing=false and "
+        "training.micro_batch_size=1"
+    )
+
+
+def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData) -> str | None:
+    """Returns why rows must run one after another without padding, or None if padding changes nothing. Collective.
+
+    Raises:
+        BadInputError: if padding changes rows, and the recipe needs padded rows.
+    """
+    recipe, samples = opened.recipe, data.train
+    spec = recipe.objective.spec
+    if isinstance(samples, PictureSamples):
+        return None
+    pads = objective.apart if spec.compares_completions else not data.report.packing
+    if not pads or samples is None or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
+        return None
+    with Pass(Terminal(quiet=ranks.rank() != 0), "checking that padding changes no row"):
+        why = changed_by_padding(sharded.model, sharded.inner, objective, samples, opened.device, opened.in_16_bits)
+    if why is not None and (spec.compares_completions or spec.has_teacher):
+        raise BadInputError(f"objective.kind: {spec.kind} pads rows, and {why}; train another model")
+    return why
+
+
+def check_packing(
+    opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData
+) -> tuple[PackingCheck | None, str | None]:
+    """Checks that no token attends to later ones, and that packed rows do not attend to each other. Collective.
+
+    Returns:
+        The measurements if rows share samples, and why they must not if the recipe leaves packing open.
+
+    Raises:
+        BadInputError: if they see each other, and the recipe asks for packing.
+    """
+    recipe, model, inner = opened.recipe, sharded.model, sharded.inner
+    if recipe.objective.spec.predicts_next_tokens and recipe.sharding.sequence == 1:
+        check_causal(model, inner, objective, opened.device)
+    # Both completions of a pair share a sample, whether or not it is packed.
+    pairs = isinstance(data.train, PairSamples) and not objective.apart
+    shown = isinstance(data.train, PictureSamples)
+    if not isinstance(data.train, TextSamples) or not (data.train.packed or pairs or shown):
+        return None, None
+    found, leak, size = None, None, recipe.training.micro_batch_size
+    try:
+        with Pass(Terminal(quiet=ranks.rank() != 0), "checking that packed rows do not attend to each other"):
+            if isinstance(data.train, PictureSamples):
+                seen = check_pictures(model, inner, objective, data.train, opened.device, opened.in_16_bits)
+                found = (seen.leaks, seen.alone) if seen is not None and seen.shared else None
+            else:
+                found = check_leaks(model, inner, objective, data.train, size, opened.device, opened.in_16_bits)
+    except LeakError as error:
+        leak = error
+    # All or none: ranks whose rounding differs must not train on different samples.
+    leak = next((of_rank for of_rank in ranks.gather_objects(leak) if of_rank is not None), None)
+    if leak is not None:
+        if not may_pad(recipe, data):
+            raise leak
+        return None, leak.why
+    if not data.train.packed:
+        return None, None
+    train = data.report.train
+    assert train is not None
+    assert train.fill_rate is not None, "rows are packed"
+    return PackingCheck(train.fill_rate, found), None
+
+
+def _check_parts(
+    opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData, planned: Planned
+) -> float | None:
+    """Returns the largest difference from whole rows, see `check_parts`; None if rows are whole."""
+    if not isinstance(data.train, TextSamples | LabelledSamples):
+        return None
+    part = part_of(opened.accelerator, opened.recipe.sharding.sequence)[2]
+    chunked = planned.checkpointing is not None and planned.checkpointing.chunk_tokens is not None
+    model, inner, device = sharded.model, sharded.inner, opened.device
+    return check_parts(model, inner, objective, data.train, part, device, opened.in_16_bits, chunked)

@@ -1,0 +1,105 @@
+"""The stages before any weight is read: the rows, and the model on the meta device with its attention and objective."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date
+
+from transformers import PreTrainedModel
+
+from toolkit import ranks
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.data import build
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.templates.template_date import set_date, today, writes_date
+from toolkit.data.tokens import tokenizer
+from toolkit.errors import BadInputError
+from toolkit.model.adapters.adapter_checks import (
+    require_mergeable,
+    require_new_rows_trained,
+    require_one_type,
+    require_readable,
+)
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.attention.attention import settle_attention
+from toolkit.model.load import load
+from toolkit.model.quantised.quantised import quantised_layers
+from toolkit.model.structure.model_parts import asked_parts, sees
+from toolkit.objectives.build import build_objective
+from toolkit.objectives.losses.balance import build_balance
+from toolkit.recipe.combinations import refuse
+from toolkit.recipe.recipe import settings_of_recipe
+from toolkit.run.checks.sequence_check import share_rows
+from toolkit.run.stages.rows import fitting, require_room, require_sample
+from toolkit.run.stages.stages import MetaModel, OpenedRun, TokenisedRows
+from toolkit.run.stages.teacher_setup import asked_teacher
+
+
+def read_rows(opened: OpenedRun, resumed: Manifest | None = None) -> TokenisedRows:
+    """Loads the tokenizer and tokenises the rows. Collective.
+
+    Args:
+        resumed: manifest of the checkpoint to resume from, whose date a chat template keeps.
+
+    Raises:
+        BadInputError: if a source, a row or the tokenizer cannot be read.
+    """
+    recipe = opened.recipe
+    tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
+    if writes_date(tokens) and recipe.data.template_date is None:
+        # Rank 0's: around midnight hosts differ.
+        set_date(tokens, ranks.on_first_rank(lambda: _day_of(resumed) or today()))
+    return TokenisedRows(tokens, build.build(recipe.data, tokens, recipe.training.seed, recipe.objective))
+
+
+def _day_of(resumed: Manifest | None) -> date | None:
+    written = None if resumed is None else resumed.recipe["data"].get("template_date")
+    return None if written is None else date.fromisoformat(written)
+
+
+def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
+    """Builds the model without weights, and decides all that depends on its architecture.
+
+    Raises:
+        BadInputError: if the model cannot be trained or exported as asked; before any weight is read.
+    """
+    recipe, tokens = opened.recipe, rows.tokenizer
+    model = _load_on_meta(opened, rows)
+    data, padded = fitting(recipe, tokens, rows.data, model)
+    require_room(model, tokens, recipe)
+    require_sample(model, tokens, recipe)
+    packed, label_counts = data.report.packing, data.report.label_counts
+    attention = _choose_attention(opened, model, packed, isinstance(data.train, PictureSamples))
+    teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)
+    share_rows(recipe.sharding.sequence, recipe.data.max_length, *(one for one in (model, teacher) if one is not None))
+    sources = recipe.data.source_names
+    objective = build_objective(recipe.objective, model, packed, label_counts, teacher, sources=sources)
+    balance = build_balance(recipe.objective, model)
+    return MetaModel(model, tokens, data, padded, attention, teacher, objective, balance)
+
+
+def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
+    """Builds the model; raises BadInputError if there is none, or it cannot be trained or exported as asked."""
+    recipe, names = opened.recipe, rows.data.label_names
+    has_pictures = isinstance(rows.data.train, PictureSamples)
+    parts = asked_parts(recipe.model, recipe.adapter, has_pictures)
+    model = load(
+        recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind, parts
+    )
+    if recipe.model.train is not None and not sees(base_of(model)):
+        raise BadInputError("model.train has no effect: the model reads text alone; remove it")
+    require_one_type(model, recipe.model.dtype, opened.accelerator.mixed_precision)
+    require_readable(model, recipe.export)
+    if recipe.export.merge:
+        require_mergeable(model)
+    if recipe.model.name_or_path is not None:
+        require_new_rows_trained(model, rows.tokenizer.convert_ids_to_tokens(tokenizer.new_ids(rows.tokenizer)))
+    quantised = any(quantised_layers(model))
+    refuse(replace(settings_of_recipe(recipe), is_quantised=quantised, has_pictures=has_pictures))
+    return model
+
+
+def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool, has_pictures: bool) -> str:
+    """Gives the model the attention of the run; returns which one it is, and why."""
+    asked, compiled = opened.recipe.model.attention, opened.recipe.training.compile
+    return settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled, has_pictures)

@@ -1,0 +1,128 @@
+"""Prepares an opened run for training: the stages in their order, the reference's log-probabilities, the batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.data.build import TokenisedData
+from toolkit.data.rows.cache import cache_folder
+from toolkit.data.samples.loader import EpochOrder
+from toolkit.data.samples.samples import JudgedSamples, PairSamples
+from toolkit.errors import BadInputError
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.weights.weights import fit_of
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.reference import identity_of, with_reference
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import steps_of_run
+from toolkit.run.checks.by_block_check import accumulation_of
+from toolkit.run.checks.sequence_check import part_of
+from toolkit.run.stages.answers import read_asked, require_same_scoring, require_sighted
+from toolkit.run.stages.model_checks import check_model
+from toolkit.run.stages.model_on_meta import build_on_meta, read_rows
+from toolkit.run.stages.rows import build_windows, last_position, rest_of_run
+from toolkit.run.stages.sharded_model import plan_memory, shard_model
+from toolkit.run.stages.stages import CheckedModel, OpenedRun, PreparedRun, ShardedModel, Shown
+from toolkit.run.stages.stop_tokens import teach_to_stop
+from toolkit.terminal import Pass
+
+
+def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedRun:
+    """Builds all that training needs. Collective.
+
+    Args:
+        resumed: manifest of the checkpoint to resume from.
+
+    Raises:
+        BadInputError: on every rank, see the stages.
+    """
+    recipe, accelerator = opened.recipe, opened.accelerator
+    training = recipe.training
+    asked = read_asked(recipe)  # before the model is built, so that a bad row is reported at once
+    require_same_scoring(asked, recipe, resumed)
+    on_meta = build_on_meta(opened, read_rows(opened, resumed))
+    require_sighted(asked, on_meta.data.train)
+    _require_same_adapter(on_meta.model, recipe, resumed)
+    planned = plan_memory(opened, on_meta)
+    sharded = shard_model(opened, on_meta, planned)
+    checked = check_model(opened, on_meta, planned, sharded)
+    group, num_groups, part = part_of(accelerator, recipe.sharding.sequence)
+    size = training.micro_batch_size * training.gradient_accumulation_steps * num_groups
+    num_steps = steps_of_run(training, len(checked.data.train), size)
+    last = last_position(recipe, checked.data, num_steps, size, resumed)
+    checked = _with_references(opened, sharded, checked, last, resumed)
+    windows = build_windows(
+        recipe, checked.data, num_steps, training.gradient_accumulation_steps, group, num_groups, part
+    )
+    num_positions = windows.num_positions
+    if resumed is not None:
+        num_steps, num_positions = rest_of_run(recipe, num_steps, size, num_positions, resumed)
+    accumulation = accumulation_of(recipe, planned, opened.plugin, sharded.model, opened.device, checked.alone)
+    shown = Shown(checked.data.report, [])
+    ends = teach_to_stop(base_of(sharded.inner), on_meta.tokenizer, checked.data.train)
+    return PreparedRun(
+        on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown, ends, asked
+    )
+
+
+def _require_same_adapter(model: nn.Module, recipe: Recipe, resumed: Manifest | None) -> None:
+    """Raises BadInputError if the run to resume started from another adapter than is in its folder now."""
+    if resumed is not None and resumed.adapter != fit_of(model).adapter:
+        raise BadInputError(
+            f"checkpoint.resume: the run up to step {resumed.step} went on from another adapter than "
+            f"adapter.start_from ({recipe.adapter.start_from!r}) is now; bring that back, or start anew with another "
+            "training.output_dir"
+        )
+
+
+def _with_references(
+    opened: OpenedRun, sharded: ShardedModel, checked: CheckedModel, last: int, resumed: Manifest | None
+) -> CheckedModel:
+    """Adds the log-probabilities of the reference, the model before its first step, if the objective needs them.
+
+    Args:
+        last: the run's last position in the data.
+    """
+    objective = checked.objective
+    if not objective.needs_references:
+        return checked
+    _require_same_reference(sharded.inner, opened.recipe, resumed)
+    return replace(checked, data=_with_log_probabilities(opened, sharded, objective, checked.data, last))
+
+
+def _require_same_reference(inner: Any, recipe: Recipe, resumed: Manifest | None) -> None:
+    """Records which files the reference is from, for the checkpoints of the run.
+
+    Raises:
+        BadInputError: if the checkpoint to resume from was trained against the weights of other files.
+    """
+    inner.fit.fingerprint = inner.fit.origin
+    if resumed is not None and resumed.base not in (None, inner.fit.fingerprint):
+        raise BadInputError(
+            f"checkpoint.resume: the reference of the run up to step {resumed.step} had other weights than "
+            f"model.name_or_path ({recipe.model.name_or_path!r}) has now; bring them back (of a hub model: set "
+            "model.revision to their commit), or start anew with another training.output_dir"
+        )
+
+
+def _with_log_probabilities(
+    opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData, last: int
+) -> TokenisedData:
+    recipe, accelerator = opened.recipe, opened.accelerator
+    progress = Pass(opened.console, "log-probabilities of the reference")
+    found: dict[str, Any] = {}
+    for split, samples in (("train", data.train), ("validation", data.validation)):
+        if isinstance(samples, PairSamples | JudgedSamples):
+            identity = identity_of(recipe, sharded.inner, accelerator.mixed_precision, data.fingerprint, split)
+            size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)
+            if split == "train":
+                reached = EpochOrder(len(samples), recipe.training.seed, recipe.data.shuffle).first(last)
+            else:
+                reached = list(range(len(samples))[: recipe.data.max_validation_samples])
+            where = (cache, identity, progress, part_of(accelerator, recipe.sharding.sequence)[2])
+            found[split] = with_reference(accelerator, sharded.model, objective, samples, reached, size, *where)
+    return replace(data, **found)

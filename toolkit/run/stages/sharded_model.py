@@ -1,0 +1,115 @@
+"""The stages that turn a model without weights into a sharded one: planning its memory, sharding and loading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit import ranks
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.model.adapters.adapter_checks import require_kept
+from toolkit.model.adapters.adapters import base_of
+from toolkit.model.attention.attention import attention_of
+from toolkit.model.structure.model_parts import may_leave_unused
+from toolkit.optim.build import build_optimizer
+from toolkit.planning.check import Planned, plan_run
+from toolkit.run.stages.accelerator import checkpointing_of, compilation_of
+from toolkit.run.stages.stages import MetaModel, OpenedRun, ShardedModel
+from toolkit.run.stages.teacher_setup import place_teacher
+from toolkit.sharding.apply import prepare_blocks
+from toolkit.sharding.blocks.checkpointing import Checkpointing, num_in_chunks
+from toolkit.sharding.blocks.chunks import CHUNK_TOKENS
+from toolkit.sharding.blocks.compiling import Compilation
+from toolkit.sharding.plan.strategy import MeshShape
+from toolkit.sharding.plan.units import plan_units
+from toolkit.terminal import Pass, Terminal
+
+# Fewest blocks first, because the forward of each one is computed twice.
+AUTO_CHECKPOINTING = (4, 3, 2, 1)
+"""The n that `sharding.activation_checkpointing: auto` tries in turn, after none: every n-th block."""
+
+
+def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
+    """Plans the run's memory, and decides which blocks are checkpointed. Collective.
+
+    Raises:
+        BadInputError: if the run cannot fit.
+    """
+    recipe, plugin, accelerator = opened.recipe, opened.plugin, opened.accelerator
+    sizes = accelerator.parallelism_config
+    shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.node)
+    mesh = shard if plugin.strategy.sharded else MeshShape(accelerator.num_processes, 1)
+    # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
+    rows = on_meta.data.train
+    with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):
+        return ranks.on_first_rank(
+            lambda: plan_run(
+                recipe,
+                on_meta.model,
+                plugin.strategy,
+                mesh,
+                plugin.offload is not None,
+                _checkpointings(opened, on_meta.model),
+                accelerator.mixed_precision,
+                on_meta.data.report.label_counts,
+                accelerator.device,
+                on_meta.teacher,
+                rows if isinstance(rows, PictureSamples) else None,
+            )
+        )
+
+
+def _checkpointings(opened: OpenedRun, model: nn.Module) -> list[Checkpointing | None]:
+    """Lists the checkpointings from which the plan chooses: the recipe's, or those of `auto`."""
+    recipe, plugin, section = opened.recipe, opened.plugin, opened.recipe.sharding
+    if section.activation_checkpointing != "auto":
+        return [plugin.checkpointing if plugin.strategy.sharded else checkpointing_of(recipe)]
+    offload, size = section.offload_checkpoints, section.chunk_tokens
+    found = [None, *(Checkpointing(n, offload, size) for n in AUTO_CHECKPOINTING)]
+    # Last, because it gains little on short rows. With all blocks checkpointed it takes no extra time.
+    tokens = recipe.training.micro_batch_size * recipe.data.max_length // section.sequence
+    may_chunk = not recipe.objective.spec.encoder_decoder and tokens > CHUNK_TOKENS
+    if size is None and may_chunk and num_in_chunks(model, plan_units(model, section.unit_classes)):
+        found.append(Checkpointing(1, offload, CHUNK_TOKENS))
+    return found
+
+
+def shard_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned) -> ShardedModel:
+    """Shards the model with the checkpointing that was planned, and reads its weights. Collective.
+
+    Raises:
+        BadInputError: if the model cannot be sharded so, or its weights cannot be read.
+    """
+    recipe, accelerator = opened.recipe, opened.accelerator
+    opened.plugin.checkpointing = planned.checkpointing
+    compilation = prepare_forwards(opened, on_meta.model)
+    made = build_optimizer(on_meta.model, recipe.optimizer, recipe.sharding.unit_classes)
+    prepared: tuple[nn.Module, torch.optim.Optimizer] = accelerator.prepare(on_meta.model, made)
+    model, optimizer = prepared
+    inner = accelerator.unwrap_model(model)
+    require_kept(inner, recipe.export)
+    place_teacher(accelerator, recipe.sharding.unit_classes, on_meta.teacher, opened.plugin)
+    return ShardedModel(model, inner, optimizer, compilation)
+
+
+def prepare_forwards(opened: OpenedRun, model: Any) -> Compilation | None:
+    """Compiles and checkpoints the blocks of a model for DDP; the plugin prepares those that it shards itself."""
+    if attention_of(base_of(model)) == "flex_attention" and opened.accelerator.is_main_process:
+        Terminal().print("flex_attention compiles its kernels in the first forward, which can take minutes")
+    if opened.plugin.strategy.sharded:
+        return opened.plugin.compilation
+    return _prepare_for_ddp(opened, model)
+
+
+def _prepare_for_ddp(opened: OpenedRun, model: PreTrainedModel) -> Compilation | None:
+    """Does what the sharding plugin does in `prepare`, for a model that DDP wraps whole."""
+    model.materialize_weights()
+    compilation, checkpointing = compilation_of(opened.recipe), opened.plugin.checkpointing
+    if checkpointing is not None or compilation is not None:
+        prepare_blocks(model, plan_units(model, opened.recipe.sharding.unit_classes), checkpointing, compilation)
+    # It makes DDP walk the graph in every step, so only models that need it get it.
+    opened.accelerator.ddp_handler.find_unused_parameters = may_leave_unused(model)
+    return compilation

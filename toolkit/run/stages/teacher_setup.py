@@ -1,0 +1,63 @@
+"""Sets up the frozen model that a run learns from, beside the one that it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from toolkit import ranks
+from toolkit.data.build import TokenisedData
+from toolkit.data.samples.samples import TextSamples
+from toolkit.model.attention.attention import settle_attention
+from toolkit.objectives.objective import Objective
+from toolkit.objectives.teacher import load_teacher, shard_teacher
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.checks.packing_check import check_leaks
+from toolkit.sharding.plugin import ShardingPlugin
+
+
+def asked_teacher(
+    accelerator: Accelerator, recipe: Recipe, tokens: PreTrainedTokenizerBase, packed: bool
+) -> nn.Module | None:
+    """Returns the teacher on the meta device, with the attention of the run, or None without one.
+
+    Raises:
+        BadInputError: if it cannot be loaded, or its tokens differ from the student's.
+    """
+    teacher: Any = load_teacher(recipe, tokens, accelerator.mixed_precision)
+    if teacher is not None:
+        in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
+        settle_attention(teacher, recipe.model.attention, accelerator.device, in_16_bits, packed, compiled=False)
+    return teacher  # type: ignore[no-any-return]
+
+
+def place_teacher(
+    accelerator: Accelerator, unit_classes: list[str] | None, teacher: nn.Module | None, plugin: ShardingPlugin
+) -> None:
+    """Shards the teacher, if there is one, and loads its weights."""
+    if teacher is None:
+        return
+    mesh = accelerator.state.device_mesh if plugin.strategy.sharded else None
+    shard_teacher(teacher, plugin.strategy, mesh, accelerator.mixed_precision, unit_classes)
+    teacher.to(accelerator.device)
+
+
+def check_teacher(
+    accelerator: Accelerator, micro_batch_size: int, objective: Objective, data: TokenisedData, in_16_bits: bool
+) -> None:
+    """Checks that rows that share a sample do not see each other in the teacher. Collective.
+
+    Raises:
+        BadInputError: on every rank, if they do.
+    """
+    train, size = data.train, micro_batch_size
+    if objective.teacher is None or not isinstance(train, TextSamples) or not train.packed:
+        return
+    model, causal = objective.teacher.model, objective.teacher.causal
+    ranks.on_every_rank(
+        lambda: check_leaks(model, model, causal, train, size, accelerator.device, in_16_bits),
+        "look at the teacher's packed rows",
+    )

@@ -1,0 +1,241 @@
+"""Replaces methods of FSDP2's records, each because FSDP2 has no public hook at that point.
+
+They are replaced on the records of one model, never on a class of torch. `REPLACED` lists them, and a test compares the
+list with a sharded model.
+
+    method                                  by                      what no hook does
+    FSDPParamGroup.post_backward            before_reduction        act when a unit has all its gradients: hooks of
+    FSDPParamGroup.unshard                                          inputs are missing if no input requires a gradient,
+                                                                    and hooks of parameters come after the reduction
+    FSDPParamGroup.post_backward            pass_over_ungathered_   skip units that were never gathered, in which FSDP2
+                                            units                   fails if a window goes on
+    FSDPParamGroup.post_backward            free_reduced_gradient   free what FSDP2 keeps for a hook until backward ends
+    FSDPParamGroup.wait_for_unshard         before_copying_shards   wait before shards are copied if one rank holds all:
+                                                                    the collective that could be set is not called then
+    FSDPParam.init_dtype_attrs              gather_in_float32       give the parameters of one unit different types
+    FSDPParam.to_sharded_post_forward,      reshard_in_groups       put together what a node's ranks keep of a parameter
+    .to_unsharded, .to_sharded                                      that is not sharded by rows
+
+Beside methods, `reshard_in_groups` and `wrap_as_dtensor` set attributes of the records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients, fsdp_groups, groups_of_module
+
+REPLACED = {
+    "FSDPParamGroup": {"post_backward", "unshard", "wait_for_unshard"},
+    "FSDPParam": {"init_dtype_attrs", "to_sharded_post_forward", "to_unsharded", "to_sharded"},
+}
+"""Class of torch -> its methods that are replaced on objects of a model."""
+
+
+def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
+    """Calls `act(group)` in backward whenever the unit's gradients are about to be reduced.
+
+    FSDP2 has no hook at that point: hooks of its modules' inputs do not run if no input requires a gradient, and hooks
+    of the parameters run after the reduction.
+    """
+    reduce, unshard = group.post_backward, group.unshard
+    acted = False
+
+    def act_and_reduce(*args: Any) -> None:
+        nonlocal acted
+        # A unit that this backward has not gathered has nothing to reduce; FSDP2 calls this for all units at the end.
+        # torch 2.11 calls it there for a unit of several modules although it is reduced already.
+        if group.reduce_grads and group.is_unsharded and not acted:
+            act(group)
+            acted = True
+        reduce(*args)
+
+    def begin_again(*args: Any, **kwargs: Any) -> Any:
+        nonlocal acted
+        acted = False
+        return unshard(*args, **kwargs)
+
+    group.post_backward, group.unshard = act_and_reduce, begin_again
+
+
+def pass_over_ungathered_units(model: nn.Module) -> None:
+    """Skips units that were never gathered at the end of a backward, such as a tower that no row has reached.
+
+    FSDP2 ends a pass in all units. If it reduces, it checks whether a parameter was ever gathered. If it accumulates,
+    it does not check, and fails ("no attribute '_unsharded_param'").
+    """
+    for group in fsdp_groups(model):
+        group.post_backward = functools.partial(_end_pass_if_gathered, group, group.post_backward)
+
+
+def _end_pass_if_gathered(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+    if group.reduce_grads or any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+        post_backward(*args)
+
+
+def free_reduced_gradient(module: FSDPModule) -> None:
+    """Frees the unit's reduced gradient as soon as it is reduced. The unit's hook must call `reduce_again_after`.
+
+    FSDP2 of torch 2.15 holds the gradient that it passed to a hook until backward ends. Over all units this is the
+    whole float32 gradient of a rank's shard, and offload exists to keep that off the device.
+    """
+    group = next(fsdp_groups(module))  # type: ignore[arg-type]
+    reduce = group.post_backward
+
+    def reduce_and_free(*args: Any) -> None:
+        reduce(*args)
+        if not group._is_hsdp:
+            group._all_reduce_state = None
+
+    group.post_backward = reduce_and_free
+
+
+def reduce_again_after(module: FSDPModule, read: Any) -> None:
+    """Makes the next reduce-scatter wait for `read`, the event after the last read of the unit's reduced gradient.
+
+    FSDP2 allocates the reduced gradient on its reduce-scatter stream, but its all-reduce hook and its rounding read it
+    on the all-reduce stream. Once freed, the memory goes to the next unit's reduce-scatter, which would wait for
+    neither. With replicas FSDP2 itself holds the memory until backward ends (pytorch#140044). Waiting here would then
+    only prevent a unit's reduce-scatter from overlapping the all-reduce of the previous unit.
+    """
+    group = next(fsdp_groups(module))  # type: ignore[arg-type]
+    if not group._is_hsdp:
+        group.comm_ctx.reduce_scatter_stream.wait_event(read)
+
+
+def before_copying_shards(module: FSDPModule, act: Callable[[], None]) -> None:
+    """Calls `act` before the unit's shards are copied, if its group has one rank and so nothing is gathered."""
+    group = next(fsdp_groups(module))  # type: ignore[arg-type]
+    unshard = group.wait_for_unshard
+
+    def act_and_unshard() -> None:
+        if group._all_gather_result is not None and group._all_gather_process_group.size() == 1:
+            act()
+        unshard()
+
+    group.wait_for_unshard = act_and_unshard
+
+
+def gather_in_float32(model: nn.Module, names: Iterable[str], beside_rounded: bool = False) -> None:
+    """Makes units gather some of their parameters in float32, whatever their compute type.
+
+    FSDP2 gathers several types in one exchange, but before torch 2.15 it reduces only one. There the gradients of such
+    a unit are converted to float32 first.
+
+    Args:
+        names: the parameters to gather in float32.
+        beside_rounded: whether the shards of the other parameters are held in the compute type.
+    """
+    initialise = _init_beside_rounded if beside_rounded else _init_uncast
+    kept = {id(model.get_parameter(name)) for name in names}
+    for group in fsdp_groups(model):
+        own = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in kept]
+        for parameter in own:
+            parameter.init_dtype_attrs = functools.partial(initialise, parameter)
+        if own and not autograd_sums_gradients():
+            before_reduction(group, _make_gradients_float32)
+
+
+def _init_uncast(parameter: Any, policy: MixedPrecisionPolicy) -> None:
+    type(parameter).init_dtype_attrs(parameter, dataclasses.replace(policy, param_dtype=None))
+
+
+def _init_beside_rounded(parameter: Any, policy: MixedPrecisionPolicy) -> None:
+    _init_uncast(parameter, policy)
+    # FSDP2 needs one dtype for all shards of a unit, to which it rounds their gradients. `param_dtype` stays None:
+    # FSDP2 copies what it casts before it allocates the gather's memory, and only there `before_reading_shards` waits.
+    parameter.orig_dtype = policy.param_dtype or parameter.orig_dtype
+
+
+@torch.no_grad()
+def _make_gradients_float32(group: Any) -> None:
+    for parameter in group.fsdp_params:
+        if parameter.sharded_param.requires_grad and parameter.unsharded_accumulated_grad is None:
+            parameter.to_accumulated_grad_if_needed()
+
+
+def reshard_in_groups(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes units keep a copy that is sharded among the ranks of a group, from forward until backward gathers it.
+
+    This equals FSDP2's `reshard_after_forward=n`, which creates new process groups for each unit, and NCCL would
+    allocate buffers for all of them.
+
+    Args:
+        mesh: 2-D (groups, ranks of a group).
+    """
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in fsdp_groups(model):
+        if group.post_forward_mesh_info is None:
+            continue  # it stays gathered
+        group.post_forward_mesh_info = info
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = info
+            own, parameter.fsdp_placement = parameter.fsdp_placement, Shard(0)
+            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+            parameter.fsdp_placement = own
+            if own.dim:
+                _keep_flat(parameter, mesh.size(1))
+
+
+def _keep_flat(parameter: Any, num_ranks: int) -> None:
+    """Makes backward reassemble a parameter that is not sharded by rows as if it were.
+
+    The ranks of a group keep equal parts of its elements in order. FSDP2 would concatenate them along the dimension
+    along which the parameter is sharded.
+    """
+    own = parameter.fsdp_placement
+    parameter.sharded_post_forward_size = torch.Size((parameter._orig_size.numel() // num_ranks,))
+    parameter.contiguous_sharded_post_forward_stride = (1,)
+
+    def then(act: Callable[[], None], placement: Shard) -> Callable[[], None]:
+        def act_and_place() -> None:
+            act()
+            parameter.fsdp_placement = placement
+
+        return act_and_place
+
+    parameter.to_sharded_post_forward = then(parameter.to_sharded_post_forward, Shard(0))
+    parameter.to_unsharded = then(parameter.to_unsharded, own)
+    parameter.to_sharded = then(parameter.to_sharded, own)
+
+
+def shapes_inside(module: nn.Module) -> dict[tuple[nn.Module, str], torch.Size]:
+    """Returns the shape of each parameter in a module, keyed by its owning module and its name in that module."""
+    return {(owner, name): p.shape for owner in module.modules() for name, p in owner.named_parameters(recurse=False)}
+
+
+def wrap_as_dtensor(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[tuple[nn.Module, str], torch.Size]) -> None:
+    """Presents the shards of a unit that only some ranks of a mesh share as row-sharded DTensors over the whole mesh.
+
+    The unit still gathers and reduces among its own ranks.
+
+    Args:
+        module: the unit.
+        mesh: 1-D (shard), or 2-D (replicate, shard).
+        shapes: the shapes of the whole parameters, as `shapes_inside` returns them. Each rank's rows precede those of
+            the next rank.
+    """
+    assert isinstance(module, FSDPModule)
+    (group,) = groups_of_module(module)
+    for parameter in group.fsdp_params:
+        shape = shapes[parameter._module_info.module, parameter._module_info.param_name]
+        local = parameter.sharded_param.to_local()
+        meta = TensorMeta(shape, make_contiguous_strides_for(shape), local.dtype)
+        placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+        parameter._sharding_spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        parameter._sharding_spec_by_dtype = {}  # torch 2.15's copies of the old one, which gradients would have
+        trains = parameter.sharded_param.requires_grad
+        parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(local.detach()), requires_grad=trains)
+        parameter._setattr_on_modules(parameter.sharded_param)

@@ -1,0 +1,237 @@
+"""Moves FSDP2's units through their states, and owns the order of these moves, in ordinary runs and in runs by block.
+
+FSDP2's record of a unit holds the state of its parameters, and the state of the current pass through the unit:
+
+    parameters     SHARDED ------ gather -----> UNSHARDED ------ free ------> SHARDED
+                                                 |     ^
+                              keep in the node   |     |   gather in the node
+                                                 v     |
+                                          SHARDED_POST_FORWARD
+
+    pass           IDLE ---- begin forward ---> FORWARD ---- end forward ---> IDLE
+                   IDLE --- begin backward ---> PRE_BACKWARD --- reduce ----> POST_BACKWARD
+                   POST_BACKWARD ------------------ end pass ---------------> IDLE
+                   IDLE ------------- return to forward (root alone) -------> FORWARD
+
+`reduce` adds a pass's gradients to the unit's float32 sum, or reduce-scatters that sum if the pass is the last.
+This table says what causes a transition:
+
+    transition           ordinary run                          run by block
+    gather               FSDP2's hooks before forward and      the same, for the first micro-batch in the unit
+                         backward, and its prefetch
+    end forward, free    FSDP2's hook behind forward           the same; freed behind the last micro-batch
+    reduce, free         FSDP2's hook behind backward, as      the same, as `begin_unit_backward` has said
+                         `begin_micro_batch` has said
+    end pass             FSDP2, for all units at the end of    `end_passes`, for the units of the pass alone, and
+                         each backward                         `end_window` for what is left
+    return to forward    -                                     `return_to_forward`, behind the backward of a loss
+    all units to         `free_all`, behind a forward          the same, behind forwards without gradients
+    SHARDED and IDLE     without gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from toolkit.sharding.fsdp2.fsdp import fsdp_groups, groups_of_module, sharded_modules
+from toolkit.sharding.plan.strategy import Strategy
+
+_GENERATING: WeakSet[Any] = WeakSet()
+"""The models that are generating text now; see `UnitStates.generating`."""
+
+
+class UnitStates:
+    """Moves the units of one model through their states if FSDP2's own hooks do not.
+
+    Args:
+        root: the model, sharded by `toolkit.sharding.apply`.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    # Ordinary runs.
+
+    def follow_micro_batches(
+        self, strategy: Strategy, is_last_micro_batch: Callable[[], bool], is_by_block: Callable[[], bool]
+    ) -> None:
+        """Registers hooks on the root: before each training forward, and after each forward without gradients.
+
+        Args:
+            strategy: decides what each micro-batch reduces and frees.
+            is_last_micro_batch: returns whether this forward's micro-batch is the last of the optimizer step.
+            is_by_block: returns whether this forward runs by block; then the hooks change no states.
+        """
+
+        def before_forward(_module: object, _args: object) -> None:
+            if torch.is_grad_enabled() and not is_by_block():
+                self.begin_micro_batch(strategy, is_last_micro_batch())
+
+        def after_forward(_module: object, _args: object, _output: object) -> None:
+            # In a run by block, other micro-batches are in the middle of their forwards.
+            if not torch.is_grad_enabled() and not is_by_block() and self._root not in _GENERATING:
+                self.free_all()
+
+        self._root.register_forward_pre_hook(before_forward)
+        self._root.register_forward_hook(after_forward)
+
+    def begin_micro_batch(self, strategy: Strategy, is_last: bool) -> None:
+        """Configures what the backward of the next micro-batch reduces and frees.
+
+        Stock `Accelerator.accumulate` switches reduction off until the last micro-batch, whatever the ZeRO stage.
+        ZeRO-3 would then keep whole float32 gradients, 4 bytes per parameter on every rank.
+        """
+        self._root.set_requires_gradient_sync(strategy.reduce_each_micro_batch or is_last)
+        if strategy.replicated and strategy.reduce_each_micro_batch:
+            # Until the last micro-batch each replica keeps its own sharded sum; they all-reduce once per step.
+            self._root.set_requires_all_reduce(is_last)
+        self._root.set_reshard_after_backward(strategy.reshard_each_micro_batch or is_last)
+
+    def free_all(self) -> None:
+        """Ends every pass and frees what a forward without gradients gathered and no backward will free.
+
+        Otherwise the root's parameters would stay whole, and `model.parameters()` would return tensors that the
+        optimizer does not know.
+        """
+        for unit in sharded_modules(self._root):
+            groups = groups_of_module(unit)
+            copied = [each for group in groups if group.is_sharded_post_forward for each in group.fsdp_params]
+            for group in groups:
+                # On torch 2.11 a unit with an uncalled module is still in its forward, and may stay gathered after it.
+                group._training_state = type(group._training_state).IDLE
+            unit.reshard()
+            for parameter in copied:  # a group's, which FSDP2 frees when backward has gathered them
+                parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
+            # torch 2.11 keeps waiting for a module that was not called (a head of which only the weight is used), and
+            # never gathers the unit again.
+            unit._get_fsdp_state()._modules_to_run_forward.clear()
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Keeps units gathered for many forwards without gradients, which may begin below the root (as peft's do).
+
+        Generation runs one forward for each token, and each would gather the same parameters again. So the root stays
+        gathered inside the `with` block, and so do the units that the strategy keeps until backward. All are freed at
+        the end.
+        """
+        self._root.unshard()
+        _GENERATING.add(self._root)
+        try:
+            yield
+        finally:
+            _GENERATING.discard(self._root)
+            self.free_all()
+            self.forget_forwards()
+
+    @contextmanager
+    def reducing_nothing(self) -> Iterator[None]:
+        """Makes backward reduce no gradients inside the `with` block. Frees all units at the end.
+
+        For a backward that computes no gradients of parameters: they would get zeros, and count as used in the step.
+        """
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
+            self.free_all()
+
+    # Runs by block, in the order of an optimizer step.
+
+    def begin_window(self) -> None:
+        """Makes backward reduce, free and end nothing until `begin_unit_backward` says otherwise."""
+        self._root.set_requires_gradient_sync(False)
+        self._root.set_reshard_after_backward(False)
+        self._root.set_is_last_backward(False)
+
+    def begin_forwards(self) -> None:
+        """Resets FSDP2's current root, so that the gathers of the next forward wait for the work queued before it.
+
+        If several forwards run through the model together and one has ended, FSDP2 takes the next unit of another for
+        a root. torch 2.11 keeps that root for good, later versions until a backward ends. Gathers would then not wait
+        for the optimizer step.
+        """
+        self._root._get_fsdp_state()._state_ctx.iter_forward_root = None
+
+    def keep_after_forward(self, unit: Any) -> None:
+        """Keeps a unit gathered after its next forward, because another micro-batch enters it next."""
+        unit.set_reshard_after_forward(False)
+
+    def free_after_forward(self, unit: Any) -> None:
+        """Frees a unit after its next forward, the last one of the optimizer step."""
+        unit.set_reshard_after_forward(True)
+
+    def return_to_forward(self) -> None:
+        """Sets the root's state back to FORWARD, after a backward in the middle of its forward.
+
+        Otherwise FSDP2 would free the root's parameters when that forward ends, and gather them again for the backward
+        after it.
+        """
+        for group in groups_of_module(self._root):
+            group._training_state = type(group._training_state).FORWARD
+
+    def forget_forwards(self) -> None:
+        """Clears the recorded order of forwards, so that backward prefetches by the order of the forwards to come.
+
+        FSDP2 records forwards without gradients too, and the backward of the first unit would then prefetch their last
+        unit.
+        """
+        for group in fsdp_groups(self._root):
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
+
+    @contextmanager
+    def backward_by_unit(self) -> Iterator[None]:
+        """Makes FSDP2 end no pass when a backward ends inside the `with` block; call `end_passes` instead.
+
+        FSDP2 visits all units whenever a backward ends, and waits for all reductions so far. They would then overlap
+        with nothing.
+        """
+        context = self._root._get_fsdp_state()._state_ctx
+        context.post_backward_final_callback_queued = True
+        try:
+            yield
+        finally:
+            context.post_backward_final_callback_queued = False
+
+    def begin_unit_backward(self, unit: Any, is_last: bool) -> None:
+        """Configures the next backward pass through a unit: the last one reduces and frees it."""
+        unit.set_requires_gradient_sync(is_last)
+        unit.set_reshard_after_backward(is_last)
+
+    def end_passes(self, modules: Iterable[Any]) -> None:
+        """Ends the pass of the units of these modules: adds up what is left, and waits for the reduction, if any.
+
+        FSDP2 does this for all units when a backward ends. These modules are the ones that took part in it.
+        """
+        for module in modules:
+            state: Any = module._get_fsdp_state()
+            for group in groups_of_module(module):
+                states = type(group._training_state)
+                if group._training_state != states.POST_BACKWARD:
+                    group.post_backward()
+                    if group.reduce_grads:
+                        _free_last_reduction(group)
+                group._training_state = states.IDLE
+            state._training_state = type(state._training_state).IDLE
+
+    def end_window(self) -> None:
+        """Reduces what is not reduced yet, and ends every pass, as FSDP2 does at the end of an ordinary backward."""
+        self._root.set_requires_gradient_sync(True)
+        self._root.set_reshard_after_backward(True)
+        self._root.set_is_last_backward(True)
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _free_last_reduction(group: Any) -> None:
+    """Waits for the last reduction and frees its input. torch 2.11 does so only when it reduces the next unit."""
+    last = getattr(group.comm_ctx, "reduce_scatter_state", None)
+    if last is not None:
+        if last.event is not None:
+            group.device_handle.current_stream().wait_event(last.event)
+        group.comm_ctx.reduce_scatter_state = None

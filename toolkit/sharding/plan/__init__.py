@@ -1,0 +1,1 @@
+"""Says which modules are sharded together, and by which strategy: data, from the model alone."""

@@ -1,0 +1,1 @@
+"""What can be hung on the loop, and taken off."""

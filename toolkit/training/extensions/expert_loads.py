@@ -1,0 +1,105 @@
+"""Loads of a mixture's experts: figures in each train record, and a warning if a router collapses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.objectives.losses.balance import Balance
+from toolkit.training.extension import Extension
+from toolkit.training.metrics import Metrics
+
+LOAD_EVERY = 10
+"""Steps between two records with the load of every expert: 60 layers of 128 experts take 60 kB of JSON."""
+
+Unrecorded = tuple[int, list[list[float]]]
+"""Steps since loads were last recorded, and the sums of each router's loads over them."""
+
+COLLAPSED = 0.5
+"""A router has collapsed if exp(entropy) of its loads is less than this share of its experts."""
+
+
+class ExpertLoads(Extension):
+    """Records the loads that `balance` counts, and warns of routers that collapse."""
+
+    def __init__(self, balance: Balance, metrics: Metrics) -> None:
+        self.balance = balance
+        self._metrics = metrics
+        self._loads: list[list[float]] = []  # of the step under way: each layer's share of choices by expert
+        self._loss = 0.0  # of the balance, without its coefficient
+        self._since: list[list[float]] = []  # sums of the loads since they were last recorded
+        self._num_steps = 0
+        self._told: set[int] = set()
+
+    @property
+    def unrecorded(self) -> Unrecorded | None:
+        """Loads counted for the next record, which go into checkpoints, or None if none were counted."""
+        return (self._num_steps, self._since) if self._num_steps else None
+
+    def state(self) -> dict[str, Any]:
+        return {"loads": self.unrecorded}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        if state["loads"] is None:
+            return
+        num_steps, since = state["loads"]
+        if num_steps < 1 or len(since) != len(self.balance.routers):
+            raise ValueError(f"loads of {len(since)} routers over {num_steps} steps")
+        self._num_steps, self._since = num_steps, since
+
+    def before_update(self) -> None:
+        self._loads, self._loss = self.balance.loads()
+
+    def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
+        loads = self._loads
+        if not loads:
+            return {}
+        figures: dict[str, Any] = {
+            "balance_loss": self._loss,
+            "expert_entropy": sum(map(entropy, loads)) / len(loads),
+            "dead_experts": sum(share == 0 for layer in loads for share in layer),
+            "max_expert_load": max(max(layer) * len(layer) for layer in loads),
+        }
+        self._add_loads(loads)
+        if step == 1 or step % LOAD_EVERY == 0:
+            figures["expert_load"] = self._take_means(step)
+        return figures
+
+    def _add_loads(self, loads: list[list[float]]) -> None:
+        before = self._since or [[0.0] * len(layer) for layer in loads]
+        self._since = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(before, loads, strict=True)]
+        self._num_steps += 1
+
+    def _take_means(self, step: int) -> list[list[float]]:
+        """Returns the mean loads since the last call, with four decimals, and warns of routers that collapsed."""
+        found = [[share / self._num_steps for share in layer] for layer in self._since]
+        self._since, self._num_steps = [], 0
+        for number, layer in enumerate(found):
+            self._warn_of_collapse(step, number, layer)
+        return [[round(share, 4) for share in layer] for layer in found]
+
+    def _warn_of_collapse(self, step: int, number: int, layer: list[float]) -> None:
+        """Warns, once for each router, if its loads have collapsed."""
+        top_k = self.balance.experts_of_a_token(number)
+        spread = math.exp(entropy(layer) * math.log(len(layer)))
+        # A router that sends all to the same k experts spreads over k; where k is more than half, that is no sign.
+        if number in self._told or spread >= COLLAPSED * len(layer) or top_k >= COLLAPSED * len(layer):
+            return
+        self._told.add(number)
+        path = self.balance.routers[number].path
+        self._metrics.warn(
+            f"step {step}: the router {path} has collapsed: its tokens go to {spread:.1f} of {len(layer)} experts, "
+            f"{max(layer):.0%} of the choices to one; raise objective.router_aux_coef or lower the learning rate"
+        )
+
+
+def entropy(shares: list[float]) -> float:
+    """Returns the entropy of a layer's loads, divided by that of even loads: 1 is even, 0 is one expert only.
+
+    Args:
+        shares: the load of each expert, with the sum 1.
+    """
+    if len(shares) < 2:
+        return 1.0
+    return -sum(share * math.log(share) for share in shares if share > 0) / math.log(len(shares))

@@ -1,0 +1,95 @@
+"""Runs the plain side's rows with images one by one, through transformers' own processor and model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.data.build import TokenisedData
+from toolkit.data.images.images import PREFIX
+from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.samples import Batch, TextSamples
+from toolkit.model.adapters.adapters import base_of
+from toolkit.objectives.causal_lm import CausalLM
+from toolkit.run.checks.image_check import check_pictures
+from toolkit.verify.packing import PACKING_TOLERANCE
+from toolkit.verify.plain_losses import IGNORED, PlainCausal
+from toolkit.verify.results import NOT_USED, Row, measured
+
+ROWS = "rows"
+"""The key of a batch that holds its rows, each with the inputs of the model."""
+
+
+@dataclass(frozen=True)
+class PictureRows(PictureSamples):
+    """Samples whose batches also hold each row separately. A batch without images has one more row with an image."""
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Returns a text batch of these samples with the separate rows under `ROWS`; its tensors have shape (1, T)."""
+        rows: Any = [row for number in numbers for row in self._rows_of_sample(number)]
+        if not any(self.has_picture(number) for number in numbers):
+            picture, ids = self.pictures.smallest
+            rows.append(self._inputs_of(torch.tensor(ids), [False] * len(ids), [picture]))
+        return {**TextSamples.batch(self, numbers), ROWS: rows}
+
+    def _rows_of_sample(self, number: int) -> list[dict[str, Any]]:
+        pieces = zip(self.tokens(number), self.seen(number), strict=True)
+        return [
+            self._inputs_of(torch.tensor(ids.tolist()), targets.tolist(), shown) for (ids, targets), shown in pieces
+        ]
+
+    def _inputs_of(self, ids: torch.Tensor, targets: list[bool], pictures: list[Any]) -> dict[str, Any]:
+        made = self.pictures.tensors([pictures]) if pictures else {}
+        labels = torch.where(torch.tensor(targets), ids, IGNORED)
+        kinds = torch.isin(ids, torch.tensor(sorted(self.pictures.token_ids))).long()
+        of_text = {"input_ids": ids[None], "labels": labels[None], "kinds": kinds[None]}
+        return {**of_text, **{name.removeprefix(PREFIX): tensor for name, tensor in made.items()}}
+
+
+def row_by_row(data: TokenisedData) -> TokenisedData:
+    """Returns the data with each row separate in its batches, if rows have images."""
+    if not isinstance(data.train, PictureSamples):
+        return data
+    samples = data.train
+    return replace(data, train=PictureRows(**{each.name: getattr(samples, each.name) for each in fields(samples)}))
+
+
+class PlainPictures(PlainCausal):
+    """Cross-entropy of each row. Weights that only images reach have a gradient in every micro-batch."""
+
+    def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns the scalar sum of the losses over all target tokens."""
+        device = next(model.parameters()).device
+        taken = inspect.signature(base_of(model).forward).parameters
+        total = torch.zeros((), device=device, requires_grad=True)
+        rows: Any = batch[ROWS]
+        for row in rows:
+            given = {name: tensor.to(device) for name, tensor in row.items()}
+            labels, kinds = given.pop("labels")[0, 1:], given.pop("kinds")
+            told = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
+            logits = model(**given, **told, use_cache=False).logits[0, :-1]
+            # Times 0: a row without targets still takes part in backward.
+            total = total + 0.0 * logits.sum()
+            if bool((labels != IGNORED).any()):
+                total = total + F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return total
+
+
+def pictures_row(model: nn.Module, samples: PictureSamples, device: torch.device) -> Row:
+    """Checks that rows that share a sample see neither each other nor each other's images.
+
+    Raises:
+        SightError: if images do not reach the model as they should.
+        LeakError: if rows see each other.
+    """
+    check = check_pictures(model, model, CausalLM(model, samples.packed), samples, device, in_16_bits=False)
+    if check is None or not check.shared:
+        return Row("packing", None, None, NOT_USED, "no row with an image shares a sample with others")
+    note = "logits of rows with images that share a sample, together and alone"
+    return measured("packing", max(check.leaks, check.alone), PACKING_TOLERANCE, note)
