@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS
 
@@ -42,6 +43,7 @@ def test_warnings_of_these_libraries_are_left_out_and_errors_are_not() -> None:
     assert (lines.count("noise"), lines.count("trouble"), lines.count("mine")) == (0, len(TOLD_BY), 1), lines
 
 
+@pytest.mark.slow
 def test_a_command_that_imports_them_prints_none_of_their_words(tmp_path: Path) -> None:
     output = f"training.output_dir={tmp_path / 'run'}"
     lines = told("recipes/finetune.py", "quickstart", output, "data.max_validation_samples=8", "--dry-run")

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.launches import clean_environment
 from typer.testing import CliRunner, Result
 
@@ -163,6 +164,7 @@ def test_how_a_run_ended_and_where_the_same_command_goes_on(tmp_path: Path) -> N
     assert str(shown(recipe.parent).exception).endswith("the last checkpoint here or in s3://bucket/run")
 
 
+@pytest.mark.slow
 def test_what_somebody_else_has_put_into_the_folder_is_no_traceback_and_no_wait(tmp_path: Path) -> None:
     """Every file that `status` and `compare` read x what may stand there."""
     deep = b"[" * 200_000 + b"]" * 200_000

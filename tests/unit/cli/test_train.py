@@ -176,6 +176,7 @@ sys.exit(entry.finetune(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "end", "exit_code"), [(0, "0", 0), (0, "3", 3), (0, "os.kill(os.getpid(), 9)", None), (2, "2", 2)]
 )

@@ -636,6 +636,7 @@ def test_an_enormous_line_is_a_bad_row(tmp_path: Path, chatml: Any, monkeypatch:
     assert list(shown(report)) == ["rows.jsonl:1", "rows.jsonl:3"]
 
 
+@pytest.mark.slow
 def test_several_processes_name_the_same_rows(tmp_path: Path, chatml: Any) -> None:
     two_files(tmp_path)
     alone = report_of(tmp_path, "*.jsonl", chatml)

@@ -51,6 +51,7 @@ def many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
 
 
+@pytest.mark.slow
 def test_no_process_is_forked_for_tokenising(tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that another thread holds at that moment would stay locked in it for good."""
     forks: list[int] = []
@@ -59,6 +60,7 @@ def test_no_process_is_forked_for_tokenising(tmp_path: Path, byte_pairs: Any, mo
     assert forks == []
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_can_tokenise_in_several_processes(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -80,6 +82,7 @@ print("tokenised" if len(build.build(data, tokens, seed=0).train) else "none")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_an_error_with_a_cure(
     tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

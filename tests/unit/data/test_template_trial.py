@@ -73,6 +73,7 @@ LARGE = [
 """Templates that would take all of the memory; the third and the fourth by one operation, which no exception ends."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", SLOW)
 def test_a_template_that_does_not_end(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template, started, children = template, time.monotonic(), set(psutil.Process().children())

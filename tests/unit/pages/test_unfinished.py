@@ -133,6 +133,7 @@ def test_slow_steps_do_not_make_the_page_late(tmp_path: Path, monkeypatch: pytes
     assert lates == ["1660", "2060", "2060", "2440"], "4 of the longest pause between two records, and a minute"
 
 
+@pytest.mark.slow
 def test_the_page_is_written_again_when_it_says_and_after_the_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ def encoder_decoder() -> Recipe:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "precision", "there"),
     [

@@ -76,6 +76,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hardware", "ranks", "overrides", "precision"), CASES)
 def test_the_command_of_each_row_runs_that_row(
     hardware: str,

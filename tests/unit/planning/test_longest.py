@@ -25,6 +25,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 HARDWARE = replace(presets()["h100_sxm"], memory_bytes=3 * GIB)
 
 
+@pytest.mark.slow
 def test_more_ranks_hold_a_longer_row_which_fits() -> None:
     recipe = Recipe.load("pretrain", {"model.config": {"model_type": "llama", **SIZES, **HEADS}})
     alone, shared = (longest_rows(recipe, HARDWARE, ranks, "bf16") for ranks in (1, 8))
@@ -39,6 +40,7 @@ def test_more_ranks_hold_a_longer_row_which_fits() -> None:
     assert shared["fits"].tokens == pytest.approx(4 * alone["fits"].tokens, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_row_beyond_the_models_positions_is_told() -> None:
     sizes = {"model_type": "llama", **SIZES, **HEADS}
     for positions, beyond in ((2048, True), (10**7, False)):

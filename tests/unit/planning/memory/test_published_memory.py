@@ -180,6 +180,7 @@ def test_h200s(row: Published) -> None:
     assert abs(error) <= 0.02, peak
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("their_policy")
 def test_a_trace_of_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[1]
