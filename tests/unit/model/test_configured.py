@@ -38,7 +38,7 @@ def test_the_language_model_has_the_tokenizers_vocabulary_and_special_tokens() -
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"vision_confg": {}}, "model.config: vision_confg: unknown to the model type llava; .*: .*vision_config"),
+        ({"vision_confg": {}}, "vision_confg: unknown to the model type llava .did you mean 'vision_config'"),
         ({"text_config": {"hiden_size": 3}}, "model.config.text_config: hiden_size: unknown to the model type llama"),
         (
             {"vision_config": {"model_type": "siglip_vision_model", "pach_size": 3}},
