@@ -12,7 +12,14 @@ from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.recipe.objectives.registry import SPECS
 
 PACKAGE = Path(__file__).parents[3] / "toolkit"
-FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] != "objectives"]
+PLAIN_LOSSES = PACKAGE / "verify/plain_losses.py"
+"""Each objective's loss a second time, for `toolkit verify` to compare with: a table of them by kind."""
+
+FILES = [
+    path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.relative_to(PACKAGE).parts[0] != "objectives" and path != PLAIN_LOSSES
+]
 NAMES = {found.__name__ for found in (*CLASSES.values(), Objective, RowsAlone)}
 UNMISTAKABLE = ("causal_lm", "sequence_classification", "token_classification", "preference", "kto")
 """Names of objectives that are no names of anything else, such as a feature in the table of combinations."""
