@@ -51,6 +51,7 @@ PARTS = {"language": 38048, "projector": 1600, "vision": 13488}
 """Parameters of each; see `test_the_parts_that_a_run_trains_are_planned`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "sections", "trained"),
     [

@@ -83,6 +83,7 @@ def set_field(model: str, **fields: Any) -> Callable[[Path], None]:
     return change
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_its_own_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "of"
     save_seeing("llava", folder / "model", TEXTS)
@@ -122,6 +123,7 @@ def test_a_run_goes_on_over_its_own_images(tmp_path: Path, capsys: pytest.Captur
     assert "an image that cannot be read: No such file or directory; bring the old one back, or delete" in gone
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_models_of_the_same_configuration(tmp_path: Path) -> None:
     """Of which the weights alone do not tell: the frequencies of positions, for one."""
     folder = tmp_path / "of"

@@ -292,6 +292,7 @@ def save_sized(name: str, **sizes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | sizes), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_adapters_are_chosen_where_nothing_else_fits() -> None:
     # 29 million parameters: 0.4 GiB of state on the device, or 0.3 on the host; frozen, in 16 bits, 0.06.
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "head_dim": 256}

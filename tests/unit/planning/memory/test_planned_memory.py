@@ -139,7 +139,11 @@ def peak_without_optimizer(found: list[Memory]) -> Memory:
 EVERY_THIRD, ALL = slice(None, None, 3), slice(None)
 
 
-@pytest.fixture(scope="module", params=[EVERY_THIRD, pytest.param(ALL, marks=pytest.mark.grid)], ids=["third", "all"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(EVERY_THIRD, marks=pytest.mark.slow), pytest.param(ALL, marks=pytest.mark.grid)],
+    ids=["third", "all"],
+)
 def grid(request: pytest.FixtureRequest) -> list[Compared]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

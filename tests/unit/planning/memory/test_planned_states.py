@@ -31,6 +31,7 @@ def probed(kind: str, folder: Path, tokens: int, precision: str, whole: bool, ch
         return Prober(workload_of(recipe, precision), whole).probe(2, Checkpointing(1) if checkpointed else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "precision", "whole", "checkpointed"),
     [

@@ -55,6 +55,7 @@ def workload(precision: str, teacher: str, sizes: dict[str, int], tokens: int, v
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].shard}-{case[4]}")
 @pytest.mark.parametrize("checkpointing", [None, Checkpointing(1)])
 def test_the_plan_is_the_trace(case: Any, checkpointing: Checkpointing | None) -> None:

@@ -15,6 +15,7 @@ from toolkit.planning.time.calibrate import calibrate
 from toolkit.planning.time.hardware import hardware_of, presets
 
 
+@pytest.mark.slow
 def test_the_measured_machine_is_stored_and_within_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
