@@ -87,7 +87,7 @@ def _run(tests: list[str]) -> None:
     with open(os.devnull, "w") as nothing:
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)
-    code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests])
+    code = pytest.main(["-q", "-x", "-m", "slow or not slow", "-p", "no:cacheprovider", *tests])
     os._exit(int(code))
 
 

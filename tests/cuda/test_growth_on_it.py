@@ -74,7 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Watch
     texts = make_texts(200, seed=2)
     save_llama(folder / "model", texts, tied=True)
     write(folder / "rows.jsonl", [{"text": text} for text in texts])
-    return started_anew(runs, 1, folder, seconds=1500, **NCCL)  # type: ignore[no-any-return]
+    return started_anew(runs, 1, folder, **NCCL)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", RUNS)

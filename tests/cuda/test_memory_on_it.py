@@ -116,7 +116,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     text = " ".join(make_texts(40, seed=2))
     write(folder / "rows.jsonl", [{"text": text[: 2000 + number]} for number in range(160)])
     write(folder / "long.jsonl", [{"text": (text * 20)[:60_000]} for _ in range(8)])
-    (result,) = started_anew(runs, 1, folder, names, seconds=1500, **NCCL, **UNCOMPUTED)
+    (result,) = started_anew(runs, 1, folder, names, **NCCL, **UNCOMPUTED)
     return result  # type: ignore[no-any-return]
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pretended_steps import NCCL, started_anew
+from support.ranks import LIMIT_SECONDS
 
 FOLDER = Path(__file__).parent
 INSIDE = importlib.util.find_spec("pretended_device") is not None
@@ -33,8 +34,10 @@ def test_these_tests_pass_on_the_pretended_device() -> None:
         sys.path.remove(str(FOLDER))
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
-    done = subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True, timeout=1500)
+    command = [sys.executable, str(FOLDER / "run.py"), "-m", "pytest", "-q", "-m", "slow", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, str(FOLDER)], cwd=FOLDER.parents[1], capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
@@ -209,7 +212,7 @@ def collectives() -> list[Any]:
 
 @inside
 def test_collectives_move_data() -> None:
-    first, second = started_anew(collectives, 2, seconds=300, **NCCL)
+    first, second = started_anew(collectives, 2, **NCCL)
     averaged = [0.0, 1.5, 3.0, 4.5]
     told = [{"rank": 0}, {"rank": 1}]
     assert first == [[3.0] * 3, averaged[:2], averaged, [0.0, 1.0, 0.0, 2.0], told, 0]
@@ -231,4 +234,4 @@ def disagree() -> str:
 @inside
 @pytest.mark.expects_misuse
 def test_ranks_that_disagree_are_told() -> None:
-    assert started_anew(disagree, 2, seconds=300, **NCCL) == ["DistBackendError", "DistBackendError"]
+    assert started_anew(disagree, 2, **NCCL) == ["DistBackendError", "DistBackendError"]

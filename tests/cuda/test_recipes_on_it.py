@@ -223,8 +223,8 @@ def found(folder: Path, request: pytest.FixtureRequest) -> Callable[[int], tuple
         names = [name for name in CASES[num_ranks] if {"num_ranks": num_ranks, "name": name} in chosen]
         args = (num_ranks, folder, num_ranks)
         return (
-            started_anew(all_runs, *args, False, names, seconds=1500, **NCCL),
-            started_anew(all_runs, *args, True, names, seconds=1500, **WITHOUT_DEVICES),
+            started_anew(all_runs, *args, False, names, **NCCL),
+            started_anew(all_runs, *args, True, names, **WITHOUT_DEVICES),
         )
 
     return functools.cache(both)

@@ -81,12 +81,12 @@ def on_cpu_ranks() -> list[Found]:
 
 @pytest.fixture(scope="module")
 def on_devices() -> list[dict[str, tuple[Found, dict[str, int]]]]:
-    return started_anew(train_all, 2, seconds=900, **NCCL)
+    return started_anew(train_all, 2, **NCCL)
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[dict[str, Found]]:
-    without_devices = started_anew(on_cpu_ranks, 2, seconds=900, **WITHOUT_DEVICES)
+    without_devices = started_anew(on_cpu_ranks, 2, **WITHOUT_DEVICES)
     return [dict(zip(RUNS, each, strict=True)) for each in without_devices]
 
 
@@ -158,7 +158,7 @@ def overflow_all() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def overflowed() -> Callable[[int], list[dict[str, Any]]]:
     """By the number of ranks."""
-    return functools.cache(lambda num_ranks: started_anew(overflow_all, num_ranks, seconds=900, **NCCL))
+    return functools.cache(lambda num_ranks: started_anew(overflow_all, num_ranks, **NCCL))
 
 
 @pytest.mark.parametrize("strategy", OVERFLOWS)

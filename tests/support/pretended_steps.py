@@ -22,7 +22,7 @@ NCCL = {"TEST_BACKEND": "cpu:gloo,cuda:nccl"}
 WITHOUT_DEVICES = {"PRETENDED_LIBRARIES": ""}
 
 
-def started_anew(function: Callable[..., Any], num_ranks: int, *args: Any, seconds: float, **environment: str) -> Any:
+def started_anew(function: Callable[..., Any], num_ranks: int, *args: Any, **environment: str) -> Any:
     """`run_on_ranks` with a device for each rank: what is forked from a process that knows CUDA cannot use them.
 
     Args:
@@ -33,7 +33,7 @@ def started_anew(function: Callable[..., Any], num_ranks: int, *args: Any, secon
             patch.setenv(name, value)
         patch.setattr(ranks, "_context", multiprocessing.get_context("spawn"))
         patch.setattr(multiprocessing.context.SpawnContext, "set_forkserver_preload", lambda *_: None)
-        return ranks.run_on_ranks(function, num_ranks, *args, seconds=seconds)
+        return ranks.run_on_ranks(function, num_ranks, *args)
 
 
 @dataclass(frozen=True)
