@@ -22,7 +22,7 @@ PASS_SECONDS = 5.0
 """Seconds of silence before a long action says what it is and how far it is."""
 
 HARMLESS = {
-    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # pictures of control codes
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},  # images of control codes
     0x7F: 0x2421,
     **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
 }

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.ranks import meet, run_on_ranks
-from support.sights import EYES, picture, save_all
+from support.sights import EYES, drawn_image, save_all
 from support.texts import make_texts
 from support.tiny import recipe_values
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -77,7 +77,7 @@ def written(folder: Path, kind: str, model: str, number: int) -> str:
     count, first = COUNTS[number], sum(COUNTS[:number])
     word = TEXTS[number].split()[0]
     text = f"<|im_start|>user\n{(EYES[kind]['written'] + word) * count or word}<|im_end|>\n<|im_start|>assistant\n"
-    images = [[picture(first + i) for i in range(count)]] if count else None
+    images = [[drawn_image(first + i) for i in range(count)]] if count else None
     inputs: dict[str, Any] = dict(processor(text=[text], images=images, return_tensors="pt"))
     ids, tokenizer = inputs.pop("input_ids"), processor.tokenizer
     start = ids.shape[1]
@@ -106,7 +106,7 @@ def test_what_a_run_writes_is_what_transformers_writes(kind: str, folder: Path) 
         assert sample["after"] == written(folder, kind, f"{kind}-run/export", number)
         shown = [Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) for uri in sample["images"]]
         first = sum(COUNTS[:number])
-        expected = [picture(first + i) for i in range(COUNTS[number])]
+        expected = [drawn_image(first + i) for i in range(COUNTS[number])]
         assert [list(image.convert("RGB").getdata()) for image in shown] == [list(i.getdata()) for i in expected]
         assert kind != "llava" or PREFERRED["llava"] > 0, "the token of an image would have been chosen"
         assert 2 * EYES[kind]["token"] not in sample["prompt"], "one token stands for a stretch"
@@ -133,7 +133,9 @@ def answered(folder: Path, kind: str, number: int) -> tuple[str, bool, int]:
     model = AutoModelForImageTextToText.from_pretrained(folder / f"{kind}-run/export", dtype=torch.float32).eval()
     count, first, word = COUNTS[number], sum(COUNTS[:number]), TEXTS[number].split()[0]
     text = f"<|im_start|>user\n{(EYES[kind]['written'] + word) * count or word}<|im_end|>\n<|im_start|>assistant\n"
-    inputs = processor(text=[text], images=[[picture(first + i) for i in range(count)]] if count else None, **TENSORS)
+    inputs = processor(
+        text=[text], images=[[drawn_image(first + i) for i in range(count)]] if count else None, **TENSORS
+    )
     start = inputs["input_ids"].shape[1]
     ids = model.generate(**inputs, max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=None)[0, start:].tolist()
     ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", processor.tokenizer.eos_token or "<|im_end|>"])

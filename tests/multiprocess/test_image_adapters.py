@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support.four_bits import read_by_hand
 from support.peft_by_hand import SEED, adapted
 from support.ranks import meet, run_on_ranks
-from support.sights import EYES, picture, save_rows, save_seeing
+from support.sights import EYES, drawn_image, save_rows, save_seeing
 from support.texts import make_texts
 from support.tiny import recipe_values
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
@@ -60,7 +60,7 @@ def row_loss(model: Any, processor: Any, text: str, numbers: list[int]) -> tuple
     asked = (EYES[KIND]["written"] + words[0]) * len(numbers) or words[0]
     answer = " ".join(words[1:]) + "<|im_end|>"
     whole = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{answer}\n"
-    images = [[picture(number) for number in numbers]] if numbers else None
+    images = [[drawn_image(number) for number in numbers]] if numbers else None
     inputs = processor(text=[whole], images=images, return_tensors="pt")
     inputs.pop("attention_mask")
     logits = model(**inputs, use_cache=False).logits[0, :-1]

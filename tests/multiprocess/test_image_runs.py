@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
-from support.sights import EYES, can_be_read, picture, save_rows, save_seeing
+from support.sights import EYES, can_be_read, drawn_image, save_rows, save_seeing
 from support.texts import make_texts
 from support.tiny import recipe_values
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -65,7 +65,7 @@ def rows_by_hand(folder: Path, kind: str) -> list[tuple[dict[str, Any], torch.Te
         asked = (EYES[kind]["written"] + words[0]) * count or words[0]
         answer = " ".join(words[1:]) + "<|im_end|>"
         whole = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{answer}\n"
-        images = [picture(number + i) for i in range(count)]
+        images = [drawn_image(number + i) for i in range(count)]
         number += count
         inputs = processor(text=[whole], images=[images] if images else None, return_tensors="pt")
         learned = len(processor.tokenizer(answer)["input_ids"])

@@ -11,7 +11,7 @@ from support.texts import make_texts
 from support.tiny import recipe_values
 from support.verified import run_in_this_process, save_launches
 
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import Batch
 from toolkit.recipe.recipe import Recipe
 from toolkit.verify import FAILED, OK, Report, verify
@@ -53,13 +53,13 @@ def test_a_right_run_passes_and_one_that_mixes_up_images_is_told(
     assert report.verdict == OK, report
     told = next(row.note for row in report.rows if row.check == "gradients")
     assert "the model leaves out" in told, "the last layer of the tower"
-    right = PictureSamples.batch
+    right = ImageSamples.batch
 
-    def mixed_up(self: PictureSamples, numbers: Any) -> Batch:
+    def mixed_up(self: ImageSamples, numbers: Any) -> Batch:
         batch = right(self, numbers)
         return {**batch, "picture/pixel_values": batch["picture/pixel_values"].flip(0)}
 
-    monkeypatch.setattr(PictureSamples, "batch", mixed_up)
+    monkeypatch.setattr(ImageSamples, "batch", mixed_up)
     report = report_of(folder, "llava", tmp_path, "one", steps=1, packing=False)
     assert {row.check for row in report.rows if row.verdict == FAILED} >= {"gradient norm", "weights"}
 

@@ -8,7 +8,7 @@ AXES = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta"
 HALF_AXES = {
     "text_config": {"rope_parameters": {**AXES["text_config"]["rope_parameters"], "partial_rotary_factor": 1.0}}
 }
-PICTURE_CODES = {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 8, "num_res_blocks": 1}
+IMAGE_CODES = {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 8, "num_res_blocks": 1}
 SPEECH_ENCODER = {"encoder_config": {"hidden_dim": 32, "dim_head": 16, "max_pos_emb": 16, "context_size": 8}}
 TINY_TIMM = {"vision_config": {"architecture": "test_byobnet", "model_args": None}}
 SOUND_CODES = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
@@ -19,7 +19,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), SPEECH_ENCODER),
     "chameleon": {
         "vocabulary_map": {"<image>": 5, "IMGIMGAZ": 6, "IMGIMGBZ": 7},
-        "vq_config": {**PICTURE_CODES, "num_embeddings": 16, "resolution": 32},
+        "vq_config": {**IMAGE_CODES, "num_embeddings": 16, "resolution": 32},
     },
     "cohere_compass": {
         "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
@@ -71,7 +71,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
             "<|visual token 000000|>": 7,
             "<|visual token 000001|>": 8,
         },
-        "vq_config": {**PICTURE_CODES, "codebook_size": 16, "attn_resolutions": [1]},
+        "vq_config": {**IMAGE_CODES, "codebook_size": 16, "attn_resolutions": [1]},
     },
     "ernie4_5_vl_moe": {
         "text_config": {
@@ -127,7 +127,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     },
     "hunyuan_vl": {"text_config": {**AXES["text_config"], "head_dim": 16}},
     "inkling2": {"vision_config": {"text_hidden_size": 32}},
-    "janus": {"vq_config": {**PICTURE_CODES, "num_embeddings": 16, "image_token_embed_dim": 32}},
+    "janus": {"vq_config": {**IMAGE_CODES, "num_embeddings": 16, "image_token_embed_dim": 32}},
     "kimi_k25": {"text_config": {"head_dim": 8}},
     "kyutai_speech_to_text": {
         "num_codebooks": 2,

@@ -175,7 +175,7 @@ def _rank(sender: Connection, rank: int, num_ranks: int, folder: str, function: 
         TEST_MEETING_FOLDER=folder,
     )
     gc.freeze()  # what the server has made is no garbage, and is not searched for it
-    _leave_pictures_out()
+    _leave_images_out()
     try:
         import torch
         import torch.distributed as dist
@@ -191,7 +191,7 @@ def _rank(sender: Connection, rank: int, num_ranks: int, folder: str, function: 
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
 
 
-def _leave_pictures_out() -> None:
+def _leave_images_out() -> None:
     """Has no chart of a page be drawn, which is a third of a short run; tests/unit/pages draws them."""
     from matplotlib.figure import Figure
 

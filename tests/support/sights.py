@@ -1,4 +1,4 @@
-"""Small models that see pictures, each with its tokenizer and transformers' own processor in its folder."""
+"""Small models that see images, each with its tokenizer and transformers' own processor in its folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHATML = (
     "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""IMAGE stands for what the family writes for a picture."""
+"""IMAGE stands for what the family writes for an image."""
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TILES = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
@@ -218,22 +218,22 @@ def save_all(folder: Path, kinds: Sequence[str], texts: list[str], counts: list[
     return folder
 
 
-def picture(number: int) -> Image.Image:
-    """A picture of noise, of one of several sizes."""
+def drawn_image(number: int) -> Image.Image:
+    """An image of noise, of one of several sizes."""
     width, height = ((40, 30), (28, 56), (64, 64))[number % 3]
     noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(noise)
 
 
 def save_rows(folder: Path, texts: list[str], counts: list[int]) -> Path:
-    """Conversations, of which the i-th shows `counts[i]` pictures, as parts of its first message; unequally long."""
+    """Conversations, of which the i-th shows `counts[i]` images, as parts of its first message; unequally long."""
     (folder / "shown").mkdir(parents=True, exist_ok=True)
     lines, number = [], 0
     for text, count in zip(texts, counts, strict=True):
         words = text.split()
         parts: list[dict[str, str]] = []
         for _ in range(count):
-            picture(number).save(folder / "shown" / f"{number}.png")
+            drawn_image(number).save(folder / "shown" / f"{number}.png")
             parts += [{"type": "image", "image": f"shown/{number}.png"}, {"type": "text", "text": words[0]}]
             number += 1
         content: Any = parts or words[0]

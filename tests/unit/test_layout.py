@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tokenize
 from collections import Counter
 
 from support.house import FILES, PACKAGE, circles, folder_of, folders, graph, imports, name_of, room_of, tree_of
@@ -93,3 +94,13 @@ def test_a_file_has_one_subject() -> None:
     """Of which 700 lines are a sign: split a file by what its parts are about, and not to get under a number."""
     long = {name_of(path) for path in FILES if len(path.read_text().splitlines()) > 700}
     assert long <= LONG_FILES
+
+
+def test_one_word_for_an_image() -> None:
+    """The user's and the field's: names in the code say image."""
+    found = [name_of(path) for path in FILES if "picture" in path.name]
+    for path in FILES:
+        with path.open("rb") as file:
+            names = {token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.NAME}
+        found += [f"{name_of(path)}: {name}" for name in sorted(names) if "picture" in name.lower()]
+    assert found == []

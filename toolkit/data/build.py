@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from toolkit import ranks
 from toolkit.data import report as reports
 from toolkit.data.images.image_settings import require_built, require_effect, require_root, why_unread
-from toolkit.data.images.images import Pictures, image_tokens_of
+from toolkit.data.images.images import Images, image_tokens_of
 from toolkit.data.layouts.layouts import Layout, recognise
 from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.rows.cache import cache_folder, digest, kept
 from toolkit.data.rows.files import local_path, paths_of
-from toolkit.data.rows.sources import Source, glimpse, has_pictures, identify, open_source, sampled, short_names
-from toolkit.data.samples.image_samples import PictureSamples, identify_pictures
+from toolkit.data.rows.sources import Source, glimpse, has_images, identify, open_source, sampled, short_names
+from toolkit.data.samples.image_samples import ImageSamples, identify_images
 from toolkit.data.samples.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.samples.samples import (
     JudgedSamples,
@@ -46,7 +46,7 @@ from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.templates.stops import next_turn_of, require_turn_end
 from toolkit.data.templates.template_date import date_of
 from toolkit.data.templates.turns import is_asked_otherwise
-from toolkit.data.tokens.documents import FEATURES, Named, picture_root, read_documents, write_documents
+from toolkit.data.tokens.documents import FEATURES, Named, image_root, read_documents, write_documents
 from toolkit.data.tokens.encode import EACH_TURN, Encoder
 from toolkit.data.tokens.tokenizer import bos_of, identity, languages, pad_id
 from toolkit.errors import DataError
@@ -142,7 +142,7 @@ class Builder:
         self.packed = is_packed(data, objective)
         self.targets = data.targets or "assistant"
         self.cache = cache_folder(data)
-        self.pictures = Pictures.of(tokenizer, self.cache)
+        self.images = Images.of(tokenizer, self.cache)
 
     # ---- on one rank of each host ----
 
@@ -171,7 +171,7 @@ class Builder:
         seed = self.seed if self.data.validation_fraction is not None else None
         # A run resumes with files that were moved: their place decides the names of rows, not what is learned.
         fingerprint = digest("samples", folders, weights, fields, seed, self.objective.model_dump())
-        content = self._content_of_pictures([*train, *validation])
+        content = self._content_of_images([*train, *validation])
         # Images of other sizes have other numbers of tokens.
         key = digest(fingerprint, train, validation, *([] if content is None else [content]))
 
@@ -192,10 +192,10 @@ class Builder:
         # max_length is not part of the key: another length needs no tokenising. Texts to classify are the exception,
         # which the tokenizer itself cuts.
         layout = recognise(source, self.data.columns, self.objective.kind)
-        pictures = self._pictures_of(source)
-        blind = why_unread(self.objective, False, self.pictures is not None, pictures is not None)
-        layout = replace(layout, pictures=pictures is not None, blind=blind)
-        encoder = replace(self._encoder(source, layout), pictures=pictures, picture_root=self._image_root())
+        images = self._images_of(source)
+        blind = why_unread(self.objective, False, self.images is not None, images is not None)
+        layout = replace(layout, images=images is not None, blind=blind)
+        encoder = replace(self._encoder(source, layout), images=images, image_root=self._image_root())
         key = digest(
             "documents",
             list(FEATURES),
@@ -209,7 +209,7 @@ class Builder:
             *(["prompted"] if self.objective.spec.compares_answers and is_asked_otherwise(self.tokenizer) else []),
             *(self._template_day() if layout.has_conversations else []),
             *([] if encoder.next_turn is None else [astuple(encoder.next_turn)]),
-            *([] if pictures is None else [pictures.identity, self.data.image_root]),
+            *([] if images is None else [images.identity, self.data.image_root]),
         )
         with Pass(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
             folder = kept(
@@ -218,30 +218,30 @@ class Builder:
             )
         paths = [names[shard.path] for shard in source.shards]
         named = Named(folder=folder.name, name=names.get(section.path, source.name), paths=paths)
-        if pictures is not None:
-            named["roots"] = [str(picture_root(shard, self._image_root())) for shard in source.shards]
+        if images is not None:
+            named["roots"] = [str(image_root(shard, self._image_root())) for shard in source.shards]
         # Left out if there is none, so that documents from before sources had names are found again.
         return named if section.name is None else {**named, "told_as": section.name}
 
     def _image_root(self) -> Path | None:
         return None if self.data.image_root is None else local_path(self.data.image_root).resolve()
 
-    def _pictures_of(self, source: Source) -> Pictures | None:
-        """Returns the reader of a source's pictures, or None if it has none or the model takes none.
+    def _images_of(self, source: Source) -> Images | None:
+        """Returns the reader of a source's images, or None if it has none or the model takes none.
 
         Raises:
-            DataError: if the recipe has settings that do not support pictures.
+            DataError: if the recipe has settings that do not support images.
         """
-        if not self.objective.spec.sees_pictures or self.pictures is None or not has_pictures(source):
+        if not self.objective.spec.sees_images or self.images is None or not has_images(source):
             return None
         require_built(self.data, source.name)
         require_root(self.data)
-        return self.pictures
+        return self.images
 
-    def _content_of_pictures(self, named: list[Named]) -> str | None:
-        """Returns a digest of the images of all rows, or None if no source has any; see `identify_pictures`."""
-        pictured = [source for source in named if "roots" in source]
-        return identify_pictures(self._rows(pictured, False), self.pictures) if pictured and self.pictures else None
+    def _content_of_images(self, named: list[Named]) -> str | None:
+        """Returns a digest of the images of all rows, or None if no source has any; see `identify_images`."""
+        with_images = [source for source in named if "roots" in source]
+        return identify_images(self._rows(with_images, False), self.images) if with_images and self.images else None
 
     def _encoder(self, source: Source, layout: Layout) -> Encoder:
         conversation = layout.has_conversations
@@ -320,7 +320,7 @@ class Builder:
             already_cut=self.classification or self.seq2seq,
             max_dropped=self.data.max_dropped_fraction,
             max_target_length=self.max_target,
-            ways=ways_of_long_rows(self.objective.spec, rows.have_pictures or self.targets == EACH_TURN),
+            ways=ways_of_long_rows(self.objective.spec, rows.have_images or self.targets == EACH_TURN),
         )
 
     def _long_rows(self, layouts: set[str]) -> str:
@@ -335,7 +335,7 @@ class Builder:
             warnings += reports.unclosed(self.tokenizer, train.rows, train.kept, self.targets != "all")
         examples, length = {}, self.data.max_length + (self.max_target or 0)
         if train is not None:
-            found = reports.examples(self.tokenizer, train.rows, train.kept, length, self.pictures)
+            found = reports.examples(self.tokenizer, train.rows, train.kept, length, self.images)
             examples = {"examples": found}
         return DataReport(
             max_length=self.data.max_length,
@@ -424,7 +424,7 @@ class Builder:
         opened = [
             replace(open_source(section, "data.train", streaming=True), paths=names) for section in self.data.train
         ]
-        blind = why_unread(self.objective, True, self.pictures is not None, False)
+        blind = why_unread(self.objective, True, self.images is not None, False)
         found = ((source, recognise(source, self.data.columns, self.objective.kind)) for source in opened)
         sources = [(source, replace(layout, blind=blind)) for source, layout in found]
         # Made for each source, because that checks it; what they encode is alike, and the stream takes the first.
@@ -496,7 +496,7 @@ class Builder:
             return JudgedSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, good)
         sources = rows.told_as(self.data.source_names) if self.data.source_names else None
         settings = (rows, pieces, arrays["ends"].tolist(), length, self.packed, pad)
-        if rows.have_pictures:
-            assert self.pictures is not None
-            return PictureSamples(*settings, pictures=self.pictures, source_of=sources)
+        if rows.have_images:
+            assert self.images is not None
+            return ImageSamples(*settings, images=self.images, source_of=sources)
         return TextSamples(*settings, source_of=sources)

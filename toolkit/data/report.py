@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.images.image_files import preview
-from toolkit.data.images.images import Pictures
+from toolkit.data.images.images import Images
 from toolkit.data.layouts.row_flags import IN_PARTS
 from toolkit.data.samples.samples import Rows
 from toolkit.data.samples.turn_ends import without_end
@@ -275,26 +275,26 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
 
 
 def examples(
-    tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int, pictures: Pictures | None = None
+    tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int, images: Images | None = None
 ) -> list[dict[str, Any]]:
     """Decodes the first rows of the first sources in stretches that are targets or not, with small images.
 
     Args:
         cut: tokens to which rows are cut.
-        pictures: reads the pictures of rows, or None if they have none.
+        images: reads the images of rows, or None if they have none.
     """
     source_of = np.searchsorted(rows.starts, kept, side="right")
     # A row of each source before a second row of any, because each source has its own layout.
     firsts = [kept[int(np.argmax(source_of == source))] for source in dict.fromkeys(source_of.tolist())]
     chosen = list(dict.fromkeys([*firsts, *kept[:EXAMPLES].tolist()]))[:EXAMPLES]
-    return [_example(tokenizer, rows, row, cut) | _previews(rows, row, pictures) for row in sorted(map(int, chosen))]
+    return [_example(tokenizer, rows, row, cut) | _previews(rows, row, images) for row in sorted(map(int, chosen))]
 
 
-def _previews(rows: Rows, row: int, pictures: Pictures | None) -> dict[str, Any]:
-    if pictures is None or not rows.have_pictures:
+def _previews(rows: Rows, row: int, images: Images | None) -> dict[str, Any]:
+    if images is None or not rows.have_images:
         return {}
     name, cached = rows.name(row), rows.cached_in(row)
-    found = [preview(pictures.read(*shown, name, cached)) for shown in rows.pictures(row)]
+    found = [preview(images.read(*shown, name, cached)) for shown in rows.images(row)]
     return {"images": found} if found else {}
 
 

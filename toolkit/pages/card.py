@@ -148,7 +148,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Returns text on one line, without HTML, links and pictures: names of files and labels are not trusted."""
+    """Returns text on one line, without HTML, links and images: names of files and labels are not trusted."""
     text = " ".join(harmless(text).split()).replace("\\", "\\\\")
     return text.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`").replace("<", "&lt;")
 

@@ -10,14 +10,14 @@ import psutil
 import torch
 from torch import nn
 
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import ANSWERS, HEADROOM, Planner, standing_bytes
 from toolkit.planning.setup import Setup, smaller_setups
 from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
-from toolkit.planning.workload.image_workload import with_pictures
+from toolkit.planning.workload.image_workload import with_images
 from toolkit.planning.workload.workload import workload_of_model
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.blocks.checkpointing import Checkpointing
@@ -76,22 +76,22 @@ def plan_run(
     label_counts: dict[str, int] | None,
     device: torch.device,
     teacher: nn.Module | None = None,
-    pictures: PictureSamples | None = None,
+    images: ImageSamples | None = None,
 ) -> Planned:
     """Plans this run from the model on the meta device that it will train.
 
     Args:
         checkpointings: the first with which the run fits well is taken, or else the last.
         teacher: the frozen model of a distillation.
-        pictures: the samples, if they have pictures.
+        images: the samples, if they have images.
 
     Raises:
         BadInputError: if the peak alone exceeds the memory, or the host's memory cannot hold what is offloaded.
     """
     # The run's own model on the meta device: nothing is loaded twice, and what is planned is what is trained.
     workload = workload_of_model(recipe, model, mixed_precision, label_counts, teacher)
-    if pictures is not None:
-        workload = with_pictures(workload, pictures)
+    if images is not None:
+        workload = with_images(workload, images)
     known, training = _hardware_of_device(device), recipe.training
     # An unknown GPU is planned for memory alone; no time is read from this preset.
     planner = Planner(recipe, workload, known or presets()["h100_sxm"])

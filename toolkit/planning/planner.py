@@ -133,7 +133,7 @@ class Planner:
         first = next((unit.name for unit in self.units if unit.trains_float32), None)
         torch_sums, device = autograd_sums_gradients(), self.hardware.device_type
         seen = self.workload.has_images
-        return replace(settings, device=device, keeps_float32=first, sums_in_autograd=torch_sums, has_pictures=seen)
+        return replace(settings, device=device, keeps_float32=first, sums_in_autograd=torch_sums, has_images=seen)
 
     def refusals(self, setup: Setup) -> list[Refusal]:
         """Returns why a run refuses a setup; empty if it does not."""

@@ -30,7 +30,7 @@ class Settings:
         own_loop: whether the backend runs in the user's own loop, without a recipe.
         longest_row: whether a plan looks for the longest row.
         moves_biases: whether biases of routers are moved to balance experts.
-        has_pictures: whether rows have images, and the model sees them.
+        has_images: whether rows have images, and the model sees them.
         eval_steps: training steps between two evaluations, or None.
         save_steps: training steps between two checkpoints, or None.
         given: names of the other fields that are set; only those that the table of combinations mentions.
@@ -59,7 +59,7 @@ class Settings:
     own_loop: bool = False
     longest_row: bool = False
     moves_biases: bool = False
-    has_pictures: bool = False
+    has_images: bool = False
     eval_steps: int | None = None
     save_steps: int | None = None
     given: frozenset[str] = frozenset()
@@ -146,7 +146,7 @@ FEATURES = {
     "own loop": Feature("a loop of your own", lambda settings: settings.own_loop),
     "longest row": Feature("--longest-row", lambda settings: settings.longest_row),
     "moved biases": Feature("objective.router_bias_rate", lambda settings: settings.moves_biases),
-    "images": Feature("rows with images", lambda settings: settings.has_pictures),
+    "images": Feature("rows with images", lambda settings: settings.has_images),
     "seq2seq": _feature_of_objective(lambda spec: spec.encoder_decoder),
     "objectives but seq2seq": _feature_of_objective(lambda spec: not spec.encoder_decoder),
     "distillation": _feature_of_objective(lambda spec: spec.has_teacher),

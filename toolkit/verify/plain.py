@@ -15,7 +15,7 @@ from torch import nn
 
 from toolkit.data import build
 from toolkit.data.build import TokenisedData
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import Batch, TextSamples
 from toolkit.data.tokens import tokenizer
 from toolkit.model.load import load
@@ -33,7 +33,7 @@ from toolkit.run.stages.rows import build_windows, fitting, may_pad, require_roo
 from toolkit.sharding.fsdp2.shards import local_tensor
 from toolkit.verify.launch import Launch
 from toolkit.verify.packing import packing_row
-from toolkit.verify.plain_images import PlainPictures, pictures_row, row_by_row
+from toolkit.verify.plain_images import PlainImages, images_row, row_by_row
 from toolkit.verify.plain_losses import PLAIN_LOSSES, PlainLoss
 from toolkit.verify.plain_model import plain_model
 from toolkit.verify.plain_routers import PlainRouters
@@ -51,7 +51,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     training, kind = recipe.training, recipe.objective.kind
     tokens = tokenizer.load(recipe.model, recipe.data, kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
-    shows = isinstance(data.train, PictureSamples)
+    shows = isinstance(data.train, ImageSamples)
     parts = asked_parts(recipe.model, recipe.adapter, shows)
     built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind, parts=parts)
     require_room(built, tokens, recipe)
@@ -73,7 +73,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
     routers = PlainRouters(model, recipe, groups) if find_routers(model) else None
-    loss = PlainPictures() if shows else PLAIN_LOSSES[kind](recipe, device)
+    loss = PlainImages() if shows else PLAIN_LOSSES[kind](recipe, device)
     plain = plain_loop(model, recipe, loss, windows, rates, packing, routers)
     del model
     torch.cuda.empty_cache()
@@ -86,8 +86,8 @@ def _packing_leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device:
         return None
     objective, size = CausalLM(model, packed=True), recipe.training.micro_batch_size
     try:
-        if isinstance(data.train, PictureSamples):
-            pictures_row(model, data.train, device)
+        if isinstance(data.train, ImageSamples):
+            images_row(model, data.train, device)
         else:
             check_leaks(model, model, objective, data.train, size, device, in_16_bits=False)
     except LeakError as error:
@@ -96,8 +96,8 @@ def _packing_leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device:
 
 
 def _packing_check(model: nn.Module, data: TokenisedData, device: torch.device) -> Row:
-    if isinstance(data.train, PictureSamples):
-        return pictures_row(model, data.train, device)
+    if isinstance(data.train, ImageSamples):
+        return images_row(model, data.train, device)
     return packing_row(model, data.train)
 
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from toolkit.data.build import TokenisedData
 from toolkit.data.images.images import PREFIX
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import Batch, TextSamples
 from toolkit.model.adapters.adapters import base_of
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.run.checks.image_check import check_pictures
+from toolkit.run.checks.image_check import check_images
 from toolkit.verify.packing import PACKING_TOLERANCE
 from toolkit.verify.plain_losses import IGNORED, PlainCausal
 from toolkit.verify.results import NOT_USED, Row, measured
@@ -27,15 +27,15 @@ ROWS = "rows"
 
 
 @dataclass(frozen=True)
-class PictureRows(PictureSamples):
+class ImageRows(ImageSamples):
     """Samples whose batches also hold each row separately. A batch without images has one more row with an image."""
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """Returns a text batch of these samples with the separate rows under `ROWS`; its tensors have shape (1, T)."""
         rows: Any = [row for number in numbers for row in self._rows_of_sample(number)]
-        if not any(self.has_picture(number) for number in numbers):
-            picture, ids = self.pictures.smallest
-            rows.append(self._inputs_of(torch.tensor(ids), [False] * len(ids), [picture]))
+        if not any(self.has_image(number) for number in numbers):
+            image, ids = self.images.smallest
+            rows.append(self._inputs_of(torch.tensor(ids), [False] * len(ids), [image]))
         return {**TextSamples.batch(self, numbers), ROWS: rows}
 
     def _rows_of_sample(self, number: int) -> list[dict[str, Any]]:
@@ -44,23 +44,23 @@ class PictureRows(PictureSamples):
             self._inputs_of(torch.tensor(ids.tolist()), targets.tolist(), shown) for (ids, targets), shown in pieces
         ]
 
-    def _inputs_of(self, ids: torch.Tensor, targets: list[bool], pictures: list[Any]) -> dict[str, Any]:
-        made = self.pictures.tensors([pictures]) if pictures else {}
+    def _inputs_of(self, ids: torch.Tensor, targets: list[bool], images: list[Any]) -> dict[str, Any]:
+        made = self.images.tensors([images]) if images else {}
         labels = torch.where(torch.tensor(targets), ids, IGNORED)
-        kinds = torch.isin(ids, torch.tensor(sorted(self.pictures.token_ids))).long()
+        kinds = torch.isin(ids, torch.tensor(sorted(self.images.token_ids))).long()
         of_text = {"input_ids": ids[None], "labels": labels[None], "kinds": kinds[None]}
         return {**of_text, **{name.removeprefix(PREFIX): tensor for name, tensor in made.items()}}
 
 
 def row_by_row(data: TokenisedData) -> TokenisedData:
     """Returns the data with each row separate in its batches, if rows have images."""
-    if not isinstance(data.train, PictureSamples):
+    if not isinstance(data.train, ImageSamples):
         return data
     samples = data.train
-    return replace(data, train=PictureRows(**{each.name: getattr(samples, each.name) for each in fields(samples)}))
+    return replace(data, train=ImageRows(**{each.name: getattr(samples, each.name) for each in fields(samples)}))
 
 
-class PlainPictures(PlainCausal):
+class PlainImages(PlainCausal):
     """Cross-entropy of each row. Weights that only images reach have a gradient in every micro-batch."""
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -81,14 +81,14 @@ class PlainPictures(PlainCausal):
         return total
 
 
-def pictures_row(model: nn.Module, samples: PictureSamples, device: torch.device) -> Row:
+def images_row(model: nn.Module, samples: ImageSamples, device: torch.device) -> Row:
     """Checks that rows that share a sample see neither each other nor each other's images.
 
     Raises:
         SightError: if images do not reach the model as they should.
         LeakError: if rows see each other.
     """
-    check = check_pictures(model, model, CausalLM(model, samples.packed), samples, device, in_16_bits=False)
+    check = check_images(model, model, CausalLM(model, samples.packed), samples, device, in_16_bits=False)
     if check is None or not check.shared:
         return Row("packing", None, None, NOT_USED, "no row with an image shares a sample with others")
     note = "logits of rows with images that share a sample, together and alone"

@@ -135,7 +135,7 @@ def test_what_cannot_be_learned_as_it_is_meant_is_dropped_by_name(name: str) -> 
     assert learned == ""
 
 
-def test_empty_columns_of_pictures_are_none() -> None:
+def test_empty_columns_of_images_are_none() -> None:
     assert encoded(answers({}) | {"image": None, "images": [], "video": ""})[1] is None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sights import EYES, picture, save_seeing
+from support.sights import EYES, drawn_image, save_seeing
 from support.texts import make_texts
 from support.tiny import save_llama
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_seeing(kind, folder / kind, TEXTS)
     save_llama(folder / "blind", TEXTS, tied=True)
     for number in range(3):
-        picture(number).save(folder / f"{number}.png")
+        drawn_image(number).save(folder / f"{number}.png")
     return folder
 
 
@@ -45,7 +45,7 @@ def expected(folder: Path, kind: str, numbers: tuple[int, ...]) -> str:
     model = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float32).eval()
     written = EYES[kind]["written"] * len(numbers) + ASKED
     text = f"<|im_start|>user\n{written}<|im_end|>\n<|im_start|>assistant\n"
-    images = [[picture(number) for number in numbers]] if numbers else None
+    images = [[drawn_image(number) for number in numbers]] if numbers else None
     inputs = processor(text=[text], images=images, return_tensors="pt")
     before = inputs["input_ids"].shape[1]
     found = model.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)[0, before:]

@@ -91,7 +91,7 @@ def test_a_page_shows_every_sample(folder: Path, whole: Path) -> None:
     for sample in rows(whole / "samples.jsonl"):
         shown = page.text_of[f"prompt-{sample['row'] + 1}"]
         assert f"score {sample['score']:g}" in shown
-        # Codes that steer a terminal are shown as pictures of themselves.
+        # Codes that steer a terminal are shown as images of themselves.
         assert sample["completion"] in shown or not sample["completion"].replace("\n", "").isprintable()
     assert "right: " in page.text_of["told"]
 

@@ -75,7 +75,7 @@ def rows_of_text(are_packed: bool) -> TextSamples:
     return packed(rows) if are_packed else apart
 
 
-def wants_pictures() -> Any:
+def wants_images() -> Any:
     """A small Idefics, which takes one of several inputs beside the text."""
     model = AutoModelForMultimodalLM.from_config(small_config("idefics"))
     model.config.architectures = [type(model).__name__]
@@ -83,7 +83,7 @@ def wants_pictures() -> Any:
 
 
 def test_a_model_that_wants_one_of_several_inputs_is_refused() -> None:
-    model = wants_pictures()
+    model = wants_images()
     with pytest.raises(BadInputError, match=r"cannot run on rows of text alone .*pixel_values"):
         check_causal(model, model, CausalLM(model, packed=False), CPU)
 
@@ -98,16 +98,16 @@ def fails(model: Any, error: Exception) -> Any:
     return model
 
 
-def test_half_a_row_is_not_the_first_that_a_model_without_its_picture_gets() -> None:
+def test_half_a_row_is_not_the_first_that_a_model_without_its_image_gets() -> None:
     """With `sharding.sequence` and rows apart no other check runs before this one."""
-    model = wants_pictures()
+    model = wants_images()
     objective = CausalLM(model, packed=False)
     with pytest.raises(BadInputError, match=r"cannot run on rows of text alone \(ValueError: .*pixel_values"):
         check_parts(model, model, objective, rows_of_text(False), Part(0, 2), CPU, False)
 
 
-def test_a_packed_row_is_not_the_first_that_a_model_without_its_picture_gets() -> None:
-    model = wants_pictures()
+def test_a_packed_row_is_not_the_first_that_a_model_without_its_image_gets() -> None:
+    model = wants_images()
     with pytest.raises(BadInputError, match=r"cannot run on rows of text alone \(ValueError: .*pixel_values"):
         check_leaks(model, model, CausalLM(model), rows_of_text(True), 1, CPU, False)
 
@@ -115,13 +115,13 @@ def test_a_packed_row_is_not_the_first_that_a_model_without_its_picture_gets() -
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError("no kernel image", 209), MemoryError(), RuntimeError("can't allocate memory")]
 )
-def test_what_a_device_or_too_little_memory_raises_is_not_called_a_missing_picture(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, on_text_alone(wants_pictures()):
+def test_what_a_device_or_too_little_memory_raises_is_not_called_a_missing_image(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, on_text_alone(wants_images()):
         raise error
     assert raised.value is error
 
 
-def test_what_a_model_of_text_alone_raises_is_not_called_a_missing_picture() -> None:
+def test_what_a_model_of_text_alone_raises_is_not_called_a_missing_image() -> None:
     """Its samples are named where it cannot share them, and alone its error is its own."""
     alone = fails(llama(), KeyError("layers"))
     with pytest.raises(KeyError, match="layers"):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.images_by_hand import seeing_model
 from support.moe import mixture
-from support.pictures_by_hand import seeing_model
 from support.tiny import llama
 from torch import nn
 from torch._functorch import config as functorch

@@ -76,7 +76,7 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "own loop": ({"own_loop": True}, []),
     "longest row": ({"longest_row": True}, []),
     "moved biases": ({"moves_biases": True}, ["objective.router_bias_rate=0.01"]),
-    "images": ({"has_pictures": True}, []),
+    "images": ({"has_images": True}, []),
     "seq2seq": (of("seq2seq"), ["objective.kind=seq2seq"]),
     "distillation": (of("distillation"), ["objective={kind: distillation, teacher: a/b}"]),
     "padded rows": (of("token_classification"), ["objective.kind=token_classification"]),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.sights import picture, save_rows, save_seeing
+from support.sights import drawn_image, save_rows, save_seeing
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
 
@@ -72,7 +72,7 @@ def without_cache(folder: Path) -> None:
 
 def exchange(folder: Path) -> None:
     """Another image of the same size in pixels under the name of the first."""
-    picture(3).save(folder / "shown" / "0.png")
+    drawn_image(3).save(folder / "shown" / "0.png")
 
 
 def set_field(model: str, **fields: Any) -> Callable[[Path], None]:
@@ -115,7 +115,7 @@ def test_a_run_goes_on_over_its_own_images(tmp_path: Path, capsys: pytest.Captur
     values["training"]["output_dir"] = str(tmp_path / "anew")
     assert outcome(values) == "2 steps"
     values["training"]["output_dir"] = str(folder / "run")
-    picture(0).save(folder / "shown" / "0.png")
+    drawn_image(0).save(folder / "shown" / "0.png")
     shutil.rmtree(cached)
     assert outcome(values) == "2 steps"
     gone = begun.again(lambda folder: (folder / "shown/1.png").unlink())

@@ -127,7 +127,7 @@ def plan(
     _require_effect({"--longest-row": longest_row}, {"--all": every_row, "--explain": explain, "--trace": trace})
     _require_effect({"--longest-row": longest_row}, {"--plot": plot is not None})
     if plot is not None:
-        _require_picture(plot)
+        _require_image(plot)
     loaded = load_recipe(arguments, recipe)
     settle_hub(loaded)
     device = hardware_of(
@@ -150,7 +150,7 @@ def plan(
         raise typer.Exit(1)
 
 
-PICTURES = (".png", ".svg", ".pdf")
+IMAGES = (".png", ".svg", ".pdf")
 
 
 def _require_effect(alone: dict[str, bool], others: dict[str, bool]) -> None:
@@ -160,10 +160,10 @@ def _require_effect(alone: dict[str, bool], others: dict[str, bool]) -> None:
             raise BadInputError(f"{idle[0]} has no effect with {option}; leave one of them out")
 
 
-def _require_picture(plot: Path) -> None:
-    """Raises BadInputError for the name of a file that would be another one's, or of no picture."""
-    if plot.suffix not in PICTURES:
-        raise BadInputError(f"--plot: {str(plot)!r} is no name of a picture; allowed: {', '.join(PICTURES)}")
+def _require_image(plot: Path) -> None:
+    """Raises BadInputError for the name of a file that would be another one's, or of no image."""
+    if plot.suffix not in IMAGES:
+        raise BadInputError(f"--plot: {str(plot)!r} must end in {', '.join(IMAGES)}")
 
 
 def _cpu_ranks_of_a_node(cpu: int) -> int:

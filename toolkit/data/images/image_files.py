@@ -1,4 +1,4 @@
-"""Reads pictures that rows name or hold: inside their folder, of bounded size, and as transformers decodes them."""
+"""Reads images that rows name or hold: inside their folder, of bounded size, and as transformers decodes them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP
 """The formats that are read. Pillow knows more: for EPS it would run Ghostscript on an untrusted file."""
 
 MAX_PIXELS = 2**26
-"""The largest picture: 256 MiB as RGB, twice that while it is decoded. A GIF of 29 bytes can claim as many, and
+"""The largest image: 256 MiB as RGB, twice that while it is decoded. A GIF of 29 bytes can claim as many, and
 Pillow's own limit (warned of at 89 million, refused at twice that) would let it take 1.4 GiB."""
 
 MAX_BYTES = 256 * 2**20
-"""The largest file; a picture of at most `MAX_PIXELS` needs no more."""
+"""The largest file; an image of at most `MAX_PIXELS` needs no more."""
 
 DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Modes whose values do not fit into 8 bits: converting to RGB would clip them at 255, mostly to white."""
 
 
 def decoded(content: bytes) -> Image.Image:
-    """Returns the picture as RGB: turned as its EXIF says, without alpha, like `transformers.image_utils.load_image`.
+    """Returns the image as RGB: turned as its EXIF says, without alpha, like `transformers.image_utils.load_image`.
 
     It is decoded whole, because only that finds a damaged one. So a row that is kept can be trained on.
 
     Raises:
-        RowProblem: if the picture is damaged, too large, or of an unsupported format.
+        RowProblem: if the image is damaged, too large, or of an unsupported format.
     """
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
-            _require_usable(picture)
-            ImageOps.exif_transpose(picture, in_place=True)  # otherwise a copy, even of one that needs no turning
-            return picture.convert("RGB")
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            _require_usable(image)
+            ImageOps.exif_transpose(image, in_place=True)  # otherwise a copy, even of one that needs no turning
+            return image.convert("RGB")
     except RowProblem:
         raise
     except UnidentifiedImageError as error:
@@ -55,23 +55,23 @@ PREVIEW = 192
 """Longest side of a preview (pixels)."""
 
 
-def preview(picture: Image.Image) -> str:
-    """Returns a small copy of a picture for a page, as a `data:` URI; a picture that is small already is lossless."""
-    kind = "PNG" if max(picture.size) <= PREVIEW // 2 else "JPEG"
-    small, content = picture.copy(), io.BytesIO()
+def preview(image: Image.Image) -> str:
+    """Returns a small copy of an image for a page, as a `data:` URI; an image that is small already is lossless."""
+    kind = "PNG" if max(image.size) <= PREVIEW // 2 else "JPEG"
+    small, content = image.copy(), io.BytesIO()
     small.thumbnail((PREVIEW, PREVIEW))
     small.save(content, kind)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
-def _require_usable(picture: Image.Image) -> None:
+def _require_usable(image: Image.Image) -> None:
     """Refuses by the header, before a pixel is decoded."""
-    if picture.width * picture.height > MAX_PIXELS:
+    if image.width * image.height > MAX_PIXELS:
         raise RowProblem(_too_large())
     # A phone's MPO is a photograph with a second view or a depth map behind it, which readers leave out.
-    if picture.format != "MPO" and getattr(picture, "is_animated", False):
+    if image.format != "MPO" and getattr(image, "is_animated", False):
         raise RowProblem("an image of several frames or pages, of which only the first would be read")
-    if picture.mode in DEEP_MODES:
+    if image.mode in DEEP_MODES:
         raise RowProblem("an image with more than 8 bits a channel in grey; convert it to 8 bits")
 
 
@@ -80,7 +80,7 @@ def _too_large() -> str:
 
 
 def file_or_content(reference: Any, root: Path) -> Path | bytes:
-    """Returns the file of a picture inside of `root`, or the bytes that its row holds.
+    """Returns the file of an image inside of `root`, or the bytes that its row holds.
 
     Args:
         reference: a path, a `data:` URI, encoded bytes, or a mapping with `bytes`, `path` or `url` to one of these.
@@ -110,7 +110,7 @@ def file_or_content(reference: Any, root: Path) -> Path | bytes:
 
 
 def content_of(path: Path) -> bytes:
-    """Returns the bytes of a picture's file.
+    """Returns the bytes of an image's file.
 
     Raises:
         RowProblem: if it cannot be read, or is too large.

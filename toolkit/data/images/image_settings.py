@@ -13,18 +13,18 @@ from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection
 
 
-def why_unread(objective: ObjectiveSection, streaming: bool, has_processor: bool, pictured: bool) -> str:
+def why_unread(objective: ObjectiveSection, streaming: bool, has_processor: bool, with_images: bool) -> str:
     """Returns why images of a source are not read, and what to do, for the report.
 
     Args:
         has_processor: whether the model has an image processor.
-        pictured: whether images of this source are read, where they are looked for.
+        with images: whether images of this source are read, where they are looked for.
     """
-    if pictured:
+    if with_images:
         return "where none is looked for; put it into the column images of the row, or into the message's content"
     if streaming:
         return "and images are not read from a stream; remove data.streaming, or leave such rows out"
-    if not objective.spec.sees_pictures:
+    if not objective.spec.sees_images:
         return f"and objective.kind={objective.kind} reads no images; leave such rows out"
     if not has_processor:
         return (

@@ -1,6 +1,6 @@
-"""Turns a row's references to pictures into the text and tensors of the model's processor.
+"""Turns a row's references to images into the text and tensors of the model's processor.
 
-The processor is transformers' own. It decides which tokens stand for a picture, and makes its tensors.
+The processor is transformers' own. It decides which tokens stand for an image, and makes its tensors.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ PREFIX = "picture/"
 """Key prefix of the processor's tensors in a batch."""
 
 SMALLEST = (56, 56)
-"""Width and height of the picture that is added to a micro-batch without one (pixels); the processor resizes it."""
+"""Width and height of the image that is added to a micro-batch without one (pixels); the processor resizes it."""
 
 
 @dataclass(frozen=True)
 class Expanded:
-    """A text in which each picture is expanded.
+    """A text in which each image is expanded.
 
     Attributes:
         spans: spans of the targets in this text (characters).
-        records: the record of each picture, as JSON.
+        records: the record of each image, as JSON.
     """
 
     text: str
@@ -56,10 +56,10 @@ _SOURCE = "pictures_of"
 def set_source(
     tokenizer: PreTrainedTokenizerBase, name: str | None, revision: str | None, limits: PixelLimits = NO_LIMITS
 ) -> None:
-    """Stores on the tokenizer which model it belongs to, for `Pictures.of`.
+    """Stores on the tokenizer which model it belongs to, for `Images.of`.
 
     Args:
-        name: name of the model, or None for random weights, which take no pictures.
+        name: name of the model, or None for random weights, which take no images.
         limits: the limits that the recipe sets.
     """
     setattr(tokenizer, _SOURCE, None if name is None else (name, revision, limits))
@@ -85,13 +85,13 @@ def image_tokens_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Reads pictures for one model.
+class Images:
+    """Reads images for one model.
 
     Attributes:
         name: the model: a folder, or a name on the hub.
         revision: revision of a model on the hub.
-        store: folder of the cache for pictures that rows hold themselves.
+        store: folder of the cache for images that rows hold themselves.
         identity: digest that identifies the processor.
         limits: limits of the number of pixels that an image is scaled to.
     """
@@ -104,7 +104,7 @@ class Pictures:
     _sizes: dict[tuple[int, int], str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Pictures | None:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Images | None:
         """Returns the reader for the tokenizer's model, or None if it has no image processor."""
         if (source := getattr(tokenizer, _SOURCE, None)) is None:
             return None
@@ -150,7 +150,7 @@ class Pictures:
 
     @property
     def token(self) -> str:
-        """The token that a chat template writes for a picture, which is then expanded."""
+        """The token that a chat template writes for an image, which is then expanded."""
         return str(self.processor.image_token)
 
     @cached_property
@@ -158,31 +158,31 @@ class Pictures:
         """The tokens that the model replaces by image features."""
         return frozenset(int(token) for token in self.processor.image_token_ids if token is not None)
 
-    def expansion(self, picture: Image.Image) -> str:
-        """Returns the text that stands for a picture before tokenising. It depends on the picture's size alone.
+    def expansion(self, image: Image.Image) -> str:
+        """Returns the text that stands for an image before tokenising. It depends on the image's size alone.
 
         Raises:
-            RowProblem: if the processor takes no picture of this size.
+            RowProblem: if the processor takes no image of this size.
         """
-        if picture.size not in self._sizes:
+        if image.size not in self._sizes:
             processor = self.processor
             try:
-                found = processor(text=[self.token], images=[[picture]], return_text_replacement_offsets=True)
-            except Exception as error:  # the model's own code: Qwen's refuses a picture 200 times as wide as high
+                found = processor(text=[self.token], images=[[image]], return_text_replacement_offsets=True)
+            except Exception as error:  # the model's own code: Qwen's refuses an image 200 times as wide as high
                 raise RowProblem(f"an image that the model's processor does not take: {first_line(error)}") from error
             ((replaced,),) = found["text_replacement_offsets"]
-            self._sizes[picture.size] = str(replaced["replacement"])
-        return self._sizes[picture.size]
+            self._sizes[image.size] = str(replaced["replacement"])
+        return self._sizes[image.size]
 
     @cached_property
     def smallest(self) -> tuple[Image.Image, list[int]]:
-        """A small picture, and the tokens that stand for it."""
-        picture = Image.new("RGB", SMALLEST, (127, 127, 127))
-        ids = self.processor.tokenizer(self.expansion(picture), add_special_tokens=False)["input_ids"]
-        return picture, list(ids)
+        """A small image, and the tokens that stand for it."""
+        image = Image.new("RGB", SMALLEST, (127, 127, 127))
+        ids = self.processor.tokenizer(self.expansion(image), add_special_tokens=False)["input_ids"]
+        return image, list(ids)
 
     def record(self, reference: Any, root: Path) -> tuple[dict[str, Any], Image.Image]:
-        """Returns the record of a row's picture, with its place and digest, and the picture.
+        """Returns the record of a row's image, with its place and digest, and the image.
 
         Args:
             root: folder that paths start from.
@@ -192,31 +192,31 @@ class Pictures:
         """
         found = file_or_content(reference, root)
         content = found if isinstance(found, bytes) else content_of(found)
-        picture = decoded(content)
+        image = decoded(content)
         known_by = _digest(content)
-        facts: dict[str, Any] = {"digest": known_by, "size": picture.size, "bytes": len(content)}
+        facts: dict[str, Any] = {"digest": known_by, "size": image.size, "bytes": len(content)}
         if isinstance(found, Path):
             facts["path"] = str(found.relative_to(root.resolve()))
         else:
             self._keep_content(content, known_by)
-        return facts, picture
+        return facts, image
 
     def expanded(self, text: str, spans: list[Span], references: Sequence[Any], root: Path) -> Expanded:
-        """Expands each picture's token in a text that the chat template wrote.
+        """Expands each image's token in a text that the chat template wrote.
 
         Args:
             spans: spans of the targets (characters).
-            references: the row's references to its pictures.
+            references: the row's references to its images.
             root: folder that paths start from.
 
         Raises:
-            RowProblem: if a picture cannot be read or is in a target, or there are more or fewer places than pictures.
+            RowProblem: if an image cannot be read or is in a target, or there are more or fewer places than images.
         """
         pieces = text.split(self.token)
         if len(pieces) - 1 != len(references):
             raise RowProblem("the chat template writes more or fewer places for images than the row has images")
         found = [self.record(reference, root) for reference in references]
-        expansions = [self.expansion(picture) for _, picture in found]
+        expansions = [self.expansion(image) for _, image in found]
         ends = list(accumulate(len(piece) + len(self.token) for piece in pieces[:-1]))
         if any(start < end and last > end - len(self.token) for end in ends for start, last in spans):
             raise RowProblem("an image stands in what is learned")
@@ -237,7 +237,7 @@ class Pictures:
         os.replace(unfinished, place)
 
     def read(self, record: dict[str, Any], root: str, row: str, cached: Path) -> Image.Image:
-        """Reads the picture of a record.
+        """Reads the image of a record.
 
         Args:
             row: name of the row, for errors.
@@ -280,17 +280,15 @@ class Pictures:
         return Path(root, record["path"]) if "path" in record else self.store / record["digest"]
 
     def tensors(self, rows: Sequence[Sequence[Image.Image]]) -> dict[str, torch.Tensor]:
-        """Returns the model's tensors for the pictures of rows, under `PREFIX` and the processor's names.
+        """Returns the model's tensors for the images of rows, under `PREFIX` and the processor's names.
 
         Their shapes are the processor's, for example (patches, values) and (images, 3) in Qwen-VL's.
 
         Args:
-            rows: the pictures of each row; no row is without one.
+            rows: the images of each row; no row is without one.
         """
-        texts = [self.token * len(pictures) for pictures in rows]
-        found = self.processor(
-            text=texts, images=[list(pictures) for pictures in rows], return_tensors="pt", padding=True
-        )
+        texts = [self.token * len(images) for images in rows]
+        found = self.processor(text=texts, images=[list(images) for images in rows], return_tensors="pt", padding=True)
         of_text = {*self.processor.tokenizer.model_input_names, "token_type_ids", "mm_token_type_ids"}
         # Llama 4's are bfloat16 whatever the model is; a model casts its inputs to its own dtype, or FSDP does.
         whole = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}

@@ -117,8 +117,8 @@ class Layout:
         kind: a key of `KINDS`.
         columns: meaning of a column -> its name.
         label_names: names of the numbers in the label's column, if the source has them.
-        pictures: whether conversations may have pictures.
-        blind: why pictures are not read where they are, and what to do.
+        images: whether conversations may have images.
+        blind: why images are not read where they are, and what to do.
         templated: whether pairs whose prompt is text are conversations; see `_says_more_than_text`.
         margins: whether the objective uses the margins of pairs.
     """
@@ -126,7 +126,7 @@ class Layout:
     kind: str
     columns: dict[str, str]
     label_names: tuple[str, ...] = ()
-    pictures: bool = False
+    images: bool = False
     blind: str = UNREAD
     templated: bool = False
     margins: bool = False
@@ -151,12 +151,12 @@ class Layout:
             raise row
         values = RowValues(row, self.columns)
         try:
-            known = {*self.columns.values(), *(COLUMNS if self.pictures else ())}
+            known = {*self.columns.values(), *(COLUMNS if self.images else ())}
             refuse_media({name: value for name, value in row.items() if name not in known}, "the row")
             example = _with_arguments(self._example_of_row(values), row)
         except UnreadMedium as found:
             raise RowProblem(f"{found}, {self.blind if found.is_image else UNREAD}") from found
-        read = {*values.taken, *(COLUMNS if self.pictures else ())}
+        read = {*values.taken, *(COLUMNS if self.images else ())}
         if is_conversation(example):  # only a chat template takes arguments
             read.add(COLUMN)
         unread = [name for name, value in row.items() if name not in read and not is_empty(value)]
@@ -170,7 +170,7 @@ class Layout:
                 answered_last(answer)
             return Judged(answer, _judgement(values["label"], self.columns["label"]))
         self._require_unjudged(values.row)
-        of_row = column_of(values.row) if self.pictures else None
+        of_row = column_of(values.row) if self.images else None
         found = self._example_of_kind(values, self.kind, of_row)
         if of_row and not isinstance(found, Conversation):
             raise RowProblem("images beside text that is no conversation, where no place is known for them")
@@ -191,7 +191,7 @@ class Layout:
             return _prompt_and_completion(values, of_row)
         if kind == "instruction and output":
             return _instruction(values, of_row)
-        messages = messages_of(values["messages"], self.columns["messages"], self.pictures)
+        messages = messages_of(values["messages"], self.columns["messages"], self.images)
         return conversation(with_system(messages, values), tools_of(values["tools"]), of_row)
 
     def _require_unjudged(self, row: Mapping[str, Any]) -> None:

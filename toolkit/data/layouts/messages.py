@@ -16,7 +16,7 @@ from toolkit.data.layouts.row_flags import (
 )
 from toolkit.data.layouts.thoughts import FIELDS, THOUGHTS, in_one_message, is_thought, thoughts_of
 from toolkit.data.rows.examples import Conversation, Message
-from toolkit.data.rows.image_places import PICTURED, PLACE, is_picture, placed, reference_of
+from toolkit.data.rows.image_places import PLACE, WITH_IMAGES, is_image, placed, reference_of
 from toolkit.data.rows.values import (
     RowProblem,
     RowValues,
@@ -53,7 +53,7 @@ KNOWN = ("name", "tool_call_id", "channel")
 READ = {*KNOWN, *FIELDS, *FLAGS, PARTS, *MEDIA, "tool_calls", "function_call"}
 """Keys of a message that are read, beside its role and content."""
 
-OF_ROW = ("unread", "parts", "weight", PICTURED)
+OF_ROW = ("unread", "parts", "weight", WITH_IMAGES)
 """Keys of a message that are not for a template."""
 
 SYSTEM = ("system", "developer")
@@ -100,11 +100,11 @@ def without_system(messages: list[Message], text: str) -> list[str]:
     return [] if all(prompt.strip() in text for prompt in prompts) else [NO_SYSTEM]
 
 
-def messages_of(value: Any, column: str, pictures: bool = False) -> list[Message]:
+def messages_of(value: Any, column: str, images: bool = False) -> list[Message]:
     """Returns messages with `role` and `content`.
 
     Args:
-        pictures: whether parts of content may be images; see `picture_places.placed`.
+        images: whether parts of content may be images; see `image_places.placed`.
 
     Raises:
         RowProblem: if the value is not a list of messages that can be read.
@@ -115,10 +115,10 @@ def messages_of(value: Any, column: str, pictures: bool = False) -> list[Message
         raise RowProblem(f"{column} is {'text' if isinstance(value, str) else type_of(value)}, not a list of messages")
     if not value:
         raise RowProblem(f"{column} is empty")
-    return in_one_message([_message(item, pictures) for item in value])
+    return in_one_message([_message(item, images) for item in value])
 
 
-def _message(item: Any, pictures: bool = False) -> Message:
+def _message(item: Any, images: bool = False) -> Message:
     if not isinstance(item, dict):
         raise RowProblem("a message is not an object")
     fields = {key: value for key, value in item.items() if value is not None}  # parquet fills up with nulls
@@ -143,11 +143,11 @@ def _message(item: Any, pictures: bool = False) -> Message:
     if thoughts := thoughts_of(fields, content):
         known[THOUGHTS] = thoughts
     writable(known, "a message")
-    shown = [part for part in content if is_picture(part)] if pictures and isinstance(content, list) else []
+    shown = [part for part in content if is_image(part)] if images and isinstance(content, list) else []
     words = None if content is None else _text_of_content(_with_places(content) if shown else content, role)
     message = {"role": role, "content": words, **known, **_row_fields(fields, role, words or "")}
     if shown:
-        message[PICTURED] = [reference_of(part) for part in shown]
+        message[WITH_IMAGES] = [reference_of(part) for part in shown]
     return {**message, "tool_calls": calls} if calls else message
 
 
@@ -167,8 +167,8 @@ def _row_fields(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]
 
 
 def _with_places(content: list[Any]) -> list[Any]:
-    """Returns the parts of a message, with a place as the text of each picture."""
-    return [{"type": "text", "text": PLACE} if is_picture(part) else part for part in content]
+    """Returns the parts of a message, with a place as the text of each image."""
+    return [{"type": "text", "text": PLACE} if is_image(part) else part for part in content]
 
 
 def _calls_in_text(value: Any) -> list[dict[str, Any]]:
@@ -234,12 +234,12 @@ def conversation(
     """Checks messages for what no template can render, and returns the conversation.
 
     Args:
-        of_row: pictures of the row's column, or None if rows have no pictures.
+        of_row: images of the row's column, or None if rows have no images.
 
     Raises:
         RowProblem: if roles are out of order, nobody answers, or nothing is asked.
     """
-    messages, pictures, where = (messages, [], []) if of_row is None else placed(messages, of_row)
+    messages, images, where = (messages, [], []) if of_row is None else placed(messages, of_row)
     roles = [message["role"] for message in messages]
     # OpenAI's rows may have one of each.
     if set(SYSTEM) & set(roles[2:] if tuple(roles[:2]) == SYSTEM else roles[1:]):
@@ -255,7 +255,7 @@ def conversation(
     notes = dict.fromkeys(note for message in messages for note in message.get("unread", ()))
     # A template that writes whole messages would write these, too.
     plain = [{key: value for key, value in message.items() if key not in OF_ROW} for message in messages]
-    return Conversation(plain, tools, unlearned, parts, (*notes, *where), pictures=tuple(pictures))
+    return Conversation(plain, tools, unlearned, parts, (*notes, *where), images=tuple(images))
 
 
 def answered_last(found: Conversation) -> Conversation:

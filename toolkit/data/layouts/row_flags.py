@@ -48,7 +48,7 @@ class UnreadMedium(RowProblem):
 
 
 def refuse_media(values: Mapping[str, Any], whose: str) -> None:
-    """Refuses pictures, sound and video in a row or message, because only its text would be learned.
+    """Refuses images, sound and video in a row or message, because only its text would be learned.
 
     Raises:
         UnreadMedium: if there are any.
@@ -62,7 +62,7 @@ def refuse_parts(parts: list[Any]) -> None:
     """Refuses parts of a message's content that are not text.
 
     Raises:
-        RowProblem: if there are any; `UnreadMedium` for a picture, sound or video.
+        RowProblem: if there are any; `UnreadMedium` for an image, sound or video.
     """
     for part in parts:
         if isinstance(part, dict) and isinstance(part.get("text"), str):

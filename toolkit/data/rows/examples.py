@@ -40,7 +40,7 @@ class Conversation:
         parts: by a message's number, the characters of its words that are not learned.
         notes: parts of its messages that are ignored or not learned.
         arguments: the row's arguments for the chat template.
-        pictures: in the order of their places in the messages' words: paths, URIs, bytes or mappings with one of them.
+        images: in the order of their places in the messages' words: paths, URIs, bytes or mappings with one of them.
     """
 
     messages: list[Message]
@@ -49,7 +49,7 @@ class Conversation:
     parts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
-    pictures: tuple[Any, ...] = ()
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

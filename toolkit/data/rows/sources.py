@@ -17,7 +17,7 @@ from typing import Any
 import datasets
 
 from toolkit.data.rows.files import TABLES, expand_files, is_saved_dataset, local_path, suffix_of
-from toolkit.data.rows.image_places import COLUMNS, is_picture
+from toolkit.data.rows.image_places import COLUMNS, is_image
 from toolkit.data.rows.json_list import WRAPPERS
 from toolkit.data.rows.readers import Row, Shard, opened, read, unreadable
 from toolkit.data.rows.values import RowProblem, is_empty
@@ -193,18 +193,18 @@ def named_rows(shards: list[Shard], names: dict[str, str]) -> Iterator[tuple[str
             yield f"{names[path]}:{number}", row
 
 
-def has_pictures(source: Source) -> bool:
-    """Returns whether one of a source's first rows holds a picture, in a column or in a part of a message."""
+def has_images(source: Source) -> bool:
+    """Returns whether one of a source's first rows holds an image, in a column or in a part of a message."""
     rows = (row for _, row in itertools.islice(named_rows(source.shards, source.paths), ROWS_LOOKED_AT))
-    return any(_holds_picture(row) for row in rows if not isinstance(row, RowProblem))
+    return any(_holds_image(row) for row in rows if not isinstance(row, RowProblem))
 
 
-def _holds_picture(row: dict[str, Any]) -> bool:
+def _holds_image(row: dict[str, Any]) -> bool:
     if any(not is_empty(row.get(name)) for name in COLUMNS):
         return True
     messages = (message for value in row.values() if isinstance(value, list) for message in value)
     contents = (message.get("content") for message in messages if isinstance(message, dict))
-    return any(is_picture(part) for content in contents if isinstance(content, list) for part in content)
+    return any(is_image(part) for content in contents if isinstance(content, list) for part in content)
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
@@ -327,7 +327,7 @@ def _load_table(builder: str, field: str, source: str, **settings: Any) -> Any:
 
 
 def undecoded(table: Any) -> Any:
-    """Returns the table with pictures in their stored form; they are decoded when they are needed."""
+    """Returns the table with images in their stored form; they are decoded when they are needed."""
     features = dict(table.features or {})
     for name, kind in features.items():
         if isinstance(kind, datasets.Image):

@@ -23,7 +23,7 @@ _COLUMN_OF = {ending: column for column, endings in MEDIA.items() for ending in 
 def rows_of_tar(file: IO[bytes], max_bytes: int) -> Iterator[dict[str, Any] | RowProblem]:
     """Yields the rows of a tar file, in its order. Nothing is unpacked, and links and folders are skipped.
 
-    The fields of a `.json` are the row's; a `.txt` is its `text`; a picture, sound or video is its `image`, `audio` or
+    The fields of a `.json` are the row's; a `.txt` is its `text`; an image, sound or video is its `image`, `audio` or
     `video`, as in `datasets`; any other file is a column named by its ending. Reference: webdataset's file format.
 
     Args:

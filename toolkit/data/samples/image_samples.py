@@ -1,4 +1,4 @@
-"""Makes samples of rows with pictures."""
+"""Makes samples of rows with images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from toolkit.data.images.images import PREFIX, Pictures
+from toolkit.data.images.images import PREFIX, Images
 from toolkit.data.rows.cache import digest
 from toolkit.data.samples.packing import Pieces
 from toolkit.data.samples.samples import Batch, Rows, TextSamples, batch_of
@@ -20,46 +20,46 @@ KINDS_OF_TOKENS = "mm_token_type_ids"
 """Key of a batch: 1 for tokens that the model replaces by image features, else 0, (B, T); transformers' name."""
 
 COUNTS = "picture_counts"
-"""Key of a batch: number of pictures of each document, (D,), in the order of rows and of documents in them."""
+"""Key of a batch: number of images of each document, (D,), in the order of rows and of documents in them."""
 
 
 @dataclass(frozen=True)
-class PictureSamples(TextSamples):
-    """`TextSamples` with the tensors that the model's processor makes of pictures, under `PREFIX` and its names.
+class ImageSamples(TextSamples):
+    """`TextSamples` with the tensors that the model's processor makes of images, under `PREFIX` and its names.
 
-    A micro-batch without a picture gets a small one behind its first sample, in a document of its own without targets,
+    A micro-batch without an image gets a small one behind its first sample, in a document of its own without targets,
     so that every rank runs the same units in every micro-batch. T is longer by its tokens then. Its gradients are
     exactly 0, so the step is the same for any number of ranks.
 
     Attributes:
-        pictures: reads the pictures.
+        images: reads the images.
     """
 
-    pictures: Pictures = None  # type: ignore[assignment]
+    images: Images = None  # type: ignore[assignment]
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         return self.shown(numbers, [self.seen(number) for number in numbers])
 
     def seen(self, number: int) -> list[list[Image.Image]]:
-        """Returns the pictures of each row of a sample."""
+        """Returns the images of each row of a sample."""
         assert isinstance(self.rows, Rows)
         rows = self.rows
         return [
-            [self.pictures.read(*shown, rows.name(row), rows.cached_in(row)) for shown in rows.pictures(row)]
+            [self.images.read(*shown, rows.name(row), rows.cached_in(row)) for shown in rows.images(row)]
             for row in self.rows_of(number)
         ]
 
     @property
     def placeholders(self) -> frozenset[int]:
-        return self.pictures.token_ids
+        return self.images.token_ids
 
     def shown(self, numbers: Sequence[int], seen: list[list[list[Image.Image]]]) -> Batch:
-        """Returns the batch of samples, given the pictures of each of their rows, in the sizes that the rows have."""
+        """Returns the batch of samples, given the images of each of their rows, in the sizes that the rows have."""
         own = [self.tokens(number) for number in numbers]
         samples, extra = list(own), 0
         if not any(found for rows in seen for found in rows):
-            picture, ids = self.pictures.smallest
-            samples[0], seen = [*own[0], (ids, [False] * len(ids))], [[*seen[0], [picture]], *seen[1:]]
+            image, ids = self.images.smallest
+            samples[0], seen = [*own[0], (ids, [False] * len(ids))], [[*seen[0], [image]], *seen[1:]]
             extra = len(ids)
         batch = batch_of(samples, self.max_length + extra, self.packed, self.pad_id)
         batch["lengths"][0] -= extra
@@ -70,51 +70,51 @@ class PictureSamples(TextSamples):
 
     def with_kinds(self, batch: Batch) -> Batch:
         """Adds the kinds of a batch's tokens, (B, T), int64."""
-        placeholders = torch.tensor(sorted(self.pictures.token_ids))
+        placeholders = torch.tensor(sorted(self.images.token_ids))
         return {**batch, KINDS_OF_TOKENS: torch.isin(batch["input_ids"], placeholders).long()}
 
     def shown_tensors(self, seen: Sequence[Sequence[Sequence[Image.Image]]]) -> Batch:
-        """Returns what a model gets for the pictures of each document of each sample: `COUNTS` and pixel tensors."""
+        """Returns what a model gets for the images of each document of each sample: `COUNTS` and pixel tensors."""
         counts = torch.tensor([len(found) for rows in seen for found in rows])
-        by_sample = [[picture for found in rows for picture in found] for rows in seen]
-        shown = [pictures for pictures in by_sample if pictures]
-        return {COUNTS: counts, **(self.pictures.tensors(shown) if shown else {})}
+        by_sample = [[image for found in rows for image in found] for rows in seen]
+        shown = [images for images in by_sample if images]
+        return {COUNTS: counts, **(self.images.tensors(shown) if shown else {})}
 
-    def alone(self, number: int, place: int) -> PictureSamples:
+    def alone(self, number: int, place: int) -> ImageSamples:
         """Returns one row of a sample as a sample of its own."""
         first = self.ends[number - 1] if number else 0
         row, start, stop = ([part] for part in self.pieces.place(first + place))
         return replace(self, pieces=Pieces(*map(np.array, (row, start, stop))), ends=[1])
 
     def few(self, tokens: int) -> Batch:
-        """Returns `TextSamples.few` without pictures, and with padding in their places."""
+        """Returns `TextSamples.few` without images, and with padding in their places."""
         batch = super().few(tokens)
-        placeholders = torch.tensor(sorted(self.pictures.token_ids))
+        placeholders = torch.tensor(sorted(self.images.token_ids))
         shown = torch.isin(batch["input_ids"], placeholders)
         batch["input_ids"] = batch["input_ids"].masked_fill(shown, self.pad_id)
         return {**batch, "labels": batch["labels"].masked_fill(shown, -100)}
 
-    def has_picture(self, number: int) -> bool:
-        """Returns whether a sample has a picture."""
+    def has_image(self, number: int) -> bool:
+        """Returns whether a sample has an image."""
         assert isinstance(self.rows, Rows)
-        return any(self.rows.pictures(row) for row in self.rows_of(number))
+        return any(self.rows.images(row) for row in self.rows_of(number))
 
 
-def identify_pictures(rows: Rows, pictures: Pictures) -> str:
-    """Returns a digest of the content of all pictures, in the order of their rows.
+def identify_images(rows: Rows, images: Images) -> str:
+    """Returns a digest of the content of all images, in the order of their rows.
 
     Raises:
-        DataError: if a picture's file is missing, or has another size than when its row was read.
+        DataError: if an image's file is missing, or has another size than when its row was read.
     """
     found: list[list[str]] = []
     for source in rows.sources:
-        for row, shown in enumerate(source.all_pictures()):
+        for row, shown in enumerate(source.all_images()):
             for record, root in shown:
-                pictures.require_there(record, root, partial(source.row_name, row), source.folder)
+                images.require_there(record, root, partial(source.row_name, row), source.folder)
             found.append([record["digest"] for record, _ in shown])
     return digest("pictures", found)
 
 
-def pictures_in(batch: Batch) -> dict[str, Any]:
+def images_in(batch: Batch) -> dict[str, Any]:
     """Returns the processor's tensors in a batch, by its own names."""
     return {name.removeprefix(PREFIX): tensor for name, tensor in batch.items() if name.startswith(PREFIX)}

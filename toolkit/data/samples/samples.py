@@ -90,18 +90,18 @@ class Rows:
         source, number = self.where(row)
         return source.ends(number)
 
-    def pictures(self, row: int) -> list[tuple[dict[str, Any], str]]:
-        """See `Documents.pictures`."""
+    def images(self, row: int) -> list[tuple[dict[str, Any], str]]:
+        """See `Documents.images`."""
         source, number = self.where(row)
-        return source.pictures(number)
+        return source.images(number)
 
     def cached_in(self, row: int) -> Path:
         """Returns the folder in the cache that holds a row's tokens."""
         return self.where(row)[0].folder
 
     @property
-    def have_pictures(self) -> bool:
-        """Whether rows may have pictures."""
+    def have_images(self) -> bool:
+        """Whether rows may have images."""
         return any("pictures" in source.table.column_names for source in self.sources)
 
     def name(self, row: int) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.layouts import thoughts
 from toolkit.data.layouts.template_arguments import NO_ARGUMENTS
-from toolkit.data.rows import image_places as picture_places
+from toolkit.data.rows import image_places
 from toolkit.data.templates import calls, template_trial
 from toolkit.data.templates.template_date import date_of, with_date
 from toolkit.data.templates.template_trial import LONGEST, NUM_MESSAGES
@@ -150,7 +150,7 @@ def rendered(
 def prepared(messages: list[dict[str, Any]], template: str, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Returns messages with thoughts, calls and images in the form that a chat template reads."""
     called = calls.for_template(messages, template, tokenizer.special_tokens_map)
-    return picture_places.for_template(thoughts.for_template(called, template), template)
+    return image_places.for_template(thoughts.for_template(called, template), template)
 
 
 _trial_results: dict[str, str | None] = dict.fromkeys(TEMPLATES.values())

@@ -53,8 +53,8 @@ TYPED = datasets.Features({**FEATURES, "targets": datasets.List(datasets.Value("
 TURNS = datasets.Features({**FEATURES, "ends": datasets.List(datasets.Value("int32"))})
 """Features with a sample for each answer: `ends` are one after the last token of each, `length` is the longest's."""
 
-PICTURED = datasets.Features({**FEATURES, "pictures": datasets.List(datasets.Value("string"))})
-"""Features of conversations with pictures: the record of each picture, in the order of their places."""
+WITH_IMAGES = datasets.Features({**FEATURES, "pictures": datasets.List(datasets.Value("string"))})
+"""Features of conversations with images: the record of each image, in the order of their places."""
 
 BATCH_ROWS = 64
 """Number of rows that are tokenised in one call."""
@@ -63,7 +63,7 @@ BATCH_ROWS = 64
 class Named(TypedDict):
     """A run's names for a source whose documents are cached: its own, those of its shards' files, and its loss's.
 
-    `roots` are the folders of the pictures that each shard's rows name.
+    `roots` are the folders of the images that each shard's rows name.
     """
 
     folder: str
@@ -90,7 +90,7 @@ class Documents:
         table: rows of `FEATURES`, or `TYPED`.
         folder: the folder in the cache that holds them.
         told_as: the name under which the loss of its rows is reported, if it has one.
-        roots: folder of the pictures of each shard's rows.
+        roots: folder of the images of each shard's rows.
     """
 
     name: str
@@ -103,15 +103,15 @@ class Documents:
     told_as: str | None = None
     roots: tuple[str, ...] = ()
 
-    def pictures(self, row: int) -> list[tuple[dict[str, Any], str]]:
-        """Returns the record and the root of each picture of a row."""
+    def images(self, row: int) -> list[tuple[dict[str, Any], str]]:
+        """Returns the record and the root of each image of a row."""
         if "pictures" not in self.table.column_names:
             return []
         records = parse(self.table.column("pictures")[row].as_py())
         return [(record, self.roots[int(self.column("shard")[row])]) for record in records]
 
-    def all_pictures(self) -> Iterator[list[tuple[dict[str, Any], str]]]:
-        """Yields `pictures` of each row, in order, or nothing if no row may have any."""
+    def all_images(self) -> Iterator[list[tuple[dict[str, Any], str]]]:
+        """Yields `images` of each row, in order, or nothing if no row may have any."""
         if "pictures" not in self.table.column_names:
             return
         by_row = (records for chunk in self.table.column("pictures").chunks for records in chunk.to_pylist())
@@ -195,8 +195,8 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
 def _features(encoder: Encoder) -> datasets.Features:
     if SPECS[encoder.objective].row_form == "labelled":
         return TYPED
-    if encoder.pictures is not None:
-        return PICTURED
+    if encoder.images is not None:
+        return WITH_IMAGES
     return TURNS if encoder.targets == EACH_TURN else FEATURES
 
 
@@ -244,10 +244,10 @@ def read_documents(cache: Path, named: Named, weight: float | None) -> Documents
 
 
 def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> Iterator[dict[str, Any]]:
-    named_root = encoder.picture_root
+    named_root = encoder.image_root
     for number, shard in shards:
-        if encoder.pictures is not None:
-            encoder = replace(encoder, picture_root=picture_root(shard, named_root))
+        if encoder.images is not None:
+            encoder = replace(encoder, image_root=image_root(shard, named_root))
         try:
             for batch in batches(read(shard), BATCH_ROWS):
                 for document in encoder.documents(batch, layout):
@@ -258,6 +258,6 @@ def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> 
             return
 
 
-def picture_root(shard: Shard, named: Path | None) -> Path:
-    """Returns the folder that paths of pictures start from: the one that the recipe names, or that of the rows."""
+def image_root(shard: Shard, named: Path | None) -> Path:
+    """Returns the folder that paths of images start from: the one that the recipe names, or that of the rows."""
     return named if named is not None else Path(shard.path).expanduser().resolve().parent

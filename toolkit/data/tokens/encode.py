@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.images.images import Pictures
+from toolkit.data.images.images import Images
 from toolkit.data.layouts.layouts import Layout
 from toolkit.data.layouts.messages import without_system
 from toolkit.data.layouts.pairs import SIDES
@@ -31,7 +31,7 @@ from toolkit.data.rows.examples import (
     Tagged,
     Text,
 )
-from toolkit.data.rows.image_places import MARK, PICTURED
+from toolkit.data.rows.image_places import MARK, WITH_IMAGES
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, target_mask
@@ -80,7 +80,7 @@ class _Prepared:
     spans: list[tuple[int, int]]
     whole: bool
     note: str | None = None
-    pictures: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
     starts: tuple[int, ...] = ()
 
 
@@ -105,9 +105,9 @@ class Encoder:
         truncate_target_to: tokens to which a target is cut.
         prefix: text before each source.
         next_turn: ends answers that the chat template does not end, or None if it ends them.
-        pictures: reads the pictures of conversations, or None if rows have none.
-        picture_root: folder that the paths of pictures start from.
-        image_tokens: tokens that the model replaces by image features, where no pictures are read.
+        images: reads the images of conversations, or None if rows have none.
+        image_root: folder that the paths of images start from.
+        image_tokens: tokens that the model replaces by image features, where no images are read.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -118,8 +118,8 @@ class Encoder:
     truncate_target_to: int | None = None
     prefix: str = ""
     next_turn: NextTurn | None = None
-    pictures: Pictures | None = None
-    picture_root: Path | None = None
+    images: Images | None = None
+    image_root: Path | None = None
     image_tokens: frozenset[int] = frozenset()
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
@@ -129,7 +129,7 @@ class Encoder:
         for document, item in zip(documents, read, strict=True):
             if document["problem"] is None and (unread := item[1]):
                 document["note"] = joined_notes([document["note"], *unread])
-        if self.pictures is not None:
+        if self.images is not None:
             return [{"pictures": [], **document} for document in documents]
         return documents
 
@@ -188,7 +188,7 @@ class Encoder:
             notes.append(note_of(example.arguments))
         if example.tools and not takes_tools(template):
             notes.append(NO_TOOLS)
-        if not example.pictures and any(MARK in (message.get("content") or "") for message in messages):
+        if not example.images and any(MARK in (message.get("content") or "") for message in messages):
             notes.append(f"{MARK} stands in the words of a row without images, and is read as text")
         if "developer" not in template and any(message["role"] == "developer" for message in messages):
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
@@ -203,8 +203,8 @@ class Encoder:
 
     def _render_conversation(self, example: Conversation) -> _Prepared | _Turns:
         messages, notes = self._messages_for_template(example)
-        if self.pictures is not None and example.pictures:
-            messages = [{**message, PICTURED: self.pictures.token} for message in messages]
+        if self.images is not None and example.images:
+            messages = [{**message, WITH_IMAGES: self.images.token} for message in messages]
         assert self.targets != EACH_TURN
         rendered = render(self.tokenizer, messages, example.tools, self.targets, example.unlearned, example.arguments)
         spec = SPECS[self.objective]
@@ -220,12 +220,12 @@ class Encoder:
         spans = without(spans, parts_in(text, messages, example.parts))
         notes += without_system(messages, text)
         if not prompted:  # a sample of each answer is not built for images
-            notes.append(ASKED_OTHERWISE if example.pictures else OTHER_PROMPT)
+            notes.append(ASKED_OTHERWISE if example.images else OTHER_PROMPT)
         left = left_out(messages, text)
-        if example.pictures:
-            assert self.pictures is not None
-            assert self.picture_root is not None
-            shown = self.pictures.expanded(text, spans, example.pictures, self.picture_root)
+        if example.images:
+            assert self.images is not None
+            assert self.image_root is not None
+            shown = self.images.expanded(text, spans, example.images, self.image_root)
             return _Prepared(shown.text, shown.spans, False, joined_notes([*notes, *left]), shown.records)
         if left and has_thoughts_at_inference(self.tokenizer, messages, example.tools, example.arguments, text):
             left = [f"{note} {OF_EARLIER_TURNS}" for note in left]
@@ -292,14 +292,14 @@ class Encoder:
             ids, targets = [bos, *ids], [False, *targets]
         if item.whole and eos is not None and ids[-1:] != [eos]:
             ids, targets = [*ids, eos], [*targets, True]
-        image_tokens = self.pictures.token_ids if self.pictures is not None else self.image_tokens
-        if not item.pictures and image_tokens.intersection(ids):
+        image_tokens = self.images.token_ids if self.images is not None else self.image_tokens
+        if not item.images and image_tokens.intersection(ids):
             return _unusable(RowProblem("the words hold the model's token for an image, and the row has no image"))
         if offsets is not None and item.starts and not _begin_tokens(item.starts, offsets):
             note = joined_notes([note, ASKED_OTHERWISE if SPECS[self.objective].compares_completions else OTHER_PROMPT])
         # Nothing precedes the first token.
-        document = {**document_of(ids, [False, *targets[1:]], pictures=item.pictures), "note": note}
-        return {**document, "pictures": list(item.pictures)} if item.pictures else document
+        document = {**document_of(ids, [False, *targets[1:]], images=item.images), "note": note}
+        return {**document, "pictures": list(item.images)} if item.images else document
 
     def _pair_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
         """Returns a document for each pair: the chosen one's tokens, and after `split` of them the rejected one's."""
@@ -426,18 +426,18 @@ def document_of(
     targets: Sequence[int],
     label: str | None = None,
     tags: Sequence[str] = (),
-    pictures: Sequence[str] = (),
+    images: Sequence[str] = (),
 ) -> Document:
     """Returns a document. With a label, `targets` holds the tokens' types (`token_type_ids`): 1 for a second text.
 
     Args:
         tags: tags of the targets, in order, if words are tagged.
-        pictures: records of the pictures.
+        images: records of the images.
     """
     # Eight bytes, which the int64 column of `FEATURES` holds.
     content = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=8)
     content.update((label or "\n".join(tags)).encode())
-    content.update("".join(json.loads(record)["digest"] for record in pictures).encode())
+    content.update("".join(json.loads(record)["digest"] for record in images).encode())
     # A label is learned from the whole text. Counted as 0, the row would be dropped for having nothing to learn.
     num_targets = len(ids) if label is not None else sum(targets)
     return {

@@ -22,7 +22,7 @@ from toolkit.errors import BadInputError
 from toolkit.generation.text.choices import encode_choices, log_probabilities
 from toolkit.generation.text.complete import Completion, encode_prompt, stream
 from toolkit.generation.text.evaluation import Evaluation, choose, evaluate, require_no_comparison, scoring_of, summary
-from toolkit.generation.text.image_prompts import asked_of, encode_pictured, require_images
+from toolkit.generation.text.image_prompts import asked_of, encode_with_images, require_images
 from toolkit.generation.text.load import Loaded, find_model, load_model
 from toolkit.generation.text.options import Options, Sampling, encodable
 from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
@@ -81,7 +81,7 @@ def load_for(options: Options) -> Iterator[Loaded]:
 def _answer_prompt(loaded: Loaded, options: Options, text: str, images: Sequence[Path]) -> None:
     try:
         if images:
-            prompt = encode_pictured(loaded, asked_of(text, len(images)), images, options.system)
+            prompt = encode_with_images(loaded, asked_of(text, len(images)), images, options.system)
         else:
             prompt = encode_prompt(loaded, text, options.system, options.raw)
     except BadInputError as problem:

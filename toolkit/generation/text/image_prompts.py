@@ -16,7 +16,7 @@ from toolkit.paths import user_cache
 if TYPE_CHECKING:
     import torch
 
-    from toolkit.data.images.images import Pictures
+    from toolkit.data.images.images import Images
 
 
 def asked_of(text: str, images: int) -> list[Message]:
@@ -26,7 +26,7 @@ def asked_of(text: str, images: int) -> list[Message]:
     return [{"role": "user", "content": PLACE * images + text}]
 
 
-def encode_pictured(
+def encode_with_images(
     loaded: Loaded,
     messages: list[Message],
     images: Sequence[Path | bytes],
@@ -37,7 +37,7 @@ def encode_pictured(
     """Encodes a prompt with images. They are read again for the forward, and not kept.
 
     Args:
-        messages: messages with `picture_places.PLACE` in the text for each image.
+        messages: messages with `image_places.PLACE` in the text for each image.
         images: files or contents of the images, in the order of their places.
         system: put before messages that have no system text of their own.
         arguments: arguments of the chat template.
@@ -46,29 +46,29 @@ def encode_pictured(
         BadInputError: if an image cannot be read, the model or its chat template takes none, or the prompt is too
             long.
     """
-    from toolkit.data.images.images import Pictures
-    from toolkit.data.rows.image_places import PICTURED
+    from toolkit.data.images.images import Images
+    from toolkit.data.rows.image_places import WITH_IMAGES
 
-    pictures = Pictures.of(loaded.tokenizer, user_cache())
-    if pictures is None:
+    reader = Images.of(loaded.tokenizer, user_cache())
+    if reader is None:
         raise BadInputError(
             f"{loaded.name!r} has no processor of images (preprocessor_config.json); leave the images out, or "
             "name a model that sees"
         )
     if loaded.tokenizer.chat_template is None:
         raise BadInputError(f"the tokenizer of {loaded.name!r} has no chat template, which says where images stand")
-    with_places = [{**message, PICTURED: pictures.token} for message in after_system(messages, system)]
+    with_places = [{**message, WITH_IMAGES: reader.token} for message in after_system(messages, system)]
     written = templated(loaded.tokenizer, with_places, tools, arguments or {})
-    if written.count(pictures.token) != len(images):
+    if written.count(reader.token) != len(images):
         raise BadInputError(
-            f"the chat template writes {written.count(pictures.token)} places for {len(images)} images; the "
-            f"prompt must not hold {pictures.token}, and the template has to know images"
+            f"the chat template writes {written.count(reader.token)} places for {len(images)} images; the "
+            f"prompt must not hold {reader.token}, and the template has to know images"
         )
-    inputs = partial(_process, pictures, written, tuple(images))
+    inputs = partial(_process, reader, written, tuple(images))
     return Prompt(fitting(loaded, inputs()["input_ids"][0].tolist()), [], partial(_image_arguments, inputs))
 
 
-def _process(pictures: Pictures, written: str, images: Sequence[Path | bytes]) -> dict[str, torch.Tensor]:
+def _process(reader: Images, written: str, images: Sequence[Path | bytes]) -> dict[str, torch.Tensor]:
     """Runs the processor on a text and its images. Raises BadInputError for an image that cannot be read."""
     from toolkit.data.images.image_files import content_of, decoded
     from toolkit.data.rows.values import RowProblem
@@ -79,7 +79,7 @@ def _process(pictures: Pictures, written: str, images: Sequence[Path | bytes]) -
             found.append(decoded(image if isinstance(image, bytes) else content_of(image)))
         except RowProblem as problem:
             raise BadInputError(f"{problem}{'' if isinstance(image, bytes) else f' ({image})'}") from problem
-    return dict(pictures.processor(text=[written], images=[found], return_tensors="pt", add_special_tokens=False))
+    return dict(reader.processor(text=[written], images=[found], return_tensors="pt", add_special_tokens=False))
 
 
 def _image_arguments(inputs: partial[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

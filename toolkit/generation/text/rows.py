@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from toolkit.data.rows.examples import Message
 from toolkit.errors import BadInputError
 from toolkit.generation.text.complete import Completion, Prompt, complete, encode_prompt
-from toolkit.generation.text.image_prompts import encode_pictured
+from toolkit.generation.text.image_prompts import encode_with_images
 from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.options import Sampling
 
@@ -174,11 +174,11 @@ def row_of(place: str, prompt: str | list[Message]) -> PromptRow:
     Raises:
         BadInputError: if an image is missing, or the prompt asks nothing.
     """
-    from toolkit.data.rows.image_places import is_picture
+    from toolkit.data.rows.image_places import is_image
 
     messages = prompt if isinstance(prompt, list) else []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    if not any(is_picture(part) for content in contents if isinstance(content, list) for part in content):
+    if not any(is_image(part) for content in contents if isinstance(content, list) for part in content):
         return PromptRow(place, prompt, prompt)
     return _checked_row(place, "messages", prompt, {}, Path())
 
@@ -202,7 +202,7 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
     from toolkit.data.rows.values import RowProblem
 
     names = {"prompt": column, "completion": "completion", "tools": "tools"}
-    layout = Layout("prompt and completion", names, pictures=True)
+    layout = Layout("prompt and completion", names, images=True)
     try:
         # Images stand in a user's turn.
         asked = [{"role": "user", "content": value}] if isinstance(value, str) and column_of(fields) else value
@@ -212,7 +212,7 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
         example = layout.example(row | {name: fields[name] for name in (*IMAGES, *MEDIA) if name in fields})
         if not isinstance(example, Conversation):
             return PromptRow(place, value, str(value), None, arguments)
-        images = tuple(file_or_content(reference, folder) for reference in example.pictures)
+        images = tuple(file_or_content(reference, folder) for reference in example.images)
     except RowProblem as problem:
         raise BadInputError(str(problem)) from None
     # Without the answer that was put behind it for the check.
@@ -282,7 +282,7 @@ def _encode_row(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -
     if raw:
         raise BadInputError("an image stands where the chat template says; leave --raw out")
     assert isinstance(row.prompt, list)
-    return encode_pictured(loaded, row.prompt, row.images, system, row.tools, row.arguments)
+    return encode_with_images(loaded, row.prompt, row.images, system, row.tools, row.arguments)
 
 
 def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[Completion]:

@@ -99,7 +99,7 @@ def settle_attention(
     in_16_bits: bool,
     packed: bool,
     compiled: bool,
-    has_pictures: bool = False,
+    has_images: bool = False,
 ) -> str:
     """Gives `model` the best attention if `asked` is auto. Returns which it has, and why.
 
@@ -110,12 +110,12 @@ def settle_attention(
     Args:
         packed: whether documents share rows.
         compiled: whether blocks are compiled, for one shape; documents have many.
-        has_pictures: whether rows have pictures, and the model sees them.
+        has_images: whether rows have images, and the model sees them.
 
     Raises:
-        BadInputError: if `asked` cannot let the tokens of a picture see each other, as they do in this model.
+        BadInputError: if `asked` cannot let the tokens of an image see each other, as they do in this model.
     """
-    needs_masks = has_pictures and sees_in_spans(model)
+    needs_masks = has_images and sees_in_spans(model)
     if needs_masks and asked not in ("auto", *TAKE_SPANS):
         raise BadInputError(
             f"model.attention: {asked} takes no mask, and in {type(model).__name__} the tokens of an image see each "

@@ -1,4 +1,4 @@
-"""Makes the inputs besides tokens of a model that sees pictures: processor's tensors, positions of axes, token types.
+"""Makes the inputs besides tokens of a model that sees images: processor's tensors, positions of axes, token types.
 
 Reference: the forwards and `get_rope_index` of transformers' models.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS, pictures_in
+from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS, images_in
 from toolkit.data.samples.samples import Batch
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.image_masks import masks_of, sees_in_spans
@@ -38,7 +38,7 @@ def kinds_of_text(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor
 
 
 class Sight:
-    """Makes the inputs of one model for pictures.
+    """Makes the inputs of one model for images.
 
     Args:
         model: the model, which may be on the meta device.
@@ -102,5 +102,5 @@ class Sight:
 
     def shown(self, batch: Batch, kinds: torch.Tensor) -> dict[str, Any]:
         """Returns the processor's tensors in a batch and the kinds of its tokens, as far as the model takes them."""
-        found: dict[str, Any] = {name: value for name, value in pictures_in(batch).items() if name in self._takes}
+        found: dict[str, Any] = {name: value for name, value in images_in(batch).items() if name in self._takes}
         return found | {name: kinds for name in NAMES_OF_KINDS if name in self._takes}

@@ -1,7 +1,7 @@
-"""Makes masks for models in which the tokens of a picture see each other: Gemma 3, larger Gemma 4.
+"""Makes masks for models in which the tokens of an image see each other: Gemma 3, larger Gemma 4.
 
 transformers makes such masks itself. In 5.23 those of sliding windows are wrong if rows share samples: it looks for the
-tokens of pictures at the positions of their documents instead of their places in the sample.
+tokens of images at the positions of their documents instead of their places in the sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAKE_SPANS = ("eager", "sdpa")
 
 
 def sees_in_spans(model: nn.Module) -> bool:
-    """Tells whether the tokens of a picture see each other in this model, later ones too."""
+    """Tells whether the tokens of an image see each other in this model, later ones too."""
     return _mask_function(model) is not None
 
 
@@ -29,7 +29,7 @@ def masks_of(model: nn.Module, kinds: torch.Tensor, positions: torch.Tensor) -> 
     """Returns transformers' masks of whole rows, restricted to documents.
 
     Args:
-        kinds: (B, T), 1 for tokens of pictures.
+        kinds: (B, T), 1 for tokens of images.
         positions: (B, T), which restart with each document.
     """
     make = _mask_function(model)

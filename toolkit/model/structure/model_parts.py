@@ -1,6 +1,6 @@
 """Parts of a model that reads more than text: its language model, which text rows train, and the rest.
 
-Today's checkpoints are multimodal: a language model beside towers for pictures or sound, and projectors between them.
+Today's checkpoints are multimodal: a language model beside towers for images or sound, and projectors between them.
 The whole model is loaded, trained in its language part, and exported with the rest as it was.
 """
 
@@ -67,7 +67,7 @@ def trained_parts(model: nn.Module) -> tuple[str, ...]:
     return found
 
 
-def asked_parts(model: ModelSection, adapter: AdapterSection, has_pictures: bool) -> Sequence[str]:
+def asked_parts(model: ModelSection, adapter: AdapterSection, has_images: bool) -> Sequence[str]:
     """Returns the parts to train of a model that reads more than text, in words of `model.train`.
 
     Raises:
@@ -75,8 +75,8 @@ def asked_parts(model: ModelSection, adapter: AdapterSection, has_pictures: bool
     """
     train = model.train
     if train is None:
-        return (LANGUAGE, PROJECTOR) if has_pictures and adapter.kind == "none" else (LANGUAGE,)
-    if not has_pictures and set(train) != {LANGUAGE}:
+        return (LANGUAGE, PROJECTOR) if has_images and adapter.kind == "none" else (LANGUAGE,)
+    if not has_images and set(train) != {LANGUAGE}:
         raise BadInputError(
             f"model.train: {', '.join(train)}: rows without images reach the language model alone; remove it"
         )

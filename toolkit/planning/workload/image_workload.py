@@ -1,4 +1,4 @@
-"""Plans micro-batches of rows with pictures: those that need the most memory."""
+"""Plans micro-batches of rows with images: those that need the most memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from toolkit.data.build import build
-from toolkit.data.rows.sources import has_pictures, open_source
-from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, PictureSamples
+from toolkit.data.rows.sources import has_images, open_source
+from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, ImageSamples
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.model.adapters.adapters import base_of
@@ -43,7 +43,7 @@ def workload_on_rows(recipe: Recipe, mixed_precision: str) -> Workload:
     parts = asked_parts(recipe.model, recipe.adapter, shows)
     if set(parts) != {LANGUAGE}:
         workload = workload_of(recipe, mixed_precision, parts)
-    return workload if samples is None else with_pictures(workload, samples)
+    return workload if samples is None else with_images(workload, samples)
 
 
 def _is_remote(data: DataSection) -> bool:
@@ -51,31 +51,31 @@ def _is_remote(data: DataSection) -> bool:
     return data.streaming or any(not glob(os.path.expanduser(source.path)) for source in data.train)
 
 
-def _samples_with_images(recipe: Recipe) -> PictureSamples | None:
+def _samples_with_images(recipe: Recipe) -> ImageSamples | None:
     """Returns the training samples if rows have images, or None if not or if they are not on this machine."""
-    if not recipe.objective.spec.sees_pictures or _is_remote(recipe.data):
+    if not recipe.objective.spec.sees_images or _is_remote(recipe.data):
         return None
-    if not any(has_pictures(open_source(source, "data.train")) for source in recipe.data.train):
+    if not any(has_images(open_source(source, "data.train")) for source in recipe.data.train):
         return None
     tokens = load_tokenizer(recipe.model, recipe.data, recipe.objective.kind)
     found = build(recipe.data, tokens, recipe.training.seed, recipe.objective).train
-    return found if isinstance(found, PictureSamples) else None
+    return found if isinstance(found, ImageSamples) else None
 
 
 LOOKED_AT = 4096
-"""Number of samples that are searched for those with the most pictures."""
+"""Number of samples that are searched for those with the most images."""
 
 
-def with_pictures(workload: Workload, samples: PictureSamples) -> Workload:
-    """Returns the workload on real micro-batches: those with the most picture tokens, and those of text, if any.
+def with_images(workload: Workload, samples: ImageSamples) -> Workload:
+    """Returns the workload on real micro-batches: those with the most image tokens, and those of text, if any.
 
-    The latter are longer by the tokens of the small picture that is appended to their rows.
+    The latter are longer by the tokens of the small image that is appended to their rows.
     """
-    shown, blind = _by_picture_tokens(samples), _first_without_picture(samples)
-    _, smallest = samples.pictures.smallest
+    shown, blind = _by_image_tokens(samples), _first_without_image(samples)
+    _, smallest = samples.images.smallest
 
     def batch(numbers: Sequence[int], length: int) -> Batch:
-        with unset_fake_temporarily():  # decodes pictures, while the planner's modes are on
+        with unset_fake_temporarily():  # decodes images, while the planner's modes are on
             return _padded_to_length(samples.batch(numbers), length, samples.pad_id)
 
     length = samples.max_length
@@ -88,9 +88,9 @@ def with_pictures(workload: Workload, samples: PictureSamples) -> Workload:
     return replace(with_most, also=(lambda size: batch([blind[0]] * size, longer),))
 
 
-def _by_picture_tokens(samples: PictureSamples) -> list[int]:
-    """Returns the numbers of the samples with pictures, most picture tokens first; without pictures, sample 0."""
-    placeholders = np.array(sorted(samples.pictures.token_ids))
+def _by_image_tokens(samples: ImageSamples) -> list[int]:
+    """Returns the numbers of the samples with images, most image tokens first; without images, sample 0."""
+    placeholders = np.array(sorted(samples.images.token_ids))
     looked_at = range(min(LOOKED_AT, len(samples)))
     counts = {
         number: sum(int(np.isin(ids, placeholders).sum()) for ids, _ in samples.tokens(number)) for number in looked_at
@@ -98,9 +98,9 @@ def _by_picture_tokens(samples: PictureSamples) -> list[int]:
     return [number for number in sorted(counts, key=lambda n: -counts[n]) if counts[number]] or [0]
 
 
-def _first_without_picture(samples: PictureSamples) -> list[int]:
-    """Returns the first sample without a picture, if there is one."""
-    return [n for n in range(min(LOOKED_AT, len(samples))) if not samples.has_picture(n)][:1]
+def _first_without_image(samples: ImageSamples) -> list[int]:
+    """Returns the first sample without an image, if there is one."""
+    return [n for n in range(min(LOOKED_AT, len(samples))) if not samples.has_image(n)][:1]
 
 
 def _padded_to_length(batch: Batch, length: int, pad_id: int) -> Batch:

@@ -67,5 +67,5 @@ CAUSAL_LM = ObjectiveSpec(
         _PRETRAIN,
     ),
     may_pad=True,
-    sees_pictures=True,
+    sees_images=True,
 )

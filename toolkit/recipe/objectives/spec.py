@@ -48,7 +48,7 @@ class ObjectiveSpec:
         padded: whether rows are always padded, one to a sample, with the tokenizer's own special tokens.
         may_pad: whether rows may be padded instead of packed if nobody asked for either.
         has_teacher: whether a second, frozen model is loaded.
-        sees_pictures: whether rows may have pictures, for models that take them.
+        sees_images: whether rows may have images, for models that take them.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class ObjectiveSpec:
     padded: bool = False
     may_pad: bool = False
     has_teacher: bool = False
-    sees_pictures: bool = False
+    sees_images: bool = False
 
     @property
     def predicts_next_tokens(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import Batch
 from toolkit.errors import BadInputError, ToolkitError, in_words, is_lost_peer
 from toolkit.model.adapters.adapters import base_of
@@ -53,7 +53,7 @@ def on_text_alone(inner: nn.Module, samples: object = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not sees(base_of(inner)) or isinstance(samples, PictureSamples) or not is_the_models(error):
+        if not sees(base_of(inner)) or isinstance(samples, ImageSamples) or not is_the_models(error):
             raise
         model_of_recipe = f"model.name_or_path: {class_name(base_of(inner))}"
         raise needs_more_than_text(model_of_recipe, f" ({in_words(error)})") from error

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import Batch
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import base_of
@@ -51,11 +51,11 @@ class SightCheck:
 
 
 @torch.no_grad()
-def check_pictures(
+def check_images(
     model: nn.Module,
     inner: nn.Module,
     objective: Objective,
-    samples: PictureSamples,
+    samples: ImageSamples,
     device: torch.device,
     in_16_bits: bool,
 ) -> SightCheck | None:
@@ -68,7 +68,7 @@ def check_pictures(
         SightError: if an image has no effect or is learned as text, or the model cannot take it on every rank.
         LeakError: if rows that share a sample see each other.
     """
-    found = next((n for n in _shared_samples_first(samples) if samples.has_picture(n)), None)
+    found = next((n for n in _shared_samples_first(samples) if samples.has_image(n)), None)
     if found is None:
         return None
     require_no_targets(samples)
@@ -82,13 +82,13 @@ def check_pictures(
     return check
 
 
-def require_no_targets(samples: PictureSamples) -> None:
+def require_no_targets(samples: ImageSamples) -> None:
     """Checks that no token that stands for an image is learned.
 
     Raises:
         SightError: if one is.
     """
-    placeholders = np.array(sorted(samples.pictures.token_ids))
+    placeholders = np.array(sorted(samples.images.token_ids))
     for number in _looked_at(samples):
         for place, (ids, targets) in enumerate(samples.tokens(number)):
             if np.any(np.isin(ids, placeholders) & np.asarray(targets, dtype=bool)):
@@ -99,7 +99,7 @@ def require_no_targets(samples: PictureSamples) -> None:
 
 
 def _require_features(
-    model: nn.Module, inner: nn.Module, objective: Objective, samples: PictureSamples, device: torch.device
+    model: nn.Module, inner: nn.Module, objective: Objective, samples: ImageSamples, device: torch.device
 ) -> None:
     """Tries rows with different images alone: transformers refuses one if features and places differ in number.
 
@@ -119,12 +119,12 @@ def _require_units(
     model: nn.Module,
     inner: nn.Module,
     objective: Objective,
-    samples: PictureSamples,
+    samples: ImageSamples,
     shown: int,
     device: torch.device,
 ) -> None:
     """Raises SightError if a sample with images runs other units than one without: ranks would wait for each other."""
-    blind = next((number for number in _looked_at(samples) if not samples.has_picture(number)), None)
+    blind = next((number for number in _looked_at(samples) if not samples.has_image(number)), None)
     if blind is None:
         return
     of_shown, of_blind = (_units_run(model, objective, samples.batch([n]), device) for n in (shown, blind))
@@ -152,11 +152,11 @@ def _units_run(model: nn.Module, objective: Objective, batch: Batch, device: tor
 
 
 def _measure(
-    model: nn.Module, objective: Objective, samples: PictureSamples, number: int, device: torch.device
+    model: nn.Module, objective: Objective, samples: ImageSamples, number: int, device: torch.device
 ) -> SightCheck:
     """Measures a sample in which the first row with an image gets another image."""
     seen, first = samples.seen(number), _first_seen(samples, number)
-    others_seen = [*seen[:first], [_changed_picture(seen[first][0]), *seen[first][1:]], *seen[first + 1 :]]
+    others_seen = [*seen[:first], [_changed_image(seen[first][0]), *seen[first][1:]], *seen[first + 1 :]]
     batch, other = samples.shown([number], [seen]), samples.shown([number], [others_seen])
     together, changed = (_logits(model, objective, one, device) for one in (batch, other))
     spans, alone = _documents(batch), 0.0
@@ -172,26 +172,26 @@ def _measure(
     )
 
 
-def _looked_at(samples: PictureSamples) -> range:
+def _looked_at(samples: ImageSamples) -> range:
     return range(min(LOOKED_AT, len(samples)))
 
 
-def _first_seen(samples: PictureSamples, number: int) -> int:
+def _first_seen(samples: ImageSamples, number: int) -> int:
     """Returns the place of the first row of a sample that has an image."""
-    return next(place for place, row in enumerate(samples.rows_of(number)) if _picture_records(samples, row))
+    return next(place for place, row in enumerate(samples.rows_of(number)) if _image_records(samples, row))
 
 
-def _picture_records(samples: PictureSamples, row: int) -> list[tuple[dict[str, Any], str]]:
-    found: list[tuple[dict[str, Any], str]] = samples.rows.pictures(row)  # type: ignore[attr-defined]
+def _image_records(samples: ImageSamples, row: int) -> list[tuple[dict[str, Any], str]]:
+    found: list[tuple[dict[str, Any], str]] = samples.rows.images(row)  # type: ignore[attr-defined]
     return found
 
 
-def _rows_of_unlike_sizes(samples: PictureSamples) -> list[tuple[int, int]]:
+def _rows_of_unlike_sizes(samples: ImageSamples) -> list[tuple[int, int]]:
     """Returns sample and place of rows with images of different sizes: the longest ones, and the shortest."""
     by_sizes: dict[str, tuple[int, int, int]] = {}
     for number in _looked_at(samples):
         for place, (row, (ids, _)) in enumerate(zip(samples.rows_of(number), samples.tokens(number), strict=True)):
-            if records := _picture_records(samples, row):
+            if records := _image_records(samples, row):
                 sizes = str(sorted(str(record.get("size")) for record, _ in records))
                 by_sizes.setdefault(sizes, (len(ids), number, place))
     in_order = sorted(by_sizes.values(), reverse=True)
@@ -199,7 +199,7 @@ def _rows_of_unlike_sizes(samples: PictureSamples) -> list[tuple[int, int]]:
     return [(number, place) for _, number, place in chosen]
 
 
-def _row_name(samples: PictureSamples, number: int, place: int) -> str:
+def _row_name(samples: ImageSamples, number: int, place: int) -> str:
     name: str = samples.rows.name(samples.rows_of(number)[place])  # type: ignore[attr-defined]
     return name
 
@@ -227,7 +227,7 @@ def _require_small(check: SightCheck, tolerance: tuple[float, float], name: str,
 MEND = "Set data.packing=false, or another model.attention"
 
 
-def _shared_samples_first(samples: PictureSamples) -> list[int]:
+def _shared_samples_first(samples: ImageSamples) -> list[int]:
     """Returns the numbers of samples, those of several rows first."""
     return sorted(_looked_at(samples), key=lambda number: (len(samples.rows_of(number)) < 2, number))
 
@@ -238,9 +238,9 @@ def _documents(batch: Batch) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], int(batch["lengths"][0])], strict=True))
 
 
-def _changed_picture(picture: Image.Image) -> Image.Image:
-    """Returns another picture of the same size with half of the bits flipped, so that no picture stays the same."""
-    pixels = np.asarray(picture)
+def _changed_image(image: Image.Image) -> Image.Image:
+    """Returns another image of the same size with half of the bits flipped, so that no image stays the same."""
+    pixels = np.asarray(image)
     return Image.fromarray(pixels ^ np.random.default_rng(0).integers(0, 256, pixels.shape, dtype=np.uint8))
 
 

@@ -125,11 +125,11 @@ def _on_shared_samples(inner: nn.Module, mend: str) -> Iterator[None]:
 def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, device: torch.device) -> None:
     """Tests whether a token's logits depend on later ones, if the configuration leaves that open. All ranks call it.
 
-    They do in encoders unless `is_decoder` is set, and in some models that read pictures (PaliGemma): the loss would
+    They do in encoders unless `is_decoder` is set, and in some models that read images (PaliGemma): the loss would
     be taken over tokens that the model sees.
 
     Raises:
-        BadInputError: if they do, or if the model needs a picture, sound or another input beside the text.
+        BadInputError: if they do, or if the model needs an image, sound or another input beside the text.
     """
     config = base_of(inner).config.get_text_config()
     if getattr(config, "is_decoder", True) and not sees(base_of(inner)):

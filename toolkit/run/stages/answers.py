@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.errors import BadInputError
 from toolkit.generation.text.choices import Continued, encode_choices, scored
 from toolkit.generation.text.complete import Completion, Prompt, complete, sees_padding
@@ -84,9 +84,9 @@ def require_sighted(asked: Asked, train: object) -> None:
     Args:
         train: the samples to train on.
     """
-    pictured = next((row.place for row in asked.rows if row.images), None)
-    if pictured is not None and not isinstance(train, PictureSamples):
-        raise BadInputError(f"{FILE}: {pictured} has images, and no row to train on has any; leave such rows out")
+    with_images = next((row.place for row in asked.rows if row.images), None)
+    if with_images is not None and not isinstance(train, ImageSamples):
+        raise BadInputError(f"{FILE}: {with_images} has images, and no row to train on has any; leave such rows out")
 
 
 class Answers(Extension):
@@ -155,10 +155,10 @@ class Answers(Extension):
             return complete(self._loaded, [prompts[number] for number in batch], sampling)
 
         of_texts = [texts[start : start + size] for start in range(0, len(texts), size)]
-        pictured = [[number] for number, prompt in enumerate(prompts) if prompt.shown is not None]
+        with_images = [[number] for number, prompt in enumerate(prompts) if prompt.shown is not None]
         written: dict[int, Completion] = {}
         # Apart, and one by one: a prompt with images enters units that others do not, on all ranks or on none.
-        for batches in (of_texts, pictured):
+        for batches in (of_texts, with_images):
             for batch, found in zip(batches, _split_over_ranks(batches, answers), strict=True):
                 written.update(zip(batch, found, strict=True))
         completions = [written[number] for number in range(len(prompts))]

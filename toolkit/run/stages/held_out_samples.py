@@ -15,7 +15,7 @@ from PIL import Image
 
 from toolkit import ranks
 from toolkit.data.images.image_files import preview
-from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, PictureSamples
+from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, ImageSamples
 from toolkit.data.samples.samples import SourceTargetSamples, TextSamples
 from toolkit.generation.text.complete import Prompt, continued
 from toolkit.generation.text.options import Sampling
@@ -129,7 +129,7 @@ def _shown(run: PreparedRun, prompt: HeldOutPrompt) -> Callable[[], dict[str, to
     samples = run.data.validation
     if not prompt.images:
         return None
-    assert isinstance(samples, PictureSamples)
+    assert isinstance(samples, ImageSamples)
     batch = samples.with_kinds({"input_ids": torch.tensor([prompt.asked])})
     batch |= samples.shown_tensors([[prompt.images]])
     return lambda: Sight(run.inner).shown(batch, batch[KINDS_OF_TOKENS])

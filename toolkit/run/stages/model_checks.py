@@ -7,7 +7,7 @@ from torch import nn
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.data.report import DataReport
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import LabelledSamples, PairSamples, TextSamples
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
@@ -17,7 +17,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.checks.image_check import check_pictures
+from toolkit.run.checks.image_check import check_images
 from toolkit.run.checks.packing_check import LeakError, check_causal, check_leaks
 from toolkit.run.checks.padding_check import changed_by_padding
 from toolkit.run.checks.quantised_check import check_quantised
@@ -82,7 +82,7 @@ def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: Objective
     """
     recipe, samples = opened.recipe, data.train
     spec = recipe.objective.spec
-    if isinstance(samples, PictureSamples):
+    if isinstance(samples, ImageSamples):
         return None
     pads = objective.apart if spec.compares_completions else not data.report.packing
     if not pads or samples is None or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
@@ -110,14 +110,14 @@ def check_packing(
         check_causal(model, inner, objective, opened.device)
     # Both completions of a pair share a sample, whether or not it is packed.
     pairs = isinstance(data.train, PairSamples) and not objective.apart
-    shown = isinstance(data.train, PictureSamples)
+    shown = isinstance(data.train, ImageSamples)
     if not isinstance(data.train, TextSamples) or not (data.train.packed or pairs or shown):
         return None, None
     found, leak, size = None, None, recipe.training.micro_batch_size
     try:
         with Pass(Terminal(quiet=ranks.rank() != 0), "checking that packed rows do not attend to each other"):
-            if isinstance(data.train, PictureSamples):
-                seen = check_pictures(model, inner, objective, data.train, opened.device, opened.in_16_bits)
+            if isinstance(data.train, ImageSamples):
+                seen = check_images(model, inner, objective, data.train, opened.device, opened.in_16_bits)
                 found = (seen.leaks, seen.alone) if seen is not None and seen.shared else None
             else:
                 found = check_leaks(model, inner, objective, data.train, size, opened.device, opened.in_16_bits)

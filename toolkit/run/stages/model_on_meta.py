@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.templates.template_date import set_date, today, writes_date
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
@@ -69,7 +69,7 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     require_room(model, tokens, recipe)
     require_sample(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
-    attention = _choose_attention(opened, model, packed, isinstance(data.train, PictureSamples))
+    attention = _choose_attention(opened, model, packed, isinstance(data.train, ImageSamples))
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)
     share_rows(recipe.sharding.sequence, recipe.data.max_length, *(one for one in (model, teacher) if one is not None))
     sources = recipe.data.source_names
@@ -81,8 +81,8 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
 def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     """Builds the model; raises BadInputError if there is none, or it cannot be trained or exported as asked."""
     recipe, names = opened.recipe, rows.data.label_names
-    has_pictures = isinstance(rows.data.train, PictureSamples)
-    parts = asked_parts(recipe.model, recipe.adapter, has_pictures)
+    has_images = isinstance(rows.data.train, ImageSamples)
+    parts = asked_parts(recipe.model, recipe.adapter, has_images)
     model = load(
         recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind, parts
     )
@@ -95,11 +95,11 @@ def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     if recipe.model.name_or_path is not None:
         require_new_rows_trained(model, rows.tokenizer.convert_ids_to_tokens(tokenizer.new_ids(rows.tokenizer)))
     quantised = any(quantised_layers(model))
-    refuse(replace(settings_of_recipe(recipe), is_quantised=quantised, has_pictures=has_pictures))
+    refuse(replace(settings_of_recipe(recipe), is_quantised=quantised, has_images=has_images))
     return model
 
 
-def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool, has_pictures: bool) -> str:
+def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool, has_images: bool) -> str:
     """Gives the model the attention of the run; returns which one it is, and why."""
     asked, compiled = opened.recipe.model.attention, opened.recipe.training.compile
-    return settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled, has_pictures)
+    return settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled, has_images)

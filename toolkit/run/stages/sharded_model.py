@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.model.adapters.adapter_checks import require_kept
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attention_of
@@ -57,7 +57,7 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
                 on_meta.data.report.label_counts,
                 accelerator.device,
                 on_meta.teacher,
-                rows if isinstance(rows, PictureSamples) else None,
+                rows if isinstance(rows, ImageSamples) else None,
             )
         )
 

@@ -14,12 +14,12 @@ import datasets
 import pytest
 import torch
 from PIL import Image
-from support.sights import picture, save_seeing
+from support.sights import drawn_image, save_seeing
 from support.texts import make_texts
 from transformers import AutoProcessor
 
 from toolkit.data import build
-from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS, PictureSamples
+from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS, ImageSamples
 from toolkit.data.samples.samples import TextSamples
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import DataError
@@ -36,13 +36,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "in").mkdir()
     for number in range(3):
-        picture(number).save(tmp_path / "in" / f"{number}.png")
+        drawn_image(number).save(tmp_path / "in" / f"{number}.png")
     return tmp_path
 
 
 def png(number: int) -> bytes:
     stream = io.BytesIO()
-    picture(number).save(stream, "PNG")
+    drawn_image(number).save(stream, "PNG")
     return stream.getvalue()
 
 
@@ -122,11 +122,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[int], str]] = {
 def test_a_row_is_what_the_processor_makes_of_it(model: Path, folder: Path, name: str) -> None:
     row, numbers, asked = LAYOUTS[name]
     samples = built(model, folder, [row], packing=False).train
-    assert isinstance(samples, PictureSamples)
+    assert isinstance(samples, ImageSamples)
     batch = samples.batch([0])
     whole = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\na fox<|im_end|>\n"
     processor = AutoProcessor.from_pretrained(model)
-    expected = processor(text=[whole], images=[[picture(number) for number in numbers]], return_tensors="pt")
+    expected = processor(text=[whole], images=[[drawn_image(number) for number in numbers]], return_tensors="pt")
     length = expected["input_ids"].shape[1]
     assert torch.equal(batch["input_ids"][:, :length], expected["input_ids"])
     assert int(batch["lengths"][0]) == length
@@ -223,7 +223,7 @@ def test_what_is_not_built_is_refused_by_name(model: Path, folder: Path, setting
 
 def test_rows_of_several_files_share_samples(model: Path, folder: Path) -> None:
     found = built(model, folder, [GOOD, {"messages": [{"role": "user", "content": "so"}, ANSWER]}]).train
-    assert isinstance(found, PictureSamples)
+    assert isinstance(found, ImageSamples)
     assert len(found) == 1
     batch = found.batch([0])
     assert sorted(batch[COUNTS].tolist()) == [0, 1]
@@ -233,7 +233,7 @@ def test_rows_of_several_files_share_samples(model: Path, folder: Path) -> None:
 def test_a_micro_batch_without_an_image_has_a_small_one_that_teaches_nothing(model: Path, folder: Path) -> None:
     plain = {"messages": [{"role": "user", "content": "so"}, ANSWER]}
     found = built(model, folder, [GOOD, plain], packing=False).train
-    number = next(i for i in range(2) if not found.has_picture(i))  # type: ignore[attr-defined]
+    number = next(i for i in range(2) if not found.has_image(i))  # type: ignore[attr-defined]
     batch = found.batch([number])
     text_only = TextSamples.batch(found, [number])  # type: ignore[arg-type]
     length = int(text_only["lengths"][0])

@@ -1,4 +1,4 @@
-"""Plans of rows with pictures: towers included, against a trace of the real FSDP2."""
+"""Plans of rows with images: towers included, against a trace of the real FSDP2."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.pictures_by_hand import PLACE, Drawn, Row, random_rows, samples_of, seeing_model
+from support.images_by_hand import PLACE, Drawn, Row, random_rows, samples_of, seeing_model
 from transformers import AutoModelForImageTextToText
 
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.model.structure.fake_tensors import FakeTensorMode
 from toolkit.model.structure.model_parts import freeze_untrained, train_parts
 from toolkit.model.structure.on_meta import build_on_meta
@@ -23,7 +23,7 @@ from toolkit.planning.memory.trace import trace
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import presets
-from toolkit.planning.workload.image_workload import with_pictures
+from toolkit.planning.workload.image_workload import with_images
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.recipe import Recipe
@@ -36,7 +36,7 @@ OTHERS = ("qwen3_vl", "mistral3", "qwen3_5", "glm4v", "smolvlm", "internvl", "ll
 LONG = 96
 
 
-def workload(kind: str, samples: PictureSamples, parts: Sequence[str] = ALL) -> Workload:
+def workload(kind: str, samples: ImageSamples, parts: Sequence[str] = ALL) -> Workload:
     config = seeing_model(kind).config
     model = build_on_meta(lambda: AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
     model.tie_weights()
@@ -48,10 +48,10 @@ def workload(kind: str, samples: PictureSamples, parts: Sequence[str] = ALL) -> 
         return CausalLM(model, packed=samples.packed)
 
     nothing: Any = None
-    return with_pictures(Workload(model, objective, nothing, "bf16", samples.max_length), samples)
+    return with_images(Workload(model, objective, nothing, "bf16", samples.max_length), samples)
 
 
-def samples(kind: str, packed: bool = True) -> PictureSamples:
+def samples(kind: str, packed: bool = True) -> ImageSamples:
     rows = random_rows(kind, [1, 0, 2, 0], seed=1)
     return samples_of(kind, [rows[:3], rows[3:]] if packed else [[row] for row in rows], packed, LONG)
 
@@ -90,7 +90,7 @@ def test_by_block_is_not_planned_too_low(kind: str) -> None:
     assert traced.peak <= found <= 1.12 * traced.peak
 
 
-def peak(samples: PictureSamples) -> int:
+def peak(samples: ImageSamples) -> int:
     recipe = Recipe.from_mapping(
         {
             "model": {"name_or_path": "none"},
@@ -109,7 +109,7 @@ def drawn_row(height: int, width: int) -> Row:
     return Row([20, *places, 21, 22], [False] * (len(places) + 2) + [True], [Drawn(1, height, width)])
 
 
-def test_the_largest_pictures_of_the_rows_count() -> None:
+def test_the_largest_images_of_the_rows_count() -> None:
     text = random_rows("qwen2_5_vl", [0], seed=1)[0]
     small, large = (
         samples_of("qwen2_5_vl", [[text], [drawn_row(1, 1)], [row]], True, LONG)
@@ -120,7 +120,7 @@ def test_the_largest_pictures_of_the_rows_count() -> None:
     assert more > (320 - 8) * 3 * 2 * 14 * 14 * 6
 
 
-def test_rows_of_text_are_longer_by_the_small_picture() -> None:
+def test_rows_of_text_are_longer_by_the_small_image() -> None:
     text, row = random_rows("gemma3", [0], seed=1)[0], random_rows("gemma3", [1], seed=1)[0]
     shown, blind = (workload("gemma3", samples_of("gemma3", each, True, LONG)) for each in ([[row]], [[row], [text]]))
     assert shown.also == ()

@@ -1,4 +1,4 @@
-"""Steps of the trainer on rows with pictures, and the same steps as a plain loop on transformers' own model."""
+"""Steps of the trainer on rows with images, and the same steps as a plain loop on transformers' own model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.optim.lr_scheduler import LambdaLR
 
-from support.pictures_by_hand import Row, num_targets, random_rows, samples_of, seeing_model, summed_loss
+from support.images_by_hand import Row, num_targets, random_rows, samples_of, seeing_model, summed_loss
 from support.ranks import meet
 from toolkit.data.samples.samples import Batch
 from toolkit.model.attention.attention import settle_attention
@@ -46,7 +46,7 @@ Step = tuple[float, dict[str, torch.Tensor]]
 """The loss, and the gradients as the optimizer sees them."""
 
 Mix = Sequence[Sequence[Sequence[Sequence[int]]]]
-"""Pictures of each row: by rank, micro-batch, sample and row."""
+"""Images of each row: by rank, micro-batch, sample and row."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def batches_of(case: Case, mix: Mix, rank: int) -> list[Batch]:
 
 
 class PlainLoop:
-    """Row by row on transformers' model. What no row reaches has a gradient of 0 if a picture would reach it."""
+    """Row by row on transformers' model. What no row reaches has a gradient of 0 if an image would reach it."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

@@ -1,4 +1,4 @@
-"""Masks of models in which the tokens of a picture see each other, pair by pair, and the attention that takes them."""
+"""Masks of models in which the tokens of an image see each other, pair by pair, and the attention that takes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pictures_by_hand import random_rows, samples_of, seeing_model
+from support.images_by_hand import random_rows, samples_of, seeing_model
 
 from toolkit.data.samples.image_samples import KINDS_OF_TOKENS
 from toolkit.errors import BadInputError
@@ -16,10 +16,10 @@ from toolkit.objectives.causal_lm import CausalLM
 
 WINDOW = 6
 VISION = {"use_bidirectional_attention": "vision"}
-# Two documents: one ends in a picture that is longer than the window, the other begins with one.
+# Two documents: one ends in an image that is longer than the window, the other begins with one.
 KINDS = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0, 1, 2]])
-PICTURE = [-1, 0, 0, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, -1]
+IMAGE = [-1, 0, 0, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, -1]
 
 
 def by_hand(in_all_layers: bool) -> dict[str, torch.Tensor]:
@@ -28,9 +28,9 @@ def by_hand(in_all_layers: bool) -> dict[str, torch.Tensor]:
         for j in range(16):
             if (i < 13) != (j < 13):
                 continue
-            of_one_picture = PICTURE[i] == PICTURE[j] >= 0
-            full[i, j] = j <= i or (of_one_picture and in_all_layers)
-            sliding[i, j] = (j <= i or of_one_picture) and j > i - WINDOW
+            of_one_image = IMAGE[i] == IMAGE[j] >= 0
+            full[i, j] = j <= i or (of_one_image and in_all_layers)
+            sliding[i, j] = (j <= i or of_one_image) and j > i - WINDOW
     return {"full_attention": full, "sliding_attention": sliding}
 
 
@@ -68,7 +68,7 @@ def test_attention_without_masks_is_refused_and_not_chosen(monkeypatch: pytest.M
     monkeypatch.setattr("toolkit.model.attention.attention.best_flash", lambda *_: ("flash_attention_2", "installed"))
     for asked in ("flash_attention_2", "flex_attention"):
         with pytest.raises(BadInputError, match=rf"model\.attention: {asked} takes no mask, and in Gemma3ForCond"):
-            settle_attention(model, asked, cpu, True, True, False, has_pictures=True)
-    told = settle_attention(model, "auto", cpu, True, False, False, has_pictures=True)
+            settle_attention(model, asked, cpu, True, True, False, has_images=True)
+    told = settle_attention(model, "auto", cpu, True, False, False, has_images=True)
     assert told == "sdpa (the tokens of an image see each other, which takes a mask)"
     assert "flash" in settle_attention(model, "auto", cpu, True, False, False)

@@ -1,4 +1,4 @@
-"""Rows with pictures made by hand: what processors make of pictures, for 12 families, without a processor."""
+"""Rows with images made by hand: what processors make of images, for 12 families, without a processor."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from support.tiny import VOCAB_SIZE
 from support.tiny_multimodal import FAMILIES
 from toolkit.data.images.images import PREFIX
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.packing import whole
 from toolkit.data.samples.samples import Rows
 
 BEGIN, END, PLACE, BREAK = 3, 4, 5, 8
 FIRST_WORD = 20
-"""Tokens below it stand for pictures, or for nothing."""
+"""Tokens below it stand for images, or for nothing."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture of noise: `height` times `width` of what a token of its family stands for, or so many tiles."""
+    """An image of noise: `height` times `width` of what a token of its family stands for, or so many tiles."""
 
     seed: int
     height: int
@@ -44,11 +44,11 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is given pictures.
+    """How a family is given images.
 
     Attributes:
-        ids: the tokens that stand for a picture.
-        tensors: what its processor makes of the pictures of rows, each of which has some.
+        ids: the tokens that stand for an image.
+        tensors: what its processor makes of the images of rows, each of which has some.
         kinds: the name under which its forward is given the kinds of tokens; None: it asks for none.
     """
 
@@ -58,29 +58,29 @@ class Family:
 
 
 def _flat(rows: Sequence[Sequence[Drawn]]) -> list[Drawn]:
-    return [picture for row in rows for picture in row]
+    return [image for row in rows for image in row]
 
 
 def _squares(rows: Sequence[Sequence[Drawn]]) -> Tensors:
-    return {"pixel_values": torch.stack([picture.noise(3, 28, 28) for picture in _flat(rows)])}
+    return {"pixel_values": torch.stack([image.noise(3, 28, 28) for image in _flat(rows)])}
 
 
 def _tiles(rows: Sequence[Sequence[Drawn]]) -> Tensors:
-    return {"pixel_values": torch.cat([picture.noise(picture.count, 3, 28, 28) for picture in _flat(rows)])}
+    return {"pixel_values": torch.cat([image.noise(image.count, 3, 28, 28) for image in _flat(rows)])}
 
 
 def _patches(rows: Sequence[Sequence[Drawn]]) -> Tensors:
     """Two by two patches a token."""
     found = _flat(rows)
     return {
-        "pixel_values": torch.cat([picture.noise(4 * picture.count, 3 * 2 * 14 * 14) for picture in found]),
-        "image_grid_thw": torch.tensor([[1, 2 * picture.height, 2 * picture.width] for picture in found]),
+        "pixel_values": torch.cat([image.noise(4 * image.count, 3 * 2 * 14 * 14) for image in found]),
+        "image_grid_thw": torch.tensor([[1, 2 * image.height, 2 * image.width] for image in found]),
     }
 
 
 def _tiles_by_row(rows: Sequence[Sequence[Drawn]]) -> Tensors:
     """Filled up with tiles of zeros, which the model leaves out."""
-    by_row = [torch.cat([picture.noise(picture.count, 3, 28, 28) for picture in row]) for row in rows]
+    by_row = [torch.cat([image.noise(image.count, 3, 28, 28) for image in row]) for row in rows]
     most = max(len(tiles) for tiles in by_row)
     pixels = torch.stack([F.pad(tiles, (0, 0, 0, 0, 0, 0, 0, most - len(tiles))) for tiles in by_row])
     return {"pixel_values": pixels, "pixel_attention_mask": (pixels != 0).any(dim=2)}
@@ -89,31 +89,31 @@ def _tiles_by_row(rows: Sequence[Sequence[Drawn]]) -> Tensors:
 def _sized(rows: Sequence[Sequence[Drawn]]) -> Tensors:
     """Of 28 times 28 pixels a token, at least two tokens; filled up to the largest."""
     found = _flat(rows)
-    sizes = [(28 * picture.height, 28 * (picture.width + 1)) for picture in found]
+    sizes = [(28 * image.height, 28 * (image.width + 1)) for image in found]
     height, width = (max(side) for side in zip(*sizes, strict=True))
     pixels = [F.pad(p.noise(3, h, w), (0, width - w, 0, height - h)) for p, (h, w) in zip(found, sizes, strict=True)]
     return {"pixel_values": torch.stack(pixels), "image_sizes": torch.tensor(sizes)}
 
 
-def _lines(picture: Drawn) -> list[int]:
-    return [*([*[PLACE] * (picture.width + 1), BREAK] * picture.height)[:-1], END]
+def _lines(image: Drawn) -> list[int]:
+    return [*([*[PLACE] * (image.width + 1), BREAK] * image.height)[:-1], END]
 
 
 def _pooled(rows: Sequence[Sequence[Drawn]]) -> Tensors:
     """Three by three patches a token, filled up to 54."""
     pixels, places = [], []
-    for picture in _flat(rows):
-        height, width = 3 * picture.height, 3 * picture.width
+    for image in _flat(rows):
+        height, width = 3 * image.height, 3 * image.width
         y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         empty = 54 - height * width
-        pixels.append(F.pad(picture.noise(height * width, 3 * 14 * 14).sigmoid(), (0, 0, 0, empty)))
+        pixels.append(F.pad(image.noise(height * width, 3 * 14 * 14).sigmoid(), (0, 0, 0, empty)))
         places.append(F.pad(torch.stack([x.flatten(), y.flatten()], dim=1), (0, 0, 0, empty), value=-1))
     return {"pixel_values": torch.stack(pixels), "image_position_ids": torch.stack(places)}
 
 
 _FOUR = [PLACE] * 4
-_GRID = Family(lambda picture: [BEGIN, *[PLACE] * picture.count, END], _patches, "mm_token_type_ids")
-_BY_ROW = Family(lambda picture: [BREAK, *[BREAK + 1, PLACE] * picture.count, BREAK], _tiles_by_row)
+_GRID = Family(lambda image: [BEGIN, *[PLACE] * image.count, END], _patches, "mm_token_type_ids")
+_BY_ROW = Family(lambda image: [BREAK, *[BREAK + 1, PLACE] * image.count, BREAK], _tiles_by_row)
 BY_HAND = {
     "llava": Family(lambda _: _FOUR, _squares),
     "qwen3_vl": _GRID,
@@ -124,11 +124,11 @@ BY_HAND = {
     "qwen3_5": _GRID,
     "glm4v": _GRID,
     "smolvlm": _BY_ROW,
-    "internvl": Family(lambda picture: [BEGIN, *[PLACE] * picture.count, END], _tiles),
-    "llama4": Family(lambda picture: [BEGIN, *[PLACE] * picture.count, END], _tiles),
-    "gemma4": Family(lambda picture: [BEGIN, *[PLACE] * picture.count, END], _pooled, "mm_token_type_ids"),
+    "internvl": Family(lambda image: [BEGIN, *[PLACE] * image.count, END], _tiles),
+    "llama4": Family(lambda image: [BEGIN, *[PLACE] * image.count, END], _tiles),
+    "gemma4": Family(lambda image: [BEGIN, *[PLACE] * image.count, END], _pooled, "mm_token_type_ids"),
 }
-"""Type -> how it is given pictures; those that are tried in every run of the tests come first."""
+"""Type -> how it is given images; those that are tried in every run of the tests come first."""
 
 
 def seeing_model(kind: str, changed: dict[str, Any] | None = None) -> Any:
@@ -151,15 +151,15 @@ def seeing_model(kind: str, changed: dict[str, Any] | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of a row, which of them are targets, and its pictures."""
+    """Tokens of a row, which of them are targets, and its images."""
 
     ids: list[int]
     targets: list[bool]
-    pictures: list[Drawn]
+    images: list[Drawn]
 
 
 def random_rows(kind: str, counts: Sequence[int], seed: int, longest: int = 12) -> list[Row]:
-    """A row for each count of pictures: words, pictures among them, and an answer; unequally long."""
+    """A row for each count of images: words, images among them, and an answer; unequally long."""
     draw = np.random.default_rng(seed)
 
     def words(most: int) -> list[int]:
@@ -167,12 +167,12 @@ def random_rows(kind: str, counts: Sequence[int], seed: int, longest: int = 12) 
 
     rows = []
     for count in counts:
-        asked, pictures = words(5), []
+        asked, images = words(5), []
         for _ in range(count):
-            pictures.append(Drawn(int(draw.integers(1 << 30)), *map(int, draw.integers(1, 3, 2))))
-            asked += [*BY_HAND[kind].ids(pictures[-1]), *words(4)]
+            images.append(Drawn(int(draw.integers(1 << 30)), *map(int, draw.integers(1, 3, 2))))
+            asked += [*BY_HAND[kind].ids(images[-1]), *words(4)]
         answer = words(longest)
-        rows.append(Row(asked + answer, [False] * len(asked) + [True] * len(answer), pictures))
+        rows.append(Row(asked + answer, [False] * len(asked) + [True] * len(answer), images))
     return rows
 
 
@@ -188,8 +188,8 @@ class DrawnRows(Rows):
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         return np.array(self.rows[row].ids[start:stop]), np.array(self.rows[row].targets[start:stop])
 
-    def pictures(self, row: int) -> list[tuple[dict[str, Any], str]]:
-        return [({"drawn": drawn, "size": (drawn.width, drawn.height)}, "") for drawn in self.rows[row].pictures]
+    def images(self, row: int) -> list[tuple[dict[str, Any], str]]:
+        return [({"drawn": drawn, "size": (drawn.width, drawn.height)}, "") for drawn in self.rows[row].images]
 
     def name(self, row: int) -> str:
         return f"rows.jsonl:{row + 1}"
@@ -199,16 +199,16 @@ class DrawnRows(Rows):
 
 
 @dataclass(frozen=True)
-class DrawnPictures:
-    """Stands in for `toolkit.data.images.images.Pictures`: a family's processor, by hand."""
+class DrawnImages:
+    """Stands in for `toolkit.data.images.images.Images`: a family's processor, by hand."""
 
     kind: str
     token_ids: frozenset[int] = field(default=frozenset({PLACE}))
 
     @property
     def smallest(self) -> tuple[Drawn, list[int]]:
-        picture = Drawn(7, 1, 1)
-        return picture, BY_HAND[self.kind].ids(picture)
+        image = Drawn(7, 1, 1)
+        return image, BY_HAND[self.kind].ids(image)
 
     def read(self, record: dict[str, Any], root: str, row: str, cached_in: Path) -> Drawn:
         return record["drawn"]  # type: ignore[no-any-return]
@@ -217,22 +217,22 @@ class DrawnPictures:
         return {f"{PREFIX}{name}": tensor for name, tensor in BY_HAND[self.kind].tensors(rows).items()}
 
 
-def samples_of(kind: str, samples: Sequence[Sequence[Row]], packed: bool, max_length: int) -> PictureSamples:
+def samples_of(kind: str, samples: Sequence[Sequence[Row]], packed: bool, max_length: int) -> ImageSamples:
     """Rows as samples of a run, of one row each if they are padded."""
     assert packed or all(len(rows) == 1 for rows in samples)
     assert all(sum(len(row.ids) for row in rows) <= max_length for rows in samples)
     rows = [row for sample in samples for row in sample]
     pieces = whole(np.arange(len(rows)), np.array([len(row.ids) for row in rows]), max_length)
     ends = np.cumsum([len(sample) for sample in samples]).tolist()
-    pictures: Any = DrawnPictures(kind)
-    return PictureSamples(DrawnRows(rows), pieces, ends, max_length, packed, 0, pictures=pictures)
+    images: Any = DrawnImages(kind)
+    return ImageSamples(DrawnRows(rows), pieces, ends, max_length, packed, 0, images=images)
 
 
 def given_alone(kind: str, row: Row) -> Tensors:
     """What transformers' own model is given of one row, as its processor gives it."""
     family = BY_HAND[kind]
     ids = torch.tensor([row.ids])
-    inputs = {"input_ids": ids, **(family.tensors([row.pictures]) if row.pictures else {})}
+    inputs = {"input_ids": ids, **(family.tensors([row.images]) if row.images else {})}
     return inputs if family.kinds is None else {**inputs, family.kinds: (ids == PLACE).long()}
 
 

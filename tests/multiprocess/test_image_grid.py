@@ -1,4 +1,4 @@
-"""Steps on rows with pictures made by hand, of 12 families: losses and all gradients of a plain loop, row by row.
+"""Steps on rows with images made by hand, of 12 families: losses and all gradients of a plain loop, row by row.
 
 No processor and no torchvision is needed. tests/multiprocess/test_image_runs.py trains with transformers' processors.
 """
@@ -9,8 +9,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from support.picture_steps import Case, Difference, Mix, differences
-from support.pictures_by_hand import BY_HAND
+from support.image_steps import Case, Difference, Mix, differences
+from support.images_by_hand import BY_HAND
 from support.ranks import run_on_ranks
 
 FAST = ("llava", "qwen3_vl", "gemma3", "mistral3", "idefics3")
@@ -22,7 +22,7 @@ NOT_PACKED = ("qwen3_5",)
 NOISY = {"gemma4": 3e-6, "qwen3_5": 1e-5}
 """transformers' own loop in float32 is as far from itself in float64."""
 
-# By rank, micro-batch, sample and row: pictures here and there; on one rank alone; on none; in every row.
+# By rank, micro-batch, sample and row: images here and there; on one rank alone; on none; in every row.
 HERE_AND_THERE = ((((1, 0), (2,)), ((0,), (0, 0))), (((0,), (0,)), ((0, 1, 0), (3,))))
 ON_ONE = ((((0, 0),), ((0,), (0,))), (((1, 2),), ((0, 2), (1,))))
 ON_NONE = ((((0, 0), (0,)), ((0,), (0,))), (((0,), (0, 0)), ((0,), (0,))))
@@ -62,7 +62,7 @@ def require_equal(case: Case, found: Sequence[Difference]) -> None:
 @pytest.mark.parametrize("kind", [*FAST, *(pytest.param(kind, marks=pytest.mark.grid) for kind in OTHERS)])
 def test_every_gradient_is_the_plain_loops(kind: str) -> None:
     work = cases_of(kind)
-    if kind == "gemma4":  # of the larger ones, in which the tokens of a picture see each other
+    if kind == "gemma4":  # of the larger ones, in which the tokens of an image see each other
         work.append((Case(kind, text={"use_bidirectional_attention": "vision"}), MIXES))
     for (case, _), found in zip(work, run_on_ranks(differences, 2, work)[0], strict=True):
         require_equal(case, found)
@@ -90,7 +90,7 @@ def test_four_ranks_take_the_same_steps(kind: str) -> None:
 
 
 def drawn_mix(draw: random.Random, packed: bool, micro_batches: int) -> Mix:
-    """A mix for two ranks; most rows have no picture."""
+    """A mix for two ranks; most rows have no image."""
 
     def sample() -> tuple[int, ...]:
         return tuple(draw.choice((0, 0, 0, 1, 2)) for _ in range(draw.randint(1, 3) if packed else 1))

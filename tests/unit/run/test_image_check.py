@@ -1,4 +1,4 @@
-"""The six checks of rows with pictures before the first step: each finds what it is there for, and names the row."""
+"""The six checks of rows with images before the first step: each finds what it is there for, and names the row."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.pictures_by_hand import BEGIN, END, PLACE, Drawn, DrawnPictures, Row, random_rows, samples_of, seeing_model
+from support.images_by_hand import BEGIN, END, PLACE, Drawn, DrawnImages, Row, random_rows, samples_of, seeing_model
 from support.ranks import run_on_ranks
 
-from toolkit.data.samples.image_samples import PictureSamples
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.run.checks import image_check as picture_check
-from toolkit.run.checks.image_check import SightCheck, SightError, check_pictures, require_no_targets
+from toolkit.run.checks import image_check
+from toolkit.run.checks.image_check import SightCheck, SightError, check_images, require_no_targets
 from toolkit.run.checks.packing_check import LeakError
 
 CPU = torch.device("cpu")
@@ -21,20 +21,20 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _another_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_check, "_changed_picture", lambda picture: replace(picture, seed=picture.seed + 1))
+    monkeypatch.setattr(image_check, "_changed_image", lambda image: replace(image, seed=image.seed + 1))
 
 
-def drawn(kind: str, packed: bool = True) -> PictureSamples:
-    """A sample of rows without pictures, and two in which a later row has the first picture."""
+def drawn(kind: str, packed: bool = True) -> ImageSamples:
+    """A sample of rows without images, and two in which a later row has the first image."""
     rows = random_rows(kind, [0, 0, 0, 2, 0, 1, 1], seed=5)
     samples = [rows[:2], rows[2:5], rows[5:]]
     return samples_of(kind, samples if packed else [[row] for row in rows], packed, 128)
 
 
-def checked(kind: str, samples: PictureSamples, model: Any = None, objective: Any = None) -> SightCheck | None:
+def checked(kind: str, samples: ImageSamples, model: Any = None, objective: Any = None) -> SightCheck | None:
     model = seeing_model(kind) if model is None else model
     objective = CausalLM(model, samples.packed) if objective is None else objective
-    return check_pictures(model, model, objective, samples, CPU, False)
+    return check_images(model, model, objective, samples, CPU, False)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -60,7 +60,7 @@ def test_a_row_with_more_places_than_features_is_named() -> None:
 
 def test_a_place_that_is_learned_is_named() -> None:
     rows = random_rows("llava", [0, 2, 0], seed=5)
-    learned = Row(rows[1].ids, [True] * len(rows[1].ids), rows[1].pictures)
+    learned = Row(rows[1].ids, [True] * len(rows[1].ids), rows[1].images)
     samples = samples_of("llava", [[rows[0], learned], [rows[2]]], True, 128)
     with pytest.raises(SightError, match=r"rows\.jsonl:2: tokens that stand for an image would be learned as text"):
         require_no_targets(samples)
@@ -101,7 +101,7 @@ def test_a_row_that_differs_beside_others_is_named(monkeypatch: pytest.MonkeyPat
 
 
 class SomeLayers(torch.nn.ModuleList):
-    """Leaves out its second layer if there is one picture alone, as no model should."""
+    """Leaves out its second layer if there is one image alone, as no model should."""
 
     seen = 0
 
@@ -114,7 +114,7 @@ def one_sharded_rank() -> tuple[SightCheck | None, str]:
 
     from toolkit.sharding import sharding_kwargs
 
-    picture_check._changed_picture = lambda picture: replace(picture, seed=picture.seed + 1)
+    image_check._changed_image = lambda image: replace(image, seed=image.seed + 1)
     whole, samples = seeing_model("gemma3"), drawn("gemma3")
     objective, optimizer = CausalLM(whole), torch.optim.AdamW(whole.parameters())
     model: Any = Accelerator(cpu=True, **sharding_kwargs("zero3")).prepare(whole, optimizer)[0]
@@ -141,5 +141,5 @@ def test_images_that_make_ranks_run_other_units_are_named() -> None:
 def test_rows_with_unlike_images_are_tried_the_largest_first() -> None:
     rows = [Row([PLACE] * n, [False] * n, [Drawn(n, 1, n)]) for n in (3, 1, 2, 4)]
     samples = samples_of("llava", [rows[:3], rows[3:]], True, 128)
-    assert isinstance(samples.pictures, DrawnPictures)
-    assert picture_check._rows_of_unlike_sizes(samples)[0] == (1, 0)
+    assert isinstance(samples.images, DrawnImages)
+    assert image_check._rows_of_unlike_sizes(samples)[0] == (1, 0)

@@ -1,4 +1,4 @@
-"""Pictures are read as transformers reads them, or refused with the reason, whatever a row holds in their place."""
+"""Images are read as transformers reads them, or refused with the reason, whatever a row holds in their place."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ORIENTATION = 0x0112
 NOISE = np.random.default_rng(0).integers(0, 256, (5, 7, 4), dtype=np.uint8)
 
 
-def read_picture(reference: Any, root: Path) -> Image.Image:
+def read_image(reference: Any, root: Path) -> Image.Image:
     found = file_or_content(reference, root)
     return decoded(found if isinstance(found, bytes) else content_of(found))
 
 
-def encoded(picture: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     stream = io.BytesIO()
-    picture.save(stream, kind, **options)
+    image.save(stream, kind, **options)
     return stream.getvalue()
 
 
@@ -40,7 +40,7 @@ def turned(orientation: int, kind: str = "PNG") -> bytes:
 
 
 def png_of_size(width: int, height: int) -> bytes:
-    """A picture that says it is so large, and holds nothing."""
+    """An image that says it is so large, and holds nothing."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = b"IDAT" + zlib.compress(b"")
     chunks = [struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in (head, data)]
@@ -80,25 +80,25 @@ GOOD = {
 
 
 @pytest.mark.parametrize("content", GOOD.values(), ids=GOOD)
-def test_a_picture_is_read_as_transformers_reads_it(tmp_path: Path, content: bytes) -> None:
+def test_a_image_is_read_as_transformers_reads_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "picture").write_bytes(content)
     expected = np.asarray(load_image(str(tmp_path / "picture")))
     uri = "data:image/png;base64," + base64.b64encode(content).decode()
     for reference in ("picture", str(tmp_path / "picture"), f"file://{tmp_path}/picture", uri, content):
-        read = read_picture(reference, tmp_path)
+        read = read_image(reference, tmp_path)
         assert read.mode == "RGB"
         np.testing.assert_array_equal(np.asarray(read), expected)
 
 
-def test_a_picture_on_its_side_is_stood_up(tmp_path: Path) -> None:
+def test_a_image_on_its_side_is_stood_up(tmp_path: Path) -> None:
     """Orientation 6: the first row of what is stored is the right side of what is seen."""
-    read = np.asarray(read_picture(turned(6), tmp_path))
+    read = np.asarray(read_image(turned(6), tmp_path))
     assert read.shape == (7, 5, 3)
     np.testing.assert_array_equal(read[:, -1], NOISE[0, :, :3])
 
 
 def test_alpha_is_left_out(tmp_path: Path) -> None:
-    np.testing.assert_array_equal(np.asarray(read_picture(GOOD["alpha"], tmp_path)), NOISE[..., :3])
+    np.testing.assert_array_equal(np.asarray(read_image(GOOD["alpha"], tmp_path)), NOISE[..., :3])
 
 
 @pytest.mark.parametrize(
@@ -116,18 +116,18 @@ def test_alpha_is_left_out(tmp_path: Path) -> None:
         "DATA:image/png;BASE64," + base64.b64encode(WHOLE).decode(),
     ],
 )
-def test_a_picture_is_found(tmp_path: Path, reference: Any) -> None:
+def test_a_image_is_found(tmp_path: Path, reference: Any) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a b.png").write_bytes(WHOLE)
     (tmp_path / "in" / "link.png").symlink_to("a b.png")
-    np.testing.assert_array_equal(np.asarray(read_picture(reference, tmp_path)), NOISE[..., :3])
+    np.testing.assert_array_equal(np.asarray(read_image(reference, tmp_path)), NOISE[..., :3])
 
 
 def test_a_root_behind_a_link_is_a_root(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a.png").write_bytes(WHOLE)
     (tmp_path / "link").symlink_to("real")
-    assert read_picture("a.png", tmp_path / "link").size == (7, 5)
+    assert read_image("a.png", tmp_path / "link").size == (7, 5)
 
 
 DAMAGED, NO_IMAGE, UNFIT = "damaged", "damaged or not one of AVIF", "neither a path"
@@ -217,7 +217,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a way out of each kind, to pictures that could be read."""
+    """A folder with a way out of each kind, to images that could be read."""
     above = tmp_path_factory.mktemp("above")
     root = above / "root"
     for folder in (root, root / "folder", above / "root_too"):
@@ -237,6 +237,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(("reference", "reason"), BAD.values(), ids=BAD)
-def test_what_is_no_picture_is_refused_with_its_reason(root: Path, reference: Any, reason: str) -> None:
+def test_what_is_no_image_is_refused_with_its_reason(root: Path, reference: Any, reason: str) -> None:
     with pytest.raises(RowProblem, match=reason):
-        read_picture(reference, root)
+        read_image(reference, root)
