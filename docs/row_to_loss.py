@@ -15,7 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from toolkit.data.build import build
+from toolkit.data.images.images import PREFIX
+from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS
 from toolkit.data.tokens.tokenizer import load
+from toolkit.model.attention.image_inputs import AXES
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
 
@@ -41,7 +44,8 @@ A file of rows, here two conversations. `data.train` names it.
 $columns
 ```
 
-`data/layouts` recognises the layout by the columns, here `messages`. The report counts columns that no layout reads.
+`toolkit/data/layouts` recognises the layout by the columns, here `messages`. The report counts columns that no layout
+reads.
 
 ## 2. Example
 
@@ -88,8 +92,8 @@ Other rows bring other keys:
 | `margin` | R | pairs of a reward model |
 | `attention_mask`, `token_type_ids` | B, T | texts with a class, words with tags, sources of an encoder-decoder |
 | `target_lengths` | B | sources and targets |
-| `mm_token_type_ids` | B, T | rows with images: the kind of each token |
-| `picture_counts`, `picture/...` | | rows with images: images of each document, the processor's tensors |
+| `$kinds` | B, T | rows with images: the kind of each token |
+| `$counts`, `$prefix...` | | rows with images: images of each document, the processor's tensors |
 | `whole_positions`, `whole_ids` | B, T | rows that ranks share (`sharding.sequence`): of the whole rows |
 | `targets`, `owners`, `part` | B, T / n | the same: targets shifted before the cut, documents, the part's number |
 
@@ -106,7 +110,7 @@ there, which would make the host wait:
 | `longest` | int | `$longest` | the same: tokens of the longest document |
 | `ends`, `here` | D | | rewards, shared rows of classes: last token of each document |
 | `learned` | R | | KTO: the completions that have a target |
-| `positions_of_axes` | 4, B, T | | Qwen-VL with images: positions on three axes |
+| `$axes` | 4, B, T | | Qwen-VL with images: positions on three axes |
 
 transformers would ask for `shared` in each layer. Only the logits of `counted` are computed.
 
@@ -186,6 +190,10 @@ def page() -> str:
     )
     values = {
         "columns": columns(),
+        "kinds": KINDS_OF_TOKENS,
+        "counts": COUNTS,
+        "prefix": PREFIX,
+        "axes": AXES,
         "documents": "\n".join(f"{n}. {_document(tokenizer, *both)}" for n, both in enumerate(of["documents"], 1)),
         "batch": f"```\n{tensors}\n```",
         "counted": known["counted"].tolist(),
