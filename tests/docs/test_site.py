@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+import toolkit
 
 pytestmark = pytest.mark.first
 
@@ -46,3 +49,11 @@ def test_a_page_of_the_log_is_short_and_ends_in_what_holds_today() -> None:
             lines = text.rstrip().splitlines()
             assert lines[-5:-3] == ["## What holds today", ""], page
             assert all(line.startswith("- ") for line in lines[-3:]), page
+
+
+def test_the_version_is_that_of_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased, newest = re.findall(r"^## (.*)$", changelog, re.MULTILINE)[:2]
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert unreleased == "Unreleased"
+    assert newest.partition(" ")[0] == package["version"] == toolkit.__version__
