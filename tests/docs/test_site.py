@@ -57,3 +57,10 @@ def test_the_version_is_that_of_the_changelog() -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert unreleased == "Unreleased"
     assert newest.partition(" ")[0] == package["version"] == toolkit.__version__
+
+
+def test_the_open_points_are_thirty_at_most_and_each_says_how_it_closes() -> None:
+    points, findings = (DOCS / "open_points.md").read_text(encoding="utf-8").split("## Findings without an explanation")
+    rows = [line for line in points.splitlines() if line.startswith("| ") and not line.startswith("| point")]
+    assert len(rows) <= 30
+    assert all(cell.strip() for row in [*rows, *re.findall(r"(?m)^\| .*$", findings)] for cell in row.split("|")[1:3])
