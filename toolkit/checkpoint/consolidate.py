@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -19,17 +20,16 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from toolkit.checkpoint.beside_weights.compared_files import compare_files
+from toolkit.checkpoint.beside_weights.model_files import compared, write_adapter_files, write_model_files
 from toolkit.checkpoint.export import (
     TOLERANCE,
     ExportSettings,
-    carry_over,
     explained,
     let_others_read,
     relative_difference,
     reload,
     require_close,
-    save_tokenizer,
-    write_configuration,
     write_weights,
 )
 from toolkit.checkpoint.fetch import fetch
@@ -48,8 +48,9 @@ from toolkit.checkpoint.manifest import (
 from toolkit.checkpoint.state import MODEL
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
-from toolkit.model.adapters.adapters import add_adapter, has_adapter, quantise, write_adapter
-from toolkit.model.load import PROCESSORS, auto_class, take_generation_settings
+from toolkit.model.adapters.adapters import add_adapter, base_of, has_adapter, quantise, write_adapter
+from toolkit.model.beside_weights.base_files import TOKENIZERS, BaseFiles
+from toolkit.model.load import auto_class, take_generation_settings
 from toolkit.model.weights.file_names import FileNames
 from toolkit.optim.ema import AVERAGE
 from toolkit.paths import GIB, folder_on_this_machine, parse_json, read_foreign, told_of_checkpoint
@@ -60,13 +61,16 @@ EXPORT_TYPES = ("float32", "bfloat16", "float16")
 MODEL_FILES = "model"
 """The folder of a run with the model's configuration and tokenizer."""
 
+BASE_DIGESTS = "base_files.json"
+"""The file with the SHA-256 of the base's files beside its weights, as they were when training began."""
+
 STORED_NAMES = "stored_names.json"
 """The file with the names of the tensors in the base's files, or null if it had none."""
 
 
 def export_checkpoint(
     run: Path, folder: Path, manifest: Manifest, to: Path, settings: ExportSettings, verify: bool
-) -> float | None:
+) -> tuple[float | None, tuple[str, ...]]:
     """Writes the export, whole or not at all.
 
     Holds one file of the export in host memory at a time, and to verify, the model twice.
@@ -77,11 +81,11 @@ def export_checkpoint(
         manifest: the manifest of the checkpoint.
         to: the new folder.
         settings: how the export is written.
-        verify: whether to reload the export and compare its logits.
+        verify: whether to reload the export and compare its logits, and to compare its files with the base's.
 
     Returns:
-        The largest difference of logits between checkpoint and export, as a share of the largest logit. None without
-        `verify`, and for an adapter.
+        The largest difference of logits between checkpoint and export, as a share of the largest logit; None without
+        `verify`, and for an adapter. And the notes of `Exported`.
 
     Raises:
         BadInputError: if the checkpoint is damaged, or the folder exists.
@@ -93,6 +97,7 @@ def export_checkpoint(
     if problem is not None:
         raise _not_whole(run, folder, problem)
     config, tokenizer = _load_configuration(run / MODEL_FILES)
+    files = BaseFiles.read(run / MODEL_FILES)
     model = _empty_model(config, manifest, folder)
     # Write beside the target and rename, so that an interrupted export is never taken for a model. The name is unique,
     # because two exports to one place would write into each other's files.
@@ -103,24 +108,52 @@ def export_checkpoint(
             tensors = read_whole(folder, manifest, settings.max_shard_bytes, settings.average)
             if has_adapter(model):
                 write_adapter(model, tensors, unfinished, manifest.base)
-                save_tokenizer(tokenizer, unfinished)
-                carry_over(run / MODEL_FILES, unfinished, [PROCESSORS])
+                write_adapter_files(tokenizer, unfinished, files)
             else:
                 stored = _read_stored_names(run / MODEL_FILES / STORED_NAMES)
                 names = FileNames(model, stored, _base_on_this_machine(manifest, folder))
                 write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings, names)
                 take_generation_settings(model, str(run / MODEL_FILES))
-                write_configuration(model, tokenizer, unfinished, settings.dtype)
-                carry_over(run / MODEL_FILES, unfinished)
+                write_model_files(model, tokenizer, unfinished, settings.dtype, files)
             let_others_read(unfinished)
-        difference = None
+        difference, notes = None, _compare_files(run, folder, manifest, model, unfinished) if verify else ()
         if verify and not has_adapter(model):
             difference = _compare_logits(folder, manifest, config, unfinished, settings)
             require_close(difference, TOLERANCE[settings.dtype])
         _rename_export(unfinished, to)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return difference
+    return difference, notes
+
+
+def _compare_files(
+    run: Path, folder: Path, manifest: Manifest, model: PreTrainedModel, export: Path
+) -> tuple[str, ...]:
+    """Compares the export's files with those that the run kept, and with the base's as far as it is the same.
+
+    Returns:
+        What differs and why, and what was not compared.
+
+    Raises:
+        ExportError: if a key is missing, or differs without a reason.
+    """
+    inner, is_adapter = base_of(model), has_adapter(model)
+    notes = compare_files(compared(inner, BaseFiles.read(run / MODEL_FILES), is_adapter), export)
+    _, name, _ = _trained_as(manifest, folder)
+    digests = _read_json(run / MODEL_FILES / BASE_DIGESTS)
+    if name is None or not isinstance(digests, dict):  # random weights, or a run of an older version
+        return tuple(notes)
+    base = _base_on_this_machine(manifest, folder)
+    if base is None:
+        return (*notes, f"the base {name!r} is not on this machine: its files were not compared")
+    files = BaseFiles.read(base)
+    if manifest.recipe["model"].get("tokenizer") is not None:  # of another folder
+        files, of_base = files.without(TOKENIZERS), BaseFiles(dict.fromkeys(digests, b"")).without(TOKENIZERS).contents
+        digests = {name: digests[name] for name in of_base}
+    now = files.digests()
+    changed = sorted(name for name in digests if now.get(name) != digests[name])
+    told = [f"{one} of {str(base)!r} has changed or gone since training began: not compared" for one in changed]
+    return *compare_files(compared(inner, files.without(changed), is_adapter), export), *told
 
 
 def _load_configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
@@ -135,12 +168,17 @@ def _load_configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedToken
         ) from error
 
 
-def _read_stored_names(path: Path) -> frozenset[str] | None:
-    """Reads the names of the base's tensors. Returns None for a base without files, and for runs of older versions."""
+def _read_json(path: Path) -> Any:
+    """Reads a JSON file. Returns None without one that can be read."""
     try:
-        found = parse_json(read_foreign(path))
+        return parse_json(read_foreign(path))
     except (OSError, ValueError):
         return None
+
+
+def _read_stored_names(path: Path) -> frozenset[str] | None:
+    """Reads the names of the base's tensors. Returns None for a base without files, and for runs of older versions."""
+    found = _read_json(path)
     return frozenset(map(str, found)) if isinstance(found, list) else None
 
 
@@ -181,6 +219,7 @@ class Exported:
         logits_difference: the difference of logits, or None if they were not compared.
         is_adapter: whether it is an adapter without its base, whose logits are not compared.
         unfinished: the step of a later checkpoint that was not finished, or None. It may be being written.
+        notes: how its files differ from the base's, or why that was not compared, a sentence each.
     """
 
     folder: Path
@@ -188,6 +227,7 @@ class Exported:
     logits_difference: float | None
     is_adapter: bool
     unfinished: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def export_run(
@@ -227,8 +267,8 @@ def export_run(
         raise BadInputError(f"dtype: unknown {dtype!r}; allowed: {', '.join(EXPORT_TYPES)}")
     step, manifest, unfinished = _choose(place, checkpoint)
     settings = ExportSettings(getattr(torch, dtype), int(max_shard_gib * GIB), average=average)
-    difference = export_checkpoint(place, step_folder(place, step), manifest, to, settings, verify)
-    return Exported(to, step, difference, manifest.recipe["adapter"]["kind"] != "none", unfinished)
+    difference, notes = export_checkpoint(place, step_folder(place, step), manifest, to, settings, verify)
+    return Exported(to, step, difference, manifest.recipe["adapter"]["kind"] != "none", unfinished, notes)
 
 
 def _export_from_store(
@@ -242,12 +282,20 @@ def _export_from_store(
         problem = fetch(step_folder(store, chosen), manifest, step_folder(run, chosen))
         if problem is not None:
             raise _not_whole(store, step_folder(store, chosen), problem)
-        (run / MODEL_FILES).mkdir()
-        for path in (store / MODEL_FILES).iterdir():
-            path.get(run / MODEL_FILES / path.name)
+        _get_folder(store / MODEL_FILES, run / MODEL_FILES)
         for name in (MANIFEST, COMPLETE):
             (step_folder(store, chosen) / name).get(step_folder(run, chosen) / name)
         return replace(export_run(run, to, chosen, dtype, verify, max_shard_gib, average), unfinished=unfinished)
+
+
+def _get_folder(folder: StorePath, to: Path) -> None:
+    """Copies a folder of a store, with those inside it."""
+    to.mkdir()
+    for path in folder.iterdir():
+        if path.is_dir():
+            _get_folder(path, to / path.name)
+        else:
+            path.get(to / path.name)
 
 
 def _choose(run: P, step: int | None) -> tuple[int, Manifest, int | None]:

@@ -6,13 +6,12 @@ only their shards.
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +24,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from toolkit import ranks
+from toolkit.checkpoint.beside_weights.model_files import write_adapter_files, write_model_files
 from toolkit.data.images.images import limits_of
 from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import ExportError, counted, first_line
@@ -41,13 +40,13 @@ from toolkit.model.adapters.adapters import (
     trained_names,
     write_adapter,
 )
-from toolkit.model.load import CARRIED, PROCESSORS, auto_class, load_stored
+from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised.quantised import dequantised, quantise_loaded
 from toolkit.model.structure.tying import config_of_export
 from toolkit.model.weights.file_names import FileNames
 from toolkit.model.weights.weight_values import some
-from toolkit.model.weights.weights import fit_of, names_in_files
-from toolkit.paths import BASE_FILE, GIB
+from toolkit.model.weights.weights import Fit, fit_of, names_in_files
+from toolkit.paths import BASE_FILE, GIB, fingerprint_of
 from toolkit.sharding.fsdp2.shards import shard_group, shard_shape, sharded_dim, state_once
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -84,6 +83,7 @@ def export(
         ToolkitError: on every rank, if the files cannot be written.
     """
     inner = accelerator.unwrap_model(model)
+    files = fit_of(inner).files
     unfinished = _unfinished_folder(folder)
     problems: list[Exception] = []
 
@@ -93,18 +93,20 @@ def export(
             raise problems[0]
         if is_whole(inner, settings):
             base = base_of(inner)
-            write_configuration(base, tokenizer, unfinished, settings.dtype, config_of_export(base))
-            carry_over(fit_of(inner).folder, unfinished)
+            write_model_files(base, tokenizer, unfinished, settings.dtype, files, config_of_export(base))
         else:
-            save_tokenizer(tokenizer, unfinished)
-            carry_over(fit_of(inner).folder, unfinished, [PROCESSORS])
+            write_adapter_files(tokenizer, unfinished, files)
         limits_of(tokenizer).write(unfinished)
         let_others_read(unfinished)
         if folder.exists():  # of the same run, cut off after its export or taken further
             shutil.rmtree(folder)
         os.replace(unfinished, folder)
 
-    ranks.on_first_rank(lambda: unfinished.mkdir(parents=True, exist_ok=True))
+    def begin() -> None:
+        _require_unread(fit_of(inner))
+        unfinished.mkdir(parents=True, exist_ok=True)
+
+    ranks.on_first_rank(begin)
     try:
         _write_model(inner, unfinished, settings)
     except (OSError, SafetensorError) as error:  # on rank 0, and all of its collectives are done
@@ -114,6 +116,20 @@ def export(
     finally:
         if ranks.rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _require_unread(fit: Fit) -> None:
+    """Checks that the base still has the tensors that are copied from its files. Raises ExportError if it has not."""
+    if not fit.unread or fit.folder is None:
+        return
+    with suppress(OSError, ValueError):  # gone, or cut off
+        if fingerprint_of(fit.folder) == fit.origin:
+            return
+    raise ExportError(
+        f"the base in {str(fit.folder)!r} has changed or gone since training began, and the export needs "
+        f"{counted(len(fit.unread), 'tensor')} of it that transformers does not load: {some(fit.unread)}; put the base "
+        "back, and start the same command again: it goes on from the last checkpoint, if there is one"
+    )
 
 
 def _unfinished_folder(folder: Path) -> Path:
@@ -163,8 +179,9 @@ def let_others_read(folder: Path) -> None:
     # safetensors makes its files readable by their owner only. The mode of the folder shows the umask. Reading the
     # umask itself would mean to set it, for all threads.
     mode = folder.stat().st_mode & 0o666
-    for path in folder.iterdir():
-        path.chmod(mode)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def is_whole(model: nn.Module, settings: ExportSettings) -> bool:
@@ -193,20 +210,6 @@ def file_names(model: nn.Module) -> FileNames:
     """Returns the names of tensors in the files from which the model was loaded."""
     fit = fit_of(model)
     return FileNames(base_of(model), fit.stored, None if fit.stored is None else fit.folder)
-
-
-def carry_over(base: Path | None, folder: Path, patterns: Sequence[str] = CARRIED) -> None:
-    """Copies files of the base that also apply to its export: processors of images or audio, and the licence.
-
-    Args:
-        base: the folder of the base, or None, which copies nothing.
-        folder: the folder of the export. Files that it has are kept.
-        patterns: match the names of the files to copy.
-    """
-    for pattern in patterns if base is not None else ():
-        for path in sorted(base.glob(pattern)):  # type: ignore[union-attr]
-            if path.is_file() and not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
 
 
 def names_fact(folder: Path, stored: Set[str] | None) -> str | None:
@@ -331,44 +334,6 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def write_configuration(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    dtype: torch.dtype,
-    config: PretrainedConfig | None = None,
-) -> None:
-    """Writes the configuration, the generation settings and the tokenizer.
-
-    Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        folder: the folder of the export.
-        dtype: the dtype of the exported weights, for the configuration.
-        config: the configuration to write. None takes that of the model.
-
-    Raises:
-        OSError: if a file cannot be written.
-    """
-    config = copy.deepcopy(config or model.config)  # the live model is still verified in its own dtype
-    config.dtype = dtype
-    config.save_pretrained(folder)
-    if model.can_generate():
-        # Not by `save_pretrained`, which refuses settings that many bases have, such as a temperature without sampling.
-        model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
-    save_tokenizer(tokenizer, folder)
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes a tokenizer. Raises OSError if a file cannot be written."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise OSError(first_line(error)) from error  # of tokenizers, which has no other kind
 
 
 def reload(

@@ -153,8 +153,9 @@ class Sender:
     def _copy_model(self) -> None:
         """Copies the configuration and tokenizer, which turn a checkpoint into a model. Once per run."""
         if not self._has_model:
-            for path in sorted((self._run / MODEL_FILES).glob("*")):
-                (self._store / MODEL_FILES / path.name).put(path, file_entry(path).sha256)
+            for path in sorted(path for path in (self._run / MODEL_FILES).rglob("*") if path.is_file()):
+                name = path.relative_to(self._run / MODEL_FILES).as_posix()
+                (self._store / MODEL_FILES / name).put(path, file_entry(path).sha256)
             self._has_model = True
 
 

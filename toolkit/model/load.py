@@ -27,13 +27,14 @@ from transformers import (
 )
 
 from toolkit import ranks
-from toolkit.data.rows.hub_refusals import download, hub_error
+from toolkit.data.rows.hub_refusals import hub_error
 from toolkit.data.tokens.layer_limit import require_few_layers, require_safe_stored, require_safe_values
 from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, did_you_mean, first_line, in_words
 from toolkit.model.adapters.adapters import AdapterWeights, add_adapter, quantise
 from toolkit.model.adapters.started_adapter import go_on
 from toolkit.model.adapters.targets import classifier_of, is_classifier
+from toolkit.model.beside_weights.base_files import base_files, model_folder
 from toolkit.model.new_rows import with_new_rows
 from toolkit.model.possible_configs import require_library, require_possible
 from toolkit.model.quantised.quantised import QuantisedWeights
@@ -43,7 +44,6 @@ from toolkit.model.structure.model_parts import (
     WHOLE,
     freeze_untrained,
     require_text,
-    sees,
     train_parts,
     writer_class,
     writer_of,
@@ -71,12 +71,6 @@ from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.terminal import Pass, Terminal
-
-PROCESSORS = "*processor_config.json"
-"""Files of a base with the settings for images and sound."""
-
-CARRIED = (PROCESSORS, "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Other files of a base than weights, configuration and tokenizer; an export has them, too."""
 
 
 class SpecialTokens(Protocol):
@@ -129,7 +123,7 @@ def load(
     weights: Weights
     if stored is not None:
         quantise_as_stored(built, stored)
-        weights = StoredNF4(str(model.name_or_path), _model_folder(model), built, values.look)
+        weights = StoredNF4(str(model.name_or_path), model_folder(model), built, values.look)
     else:
         make_whole = functools.partial(_whole_model, auto, model, config, settings, seed, rows, fit, values)
         weights = _weights(model, built, make_whole, fit, values)
@@ -137,10 +131,9 @@ def load(
             weights = QuantisedWeights(weights, built, settings["dtype"])
     weights = with_new_rows(weights, built, model, config, tokenizer, seed)
     if model.name_or_path is not None:
-        fit.take_names(_model_folder(model), built)
+        fit.take_names(model_folder(model), built)
         take_generation_settings(built, model.name_or_path, model.revision)
-    elif model.tokenizer is not None and sees(built):  # with the processor, which an export has, too
-        fit.folder = _folder(model.tokenizer, None, CARRIED, "model.tokenizer")
+    fit.files = base_files(model)
     if adapter is not None and adapter.kind == "lora":
         built = add_adapter(built, adapter, model.name_or_path, model.revision)
         fit.fingerprint = fingerprint(model)
@@ -334,7 +327,7 @@ def _weights(
     model: ModelSection, built: PreTrainedModel, make_whole: Callable[[], nn.Module], fit: Fit, values: Values
 ) -> Weights:
     if model.name_or_path is not None:
-        folder = _model_folder(model)
+        folder = model_folder(model)
         require_safetensors(model.name_or_path, folder)
         with readable(model.name_or_path):
             files = stored_names(folder, built)
@@ -409,25 +402,9 @@ def fingerprint(model: ModelSection) -> str | None:
     """Returns the fingerprint of the model's files; None if its weights are drawn."""
     if model.name_or_path is None:
         return None
-    folder = _model_folder(model)
+    folder = model_folder(model)
     with readable(model.name_or_path):
         return ranks.on_first_rank(lambda: fingerprint_of(folder))
-
-
-def _model_folder(model: ModelSection) -> Path:
-    """Returns the folder of a pretrained model."""
-    assert model.name_or_path is not None
-    # No pickles: those of a stranger could run anything.
-    return _folder(model.name_or_path, model.revision, ["*.safetensors", "*.json", *CARRIED])
-
-
-def _folder(name: str, revision: str | None, patterns: Sequence[str], field: str = "model.name_or_path") -> Path:
-    """Returns a folder. For a hub name it holds the files of these patterns, downloaded once for each host."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    with Pass(Terminal(quiet=ranks.rank() != 0), f"downloading {name}"):
-        return ranks.on_each_host(lambda: download(name, field, revision, patterns))
 
 
 def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedConfig:

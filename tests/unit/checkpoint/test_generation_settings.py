@@ -13,8 +13,10 @@ from support.tiny import recipe_values, save_llama
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
+from toolkit.checkpoint.beside_weights.model_files import write_model_files
 from toolkit.checkpoint.consolidate import MODEL_FILES, export_run
-from toolkit.checkpoint.export import reload, sample_text, write_configuration
+from toolkit.checkpoint.export import reload, sample_text
+from toolkit.errors import ExportError
 from toolkit.model.load import load
 from toolkit.recipe.schema import ModelSection
 
@@ -39,29 +41,40 @@ def give(base: Path, settings: dict[str, Any]) -> None:
     (base / "generation_config.json").write_text(json.dumps(settings))
 
 
-def written(base: Path, folder: Path) -> dict[str, Any]:
-    """What is written beside the weights of the base."""
+def written(base: Path, folder: Path, ends: list[int] | None = None) -> dict[str, Any]:
+    """What is written beside the weights of the base, after ends of an answer were taught."""
     tokenizer = AutoTokenizer.from_pretrained(base)
-    write_configuration(load(ModelSection(name_or_path=str(base)), tokenizer, 0), tokenizer, folder, torch.float32)
+    model = load(ModelSection(name_or_path=str(base)), tokenizer, 0)
+    model.generation_config.eos_token_id = ends or model.generation_config.eos_token_id
+    write_model_files(model, tokenizer, folder, torch.float32, model.fit.files)
     return settings_in(folder)
 
 
 @pytest.mark.parametrize("settings", [CHAT, BEAMS, REFUSED], ids=["chat", "beams", "refused"])
 def test_a_bases_settings_are_written_beside_its_weights(base: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     give(base, settings)
-    found = written(base, tmp_path / "out")
-    # What is transformers' own default may be left out.
-    assert {key: found.get(key, False) for key in settings} == settings
+    written(base, tmp_path / "out")
+    file = "generation_config.json"
+    assert (tmp_path / "out" / file).read_bytes() == (base / file).read_bytes()
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"max_new_tokens": 0}'])
-def test_without_settings_that_can_be_read_the_configuration_serves(
-    base: Path, tmp_path: Path, text: str | None
-) -> None:
+def test_taught_ends_are_all_that_changes(base: Path, tmp_path: Path) -> None:
+    """With `_from_model_config` transformers 4 may make the settings anew of config.json, and lose the ends."""
+    give(base, {"_from_model_config": True, **REFUSED})
+    assert written(base, tmp_path / "out", [0, 5, 7]) == {**REFUSED, "eos_token_id": [0, 5, 7]}
+
+
+def test_without_settings_the_configuration_serves(base: Path, tmp_path: Path) -> None:
+    """A base without the file has an export without it, unless ends were taught."""
     (base / "generation_config.json").unlink()
-    if text is not None:
+    with pytest.raises(FileNotFoundError):
+        written(base, tmp_path / "out")
+    found = written(base, tmp_path / "taught", [0, 5])
+    assert found["eos_token_id"] == [0, 5]
+    assert "_from_model_config" not in found
+    for text in ("{", "[]"):
         (base / "generation_config.json").write_text(text)
-    assert written(base, tmp_path / "out")["eos_token_id"] == 0
+        assert written(base, tmp_path / "out")["eos_token_id"] == 0
 
 
 def test_a_run_and_the_export_of_its_checkpoint_keep_them(base: Path, tmp_path: Path) -> None:
@@ -71,8 +84,22 @@ def test_a_run_and_the_export_of_its_checkpoint_keep_them(base: Path, tmp_path: 
     finetune(Recipe.from_mapping({**recipe, "checkpoint": {"every_steps": 1}}))
     export_run(tmp_path / "out", to=tmp_path / "again")
     for folder in (tmp_path / "out" / "export", tmp_path / "out" / MODEL_FILES, tmp_path / "again"):
-        found = settings_in(folder)
-        assert {key: found[key] for key in CHAT} == CHAT
+        assert settings_in(folder) == CHAT
+    text = (base / "config.json").read_text()
+    (base / "config.json").write_text(text.replace("{", '{"colour": "red",', 1))
+    changed = export_run(tmp_path / "out", to=tmp_path / "changed").notes
+    assert changed == (f"config.json of {str(base)!r} has changed or gone since training began: not compared",)
+    base.rename(tmp_path / "elsewhere")
+    gone = export_run(tmp_path / "out", to=tmp_path / "gone").notes
+    assert gone == (f"the base {str(base)!r} is not on this machine: its files were not compared",)
+    for name in ("changed", "gone"):
+        assert (tmp_path / name / "config.json").read_text() == text
+    (tmp_path / "out" / MODEL_FILES / "config.json").write_text(text.replace("hidden_act", "hidden_fact"))
+    (tmp_path / "elsewhere").rename(base)
+    (base / "config.json").write_text(text)
+    with pytest.raises(ExportError, match=r"config\.json: hidden_act is missing"):
+        export_run(tmp_path / "out", to=tmp_path / "lost")
+    assert not (tmp_path / "lost").exists()
 
 
 def test_samples_are_drawn_as_ever(base: Path) -> None:

@@ -57,4 +57,6 @@ def export(
     elif check and done.is_adapter:
         checked = "; an adapter, whose logits were not compared"
     later = "" if done.unfinished is None else f"; the later checkpoint of step {done.unfinished} was not finished"
+    for note in done.notes:
+        print(note)
     print(f"{to}: step {done.step} in {type_name}{checked}{later}")

@@ -36,6 +36,7 @@ from toolkit.terminal import Pass, Terminal
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 _NEW = "rows_of_new_tokens"
+_ADDED = "added_by_recipe"
 
 
 def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -> PreTrainedTokenizerBase:
@@ -58,12 +59,19 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
-    """Adds special tokens, and stores on the tokenizer which of them are new, for `new_ids`."""
+    """Adds special tokens, and stores them on the tokenizer, for `added_tokens` and `new_ids`."""
     known = tokenizer.get_vocab()
     # False keeps the tokenizer's own additional tokens, which would be replaced otherwise.
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)}, False)
+    setattr(tokenizer, _ADDED, list(dict.fromkeys(tokens)))
     new = [token for token in dict.fromkeys(tokens) if token not in known]
     setattr(tokenizer, _NEW, [tokenizer.convert_tokens_to_ids(token) for token in new])
+
+
+def added_tokens(tokenizer: object) -> list[str]:
+    """Returns the tokens of `model.add_tokens`, which are special ones now."""
+    found: list[str] = getattr(tokenizer, _ADDED, [])
+    return found
 
 
 def new_ids(tokenizer: object) -> list[int]:

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, in_words
+from toolkit.model.beside_weights.base_files import BaseFiles
 from toolkit.model.weights.weight_values import some
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.sharding.fsdp2.shards import Rows, shard_rows
@@ -43,7 +44,8 @@ class Fit:
         origin: fingerprint of the files that training began with, or None without files.
         adapter: fingerprint of the adapter that training continues, or None.
         stored: names of the tensors in its files, or None without files.
-        folder: the folder of its files, or else of its processor's, or None without either.
+        folder: the folder of its files, or None without files.
+        files: the files of its base beside the weights, and of its tokenizer; on rank 0.
         unread: names of tensors in the files that transformers does not load.
     """
 
@@ -53,6 +55,7 @@ class Fit:
     adapter: str | None = None
     stored: frozenset[str] | None = None
     folder: Path | None = None
+    files: BaseFiles = field(default_factory=BaseFiles)
     drawn: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)

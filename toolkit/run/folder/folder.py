@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
-from toolkit.checkpoint.consolidate import MODEL_FILES, STORED_NAMES
-from toolkit.checkpoint.export import carry_over, write_configuration
+from toolkit.checkpoint.beside_weights.model_files import write_model_files
+from toolkit.checkpoint.consolidate import BASE_DIGESTS, MODEL_FILES, STORED_NAMES
 from toolkit.checkpoint.manifest import latest
 from toolkit.checkpoint.reader import same_run
 from toolkit.checkpoint.resume import Resumption, set_aside
@@ -261,11 +261,12 @@ def write_beginning(
         write_data_report(output_dir, recipe, report)
         (output_dir / MODEL_FILES).mkdir(exist_ok=True)
         fit = fit_of(inner)
-        write_configuration(base_of(inner), tokens, output_dir / MODEL_FILES, getattr(torch, recipe.model.dtype))
-        carry_over(fit.folder, output_dir / MODEL_FILES)
+        dtype = getattr(torch, recipe.model.dtype)
+        write_model_files(base_of(inner), tokens, output_dir / MODEL_FILES, dtype, fit.files)
         limits_of(tokens).write(output_dir / MODEL_FILES)
         stored = None if fit.stored is None else sorted(fit.stored)
         (output_dir / MODEL_FILES / STORED_NAMES).write_text(json.dumps(stored), encoding="utf-8")
+        (output_dir / MODEL_FILES / BASE_DIGESTS).write_text(json.dumps(fit.files.digests()), encoding="utf-8")
     except OSError as error:
         if error.errno not in FULL:  # it is not about this folder
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -13,6 +14,8 @@ import torch
 from transformers import AutoConfig
 
 from toolkit import ranks
+from toolkit.checkpoint.beside_weights.compared_files import compare_files, require_same_tokenizer
+from toolkit.checkpoint.beside_weights.model_files import compared
 from toolkit.checkpoint.export import (
     ExportSettings,
     export,
@@ -26,6 +29,7 @@ from toolkit.checkpoint.export import (
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.data.samples.loader import evaluation_batches
 from toolkit.errors import ToolkitError, counted, first_line
+from toolkit.model.adapters.adapters import base_of
 from toolkit.model.load import auto_class
 from toolkit.model.weights.weights import fit_of
 from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
@@ -47,6 +51,9 @@ from toolkit.training.durable_writes import patiently
 from toolkit.training.extensions.early_stopping import patience_is_over
 from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.phase import Phase
+
+VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that vLLM's `--max-lora-rank` takes, from its default on."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,7 +161,20 @@ def export_model(
         told = names_fact(folder, fit_of(run.inner).stored)
     if told is not None:
         console.warn(f"the export {told}; loaders go by names, so try the one that will serve it")
+    if settings.verify:
+        whole, trust = is_whole(run.inner, how), opened.recipe.model.trust_remote_code
+        ranks.on_first_rank(lambda: _compare_with_base(run, folder, whole, trust, console))
     return folder, difference, sample
+
+
+def _compare_with_base(run: PreparedRun, folder: Path, whole: bool, trust: bool, console: Terminal) -> None:
+    """Says in which keys of its files the export differs from its base. Raises ExportError for one without a reason."""
+    files = fit_of(run.inner).files
+    require_same_tokenizer(run.tokenizer, folder, trust)
+    for line in compare_files(compared(base_of(run.inner), files, not whole), folder):
+        console.print(f"export: {line}")
+    for change in files.changes():
+        console.warn(f"{change}; the export has it as it was then")
 
 
 def _check_export(
@@ -219,6 +239,10 @@ def print_result(console: Terminal, recipe: Recipe, result: FinetuneResult) -> N
     print(f"report: {result.output_dir / 'report.html'}")
     if result.export_dir is not None:
         print(f"model: {_how_to_load(result.export_dir, recipe)}", flush=True)
+        spec = recipe.objective.spec
+        if spec.writes_text and not spec.encoder_decoder:
+            served = _how_to_serve(result.export_dir, recipe)
+            console.print(f"to serve it: {served} (docs/serving.md has other servers)")
 
 
 def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
@@ -226,6 +250,16 @@ def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
         return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
     auto = auto_class(AutoConfig.from_pretrained(export_dir, trust_remote_code=recipe.model.trust_remote_code)).__name__
     return f"{auto}.from_pretrained({str(export_dir)!r})"
+
+
+def _how_to_serve(export_dir: Path, recipe: Recipe) -> str:
+    """Returns vLLM's command: of the model, or of the base with the adapter."""
+    if not (export_dir / "adapter_config.json").is_file():
+        return shlex.join(["vllm", "serve", str(export_dir)])
+    rank = min((one for one in VLLM_RANKS if one >= recipe.adapter.r), default=VLLM_RANKS[-1])
+    limit = [] if rank == VLLM_RANKS[0] else ["--max-lora-rank", str(rank)]
+    adapter = ["--enable-lora", *limit, "--lora-modules", f"tuned={export_dir}"]
+    return shlex.join(["vllm", "serve", str(recipe.model.name_or_path), *adapter])
 
 
 def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:

@@ -1,0 +1,280 @@
+"""An export has its base's files beside the weights as they are, and only what training changed is set in them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.texts import make_texts
+from support.tiny import recipe_values, save_llama, tiny_config
+from support.tiny_multimodal import FAMILIES
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+
+from toolkit import Recipe, finetune
+from toolkit.checkpoint.beside_weights.compared_files import compare_files, require_same_tokenizer
+from toolkit.checkpoint.beside_weights.model_files import (
+    compared,
+    configuration,
+    write_adapter_files,
+    write_model_files,
+)
+from toolkit.checkpoint.beside_weights.older_names import with_older_names
+from toolkit.data.tokens.tokenizer import load as load_tokenizer
+from toolkit.errors import ExportError
+from toolkit.model.beside_weights.base_files import BaseFiles
+from toolkit.model.load import load, load_without_weights
+from toolkit.model.structure.tying import config_of_export
+from toolkit.recipe.schema import DataSection, ModelSection
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 0,
+    "rope_theta": 1000000.0,
+    "model_type": "llama",
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+        "rope_type": "llama3",
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.0",
+    "quirk_of_the_owner": 7,
+}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
+SIZES += ("num_key_value_heads", "max_position_embeddings", "head_dim", "tie_word_embeddings")
+NEW = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in the words of transformers 4, as most of the hub is."""
+    folder = save_llama(tmp_path_factory.mktemp("base") / "base", make_texts(60), tied=True)
+    now = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **{size: now[size] for size in SIZES}}, indent=1) + "\n")
+    tokens = json.loads((folder / "tokenizer_config.json").read_text())
+    old = {"eos_token": tokens["eos_token"], "pad_token": tokens["pad_token"], "model_max_length": 64}
+    old |= {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": [], "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(old, indent=4))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": tokens["eos_token"]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.6}))
+    (folder / "LICENSE").write_text("free")
+    return folder
+
+
+def export(base: Path, to: Path, data: dict[str, Any] | None = None, **section: Any) -> Any:
+    """Writes what an export of the base has beside its weights, without training; returns model and tokenizer."""
+    labels, objective = section.pop("labels", None), section.pop("objective", "causal_lm")
+    model_section = ModelSection(name_or_path=str(base), **section)
+    tokenizer = load_tokenizer(model_section, DataSection(train="none.jsonl", max_length=32, **(data or {})))
+    model = load(model_section, tokenizer, 0, labels, objective=objective)
+    write_model_files(model, tokenizer, to, torch.float32, model.fit.files)
+    require_same_tokenizer(tokenizer, to)
+    return model, tokenizer
+
+
+def fields(folder: Path, name: str = "config.json") -> Any:
+    return json.loads((folder / name).read_text())
+
+
+def test_files_are_those_of_the_base_byte_by_byte(base: Path, tmp_path: Path) -> None:
+    model, tokenizer = export(base, tmp_path / "out")
+    names = {path.name for path in base.iterdir()} - {"model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in names - {"config.json"}:
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes(), name
+    text = (base / "config.json").read_text()
+    assert (tmp_path / "out" / "config.json").read_text() == text.replace("bfloat16", "float32")
+    told = compare_files(compared(model, model.fit.files, False), tmp_path / "out")
+    assert told == ["config.json: torch_dtype is 'float32' instead of 'bfloat16' (export.dtype)"]
+    write_adapter_files(tokenizer, tmp_path, model.fit.files)
+    assert (tmp_path / "tokenizer_config.json").read_bytes() == (base / "tokenizer_config.json").read_bytes()
+
+
+def test_added_tokens_and_a_template_are_set_where_the_base_has_such(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    model, _ = export(base, out, {"chat_template": "chatml"}, add_tokens=["<|a|>", "<|b|>"])
+    rows = fields(base)["vocab_size"]
+    assert fields(out) == {**fields(base), "vocab_size": rows + 2, "torch_dtype": "float32"}
+    before, after = fields(base, "tokenizer.json"), fields(out, "tokenizer.json")
+    new = [{"id": rows + place, "content": text, **NEW} for place, text in enumerate(["<|a|>", "<|b|>"])]
+    assert after == {**before, "added_tokens": [*before["added_tokens"], *new]}
+    found, own = fields(out, "tokenizer_config.json"), fields(base, "tokenizer_config.json")
+    assert found.pop("chat_template").startswith("{%- macro write_calls")
+    assert found.pop("added_tokens_decoder") == {str(each.pop("id")): each for each in new}
+    assert own.pop("chat_template") == TEMPLATE
+    assert found == {**own, "additional_special_tokens": ["<|a|>", "<|b|>"]}
+    assert fields(out, "special_tokens_map.json")["additional_special_tokens"] == ["<|a|>", "<|b|>"]
+    assert compare_files(compared(model, model.fit.files, False), out)
+
+
+def test_a_template_is_replaced_in_every_place(base: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(base, own)
+    (own / "chat_template.jinja").write_text(TEMPLATE)
+    (own / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    export(own, tmp_path / "out", {"chat_template": "alpaca"})
+    out, names = tmp_path / "out", ("chat_template.json", "tokenizer_config.json")
+    found = [fields(out, name)["chat_template"] for name in names]
+    assert {*found, (out / "chat_template.jinja").read_text()} == {found[0]} != {TEMPLATE}
+
+
+def test_a_classifier_has_its_class_and_labels(base: Path, tmp_path: Path) -> None:
+    new = ["score.weight"]
+    labels = {"labels": ["no", "yes", "both"], "objective": "sequence_classification", "allow_new_weights": new}
+    model, _ = export(base, tmp_path / "out", **labels)
+    assert fields(tmp_path / "out") == {
+        **fields(base),
+        "architectures": ["LlamaForSequenceClassification"],
+        "torch_dtype": "float32",
+        "id2label": {"0": "no", "1": "yes", "2": "both"},
+        "label2id": {"no": 0, "yes": 1, "both": 2},
+        "problem_type": "single_label_classification",
+        "pad_token_id": 1,
+    }
+    assert not (tmp_path / "out" / "generation_config.json").exists()
+    assert compare_files(compared(model, model.fit.files, False), tmp_path / "out")
+
+
+def test_a_head_of_its_own_is_untied_and_merged_weights_are_not_quantised(base: Path) -> None:
+    own = {**fields(base), "quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}}
+    files = BaseFiles({"config.json": json.dumps(own).encode()})
+    model = load(ModelSection(name_or_path=str(base)), AutoTokenizer.from_pretrained(base), 0)
+    untied = config_of_export(model)
+    untied.tie_word_embeddings = False
+    found = configuration(files, untied, model, torch.bfloat16)
+    assert found == {**fields(base), "tie_word_embeddings": False}
+
+
+NESTED = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "torch_dtype": "bfloat16", "model_type": "gemma3_text"}
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_a_model_that_sees_keeps_its_nesting(base: Path, tmp_path: Path, flat: bool) -> None:
+    """Qwen's VL files on the hub have the language model's fields at the top, where transformers 5 nests them."""
+    kind = "qwen2_5_vl" if flat else "gemma3"
+    text = {**FAMILIES[kind]["text_config"]}
+    own: dict[str, Any] = {**FAMILIES[kind], "model_type": kind, "torch_dtype": "bfloat16"}
+    own["architectures"] = ["Qwen2_5_VLForConditionalGeneration" if flat else "Gemma3ForConditionalGeneration"]
+    if flat:
+        own = {**own, **text}
+        del own["text_config"]
+    else:
+        own["text_config"] = {**text, **NESTED}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, tmp_path / name)
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    save_file({"unread": torch.ones(1)}, tmp_path / "model.safetensors")
+    section = ModelSection(name_or_path=str(tmp_path), add_tokens=["<|a|>"])
+    tokenizer = load_tokenizer(section, DataSection(train="none.jsonl", max_length=32))
+    model = load_without_weights(section, tokenizer)
+    found = configuration(BaseFiles.read(tmp_path), model.config, model, torch.float32)
+    rows = len(tokenizer)
+    if flat:
+        assert found == {**own, "vocab_size": rows, "torch_dtype": "float32"}
+    else:
+        nested = {**own["text_config"], "vocab_size": rows, "torch_dtype": "float32"}
+        assert found == {**own, "text_config": nested, "torch_dtype": "float32"}
+
+
+def test_a_described_model_has_older_names_beside_the_new_ones() -> None:
+    llama3 = {**CONFIG["rope_scaling"], "rope_theta": 5e5}  # type: ignore[dict-item]
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (LlamaConfig(rope_parameters=llama3), {"rope_theta": 5e5, "rope_scaling": CONFIG["rope_scaling"]}),
+        (tiny_config("qwen3"), {"rope_theta": 1e4, "rope_scaling": None}),
+        (tiny_config("phi"), {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        (tiny_config("gemma3_text"), {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+        (tiny_config("modernbert"), {"global_rope_theta": 160000.0, "local_rope_theta": 1e4}),
+        (tiny_config("gpt_neox"), {"rotary_emb_base": 1e4, "rotary_pct": 0.25}),
+        (tiny_config("gpt2"), {}),
+    ]
+    wrong = []
+    for config, older in cases:
+        config.dtype = torch.bfloat16
+        found = with_older_names(json.loads(config.to_json_string()), config)
+        expected = {**older, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+        if {name: found.get(name, "absent") for name in expected} != expected:
+            wrong.append((config.model_type, found))
+        again = type(config).from_dict(found)
+        if getattr(again, "rope_parameters", None) != getattr(config, "rope_parameters", None):
+            wrong.append((config.model_type, again))
+    assert not wrong
+    vision = AutoConfig.for_model("gemma3")
+    nested = with_older_names(json.loads(vision.to_json_string()), vision)["text_config"]
+    assert (nested["rope_theta"], nested["rope_local_base_freq"]) == (1e6, 1e4)
+
+
+def test_each_lost_or_changed_key_is_found(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    model, _ = export(base, out)
+    kept = compared(model, model.fit.files, False)
+    may_differ = {"architectures", "torch_dtype", "vocab_size", "eos_token_id", "chat_template"}
+    may_differ |= {"additional_special_tokens", "tie_word_embeddings", "added_tokens"}
+    missed = []
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        whole = fields(out, name)
+        for key in whole:
+            for changed in ({**whole, key: "another"}, {one: value for one, value in whole.items() if one != key}):
+                (out / name).write_text(json.dumps(changed))
+                try:
+                    compare_files(kept, out)
+                except ExportError as error:
+                    missed += [] if key in str(error) else [(name, key, str(error))]
+                else:
+                    missed += [] if key in changed and key in may_differ else [(name, key)]
+        (out / name).write_text(json.dumps(whole))
+    (out / "tokenizer.json").unlink()
+    with pytest.raises(ExportError, match=r"tokenizer\.json: is missing"):
+        compare_files(kept, out)
+    assert not missed
+
+
+def test_a_base_that_changes_or_goes_is_named_and_the_export_has_what_was_trained(base: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(base, own)
+    section = ModelSection(name_or_path=str(own))
+    tokenizer = load_tokenizer(section, DataSection(train="none.jsonl", max_length=32))
+    model = load(section, tokenizer, 0)
+    assert not list(model.fit.files.changes())  # type: ignore[union-attr]
+    (own / "config.json").write_text("{}")
+    (own / "tokenizer.json").unlink()
+    assert sorted(model.fit.files.changes()) == [  # type: ignore[union-attr]
+        f"config.json of {str(own)!r} has changed since training began",
+        f"tokenizer.json of {str(own)!r} is gone or cannot be read",
+    ]
+    write_model_files(model, tokenizer, tmp_path / "out", torch.bfloat16, model.fit.files)  # type: ignore[union-attr]
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+
+
+def test_a_run_says_what_differs_and_how_to_serve_it(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
+    lora = {"kind": "lora", "r": 20}
+    served = f"vllm serve {base} --enable-lora --max-lora-rank 32 --lora-modules tuned="
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+        "whole": ({}, {}, "vllm serve "),
+        "merged": (lora, {"merge": True, "dtype": "bfloat16"}, "vllm serve "),
+        "adapter": (lora, {}, served),
+    }
+    for name, (adapter, how, command) in cases.items():
+        recipe = recipe_values(base, tmp_path / "rows.jsonl", tmp_path / name, tmp_path / "cache", max_steps=1)
+        finetune(Recipe.from_mapping({**recipe, "adapter": adapter, "export": how}))
+        said = capsys.readouterr().err
+        assert ("torch_dtype is 'float32' instead of 'bfloat16' (export.dtype)" in said) == (name == "whole"), said
+        assert f"to serve it: {command}{tmp_path / name / 'export'} (docs" in said
+        kept = {path.name for path in base.iterdir()} - {"model.safetensors"}
+        kept -= {"config.json"} if name == "whole" else set()
+        kept -= {"config.json", "generation_config.json", "LICENSE"} if name == "adapter" else set()
+        for file in kept:
+            assert (tmp_path / name / "export" / file).read_bytes() == (base / file).read_bytes(), (name, file)

@@ -1,0 +1,1 @@
+"""Keeps the files of a base that are beside its weights, for the export."""
