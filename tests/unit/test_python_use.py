@@ -27,6 +27,9 @@ def test_the_package_shows_what_there_is() -> None:
     for name in toolkit.__all__:
         assert getattr(toolkit, name) is not None
         assert name == "__version__" or callable(getattr(toolkit, name)), "a room of the same name would hide it"
+    for room in ("toolkit.sharding", "toolkit.planning"):
+        package = importlib.import_module(room)
+        assert all(callable(getattr(package, name)) for name in package.__all__), room
 
 
 def test_overrides_as_a_mapping_are_values() -> None:

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 
 _HOMES = {
-    "Checkpointing": "checkpointing",
-    "Compilation": "compiling",
+    "Checkpointing": "blocks.checkpointing",
+    "Compilation": "blocks.compiling",
     "MemoryReport": "memory",
     "OffloadSettings": "offload",
     "ShardingMesh": "plugin",
     "ShardingPlugin": "plugin",
-    "checkpoint_blocks": "checkpointing",
-    "compile_blocks": "compiling",
+    "checkpoint_blocks": "blocks.checkpointing",
+    "compile_blocks": "blocks.compiling",
     "memory_report": "memory",
-    "plan_units": "units",
+    "plan_units": "plan.units",
     "sharding_kwargs": "plugin",
 }
 """Name -> its module in this package."""
