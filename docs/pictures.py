@@ -1,10 +1,12 @@
-"""Draws the pictures of docs/: one step under each strategy, where the bytes live, offload, and shared rows.
+"""Draws the pictures of docs/: a step under each strategy, where the bytes live, offload, shared rows, and the rooms.
 
 python docs/pictures.py
 """
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -185,7 +187,56 @@ def sequence(ranks: int = 2, tokens: int = 8, heads: int = 4) -> str:
     return picture(20 + 3 * width + 2 * gap + 20, int(bottom) + 34, "What each rank has of a shared row", parts)
 
 
-PICTURES = {"step.svg": step, "memory.svg": memory, "offload.svg": offload, "sequence.svg": sequence}
+PACKAGE = FOLDER.parents[1] / "toolkit"
+
+
+def imported_rooms() -> dict[str, set[str]]:
+    """Room of toolkit/ -> the rooms that its files import, without those that another one imports for it."""
+    rooms = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    pattern = re.compile(r"^\s*from toolkit(?:\.(\w+)[\w.]*)? import ([\w, ]+)", re.MULTILINE)
+    found: dict[str, set[str]] = {}
+    for room in rooms:
+        texts = "\n".join(path.read_text(encoding="utf-8") for path in (PACKAGE / room).rglob("*.py"))
+        names = {name for one, several in pattern.findall(texts) for name in ([one] if one else several.split(", "))}
+        found[room] = {name for name in names if name in rooms} - {room}
+    below = {room: _all_below(room, found) for room in rooms}
+    return {room: {x for x in reads if not any(x in below[other] for other in reads)} for room, reads in found.items()}
+
+
+def _all_below(room: str, reads: dict[str, set[str]]) -> set[str]:
+    return reads[room].union(*(_all_below(other, reads) for other in reads[room]))
+
+
+def rooms(width: int = 200, height: int = 84, gap: int = 36) -> str:
+    """The rooms of the package by floors, their folders, and which rooms each one imports directly."""
+    reads = imported_rooms()
+    floors: dict[str, int] = {}
+    while len(floors) < len(reads):
+        ready = [room for room in reads if room not in floors and reads[room] <= floors.keys()]
+        floors |= {room: 1 + max((floors[other] for other in reads[room]), default=-1) for room in ready}
+    rows = [sorted(room for room in reads if floors[room] == floor) for floor in range(max(floors.values()) + 1)][::-1]
+    wide = 40 + max(map(len, rows)) * (width + gap) - gap
+    places = {}
+    for number, row in enumerate(rows):
+        left = (wide - len(row) * (width + gap) + gap) / 2
+        places |= {room: (left + i * (width + gap), 20 + number * (height + gap)) for i, room in enumerate(row)}
+    parts = []
+    for room, others in reads.items():
+        x, y = places[room]
+        for other in sorted(others):
+            ends = (x + width / 2, y + height, places[other][0] + width / 2, places[other][1])
+            parts.append('<line class="line" x1="{:g}" y1="{:g}" x2="{:g}" y2="{:g}" stroke-width="2"/>'.format(*ends))
+    for room, (x, y) in places.items():
+        parts.append(f'<rect class="card" x="{x:g}" y="{y:g}" width="{width}" height="{height}" rx="6"/>')
+        parts.append(text(x + 10, y + 20, room, "text name"))
+        inner = ", ".join(sorted(path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")))
+        parts += [text(x + 10, y + 40 + 17 * i, line, "quiet") for i, line in enumerate(textwrap.wrap(inner, 28))]
+    return picture(
+        wide, 20 + len(rows) * (height + gap), "The rooms of the package; lines lead to what is imported", parts
+    )
+
+
+PICTURES = {f"{draw.__name__}.svg": draw for draw in (step, memory, offload, sequence, rooms)}
 """File in docs/pictures/ -> what draws it."""
 
 if __name__ == "__main__":
