@@ -68,7 +68,7 @@ def test_a_launcher_that_is_terminated_and_a_rank_that_is_killed(tmp_path: Path,
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 3, "accelerate launch itself has another"
-    assert "SIGTERM; its state is saved; the same command goes on from there" in " ".join(told.split())
+    assert "SIGTERM; its state is saved; run the same command to resume there" in " ".join(told.split())
     stopped = latest(tmp_path / "run")
     assert stopped is not None
     assert all(checkpoint.problem is None for checkpoint in list_checkpoints(tmp_path / "run"))
@@ -115,7 +115,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, text_file: Path) -> None:
 
 @pytest.mark.grid
 def test_a_launcher_that_is_killed_alone(tmp_path: Path, text_file: Path) -> None:
-    """A second start is refused while they live. The ranks end by themselves, and then the same command goes on."""
+    """A second start is refused while they live. The ranks end by themselves, and then the same command resumes."""
     recipe = write_recipe(tmp_path, text_file)
     process = start(LAUNCH, recipe)
     wait_for_checkpoint(tmp_path / "run", process)

@@ -362,7 +362,7 @@ def test_damage_is_told(finished_run: Path, tmp_path: Path) -> None:
     assert "other.safetensors is not named in" in quick["extra"]["problem"]
     assert "does not fit" in quick["marker"]["problem"]
     assert "was not finished" in quick["unfinished"]["problem"]
-    assert "'../recipe.yaml', which is no plain file" in quick["elsewhere"]["problem"]
+    assert "'../recipe.yaml', which is not a regular file" in quick["elsewhere"]["problem"]
     flipped = call("checkpoints", tmp_path / "flipped", "--verify")
     assert flipped.exit_code == 1
     assert "checksum differs" in " ".join(flipped.output.split())

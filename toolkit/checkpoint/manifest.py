@@ -305,7 +305,7 @@ def _bad_file_name(there: Mapping[str, Place], manifest: Manifest) -> str | None
     """Checks that all names are plain files of the folder. A foreign manifest must not lead out of it."""
     for name in manifest.files:
         if FILE_NAME.fullmatch(name) is None or (name in there and there[name].is_symlink()):
-            return f"{MANIFEST} names {name!r}, which is no plain file of its folder"
+            return f"{MANIFEST} names {name!r}, which is not a regular file of its folder"
     return None
 
 

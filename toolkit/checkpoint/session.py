@@ -133,7 +133,7 @@ class RunCheckpoints(Extension):
         if step.stop is not None:
             saved = self.save(trainer, wait=True)
             why = f"{step.stop}; its state {'is saved' if saved else 'was NOT saved'}"
-            next_start = "; the same command goes on from there" if saved else ""
+            next_start = "; run the same command to resume there" if saved else ""
             raise StoppedError(f"stopped after step {trainer.global_step}: {why}{next_start}", why)
         every = self._section.every_steps
         if step.save or (every is not None and trainer.global_step % every == 0):

@@ -36,7 +36,7 @@ def finetune(arguments: list[str]) -> int:
 
 
 def _forget_launcher() -> None:
-    """Takes away the launcher's handlers of signals, which a rank of an interpreter of its own would not have."""
+    """Takes away the launcher's handlers of signals, which a rank started as a separate process would not have."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

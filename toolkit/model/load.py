@@ -158,7 +158,7 @@ def take_generation_settings(model: PreTrainedModel, source: str, revision: str 
     """Gives a model that writes text the generation settings of `source`, whose files must be on this host."""
     if not model.can_generate():
         return
-    # Many a folder has none, or broken ones: nothing here generates by them, so the configuration's serve as well.
+    # Often missing or invalid. Not used for training, so fall back to the model's configuration.
     with suppress(Exception):
         model.generation_config = GenerationConfig.from_pretrained(source, revision=revision, local_files_only=True)
 
@@ -248,7 +248,7 @@ def _without_weights(
     # Computed buffers, such as rotary frequencies, are in no file: they need their values now.
     require_few_layers(config.to_dict(), field, _config_place(field))
     built = build_on_meta(build)
-    # `init_empty_weights` puts a new parameter in each place, which parts those that were tied.
+    # `init_empty_weights` puts a new parameter in each place, which unties tied weights.
     built.tie_weights()
     built.config.architectures = [type(built).__name__]
     if auto in WHOLE:

@@ -55,7 +55,7 @@ COMBINATIONS = (
     Combination(
         ("by block", "one micro-batch"),
         DEFINITION,
-        "whose blocks are gathered once as it is",
+        "which already gathers each block once",
         "set training.gradient_accumulation_steps above 1, or remove it",
         is_idle=True,
     ),

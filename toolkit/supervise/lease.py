@@ -145,7 +145,9 @@ def require_place(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"training.output_dir: {str(folder)!r} is a file; name a folder")
     if folder in (Path(folder.anchor), Path.home()):
-        raise BadInputError(f"training.output_dir: {str(folder)!r} holds all else, too; name a folder of the run's own")
+        raise BadInputError(
+            f"training.output_dir: {str(folder)!r} is your home or root folder; choose a folder for this run"
+        )
     if "$" in str(folder):
         raise BadInputError(
             f"training.output_dir: {str(folder)!r} holds a $, and variables in a recipe are not replaced; write the "
@@ -218,7 +220,7 @@ def _require_plain_file(path: Path) -> None:
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder cannot be read, which says so itself
             raise BadInputError(
-                f"training.output_dir: {str(path)!r}, which says who is writing there, is no plain file; remove it, or "
+                f"training.output_dir: {str(path)!r}, the lease of its run, is not a regular file; remove it, or "
                 "choose another training.output_dir"
             )
 
@@ -233,7 +235,7 @@ def _held_error(folder: Path, found: Lease | None) -> BadInputError:
 
 def _unreadable_error(path: Path, error: OSError) -> BadInputError:
     return BadInputError(
-        f"training.output_dir: {str(path)!r}, which says who is writing there, cannot be read: {error.strerror}; "
+        f"training.output_dir: {str(path)!r}, the lease of its run, cannot be read: {error.strerror}; "
         "give this user the right to read it, or choose another training.output_dir"
     )
 
@@ -334,7 +336,7 @@ class _LeaseKeeper:
     def release(self) -> None:
         """Ends the thread and removes the file."""
         self._ended.set()
-        # Not for ever: a file system that hangs must not keep the process.
+        # With a limit: a file system that hangs must not keep the process.
         self._thread.join(BEAT_SECONDS)
         if read_lease(self._path)[0] == self._lease:
             with contextlib.suppress(OSError):

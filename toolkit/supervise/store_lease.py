@@ -105,7 +105,7 @@ class _LeaseKeeper:
     def release(self) -> None:
         """Ends the thread and removes the lease."""
         self._ended.set()
-        # Not for ever: a store that hangs must not keep the process.
+        # With a limit: a store that hangs must not keep the process.
         self._thread.join(BEAT_SECONDS)
         with contextlib.suppress(StoreError):
             found = _read_object(self._path)

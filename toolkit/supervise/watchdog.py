@@ -172,7 +172,7 @@ class Watch:
         minutes = self._limit / 60
         print(
             f"error: the run is stalled (training.stall_minutes: {minutes:g}); nothing is saved, and "
-            f"the same command goes on from the last checkpoint\n\n{harmless(text)}",
+            f"run the same command to resume from the last checkpoint\n\n{harmless(text)}",
             file=sys.stderr,
             flush=True,
         )

@@ -336,7 +336,7 @@ class Trainer:
             self._counted = Counts.total(rank.next_counts for rank in found)
         return Step(
             loss=sum(rank.loss_sum for rank in found) / max(1, counts.targets),
-            # That of a replica which alone found one that is not finite, so that all ranks skip the step.
+            # If only one replica's norm is non-finite, use that one so that all ranks skip the step.
             grad_norm=next((norm for norm in norms if not math.isfinite(norm)), norms[self.accelerator.process_index]),
             counts=counts,
             peak_device_bytes=max(rank.peak_device_bytes for rank in found),

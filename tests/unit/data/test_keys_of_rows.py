@@ -82,7 +82,7 @@ FLAGGED: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "developer": (
         {"messages": [{"role": "developer", "content": "be short"}, *answers({})["messages"]]},
         f"one{END}",
-        "developer is written as system: the chat template knows no developer",
+        "developer is written as system: the chat template has no developer role",
     ),
 }
 

@@ -26,7 +26,7 @@ STANDING_SECONDS = 30.0
 def status(run: RunFolder, as_json: AsJson = False) -> None:
     """Show how far a live run is, where its ranks are and who waits for whom; or the result of a run that is done.
 
-    Exit code 1 if it is neither: it says how the run ended, and where the same command goes on.
+    Exit code 1 if it is neither: it says how the run ended, and where the same command resumes.
     """
     from toolkit.checkpoint.manifest import latest
     from toolkit.compare.read_runs import read_run
@@ -138,12 +138,12 @@ def _after(found: ComparedRun) -> str:
 
 
 def _next_start(found: ComparedRun) -> str:
-    """Says where the same command goes on."""
+    """Says where the same command resumes."""
     if found.recipe.get("checkpoint.to") is not None:
-        return f"the same command goes on from the last checkpoint here or in {found.recipe['checkpoint.to']}"
+        return f"run the same command to resume from the last checkpoint here or in {found.recipe['checkpoint.to']}"
     if found.saved_step is None:
         return "it left no checkpoint, so the same command begins at step 0"
-    return f"the same command goes on from the checkpoint of step {found.saved_step:,}"
+    return f"run the same command to resume from the checkpoint of step {found.saved_step:,}"
 
 
 def _killed_since(run: Path, silent_seconds: float) -> str:

@@ -111,8 +111,8 @@ def require_finished(recipe: Recipe, folder: Path) -> None:
     what = f"the ranks ended with code 0 before the run was done: {str(folder)!r} has no {FINISHED}"
     mark_ended(folder / REPORT, "failed", f"{what[0].upper()}{what[1:]}.")
     raise ToolkitError(
-        f"{what}; {suspect} has ended a process: look at the last lines above; the same command goes on from the last "
-        "checkpoint"
+        f"{what}; {suspect} has ended a process: look at the last lines above; run the same command to "
+        "resume from the last checkpoint"
     )
 
 

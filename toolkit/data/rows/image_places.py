@@ -23,7 +23,7 @@ MARK = "<image>"
 OF_ROW = object()
 """A place for the next image of the row's column."""
 
-BEFORE_ALL = "the row's images are put before the first words of the user, since no place for them is named"
+BEFORE_ALL = "the row's images are put before the first words of the user, because the text has no image placeholder"
 
 _PARTS = {"image", "image_url", "input_image"}
 

@@ -61,7 +61,7 @@ NO_TOOLS = "the chat template leaves out tools"
 
 ENDS_INSIDE = "an answer holds {}, which ends it: the model learns to stop there"
 
-DEVELOPER = "developer is written as system: the chat template knows no developer"
+DEVELOPER = "developer is written as system: the chat template has no developer role"
 
 SOURCE_CUT, TARGET_CUT = "the source was cut to data.max_length", "the target was cut to data.max_target_length"
 
@@ -294,7 +294,7 @@ class Encoder:
             ids, targets = [*ids, eos], [*targets, True]
         image_tokens = self.images.token_ids if self.images is not None else self.image_tokens
         if not item.images and image_tokens.intersection(ids):
-            return _unusable(RowProblem("the words hold the model's token for an image, and the row has no image"))
+            return _unusable(RowProblem("the text contains the model's image token, but the row has no image"))
         if offsets is not None and item.starts and not _begin_tokens(item.starts, offsets):
             note = joined_notes([note, ASKED_OTHERWISE if SPECS[self.objective].compares_completions else OTHER_PROMPT])
         # Nothing precedes the first token.

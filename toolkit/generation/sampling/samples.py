@@ -209,7 +209,7 @@ def append(folder: Path, samples: Sequence[Sample]) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         what = f"{folder / SAMPLES} cannot be written: {error.strerror}"
-        raise ToolkitError(f"{what}; make room, and the same command goes on") from error
+        raise ToolkitError(f"{what}; make room, then run the same command to resume") from error
 
 
 def write(folder: Path, samples: Sequence[Sample]) -> None:

@@ -42,7 +42,7 @@ class Drawn(LogitsProcessor):  # type: ignore[misc]
             ToolkitError: if logits of a row are not finite.
         """
         if not scores.amax(dim=-1).isfinite().all():
-            raise ToolkitError("the model's outputs are no finite numbers; try --dtype float32")
+            raise ToolkitError("the logits contain NaN or infinity; try --dtype float32")
         waits = torch.empty(scores.shape, device=scores.device)
         for wait, generator in zip(waits, self._generators, strict=True):
             wait.exponential_(generator=generator)

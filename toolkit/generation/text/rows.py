@@ -156,7 +156,7 @@ def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
     completion = next((fields[name] for name in COMPLETIONS if fields.get(name) is not None), None)
     if completion is not None:
         if fields.get("label") in (False, 0):
-            raise BadInputError("its completion is judged false, so it says no right answer; leave the row out")
+            raise BadInputError("its completion is labelled false, so it has no reference answer; leave the row out")
         return given, _assistant_text(completion[-1]) if isinstance(completion, list) and completion else completion
     if isinstance(given, list) and len(given) > 1 and _assistant_text(given[-1]) is not None:
         return given[:-1], _assistant_text(given[-1])

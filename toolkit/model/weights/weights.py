@@ -290,7 +290,7 @@ def require_some_values(source: str, matrices: Iterable[torch.Tensor]) -> None:
     Raises:
         BadInputError: if all are zero.
     """
-    if not any(bool(tensor.float().any()) for tensor in matrices):  # `any` is not there for 8 bits
+    if not any(bool(tensor.float().any()) for tensor in matrices):  # `torch.any` does not support 8-bit types
         raise BadInputError(
             f"model.name_or_path: every matrix in the files of {source!r} is zero, so nothing can be learned from "
             "there; download them again, or name another model"

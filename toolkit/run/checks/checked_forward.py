@@ -38,7 +38,7 @@ def logits_of(model: nn.Module, objective: Objective, batch: Batch, device: torc
 
 @contextlib.contextmanager
 def on_text_alone(inner: nn.Module, samples: object = None) -> Iterator[None]:
-    """Says of an error of a forward on whole rows of text that the model, which reads more than text, needs more.
+    """Turns an error of a forward on text rows into: this model needs more than text.
 
     Surrounds nothing but such a forward, without parts, packed samples and quantised layers, so that an error is the
     model's. Models that read text alone, and rows with images, raise what they raise.

@@ -133,7 +133,7 @@ def _require_units(
         name = _row_name(samples, shown, _first_seen(samples, shown))
         raise SightError(
             f"{name}: with its images {_class(inner)} runs other units than without any ({', '.join(other[:3])}), so "
-            "that ranks would wait for each other without end; report this"
+            "that ranks would deadlock; report this"
         )
 
 

@@ -146,7 +146,9 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if num_processes < 2:
-        raise BadInputError(f"num_processes: {num_processes}, but ranks are started from 2 on; leave it out for one")
+        raise BadInputError(
+            f"num_processes: {num_processes}, but it must be at least 2; omit it to train in this process"
+        )
     if ranks.world_size() > 1:
         raise BadInputError("num_processes: this process is a rank already; leave it out")
     settle_launcher()

@@ -160,7 +160,7 @@ def export_model(
     if settings.verify and not console.quiet and is_whole(run.inner, how):
         told = names_fact(folder, fit_of(run.inner).stored)
     if told is not None:
-        console.warn(f"the export {told}; loaders go by names, so try the one that will serve it")
+        console.warn(f"the export {told}; test it with the server that will load it")
     if settings.verify:
         whole, trust = is_whole(run.inner, how), opened.recipe.model.trust_remote_code
         ranks.on_first_rank(lambda: _compare_with_base(run, folder, whole, trust, console))

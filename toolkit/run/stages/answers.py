@@ -109,7 +109,7 @@ class Answers(Extension):
         section = self._section
         if run.tokenizer.chat_template is not None and run.data.report.chat_template is None and not section.raw:
             opened.console.warn(
-                "answers: prompts are asked with the chat template, and no row to train on is written with it; set "
+                "answers: prompts are asked with the chat template, and no training row uses it; set "
                 "answers.raw=true to ask as the rows do"
             )
         if recipe.data.source_prefix is not None:
