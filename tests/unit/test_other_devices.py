@@ -27,27 +27,27 @@ def of_windows() -> list[str]:
     sys.modules["resource"] = None  # type: ignore[assignment]
     names = (
         "unix",
-        "data.template_trial",
+        "data.templates.template_trial",
         "training.stop",
         "training.usage",
         "sharding.offload.host",
         "supervise.watchdog_process",
-        "cli.launcher",
-        "cli.console",
-        "cli.doctor",
-        "cli.finetune",
+        "cli.ranks.launcher",
+        "cli.shared.console",
+        "cli.commands.doctor",
+        "cli.ranks.finetune",
     )
     modules = {name: importlib.reload(importlib.import_module(f"toolkit.{name}")) for name in names}
     with modules["training.stop"].StopRequests(None) as requests:
         os.kill(os.getpid(), signal.SIGTERM)
         reason = requests.reason_to_stop()
-    with modules["cli.launcher"]._forwarding_signals():
+    with modules["cli.ranks.launcher"]._forwarding_signals():
         pass
     peak = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=7))
     with mock.patch.object(psutil, "Process", return_value=peak):
         bytes_used = modules["training.usage"].peak_host_bytes()
     room = modules["sharding.offload.host"]._process_room()
-    found = [finding.what for finding in modules["cli.doctor"]._disk_findings()]
+    found = [finding.what for finding in modules["cli.commands.doctor"]._disk_findings()]
     return [str(reason), str(bytes_used), str(room), str("open files" in found), str(ranks.usable_cores())]
 
 

@@ -771,7 +771,7 @@ def test_class_that_matches_nothing() -> None:
     assert "did you mean 'LlamaDecoderLayer'?" in text
     assert "'Nonsense'" in text
     assert "LlamaDecoderLayer x 3" in text
-    assert "recipe key sharding.unit_classes" in text
+    assert "correct sharding.unit_classes, or remove it" in text
 
 
 @pytest.mark.parametrize("classes", [["LlamaForCausalLM"], ["ModuleList"], ["SiLUActivation"], []])
