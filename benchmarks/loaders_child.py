@@ -1,0 +1,185 @@
+"""The part of loaders.py that runs on another version of transformers. It imports nothing of the toolkit.
+
+`make` writes small models in the words of that version, `read` loads exports, and `convert` runs llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "a",
+    "dog",
+    "ran",
+    "over",
+    "hills",
+    "to",
+    "see",
+    "what",
+    "sun",
+    "was",
+    "doing",
+    "in",
+    "red",
+    "blue",
+    "green",
+    "water",
+]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image|>"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama 3": {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    "smollm2": {"model_type": "llama", "rope_theta": 1e5, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "rope_theta": 1e6},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "rope_theta": 1e6,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mistral": {"model_type": "mistral", "rope_theta": 1e6, "sliding_window": None},
+    "phi3": {"model_type": "phi3", "rope_theta": 2e4},
+    "gemma3 text": {
+        "model_type": "gemma3_text",
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 2e4,
+        "query_pre_attn_scalar": 16,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
+    },
+    "gemma3": {"model_type": "gemma3", "mm_tokens_per_image": 4, "image_token_index": 3},
+}
+
+
+def make(folder: Path) -> list[str]:
+    """Writes a small model of each family. Returns their names."""
+    tokenizer = _tokenizer()
+    for name, fields in FAMILIES.items():
+        sizes = {**TEXT, "vocab_size": len(tokenizer)}
+        if fields["model_type"] == "gemma3":
+            vision = {**VISION, "image_size": 56, "patch_size": 14}
+            fields = {**fields, "text_config": {**sizes, **FAMILIES["gemma3 text"]}, "vision_config": vision}
+        else:
+            fields = {**sizes, **fields}
+        torch.manual_seed(0)
+        auto = transformers.AutoModelForImageTextToText if "vision_config" in fields else None
+        model = (auto or transformers.AutoModelForCausalLM).from_config(transformers.AutoConfig.for_model(**fields))
+        model.to(torch.bfloat16).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name, save_jinja_files=False)
+    return list(FAMILIES)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    draw = random.Random(1)
+    texts = [" ".join(draw.choices(WORDS, k=20)) for _ in range(300)]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=letters)
+    )
+    own = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **own)
+
+
+@torch.no_grad()
+def read(job: dict[str, Any]) -> dict[str, Any]:
+    """Loads one export. Returns the last logits of fixed tokens, the tokens of a text, and a rendered conversation."""
+    plain = {"torch_dtype": torch.float32}
+    auto = getattr(transformers, job["auto"])
+    if job["adapter"]:
+        sys.modules["torchao"] = None  # type: ignore[assignment]  # the installed one is newer than older peft
+        from peft import PeftModel
+
+        kept = {"num_labels": 1} if job["auto"].endswith("SequenceClassification") else {}
+        model = PeftModel.from_pretrained(auto.from_pretrained(job["base"], **plain, **kept), job["folder"])
+    else:
+        model = auto.from_pretrained(job["folder"], **plain)
+    logits = model.eval()(input_ids=torch.arange(5, 85)[None]).logits
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["folder"])
+    turns = [{"role": "user", "content": "a dog ran"}]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return {
+        "logits": logits.flatten(0, -2)[-1].tolist(),
+        "tokens": tokenizer("the cat <|im_end|> sat <|tool|> über").input_ids,
+        "rendered": rendered,
+    }
+
+
+def convert(job: dict[str, Any], llama_cpp: Path) -> dict[str, Any]:
+    """Converts an export by llama.cpp's converter, which is told that the tokenizer is GPT-2's.
+
+    Returns:
+        The file's fields about positions and ends, and the largest difference of a tensor from the export's.
+    """
+    sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
+    import convert_hf_to_gguf
+    import gguf
+    from conversion import base
+
+    base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
+    made = Path(job["folder"]).with_suffix(".gguf")
+    sys.argv = ["convert", job["folder"], "--outfile", str(made), "--outtype", "f32"]
+    convert_hf_to_gguf.main()
+    found = gguf.GGUFReader(made)
+    asked = ("rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "eos_token_id", "chat_template")
+    fields = {name: str(field.contents()) for name, field in found.fields.items() if name.endswith(asked)}
+    rows = next(tensor.shape[1] for tensor in found.tensors if tensor.name == "token_embd.weight")
+    made.unlink()
+    return {"fields": fields, "tensors": sorted(tensor.name for tensor in found.tensors), "rows": int(rows)}
+
+
+def main() -> None:
+    """Runs `make FOLDER` or `read JOBS`, and writes the answer to the file beside it."""
+    verb, place = sys.argv[1], Path(sys.argv[2])
+    if verb == "make":
+        make(place)
+        return
+    answers, llama_cpp = {}, Path(sys.argv[4]) if verb == "convert" else None
+    for name, job in json.loads(place.read_text(encoding="utf-8")).items():
+        try:
+            answers[name] = read(job) if llama_cpp is None else convert(job, llama_cpp)
+        except Exception as error:
+            answers[name] = {
+                "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            }
+    Path(sys.argv[3]).write_text(json.dumps(answers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
