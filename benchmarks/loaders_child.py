@@ -119,7 +119,7 @@ def _tokenizer() -> Any:
 
 @torch.no_grad()
 def read(job: dict[str, Any]) -> dict[str, Any]:
-    """Loads one export. Returns the last logits of fixed tokens, the tokens of a text, and a rendered conversation."""
+    """Loads one export. Returns the last logits of fixed tokens, and whether its tokenizer is the base's."""
     plain = {"torch_dtype": torch.float32}
     auto = getattr(transformers, job["auto"])
     if job["adapter"]:
@@ -131,14 +131,16 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
     else:
         model = auto.from_pretrained(job["folder"], **plain)
     logits = model.eval()(input_ids=torch.arange(5, 85)[None]).logits
-    tokenizer = transformers.AutoTokenizer.from_pretrained(job["folder"])
+    own, base = (_encoded(job[name]) for name in ("folder", "base"))
+    return {"logits": logits.flatten(0, -2)[-1].tolist(), "as_base": {key: own[key] == base[key] for key in own}}
+
+
+def _encoded(folder: str) -> dict[str, Any]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     turns = [{"role": "user", "content": "a dog ran"}]
     rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return {
-        "logits": logits.flatten(0, -2)[-1].tolist(),
-        "tokens": tokenizer("the cat <|im_end|> sat <|tool|> über").input_ids,
-        "rendered": rendered,
-    }
+    tokens = tokenizer("the cat <|im_end|> sat  \n über").input_ids
+    return {"tokens": tokens, "conversation": rendered, "end": tokenizer.eos_token}
 
 
 def convert(job: dict[str, Any], llama_cpp: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
-OURS = {"logits": [0.5, -2.0], "tokens": [1, 2], "rendered": "a"}
+OURS = {"logits": [0.5, -2.0], "as_base": {"tokens": True, "conversation": True}}
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ OURS = {"logits": [0.5, -2.0], "tokens": [1, 2], "rendered": "a"}
         ({**OURS, "logits": [0.5001, -2.0]}, "equal"),
         ({**OURS, "logits": [0.501, -2.0]}, "differs: logits by 5e-04"),
         ({**OURS, "logits": [float("nan"), -2.0]}, "differs: logits by nan"),
-        ({**OURS, "tokens": [1, 3], "rendered": "b"}, "differs: tokens, rendered"),
+        ({**OURS, "as_base": {"tokens": False, "conversation": False}}, "differs: tokens, conversation"),
         ({"error": "ValueError: no such class"}, "ValueError: no such class"),
     ],
 )

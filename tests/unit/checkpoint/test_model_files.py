@@ -256,6 +256,21 @@ def test_a_base_that_changes_or_goes_is_named_and_the_export_has_what_was_traine
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
+def test_an_adapter_names_the_class_that_the_run_had(base: Path, tmp_path: Path) -> None:
+    """transformers 5 reads a Qwen's files by Qwen's rules, whatever class they name, if config.json is beside them."""
+    shutil.copytree(base, tmp_path / "own")
+    config = {**fields(base), "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "own")
+    files = BaseFiles.read(tmp_path / "own")
+    write_adapter_files(tokenizer, tmp_path, files)
+    require_same_tokenizer(tokenizer, tmp_path)
+    own = {**fields(base, "tokenizer_config.json"), "tokenizer_class": type(tokenizer).__name__}
+    assert fields(tmp_path, "tokenizer_config.json") == own
+    (told,) = compare_files(files.matching(("*token*",)), tmp_path)
+    assert "tokenizer_class is 'Qwen2Tokenizer' instead of 'PreTrainedTokenizerFast'" in told
+
+
 def test_a_run_says_what_differs_and_how_to_serve_it(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,7 +46,6 @@ REASONS: dict[str, dict[str, str]] = {
         "_from_model_config": "config.json does not have the ends that were learned",
     },
     TOKENIZER_CONFIG: {
-        "tokenizer_class": "without the config.json that was beside it, by which the class is found",
         "chat_template*": TEMPLATE,
         "added_tokens_decoder*": TOKENS,
         "additional_special_tokens": TOKENS,
@@ -66,11 +65,11 @@ TABLES = ("added_tokens_decoder.", "id2label.", "label2id.")
 LONGEST = 90
 """Longer changes are shown by their key alone (characters)."""
 
+WITHOUT_CONFIG = "the config.json beside it, by which transformers 5 finds the class, is not there"
+"""Why `tokenizer_class` may differ."""
+
 MAY_GO = ("*quantization_config*", "_from_model_config", "id2label*", "label2id*", "*min_pixels", "*max_pixels")
 """Keys of a base that an export may lack."""
-
-ONLY_ADDED = ("tokenizer_class",)
-"""Keys that an export may have beside the base's, and that may not differ."""
 
 WHOLE = {
     CHAT_TEMPLATE: TEMPLATE,
@@ -93,12 +92,12 @@ def compare_files(before: BaseFiles, export: Path) -> list[str]:
     Raises:
         ExportError: if a file or a key is missing, or differs without a reason.
     """
-    after = BaseFiles.read(export)
+    after, alone = BaseFiles.read(export), not before.same_folder(CONFIG, TOKENIZER_CONFIG)
     explained: dict[tuple[str, str], list[str]] = {}
     wrong = []
     for name in sorted(before.contents):
         for key, old, new in _differences(name, before, after):
-            reason = _reason(name, key, old is None, new is None)
+            reason = WITHOUT_CONFIG if key == "tokenizer_class" and alone else _reason(name, key, new is None)
             change = f"{key} is {new or 'missing'} instead of {old or 'none'}".lstrip()
             if reason is None:
                 wrong.append(f"{name}: {change}")
@@ -147,11 +146,11 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def _reason(name: str, key: str, is_new: bool, gone: bool) -> str | None:
+def _reason(name: str, key: str, gone: bool) -> str | None:
     """Returns why a key may differ, or None if it may not."""
     if not key:
         return None if gone else next((why for pattern, why in WHOLE.items() if fnmatch(name, pattern)), None)
     reasons = next((each for pattern, each in REASONS.items() if fnmatch(name, pattern)), {})
-    if (gone and not any(fnmatch(key, pattern) for pattern in MAY_GO)) or (key in ONLY_ADDED and not is_new):
+    if gone and not any(fnmatch(key, pattern) for pattern in MAY_GO):
         return None
     return next((why for pattern, why in reasons.items() if fnmatch(key, pattern)), None)

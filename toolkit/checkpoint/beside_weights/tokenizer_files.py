@@ -40,8 +40,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, files: Base
         tokenizer: the tokenizer.
         folder: the folder of the export.
         files: the files that it was loaded from; without any, it is written as transformers 4 and 5 read it.
-        has_config: whether the folder has the config.json that these files were beside, by which their class is found
-            unless they name one.
+        has_config: whether the folder has the config.json that these files were beside. transformers 5 finds the class
+            by it, also where the files name another one.
 
     Raises:
         OSError: if a file cannot be written.
@@ -51,10 +51,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, files: Base
     if own.contents:
         contents |= _with_template(tokenizer, own)
         contents |= _with_tokens(tokenizer, BaseFiles(contents))
-        fields = BaseFiles(contents).fields(TOKENIZER_CONFIG) or {}
-        if not has_config and "tokenizer_class" not in fields:
-            fields["tokenizer_class"] = OLDER_CLASS.get(type(tokenizer).__name__, type(tokenizer).__name__)
-            contents[TOKENIZER_CONFIG] = as_written(contents.get(TOKENIZER_CONFIG), fields)
+        if not has_config:
+            contents |= _with_class(tokenizer, BaseFiles(contents))
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -148,6 +146,16 @@ def _with_tokens(tokenizer: PreTrainedTokenizerBase, files: BaseFiles) -> dict[s
     if ADDED_TOKENS in changed:
         changed[ADDED_TOKENS] |= {token["content"]: number for number, token in told.items()}
     return {name: as_written(files.contents.get(name), fields) for name, fields in changed.items()}
+
+
+def _with_class(tokenizer: PreTrainedTokenizerBase, files: BaseFiles) -> dict[str, bytes]:
+    """Returns the file that names the tokenizer's class, if it does not name that of the run."""
+    fields, ran = files.fields(TOKENIZER_CONFIG) or {}, type(tokenizer).__name__
+    ran = OLDER_CLASS.get(ran, ran)
+    if str(fields.get("tokenizer_class")).removesuffix("Fast") == ran.removesuffix("Fast"):
+        return {}
+    fields["tokenizer_class"] = ran
+    return {TOKENIZER_CONFIG: as_written(files.contents.get(TOKENIZER_CONFIG), fields)}
 
 
 def _list_special(fields: dict[str, Any], names: list[str]) -> None:
