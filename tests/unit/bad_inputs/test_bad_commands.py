@@ -108,7 +108,7 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("plan quickstart --cpu 2 --hardware h100_sxm", "--cpu excludes --gpus and --hardware"),
     ("plan quickstart --hardware nowhere.json", "nowhere.json"),
     ("plan quickstart --hardware h1000", "hardware: unknown 'h1000' (did you mean 'h100_sxm'?)"),
-    ("plan quickstart --plot picture", "--plot: 'picture' must end in .png, .svg, .pdf"),
+    ("plan quickstart --plot picture", "--plot: 'picture' is not an image's name; allowed ends: .png, .svg, .pdf"),
     ("plan quickstart --plot picture.xyz", "--plot: 'picture.xyz'"),
     ("plan quickstart --longest-row --trace", "--trace has no effect with --longest-row"),
     ("plan quickstart --longest-row --explain", "--explain has no effect with --longest-row"),

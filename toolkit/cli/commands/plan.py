@@ -161,9 +161,9 @@ def _require_effect(alone: dict[str, bool], others: dict[str, bool]) -> None:
 
 
 def _require_image(plot: Path) -> None:
-    """Raises BadInputError for the name of a file that would be another one's, or of no image."""
+    """Raises BadInputError for the name of a file that would be another one's, or is not one of an image."""
     if plot.suffix not in IMAGES:
-        raise BadInputError(f"--plot: {str(plot)!r} must end in {', '.join(IMAGES)}")
+        raise BadInputError(f"--plot: {str(plot)!r} is not an image's name; allowed ends: {', '.join(IMAGES)}")
 
 
 def _cpu_ranks_of_a_node(cpu: int) -> int:
