@@ -1,0 +1,156 @@
+"""The names of cached folders and the identity of a resumed run, for rows of every kind, as they were recorded."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.sights import save_seeing
+from support.texts import make_texts
+
+from toolkit.data import build
+from toolkit.data.images.images import Images
+from toolkit.data.templates.templates import MARKERS, use_template
+from toolkit.data.tokens import tokenizer
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.recipe.schema import DataSection, ModelSection
+
+ASKED = {"role": "user", "content": "who is it"}
+DIALOGUE = [ASKED, {"role": "assistant", "content": "a fox"}, ASKED, {"role": "assistant", "content": "a king"}]
+SHOWN = {"role": "user", "content": [{"type": "image", "image": "0.bmp"}, {"type": "text", "text": "who is it"}]}
+PAIR = {"prompt": [ASKED], "chosen": [DIALOGUE[1]], "rejected": [DIALOGUE[3]]}
+
+KINDS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "text": ("causal_lm", [{"text": "a fox"}, {"text": "a king"}], {}),
+    "answers": ("causal_lm", [{"prompt": "who is it", "completion": "a fox"}], {}),
+    "conversation": ("causal_lm", [{"messages": DIALOGUE}], {}),
+    "each_turn": ("causal_lm", [{"messages": DIALOGUE}], {"targets": "each_turn"}),
+    "pairs": ("preference", [PAIR, {**PAIR, "margin": 2.0}], {}),
+    "reward": ("reward", [PAIR], {}),
+    "judged": ("kto", [{"prompt": [ASKED], "completion": [DIALOGUE[n]], "label": n == 1} for n in (1, 3)], {}),
+    "labelled": ("sequence_classification", [{"text": "a fox", "label": "x"}, {"text": "a king", "label": "y"}], {}),
+    "tagged": ("token_classification", [{"tokens": ["a", "fox"], "tags": ["O", "X"]}], {}),
+    "source-target": ("seq2seq", [{"source": "a fox", "target": "a king"}], {"max_target_length": 32}),
+    "held out": ("causal_lm", [{"text": f"{n} foxes"} for n in range(4)], {"validation_fraction": 0.5}),
+    "streamed": ("causal_lm", [{"text": "a fox"}, {"text": "a king"}], {"streaming": True}),
+    "images": ("causal_lm", [{"messages": [SHOWN, DIALOGUE[1]]}], {}),
+}
+"""Kind of row -> the objective that reads it, its rows, and the settings of the data."""
+
+RECORDED: dict[str, tuple[str, str, str]] = {
+    "text": (
+        "documents-4-f0723abbecb4b015b81078af",
+        "samples-37eaf23a005eb058e8457812",
+        "samples-65971ecaf3df35e6fbf55d3e",
+    ),
+    "answers": (
+        "documents-4-30e628bfc3365a4b1e1a48bb",
+        "samples-85d7047f3c7acfe7353fdded",
+        "samples-5259c919d592f5f23cdda009",
+    ),
+    "conversation": (
+        "documents-4-d924545f62ff3fc4eb74331b",
+        "samples-b3000faf292536b9e7edaa66",
+        "samples-3ec7d230333a550201c13526",
+    ),
+    "each_turn": (
+        "documents-4-133b8fe7a33d83fdc679d20d",
+        "samples-d512c1c43f066ce868ccbaf8",
+        "samples-c18fb218d4222305ac38af14",
+    ),
+    "pairs": (
+        "documents-4-b204e7f8acedd8f29c799c7e",
+        "samples-a1dd5f473756579a94721676",
+        "samples-f35962bae367c0093b3bce5a",
+    ),
+    "reward": (
+        "documents-4-cc8efd205a222b4f573921c2",
+        "samples-a9ada23e73a9141d2b025f38",
+        "samples-5459611b8d1b44e2161afad7",
+    ),
+    "judged": (
+        "documents-4-270680fdcc03eebd97925eea",
+        "samples-80ff249e10fada435b49d00b",
+        "samples-754145e778a71de8ec265282",
+    ),
+    "labelled": (
+        "documents-4-5120cfc337e37e425d883a38",
+        "samples-49f2c9607025ed3a066e7307",
+        "samples-f9082ce7115b7b55828e4ade",
+    ),
+    "tagged": (
+        "documents-4-4a0e8cea8e5fbc349cdcd5ac",
+        "samples-da9ab9f8ddd428b709874140",
+        "samples-385c068e7f4c53c82f1ae282",
+    ),
+    "source-target": (
+        "documents-4-39ad17192f8ea51761b79252",
+        "samples-262a611ef1075ebda787b78b",
+        "samples-a9078da052e6cfc35fb385bd",
+    ),
+    "held out": (
+        "documents-4-c006d8cc70bdc8a25c8f96b4",
+        "samples-da4eea11dc55d559e9829d45",
+        "samples-25532d9bd5778219e90157b5",
+    ),
+    "streamed": (
+        "",
+        "samples-f2aefec1e49715dab339ec5b",
+        "cd84cade5e24a6151c8b1adf",
+    ),
+    "images": (
+        "documents-4-73e95f2150bbd12e9f0482d9",
+        "6ff7553b338f66da32417193",
+        "samples-04bbf36d0b807b417c2ed38e",
+    ),
+}
+"""Kind of row -> the folders of its documents and of its samples, and the fingerprint by which a run resumes."""
+
+
+@pytest.fixture(scope="module")
+def sighted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_seeing("llava", tmp_path_factory.mktemp("llava"), make_texts(30))
+
+
+def bitmap() -> bytes:
+    """An image of 16 by 16 pixels, the same with any version of Pillow."""
+    pixels = bytes(range(256)) * 3
+    header = struct.pack("<IiiHHIIiiII", 40, 16, 16, 1, 24, 0, len(pixels), 2835, 2835, 0, 0)
+    return b"BM" + struct.pack("<IHHI", 54 + len(pixels), 0, 0, 54) + header + pixels
+
+
+def test_keys_are_as_recorded(tmp_path: Path, sighted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another key tokenises everybody's rows again; another fingerprint refuses to resume everybody's runs.
+
+    The digests of the tokenizer and of the processor depend on the libraries that write them, so they are fixed here.
+    """
+    read_by = Images.of
+    monkeypatch.setattr(build, "identity", lambda tokenizer: "tokenizer")
+    monkeypatch.setattr(build.Images, "of", lambda *given: (found := read_by(*given)) and replace(found, identity="p"))
+    found = {kind: keys_of(kind, tmp_path / kind, sighted) for kind in KINDS}
+    assert found == RECORDED
+
+
+def keys_of(kind: str, folder: Path, sighted: Path) -> tuple[str, str, str]:
+    objective, rows, settings = KINDS[kind]
+    folder.mkdir()
+    (folder / "0.bmp").write_bytes(bitmap())
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"train": str(folder / "rows.jsonl"), "max_length": 128, "cache_dir": str(folder / "cache"), **settings}
+    data = DataSection.model_validate(given)
+    if kind == "images":
+        tokens = tokenizer.load(ModelSection(name_or_path=str(sighted)), data)
+    else:
+        tokens = tokenizer._train_byte_pairs(iter(()), 260, MARKERS["chatml"])
+        use_template(tokens, "chatml")
+    built = build.build(data, tokens, 0, ObjectiveSection(kind=objective))
+    names = sorted(path.name for path in (folder / "cache").iterdir() if path.is_dir())
+    documents = " ".join(name for name in names if name.startswith("documents"))
+    # With images the samples are named by the folder of the images, too, which is another one in each test.
+    samples = built.content if kind == "images" else " ".join(name for name in names if name.startswith("samples"))
+    assert samples is not None
+    return documents, samples, built.fingerprint
