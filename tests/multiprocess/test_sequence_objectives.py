@@ -124,6 +124,8 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
 class Samples:
     """What the check before the first step asks of samples."""
 
+    has_images = False
+
     def __init__(self, kind: str) -> None:
         self._kind = kind
 

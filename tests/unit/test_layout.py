@@ -85,6 +85,25 @@ def test_a_folder_shows_what_is_in_it() -> None:
     assert {folder: count for folder, count in counts.items() if count > FULLER.get(folder, 13)} == {}
 
 
+def asked_for_kinds(name: str, tree: ast.Module) -> list[str]:
+    """The lines that ask for the class of samples, which only toolkit/data may do."""
+    return [
+        f"{name}:{call.lineno}"
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("isinstance", "issubclass", "type")
+        for of in ast.walk(call)
+        if getattr(of, "id", getattr(of, "attr", "")).endswith("Samples")
+    ]
+
+
+def test_samples_answer_for_their_kind() -> None:
+    """A new kind of row says in toolkit/data what the rest needs to know of it."""
+    outside = [path for path in FILES if room_of(name_of(path), list(READS)) != "data"]
+    assert [line for path in outside for line in asked_for_kinds(name_of(path), tree_of(path))] == []
+    asked = ast.parse("isinstance(rows,\n    TextSamples | samples.PairSamples)\nisinstance(rows, Rows)\n")
+    assert asked_for_kinds("a", asked) == ["a:1", "a:1"]
+
+
 def test_few_modules_stand_outside_a_room() -> None:
     loose = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
     assert loose <= {"errors.py", "ranks.py", "paths.py", "terminal.py", "unix.py", "user_function.py"}

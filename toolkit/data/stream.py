@@ -22,7 +22,7 @@ from toolkit.data.rows.readers import Row
 from toolkit.data.rows.sources import Source, named_rows
 from toolkit.data.samples.loader import ahead, first_positions
 from toolkit.data.samples.packing import best_fit, by_sample
-from toolkit.data.samples.samples import Batch, TextSamples, batch_of
+from toolkit.data.samples.samples import Batch, Samples, TextSamples, batch_of
 from toolkit.data.samples.sequence_parts import WHOLE, Part
 from toolkit.data.selection import (
     LONG_SHARE,
@@ -445,7 +445,7 @@ class StreamLoader:
 
 
 def describe_stream(
-    report: DataReport, stream: Stream, samples: TextSamples, tokenizer: PreTrainedTokenizerBase
+    report: DataReport, stream: Stream, samples: Samples, tokenizer: PreTrainedTokenizerBase
 ) -> DataReport:
     """Returns the data report with the rows to train on, as far as they have been read.
 
@@ -454,7 +454,7 @@ def describe_stream(
     """
     counts = stream.counts
     lengths, targets = np.array(counts.lengths), np.array(counts.targets)
-    used = int(samples.pieces.lengths().sum())
+    used = int(samples.lengths().sum())
     described = reports.describe_lengths(lengths, targets)
     noted = {what: Found(**found) for what, found in counts.noted.items()}
     train = SplitReport(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.data.rows.cache import digest
-from toolkit.data.samples.samples import JudgedSamples, PairSamples
+from toolkit.data.samples.samples import ComparedSamples
 from toolkit.data.samples.sequence_parts import WHOLE, Part
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.load import fingerprint
@@ -39,14 +38,14 @@ def with_reference(
     accelerator: Accelerator,
     model: nn.Module,
     objective: Objective,
-    samples: PairSamples | JudgedSamples,
+    samples: ComparedSamples,
     reached: Sequence[int],
     micro_batch_size: int,
     cache: Path,
     identity: Sequence[Any],
     tell: Callable[[int, int], None] = lambda done, total: None,
     part: Part = WHOLE,
-) -> PairSamples | JudgedSamples:
+) -> ComparedSamples:
     """Returns the samples with the reference's log-probabilities, (rows, 2), float32. Every rank calls this.
 
     Results are cached as they come, so that an interrupted run resumes there.
@@ -70,7 +69,7 @@ def with_reference(
             if ranks.rank() == 0 and (done == len(missing) or time.monotonic() - kept_at > KEPT_SECONDS):
                 _save_cached(path, known)
                 kept_at = time.monotonic()
-    return replace(samples, reference=known)
+    return samples.with_reference(known)
 
 
 def _load_cached(path: Path, num_rows: int) -> Any:
@@ -94,7 +93,7 @@ def _compute_missing(
     accelerator: Accelerator,
     model: nn.Module,
     objective: Objective,
-    samples: PairSamples | JudgedSamples,
+    samples: ComparedSamples,
     missing: Sequence[int],
     micro_batch_size: int,
     known: Any,

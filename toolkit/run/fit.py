@@ -17,7 +17,6 @@ from toolkit import ranks
 from toolkit.checkpoint.resume import Resumption
 from toolkit.checkpoint.session import ASKED, RunCheckpoints, RunIdentity, require_output_dir
 from toolkit.checkpoint.store import StorePath
-from toolkit.data.samples.samples import TextSamples
 from toolkit.data.stream import describe_stream
 from toolkit.errors import counted
 from toolkit.optim.ema import Ema
@@ -194,7 +193,6 @@ def _report_stream(opened: OpenedRun, run: PreparedRun) -> None:
     """Writes the data report again with all rows that were read; at the beginning it had only the first window."""
     stream, samples = run.data.stream, run.data.train
     assert stream is not None
-    assert isinstance(samples, TextSamples)
     report = describe_stream(run.data.report, stream, samples, run.tokenizer)
     run.shown.data_report = report
     ranks.on_first_rank(lambda: write_data_report(opened.output_dir, opened.recipe, report))

@@ -18,7 +18,6 @@ from toolkit.data.rows.readers import read
 from toolkit.data.rows.sources import Source
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.samples.packing import Ints
-from toolkit.data.samples.samples import LabelledSamples, PairSamples, SourceTargetSamples, TextSamples
 from toolkit.data.samples.samples import Rows as TokenisedRows
 from toolkit.data.templates.templates import MARKERS
 from toolkit.data.templates.turns import OF_EARLIER_TURNS, OTHER_PROMPT
@@ -104,7 +103,6 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
         }
     )
     found = build.build(whole, tokenizer, 0, objective)
-    assert isinstance(found.train, TextSamples | PairSamples | LabelledSamples | SourceTargetSamples)
     rows = found.train.rows
     assert isinstance(rows, TokenisedRows), "nothing is streamed"
     lengths, targets = (rows.column(name).astype(np.int64) for name in ("length", "num_targets"))
@@ -112,8 +110,7 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
         usable = lengths > targets
         return Rows((lengths - targets)[usable], None, targets[usable])
     if data.targets == "each_turn":
-        assert isinstance(found.train, TextSamples)
-        lengths = found.train.pieces.lengths()
+        lengths = found.train.lengths()
     noted = found.report.train.noted if found.report.train is not None else {}
     earlier = max((rows.count for what, rows in noted.items() if what.endswith(OF_EARLIER_TURNS)), default=0)
     other = noted[OTHER_PROMPT].count if OTHER_PROMPT in noted else 0

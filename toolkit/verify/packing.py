@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.samples.samples import Samples, TextSamples
+from toolkit.data.samples.samples import Samples
 from toolkit.verify.results import NOT_USED, Row, measured
 
 PACKING_TOLERANCE = 1e-4
@@ -20,7 +20,7 @@ PACKING_SAMPLES = 256
 
 def packing_row(model: nn.Module, samples: Samples) -> Row:
     """Returns the row that compares the logits of two documents in one sample with those of each alone."""
-    if not isinstance(samples, TextSamples) or not samples.packed:
+    if not samples.is_packed:
         return Row("packing", None, None, NOT_USED, "no documents share a sample")
     found = two_documents(samples)
     if found is None:
@@ -33,7 +33,7 @@ def packing_row(model: nn.Module, samples: Samples) -> Row:
     return measured("packing", difference, PACKING_TOLERANCE, note)
 
 
-def two_documents(samples: TextSamples) -> tuple[list[int], list[int], str] | None:
+def two_documents(samples: Samples) -> tuple[list[int], list[int], str] | None:
     """Returns the token ids of two documents that share a sample, as long as possible, and says where they are from.
 
     If no sample holds two documents, takes parts of two samples. Returns None if these have too few tokens.

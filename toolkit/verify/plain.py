@@ -15,8 +15,8 @@ from torch import nn
 
 from toolkit.data import build
 from toolkit.data.build import TokenisedData
-from toolkit.data.samples.image_samples import ImageSamples
-from toolkit.data.samples.samples import Batch, TextSamples
+from toolkit.data.samples.image_samples import image_samples_of
+from toolkit.data.samples.samples import Batch
 from toolkit.data.tokens import tokenizer
 from toolkit.model.load import load
 from toolkit.model.routers import find_routers
@@ -51,8 +51,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     training, kind = recipe.training, recipe.objective.kind
     tokens = tokenizer.load(recipe.model, recipe.data, kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
-    shows = isinstance(data.train, ImageSamples)
-    parts = asked_parts(recipe.model, recipe.adapter, shows)
+    parts = asked_parts(recipe.model, recipe.adapter, data.train.has_images)
     built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind, parts=parts)
     require_room(built, tokens, recipe)
     data, padded = fitting(recipe, tokens, data, built)
@@ -73,7 +72,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
     routers = PlainRouters(model, recipe, groups) if find_routers(model) else None
-    loss = PlainImages() if shows else PLAIN_LOSSES[kind](recipe, device)
+    loss = PlainImages() if data.train.has_images else PLAIN_LOSSES[kind](recipe, device)
     plain = plain_loop(model, recipe, loss, windows, rates, packing, routers)
     del model
     torch.cuda.empty_cache()
@@ -82,12 +81,12 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
 
 def _packing_leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.device) -> str | None:
     """Returns why rows must not share a sample if the recipe leaves that open. Else `packing_row` reports a leak."""
-    if not may_pad(recipe, data) or not isinstance(data.train, TextSamples):
+    if not may_pad(recipe, data):
         return None
     objective, size = CausalLM(model, packed=True), recipe.training.micro_batch_size
     try:
-        if isinstance(data.train, ImageSamples):
-            images_row(model, data.train, device)
+        if (with_images := image_samples_of(data.train)) is not None:
+            images_row(model, with_images, device)
         else:
             check_leaks(model, model, objective, data.train, size, device, in_16_bits=False)
     except LeakError as error:
@@ -96,8 +95,8 @@ def _packing_leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device:
 
 
 def _packing_check(model: nn.Module, data: TokenisedData, device: torch.device) -> Row:
-    if isinstance(data.train, ImageSamples):
-        return images_row(model, data.train, device)
+    if (with_images := image_samples_of(data.train)) is not None:
+        return images_row(model, with_images, device)
     return packing_row(model, data.train)
 
 

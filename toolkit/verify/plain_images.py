@@ -13,7 +13,7 @@ from torch import nn
 
 from toolkit.data.build import TokenisedData
 from toolkit.data.images.images import PREFIX
-from toolkit.data.samples.image_samples import ImageSamples
+from toolkit.data.samples.image_samples import ImageSamples, image_samples_of
 from toolkit.data.samples.samples import Batch, TextSamples
 from toolkit.model.adapters.adapters import base_of
 from toolkit.objectives.causal_lm import CausalLM
@@ -54,9 +54,9 @@ class ImageRows(ImageSamples):
 
 def row_by_row(data: TokenisedData) -> TokenisedData:
     """Returns the data with each row separate in its batches, if rows have images."""
-    if not isinstance(data.train, ImageSamples):
+    samples = image_samples_of(data.train)
+    if samples is None:
         return data
-    samples = data.train
     return replace(data, train=ImageRows(**{each.name: getattr(samples, each.name) for each in fields(samples)}))
 
 

@@ -20,7 +20,7 @@ from toolkit import Recipe, finetune
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.data import build
 from toolkit.data.samples.packing import whole
-from toolkit.data.samples.samples import TextSamples
+from toolkit.data.samples.samples import SourceTargetSamples, TextSamples
 from toolkit.data.templates.templates import MARKERS
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.recipe.schema import DataSection
@@ -98,7 +98,8 @@ def test_only_what_ends_a_turn_or_a_text_is_taken() -> None:
     tokens, model = new_tokenizer(GEMMA), model_of(1)
     assert teach_to_stop(model, tokens, samples_of([([2, 9, 9, 4], [2, 3])])).startswith("no special token is learned")
     assert model.generation_config.eos_token_id == 1
-    assert teach_to_stop(model, tokens, None) is None
+    beside = SourceTargetSamples(samples_of([([2, 9, 9, 5], [2, 3])]).rows, np.arange(1), 99, 99, 0)  # type: ignore[arg-type]
+    assert teach_to_stop(model, tokens, beside) is None
 
 
 OPEN = ChatTemplate(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.data.samples.samples import TextSamples
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.generation.text.complete import Prompt
 from toolkit.generation.text.rows import PromptRow
@@ -132,11 +133,12 @@ def test_images_are_refused_where_none_are_trained_on(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     rows = [QUESTION, QUESTION | {"image": "a.png"}]
     asked = read_asked(recipe_of(written(tmp_path, *rows)))
+    of_text = TextSamples(*[None] * 6)  # type: ignore[arg-type]
     with pytest.raises(
         BadInputError, match=r"answers.file: .*asked.jsonl:2 has images, and no row to train on has any"
     ):
-        require_sighted(asked, object())
-    require_sighted(Asked(asked.rows[:1], None), object())
+        require_sighted(asked, of_text)
+    require_sighted(Asked(asked.rows[:1], None), of_text)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from support.tiny import VOCAB_SIZE, llama
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
 from toolkit.data.samples.samples import SourceTargetSamples, TextSamples
+from toolkit.data.tokens.prompts import RowPrompt
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
-from toolkit.run.stages.held_out_samples import HeldOutPrompt, _unanswered, continuations, steps_between
+from toolkit.run.stages.held_out_samples import _unanswered, continuations, steps_between
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_token_costs_a_forward_of_itself_and_the_text_is_that_of_whole_forward
     beats: list[None] = []
     embeddings = model.get_input_embeddings()
     handle = embeddings.register_forward_hook(lambda _module, args, _output: widths.append(args[0].shape[1]))
-    found = continuations(opened, run, [HeldOutPrompt(ids, []) for ids in asked], lambda: beats.append(None))
+    found = continuations(opened, run, [RowPrompt(ids, []) for ids in asked], lambda: beats.append(None))
     handle.remove()
     longest = max(map(len, asked))
     # The prompts once, each further token once, and a trial of one prompt with and without padding. Without a cache it
@@ -102,7 +103,7 @@ def test_a_target_that_begins_with_a_special_token_is_shown() -> None:
     source, target = (tokenizer(text)["input_ids"] for text in ("by the river", "a fox"))
     samples = SourceTargetSamples(None, np.arange(1), 64, 16, 1)  # type: ignore[arg-type]
     opened, run = run_of(model, tokenizer, samples)
-    prompt = HeldOutPrompt(source, [tokenizer.bos_token_id, *target, 0])
+    prompt = RowPrompt(source, [tokenizer.bos_token_id, *target, 0])
     [text] = continuations(opened, run, [prompt], lambda: None)
     written = model.generate(torch.tensor([source]), max_new_tokens=15, do_sample=False, num_beams=1)[0, 1:].tolist()
     assert written[0] == tokenizer.bos_token_id

@@ -45,6 +45,8 @@ def rows(count: int = 3) -> list[torch.Tensor]:
 class Labelled:
     """As the toolkit pads them, with a row that only fills up the batch."""
 
+    continues_text = False
+
     def __len__(self) -> int:
         return len(LENGTHS)
 

@@ -14,7 +14,7 @@ from PIL import Image
 from toolkit.data.images.images import PREFIX, Images
 from toolkit.data.rows.cache import digest
 from toolkit.data.samples.packing import Pieces
-from toolkit.data.samples.samples import Batch, Rows, TextSamples, batch_of
+from toolkit.data.samples.samples import Batch, Rows, Samples, TextSamples, batch_of
 
 KINDS_OF_TOKENS = "mm_token_type_ids"
 """Key of a batch: 1 for tokens that the model replaces by image features, else 0, (B, T); transformers' name."""
@@ -36,6 +36,15 @@ class ImageSamples(TextSamples):
     """
 
     images: Images = None  # type: ignore[assignment]
+
+    @property
+    def has_images(self) -> bool:
+        return True
+
+    @property
+    def shares_samples(self) -> bool:
+        """Always: the small image of a micro-batch without one is in a document of its own."""
+        return True
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         return self.shown(numbers, [self.seen(number) for number in numbers])
@@ -86,6 +95,10 @@ class ImageSamples(TextSamples):
         row, start, stop = ([part] for part in self.pieces.place(first + place))
         return replace(self, pieces=Pieces(*map(np.array, (row, start, stop))), ends=[1])
 
+    def images_of_prompt(self, ids: list[int], images: Sequence[Image.Image]) -> Batch:
+        """Returns what a model gets for the images of one prompt: kinds of its tokens, (1, T), and pixel tensors."""
+        return self.with_kinds({"input_ids": torch.tensor([ids])}) | self.shown_tensors([[images]])
+
     def few(self, tokens: int) -> Batch:
         """Returns `TextSamples.few` without images, and with padding in their places."""
         batch = super().few(tokens)
@@ -98,6 +111,11 @@ class ImageSamples(TextSamples):
         """Returns whether a sample has an image."""
         assert isinstance(self.rows, Rows)
         return any(self.rows.images(row) for row in self.rows_of(number))
+
+
+def image_samples_of(samples: Samples) -> ImageSamples | None:
+    """Returns the samples for what only those with images can do, or None if rows have no images."""
+    return samples if isinstance(samples, ImageSamples) else None
 
 
 def identify_images(rows: Rows, images: Images) -> str:

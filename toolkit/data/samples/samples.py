@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from toolkit.data.samples.packing import Pieces
 from toolkit.data.tokens.documents import Documents
+from toolkit.data.tokens.prompts import RowPrompt, prompt_of
 from toolkit.recipe.objectives.batches import KL_PREFIX
 
 IGNORED = -100
@@ -24,15 +26,6 @@ MULTIPLE = 8
 """Padded batches are as long as their longest row, rounded up to a multiple of this many tokens."""
 
 Batch = dict[str, torch.Tensor]
-
-
-class Samples(Protocol):
-    """A data set of samples."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        """Returns the samples of these numbers, each tensor (B, ...)."""
 
 
 class TokenRows(Protocol):
@@ -45,6 +38,87 @@ class TokenRows(Protocol):
 
     def ends(self, row: int) -> list[int]:
         """Returns the position after each sample's last token; `data.targets: each_turn` makes one of each answer."""
+
+
+class Samples(ABC):
+    """A data set of samples. It answers what the rest of a run asks of its kind of row, so that nobody asks its class.
+
+    Attributes:
+        rows: the rows that hold the tokens.
+        max_length: the most tokens of a row, of a source if it has a target.
+        pad_id: token of padding.
+        keep_apart: what a user can do if documents of a sample see each other in a model.
+    """
+
+    rows: TokenRows
+    max_length: int
+    pad_id: int
+    keep_apart: ClassVar[str] = "Set data.packing=false, or another model.attention"
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        """Returns the samples of these numbers, each tensor (B, ...)."""
+
+    @abstractmethod
+    def lengths(self) -> Any:
+        """Returns the number of tokens of each row, or piece of a row, that is in a sample, (pieces,), int64."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows share samples in order to fill them."""
+        return False
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether a sample may hold several documents, which must not see each other; pairs do without packing."""
+        return self.is_packed
+
+    @property
+    def continues_text(self) -> bool:
+        """Whether labels are the row's own tokens, so that a model continues it and its beginning is a row as well."""
+        return False
+
+    @property
+    def has_images(self) -> bool:
+        """Whether rows may have images."""
+        return False
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """The tokens that stand for images; text has none."""
+        return frozenset()
+
+    @property
+    def compared(self) -> ComparedSamples | None:
+        """These samples if a reference's log-probabilities belong to their completions, else None."""
+        return None
+
+    @property
+    def most_answer_tokens(self) -> int | None:
+        """The most tokens of an answer beside any prompt, or None if both share `max_length`."""
+        return None
+
+    def tokens(self, number: int) -> list[tuple[Any, Any]]:
+        """Returns `(input_ids, targets)` of each piece of a sample, each (length,); empty if no token is learned."""
+        return []
+
+    def documents(self, number: int) -> list[list[int]]:
+        """Returns the token ids of each piece of a sample."""
+        return [ids.tolist() for ids, _ in self.tokens(number)]
+
+    def prompts(self, number: int) -> Iterator[RowPrompt]:
+        """Yields the prompts of a sample that a model can answer, with their answers; a text to classify has none."""
+        return iter(())
+
+    def few(self, tokens: int) -> Batch | None:
+        """Returns a micro-batch of one row of at most `tokens` tokens to try a model on, or None if none can be made.
+
+        A source and its target have none: the checks that try parts of a row are for one row of tokens.
+        """
+        return None
 
 
 class Rows:
@@ -111,7 +185,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class TextSamples:
+class TextSamples(Samples):
     """For causal LM: `input_ids`, `labels` and `position_ids`, each (B, T), and `lengths` (B,), without padding.
 
     Pieces that share a sample follow each other; positions restart with each, by which transformers keeps
@@ -139,9 +213,13 @@ class TextSamples:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def documents(self, number: int) -> list[list[int]]:
-        """Returns the token ids of each piece of a sample."""
-        return [ids.tolist() for ids, _ in self.tokens(number)]
+    @property
+    def is_packed(self) -> bool:
+        return self.packed
+
+    @property
+    def continues_text(self) -> bool:
+        return True
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         samples = [self.tokens(number) for number in numbers]
@@ -167,7 +245,6 @@ class TextSamples:
         return self.pieces.row[first : self.ends[number]].tolist()  # type: ignore[no-any-return]
 
     def tokens(self, number: int) -> list[tuple[Any, Any]]:
-        """Returns `(input_ids, targets)` of each piece of a sample, each (length,)."""
         first = self.ends[number - 1] if number else 0
         return [self.rows.tokens(*self.pieces.place(i)) for i in range(first, self.ends[number])]
 
@@ -179,10 +256,15 @@ class TextSamples:
         """Returns the images of each row of a sample; text has none."""
         return [[] for _ in self.rows_of(number)]
 
-    @property
-    def placeholders(self) -> frozenset[int]:
-        """The tokens that stand for images; text has none."""
-        return frozenset()
+    def prompts(self, number: int) -> Iterator[RowPrompt]:
+        """Yields the prompts of a sample, but those in which an image follows the prompt."""
+        for (ids, targets), images in zip(self.asked(number), self.seen(number), strict=True):
+            prompt = prompt_of(ids, targets)
+            if prompt is not None and self.placeholders.isdisjoint(map(int, ids[len(prompt.asked) :])):
+                yield replace(prompt, images=tuple(images))
+
+    def lengths(self) -> Any:
+        return self.pieces.lengths()
 
     def few(self, tokens: int) -> Batch:
         """Returns a micro-batch of one row of at most `tokens` tokens, (1, T), to try a model on.
@@ -232,7 +314,32 @@ def stack(samples: list[dict[str, Any]]) -> Batch:
 
 
 @dataclass(frozen=True)
-class PairSamples(TextSamples):
+class ComparedSamples(TextSamples):
+    """Samples of completions that are compared with what a reference model makes of them.
+
+    Attributes:
+        reference: two log-probabilities of each row, (rows, 2), or None.
+    """
+
+    reference: Any = field(default=None, kw_only=True)
+
+    @property
+    def compared(self) -> ComparedSamples:
+        return self
+
+    def with_reference(self, reference: Any) -> Self:
+        """Returns the samples with these log-probabilities, (rows, 2)."""
+        return replace(self, reference=reference)
+
+    def references(self, rows: list[int]) -> torch.Tensor:
+        """Returns the log-probabilities of these R rows, (R, 2); NaN without a reference."""
+        if self.reference is None:
+            return torch.full((len(rows), 2), math.nan)
+        return torch.from_numpy(self.reference[rows])
+
+
+@dataclass(frozen=True)
+class PairSamples(ComparedSamples):
     """For preferences: `TextSamples` with both completions of a pair in one sample, and `segments` (B, T).
 
     A segment is a completion with its prompt: in the batch's i-th pair, 2 i is the chosen one and 2 i + 1 the
@@ -240,20 +347,24 @@ class PairSamples(TextSamples):
 
     Attributes:
         splits: tokens of the chosen completion of each row, (rows,).
-        reference: log-probabilities of both completions of each row, (rows, 2), or None.
         margins: by how much the chosen completion of each row is better, (rows,), or None if batches have no `margin`.
     """
 
+    keep_apart: ClassVar[str] = (
+        "Both completions of a pair share a sample: remove data.packing, or set another model.attention"
+    )
     splits: Any = None
-    reference: Any = None
     margins: Any = None
+
+    @property
+    def shares_samples(self) -> bool:
+        return True
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         batch = super().batch(numbers)
         batch["segments"] = segments_of([self.tokens(number) for number in numbers], batch["input_ids"])
         rows = [row for number in numbers for row in self.rows_of(number)]
-        unknown = torch.full((len(rows), 2), math.nan)
-        batch["reference"] = unknown if self.reference is None else torch.from_numpy(self.reference[rows])
+        batch["reference"] = self.references(rows)
         if self.margins is not None:
             batch["margin"] = torch.from_numpy(self.margins[rows])
         return batch
@@ -278,7 +389,7 @@ class PairSamples(TextSamples):
 
 
 @dataclass(frozen=True)
-class JudgedSamples(TextSamples):
+class JudgedSamples(ComparedSamples):
     """For KTO: `TextSamples` with `segments` (B, T), the number of the row in the batch; padding is -1.
 
     `good` (R,) are the judgements of its R rows. Keys that begin with `kl_` are the same for mismatched completions:
@@ -289,21 +400,18 @@ class JudgedSamples(TextSamples):
 
     Attributes:
         good: whether the completion of each row is good, (rows,), bool.
-        reference: log-probabilities of each row, (rows, 2), or None.
     """
 
     good: Any = None
-    reference: Any = None
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         own, other = (self._batch([tokens(number) for number in numbers]) for tokens in (self.tokens, self.mismatched))
         rows = [row for number in numbers for row in self.rows_of(number)]
-        unknown = torch.full((len(rows), 2), math.nan)
         return {
             **own,
             **{f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()},
             "good": torch.from_numpy(self.good[rows]),
-            "reference": unknown if self.reference is None else torch.from_numpy(self.reference[rows]),
+            "reference": self.references(rows),
         }
 
     def _batch(self, samples: list[list[tuple[Any, Any]]]) -> Batch:
@@ -356,7 +464,7 @@ def segments_of(samples: list[list[tuple[Any, Any]]], input_ids: torch.Tensor) -
 
 
 @dataclass(frozen=True)
-class LabelledSamples:
+class LabelledSamples(Samples):
     """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels`, `lengths` (B,).
 
     Token types that are all 0 are left out: most models assume 0 then, and GPT-2 would add the embedding of word 0.
@@ -393,6 +501,9 @@ class LabelledSamples:
             labels = F.pad(labels, (0, MULTIPLE), value=IGNORED)
         return {**cut, "input_ids": ids, "labels": labels, "lengths": batch["lengths"].clamp_max(tokens)}
 
+    def lengths(self) -> Any:
+        return self.rows.column("length")[self.numbers].astype(np.int64)
+
     def _padded_batch(self, tokens: list[tuple[Any, Any]]) -> Batch:
         """Returns a batch without labels, (B, T), whose rows have these ids and token types."""
         shape = (len(tokens), padded_length(max(len(ids) for ids, _ in tokens), self.max_length))
@@ -411,7 +522,7 @@ class LabelledSamples:
 
 
 @dataclass(frozen=True)
-class SourceTargetSamples:
+class SourceTargetSamples(Samples):
     """For sequence to sequence: `input_ids` and `attention_mask` of sources (B, S), and `labels` (B, T) of targets.
 
     Labels are IGNORED in padding; `lengths` and `target_lengths` (B,) are without it.
@@ -433,9 +544,23 @@ class SourceTargetSamples:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    @property
+    def most_answer_tokens(self) -> int:
+        return self.max_target_length - 1
+
+    def tokens(self, number: int) -> list[tuple[Any, Any]]:
+        return [self.rows.tokens(int(self.numbers[number]))]
+
+    def lengths(self) -> Any:
+        return self.rows.column("length")[self.numbers].astype(np.int64)
+
+    def prompts(self, number: int) -> Iterator[RowPrompt]:
+        source, target = self.parts(number)
+        yield RowPrompt(source.tolist(), target.tolist())
+
     def parts(self, number: int) -> tuple[Any, Any]:
         """Returns the tokens of a sample's source, and of its target, each (length,)."""
-        ids, is_target = self.rows.tokens(int(self.numbers[number]))
+        ids, is_target = self.tokens(number)[0]
         return ids[~is_target], ids[is_target]
 
     def batch(self, numbers: Sequence[int]) -> Batch:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.samples.samples import TextSamples
+from toolkit.data.samples.samples import Samples
 from toolkit.data.templates.stops import turn_ends
 from toolkit.data.tokens.documents import Documents
 
@@ -16,7 +16,7 @@ SAMPLES_LOOKED_AT = 256
 """Number of samples in which these tokens are searched: a template has one or two."""
 
 
-def learned_ends(samples: TextSamples, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def learned_ends(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Returns the tokens that the samples teach as the end of a text or of a turn.
 
     The last target is not enough to know: in Harmony's earlier turns it may be a token that ends a channel, and a long

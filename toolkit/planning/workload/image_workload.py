@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from toolkit.data.build import build
 from toolkit.data.rows.sources import has_images, open_source
-from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, ImageSamples
+from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, ImageSamples, image_samples_of
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.model.adapters.adapters import base_of
@@ -58,8 +58,7 @@ def _samples_with_images(recipe: Recipe) -> ImageSamples | None:
     if not any(has_images(open_source(source, "data.train")) for source in recipe.data.train):
         return None
     tokens = load_tokenizer(recipe.model, recipe.data, recipe.objective.kind)
-    found = build(recipe.data, tokens, recipe.training.seed, recipe.objective).train
-    return found if isinstance(found, ImageSamples) else None
+    return image_samples_of(build(recipe.data, tokens, recipe.training.seed, recipe.objective).train)
 
 
 LOOKED_AT = 4096

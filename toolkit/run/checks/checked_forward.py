@@ -9,7 +9,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import Batch
 from toolkit.errors import BadInputError, ToolkitError, in_words, is_lost_peer
 from toolkit.model.adapters.adapters import base_of
@@ -37,7 +36,7 @@ def logits_of(model: nn.Module, objective: Objective, batch: Batch, device: torc
 
 
 @contextlib.contextmanager
-def on_text_alone(inner: nn.Module, samples: object = None) -> Iterator[None]:
+def on_text_alone(inner: nn.Module, has_images: bool = False) -> Iterator[None]:
     """Turns an error of a forward on text rows into: this model needs more than text.
 
     Surrounds nothing but such a forward, without parts, packed samples and quantised layers, so that an error is the
@@ -45,7 +44,7 @@ def on_text_alone(inner: nn.Module, samples: object = None) -> Iterator[None]:
 
     Args:
         inner: the model without its wrappers.
-        samples: what the rows come from.
+        has_images: whether rows may have images.
 
     Raises:
         BadInputError: in place of what the forward raised.
@@ -53,7 +52,7 @@ def on_text_alone(inner: nn.Module, samples: object = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not sees(base_of(inner)) or isinstance(samples, ImageSamples) or not is_the_models(error):
+        if not sees(base_of(inner)) or has_images or not is_the_models(error):
             raise
         model_of_recipe = f"model.name_or_path: {class_name(base_of(inner))}"
         raise needs_more_than_text(model_of_recipe, f" ({in_words(error)})") from error

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.samples.samples import Batch, PairSamples, TextSamples, sample_of, stack
+from toolkit.data.samples.samples import Batch, Samples, sample_of, stack
 from toolkit.errors import BadInputError, in_words
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attention_of
@@ -55,7 +55,7 @@ def check_leaks(
     model: nn.Module,
     inner: nn.Module,
     objective: Objective,
-    samples: TextSamples,
+    samples: Samples,
     micro_batch_size: int,
     device: torch.device,
     in_16_bits: bool,
@@ -84,21 +84,18 @@ def check_leaks(
         batch = stack([sample_of(pieces, length, samples.pad_id)])
     span = slice(sum(len(ids) for ids, _ in pieces[:-1]), sum(len(ids) for ids, _ in pieces))
     # Without position_ids the model uses its own, which RoBERTa's family counts from another number.
-    by_itself = stack([sample_of(pieces[-1:], length if samples.packed else len(pieces[-1][0]), samples.pad_id)])
+    by_itself = stack([sample_of(pieces[-1:], length if samples.is_packed else len(pieces[-1][0]), samples.pad_id)])
     ids = {"input_ids": by_itself["input_ids"]}
-    mend = "Set data.packing=false, or another model.attention"
-    if isinstance(samples, PairSamples):
-        mend = "Both completions of a pair share a sample: remove data.packing, or set another model.attention"
     with without_dropout(model):
         with on_text_alone(inner):
             alone = _few_logits(model, objective, ids, device, slice(span.stop - span.start))
-        with _on_shared_samples(inner, mend):
+        with _on_shared_samples(inner, samples.keep_apart):
             both = (batch, _others_replaced(batch, span.start))
             together, replaced = (_few_logits(model, objective, one, device, span) for one in both)
     found = (relative_difference(replaced, together), relative_difference(together, alone))
     if not all(map(math.isfinite, found)):
         return None  # the first step will say so
-    _require_small(found, TOLERANCE[in_16_bits], inner, mend)
+    _require_small(found, TOLERANCE[in_16_bits], inner, samples.keep_apart)
     return found
 
 
@@ -147,7 +144,7 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
         )
 
 
-def _numbers_to_compare(samples: TextSamples, micro_batch_size: int) -> list[int] | None:
+def _numbers_to_compare(samples: Samples, micro_batch_size: int) -> list[int] | None:
     """Returns the numbers of a micro-batch whose first sample holds several documents, the last as long as possible."""
     looked_at = range(min(SAMPLES, len(samples)))
     lengths = {number: [len(ids) for ids in samples.documents(number)] for number in looked_at}

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from toolkit import ranks
 from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples.documents_apart import FILLING, documents_apart
-from toolkit.data.samples.samples import Batch, Samples, TextSamples
+from toolkit.data.samples.samples import Batch, Samples
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.without_dropout import without_dropout
@@ -54,7 +54,7 @@ def changed_by_padding(
     if "segments" in batch:
         batch = {name: documents_apart(batch)[name] for name in ("input_ids", "labels", "position_ids", "lengths")}
     rows = rows_without_padding(batch)
-    if isinstance(samples, TextSamples) and batch["input_ids"].shape[1] > CHECKED_TOKENS:
+    if samples.continues_text and batch["input_ids"].shape[1] > CHECKED_TOKENS:
         rows, batch = _shortened(rows)
     name, why = class_name(base_of(inner)), ""
     try:

@@ -8,7 +8,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.samples.samples import LabelledSamples, Samples, TextSamples
+from toolkit.data.samples.samples import Samples
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.quantised.quantised import quantised_layers, weights_as_numbers
@@ -27,7 +27,7 @@ reads the bytes of a layer."""
 
 @torch.no_grad()
 def check_quantised(
-    accelerator: Accelerator, dtype: str, model: nn.Module, objective: Objective, samples: Samples | None
+    accelerator: Accelerator, dtype: str, model: nn.Module, objective: Objective, samples: Samples
 ) -> None:
     """Compares logits of a row with those of a model whose layers have dequantised weights. All ranks call it.
 
@@ -38,11 +38,15 @@ def check_quantised(
         BadInputError: if logits differ, or the quantised model fails and the other one does not.
     """
     inner = accelerator.unwrap_model(model)
-    if not any(quantised_layers(inner)) or not isinstance(samples, TextSamples | LabelledSamples):
+    few = samples.few(CHECKED_TOKENS) if any(quantised_layers(inner)) else None
+    if few is None:
         return
-    batch, problem = objective.on_host(samples.few(CHECKED_TOKENS)), ""
+    batch, problem = objective.on_host(few), ""
     with without_dropout(model):
-        with weights_as_numbers(inner, _compute_dtype(accelerator, dtype)) as read, on_text_alone(inner, samples):
+        with (
+            weights_as_numbers(inner, _compute_dtype(accelerator, dtype)) as read,
+            on_text_alone(inner, samples.has_images),
+        ):
             numbers = logits_of(model, objective, batch, accelerator.device).float()
         try:
             found = logits_of(model, objective, batch, accelerator.device).float()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.checkpoint.export import relative_difference
-from toolkit.data.samples.samples import Batch, LabelledSamples, TextSamples
+from toolkit.data.samples.samples import Batch, Samples
 from toolkit.data.samples.sequence_parts import Part, counts_here
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import base_of
@@ -68,7 +68,7 @@ def check_parts(
     model: nn.Module,
     inner: nn.Module,
     objective: Objective,
-    samples: TextSamples | LabelledSamples,
+    samples: Samples,
     part: Part,
     device: torch.device,
     in_16_bits: bool,
@@ -92,8 +92,10 @@ def check_parts(
     if part.count == 1 and not chunked:
         return None
     batch = samples.few(CHECKED_TOKENS)
+    if batch is None:
+        return None
     length = batch["input_ids"].shape[1]
-    with without_dropout(model), chunks_of(length, inner), on_text_alone(inner, samples):
+    with without_dropout(model), chunks_of(length, inner), on_text_alone(inner, samples.has_images):
         whole = _outputs_and_gradients(model, inner, objective, batch, device)
     differences, problem = dict.fromkeys(whole, 0.0), ""
     try:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.data.samples.image_samples import ImageSamples
+from toolkit.data.samples.samples import Samples
 from toolkit.errors import BadInputError
 from toolkit.generation.text.choices import Continued, encode_choices, scored
 from toolkit.generation.text.complete import Completion, Prompt, complete, sees_padding
@@ -78,14 +78,14 @@ def require_same_scoring(asked: Asked, recipe: Recipe, resumed: Manifest | None)
         )
 
 
-def require_sighted(asked: Asked, train: object) -> None:
+def require_sighted(asked: Asked, train: Samples) -> None:
     """Raises BadInputError if images are asked about and none are trained on: only then the model has towers.
 
     Args:
         train: the samples to train on.
     """
     with_images = next((row.place for row in asked.rows if row.images), None)
-    if with_images is not None and not isinstance(train, ImageSamples):
+    if with_images is not None and not train.has_images:
         raise BadInputError(f"{FILE}: {with_images} has images, and no row to train on has any; leave such rows out")
 
 

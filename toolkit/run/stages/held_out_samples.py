@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
 from toolkit import ranks
 from toolkit.data.images.image_files import preview
-from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, ImageSamples
-from toolkit.data.samples.samples import SourceTargetSamples, TextSamples
+from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, image_samples_of
+from toolkit.data.tokens.prompts import RowPrompt
 from toolkit.generation.text.complete import Prompt, continued
 from toolkit.generation.text.options import Sampling
 from toolkit.model.attention.image_inputs import Sight
@@ -44,64 +42,25 @@ MOST_BETWEEN = 4
 SHOWN = 100
 """Characters of the first continuation that the console shows at an evaluation."""
 
-PLAIN_PROMPT = 16
-"""Tokens of a row that are its prompt if all of it is learned, as in plain text."""
 
-
-@dataclass(frozen=True)
-class HeldOutPrompt:
-    """Tokens of a held-out row: the prompt, with its images, and the answer behind it, or the target."""
-
-    asked: list[int]
-    answer: list[int]
-    images: tuple[Image.Image, ...] = ()
-
-
-def held_out_prompts(run: PreparedRun, count: int) -> list[HeldOutPrompt]:
+def held_out_prompts(run: PreparedRun, count: int) -> list[RowPrompt]:
     """Returns the first held-out rows that leave room for an answer; for pairs, with the chosen completion."""
     samples = run.data.validation
-    if isinstance(samples, SourceTargetSamples):
-        pairs = (samples.parts(number) for number in range(min(count, len(samples))))
-        return [HeldOutPrompt(source.tolist(), target.tolist()) for source, target in pairs]
-    if not isinstance(samples, TextSamples):
+    if samples is None:
         return []
-    prompts = (prompt for number in range(len(samples)) for prompt in _prompts_of(samples, number))
-    fitting = (prompt for prompt in prompts if len(prompt.asked) + NEW_TOKENS <= samples.max_length)
+    prompts = (prompt for number in range(len(samples)) for prompt in samples.prompts(number))
+    beside = samples.most_answer_tokens is not None  # the answer takes nothing of max_length
+    fitting = (prompt for prompt in prompts if beside or len(prompt.asked) + NEW_TOKENS <= samples.max_length)
     return list(islice(fitting, count))
-
-
-def _prompts_of(samples: TextSamples, number: int) -> Iterator[HeldOutPrompt]:
-    """Yields the prompts of a sample, but those in which an image follows the prompt."""
-    hidden = samples.placeholders
-    for (ids, targets), images in zip(samples.asked(number), samples.seen(number), strict=True):
-        prompt = _prompt(ids, targets)
-        if prompt is not None and not hidden.intersection(map(int, ids[len(prompt.asked) :])):
-            yield replace(prompt, images=tuple(images))
 
 
 def _placeholders(run: PreparedRun) -> frozenset[int]:
     """Returns the tokens that stand for images in held-out rows."""
-    return getattr(run.data.validation, "placeholders", frozenset())
-
-
-def _prompt(ids: np.ndarray, targets: np.ndarray) -> HeldOutPrompt | None:
-    """Returns what comes before the first target, and the targets from there on; None if either is empty.
-
-    `ids` and `targets` are (length,).
-    """
-    learned = np.asarray(targets, dtype=bool)
-    first = PLAIN_PROMPT if learned[1:].all() else int(learned.argmax())
-    if first == 0 or first >= len(ids):
-        return None
-    ends = np.flatnonzero(~learned[first:])
-    end = first + int(ends[0]) if len(ends) else len(ids)
-    return HeldOutPrompt([int(token) for token in ids[:first]], [int(token) for token in ids[first:end]])
+    return frozenset() if run.data.validation is None else run.data.validation.placeholders
 
 
 @torch.no_grad()
-def continuations(
-    opened: OpenedRun, run: PreparedRun, prompts: list[HeldOutPrompt], beat: Callable[[], None]
-) -> list[str]:
+def continuations(opened: OpenedRun, run: PreparedRun, prompts: list[RowPrompt], beat: Callable[[], None]) -> list[str]:
     """Returns the most likely tokens behind each prompt, as text. Every rank calls this, and runs the same forwards.
 
     No random number is drawn, so training is not affected.
@@ -110,9 +69,8 @@ def continuations(
         beat: called before each forward, so that slow ones do not count as a stall.
     """
     samples = run.data.validation
-    length = NEW_TOKENS
-    if isinstance(samples, SourceTargetSamples):
-        length = min(length, samples.max_target_length - 1)
+    most = None if samples is None else samples.most_answer_tokens
+    length = NEW_TOKENS if most is None else min(NEW_TOKENS, most)
     # No further image can be generated.
     loaded = loaded_of(opened, run, "lower logging.held_out_samples", never_written=_placeholders(run))
     asked = [Prompt(prompt.asked, [], _shown(run, prompt)) for prompt in prompts]
@@ -124,14 +82,14 @@ def continuations(
     return [_text_up_to_end(run, ids) for ids, _ in written]
 
 
-def _shown(run: PreparedRun, prompt: HeldOutPrompt) -> Callable[[], dict[str, torch.Tensor]] | None:
+def _shown(run: PreparedRun, prompt: RowPrompt) -> Callable[[], dict[str, torch.Tensor]] | None:
     """Returns what makes the model's arguments for the images of a prompt; None without images."""
-    samples = run.data.validation
     if not prompt.images:
         return None
-    assert isinstance(samples, ImageSamples)
-    batch = samples.with_kinds({"input_ids": torch.tensor([prompt.asked])})
-    batch |= samples.shown_tensors([[prompt.images]])
+    assert run.data.validation is not None
+    samples = image_samples_of(run.data.validation)
+    assert samples is not None
+    batch = samples.images_of_prompt(prompt.asked, prompt.images)
     return lambda: Sight(run.inner).shown(batch, batch[KINDS_OF_TOKENS])
 
 
@@ -175,7 +133,7 @@ class HeldOutSamples(Extension):
         self._path = opened.output_dir / SAMPLES_FILE
         self._count = opened.recipe.logging.held_out_samples
         self._steps = steps_between(run.num_steps, opened.recipe.training.eval_every_steps)
-        self._prompts: list[HeldOutPrompt] = []
+        self._prompts: list[RowPrompt] = []
 
     def begin(self, step: int) -> None:
         """Continues the prompts before the first step. A run that resumes after `step` reads what it wrote. Collective.
@@ -255,7 +213,7 @@ class HeldOutSamples(Extension):
         atomic_write(self._path, text)
 
 
-def _unanswered(run: PreparedRun, prompt: HeldOutPrompt) -> SideBySide:
+def _unanswered(run: PreparedRun, prompt: RowPrompt) -> SideBySide:
     """Returns a prompt with its answer in the data; one token stands for all those of an image."""
     hidden = _placeholders(run)
     before = [None, *prompt.asked]

@@ -7,8 +7,7 @@ from torch import nn
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.data.report import DataReport
-from toolkit.data.samples.image_samples import ImageSamples
-from toolkit.data.samples.samples import LabelledSamples, PairSamples, TextSamples
+from toolkit.data.samples.image_samples import image_samples_of
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.positions import rotary_limit
@@ -82,10 +81,10 @@ def check_padding(opened: OpenedRun, sharded: ShardedModel, objective: Objective
     """
     recipe, samples = opened.recipe, data.train
     spec = recipe.objective.spec
-    if isinstance(samples, ImageSamples):
+    if samples.has_images:
         return None
     pads = objective.apart if spec.compares_completions else not data.report.packing
-    if not pads or samples is None or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
+    if not pads or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
         return None
     with Pass(Terminal(quiet=ranks.rank() != 0), "checking that padding changes no row"):
         why = changed_by_padding(sharded.model, sharded.inner, objective, samples, opened.device, opened.in_16_bits)
@@ -108,19 +107,18 @@ def check_packing(
     recipe, model, inner = opened.recipe, sharded.model, sharded.inner
     if recipe.objective.spec.predicts_next_tokens and recipe.sharding.sequence == 1:
         check_causal(model, inner, objective, opened.device)
-    # Both completions of a pair share a sample, whether or not it is packed.
-    pairs = isinstance(data.train, PairSamples) and not objective.apart
-    shown = isinstance(data.train, ImageSamples)
-    if not isinstance(data.train, TextSamples) or not (data.train.packed or pairs or shown):
+    train = data.train
+    # Both completions of a pair share a sample, whether or not it is packed, until the objective keeps them apart.
+    if not train.is_packed and (objective.apart or not train.shares_samples):
         return None, None
     found, leak, size = None, None, recipe.training.micro_batch_size
     try:
         with Pass(Terminal(quiet=ranks.rank() != 0), "checking that packed rows do not attend to each other"):
-            if isinstance(data.train, ImageSamples):
-                seen = check_images(model, inner, objective, data.train, opened.device, opened.in_16_bits)
+            if (with_images := image_samples_of(train)) is not None:
+                seen = check_images(model, inner, objective, with_images, opened.device, opened.in_16_bits)
                 found = (seen.leaks, seen.alone) if seen is not None and seen.shared else None
             else:
-                found = check_leaks(model, inner, objective, data.train, size, opened.device, opened.in_16_bits)
+                found = check_leaks(model, inner, objective, train, size, opened.device, opened.in_16_bits)
     except LeakError as error:
         leak = error
     # All or none: ranks whose rounding differs must not train on different samples.
@@ -129,20 +127,18 @@ def check_packing(
         if not may_pad(recipe, data):
             raise leak
         return None, leak.why
-    if not data.train.packed:
+    if not train.is_packed:
         return None, None
-    train = data.report.train
-    assert train is not None
-    assert train.fill_rate is not None, "rows are packed"
-    return PackingCheck(train.fill_rate, found), None
+    report = data.report.train
+    assert report is not None
+    assert report.fill_rate is not None, "rows are packed"
+    return PackingCheck(report.fill_rate, found), None
 
 
 def _check_parts(
     opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData, planned: Planned
 ) -> float | None:
-    """Returns the largest difference from whole rows, see `check_parts`; None if rows are whole."""
-    if not isinstance(data.train, TextSamples | LabelledSamples):
-        return None
+    """Returns the largest difference from whole rows, see `check_parts`; None if it compares nothing."""
     part = part_of(opened.accelerator, opened.recipe.sharding.sequence)[2]
     chunked = planned.checkpointing is not None and planned.checkpointing.chunk_tokens is not None
     model, inner, device = sharded.model, sharded.inner, opened.device

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build
-from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.templates.template_date import set_date, today, writes_date
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
@@ -69,7 +68,7 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     require_room(model, tokens, recipe)
     require_sample(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
-    attention = _choose_attention(opened, model, packed, isinstance(data.train, ImageSamples))
+    attention = _choose_attention(opened, model, packed, data.train.has_images)
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)
     share_rows(recipe.sharding.sequence, recipe.data.max_length, *(one for one in (model, teacher) if one is not None))
     sources = recipe.data.source_names
@@ -81,7 +80,7 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
 def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
     """Builds the model; raises BadInputError if there is none, or it cannot be trained or exported as asked."""
     recipe, names = opened.recipe, rows.data.label_names
-    has_images = isinstance(rows.data.train, ImageSamples)
+    has_images = rows.data.train.has_images
     parts = asked_parts(recipe.model, recipe.adapter, has_images)
     model = load(
         recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind, parts

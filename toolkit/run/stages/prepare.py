@@ -11,7 +11,6 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.data.build import TokenisedData
 from toolkit.data.rows.cache import cache_folder
 from toolkit.data.samples.loader import EpochOrder
-from toolkit.data.samples.samples import JudgedSamples, PairSamples
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.weights.weights import fit_of
@@ -116,13 +115,14 @@ def _with_log_probabilities(
     progress = Pass(opened.console, "log-probabilities of the reference")
     found: dict[str, Any] = {}
     for split, samples in (("train", data.train), ("validation", data.validation)):
-        if isinstance(samples, PairSamples | JudgedSamples):
+        compared = None if samples is None else samples.compared
+        if compared is not None:
             identity = identity_of(recipe, sharded.inner, accelerator.mixed_precision, data.fingerprint, split)
             size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)
             if split == "train":
-                reached = EpochOrder(len(samples), recipe.training.seed, recipe.data.shuffle).first(last)
+                reached = EpochOrder(len(compared), recipe.training.seed, recipe.data.shuffle).first(last)
             else:
-                reached = list(range(len(samples))[: recipe.data.max_validation_samples])
+                reached = list(range(len(compared))[: recipe.data.max_validation_samples])
             where = (cache, identity, progress, part_of(accelerator, recipe.sharding.sequence)[2])
-            found[split] = with_reference(accelerator, sharded.model, objective, samples, reached, size, *where)
+            found[split] = with_reference(accelerator, sharded.model, objective, compared, reached, size, *where)
     return replace(data, **found)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit import ranks
-from toolkit.data.samples.image_samples import ImageSamples
+from toolkit.data.samples.image_samples import image_samples_of
 from toolkit.model.adapters.adapter_checks import require_kept
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attention_of
@@ -43,7 +43,6 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
     shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.node)
     mesh = shard if plugin.strategy.sharded else MeshShape(accelerator.num_processes, 1)
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
-    rows = on_meta.data.train
     with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):
         return ranks.on_first_rank(
             lambda: plan_run(
@@ -57,7 +56,7 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
                 on_meta.data.report.label_counts,
                 accelerator.device,
                 on_meta.teacher,
-                rows if isinstance(rows, ImageSamples) else None,
+                image_samples_of(on_meta.data.train),
             )
         )
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.samples.samples import TextSamples
+from toolkit.data.samples.samples import Samples
 from toolkit.data.samples.turn_ends import learned_ends
 
 
-def teach_to_stop(model: Any, tokenizer: PreTrainedTokenizerBase, samples: Any) -> str | None:
+def teach_to_stop(model: Any, tokenizer: PreTrainedTokenizerBase, samples: Samples) -> str | None:
     """Adds the ends that are learned to the model's `generation_config.eos_token_id`, which its export takes.
 
     A chat model's configuration often has only the end token of its base (Gemma's lacks `<end_of_turn>`), so that
@@ -19,7 +19,7 @@ def teach_to_stop(model: Any, tokenizer: PreTrainedTokenizerBase, samples: Any) 
     Returns:
         A description of what ends an answer, and what was added; None for models that do not continue a text.
     """
-    if not isinstance(samples, TextSamples) or not model.can_generate():
+    if not samples.continues_text or not model.can_generate():
         return None
     learned = learned_ends(samples, tokenizer)
     if not learned:

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
-from toolkit.data.samples.samples import TextSamples
 from toolkit.model.attention.attention import settle_attention
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.teacher import load_teacher, shard_teacher
@@ -54,7 +53,7 @@ def check_teacher(
         BadInputError: on every rank, if they do.
     """
     train, size = data.train, micro_batch_size
-    if objective.teacher is None or not isinstance(train, TextSamples) or not train.packed:
+    if objective.teacher is None or not train.is_packed:
         return
     model, causal = objective.teacher.model, objective.teacher.causal
     ranks.on_every_rank(

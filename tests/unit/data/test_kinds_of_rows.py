@@ -1,4 +1,4 @@
-"""The names of cached folders and the identity of a resumed run, for rows of every kind, as they were recorded."""
+"""Rows of every kind: the names of their cached folders and of a resumed run, as recorded, and what samples answer."""
 
 from __future__ import annotations
 
@@ -123,21 +123,21 @@ def bitmap() -> bytes:
     return b"BM" + struct.pack("<IHHI", 54 + len(pixels), 0, 0, 54) + header + pixels
 
 
-def test_keys_are_as_recorded(tmp_path: Path, sighted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another key tokenises everybody's rows again; another fingerprint refuses to resume everybody's runs.
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, sighted: Path) -> dict[str, tuple[Path, Any, build.TokenisedData]]:
+    """Of each kind: its folder in the cache, the tokenizer and the data.
 
     The digests of the tokenizer and of the processor depend on the libraries that write them, so they are fixed here.
     """
     read_by = Images.of
-    monkeypatch.setattr(build, "identity", lambda tokenizer: "tokenizer")
-    monkeypatch.setattr(build.Images, "of", lambda *given: (found := read_by(*given)) and replace(found, identity="p"))
-    found = {kind: keys_of(kind, tmp_path / kind, sighted) for kind in KINDS}
-    assert found == RECORDED
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(build, "identity", lambda tokenizer: "tokenizer")
+        patched.setattr(build.Images, "of", lambda *given: (found := read_by(*given)) and replace(found, identity="p"))
+        return {kind: build_kind(kind, tmp_path_factory.mktemp("kind"), sighted) for kind in KINDS}
 
 
-def keys_of(kind: str, folder: Path, sighted: Path) -> tuple[str, str, str]:
+def build_kind(kind: str, folder: Path, sighted: Path) -> tuple[Path, Any, build.TokenisedData]:
     objective, rows, settings = KINDS[kind]
-    folder.mkdir()
     (folder / "0.bmp").write_bytes(bitmap())
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"train": str(folder / "rows.jsonl"), "max_length": 128, "cache_dir": str(folder / "cache"), **settings}
@@ -147,10 +147,59 @@ def keys_of(kind: str, folder: Path, sighted: Path) -> tuple[str, str, str]:
     else:
         tokens = tokenizer._train_byte_pairs(iter(()), 260, MARKERS["chatml"])
         use_template(tokens, "chatml")
-    built = build.build(data, tokens, 0, ObjectiveSection(kind=objective))
-    names = sorted(path.name for path in (folder / "cache").iterdir() if path.is_dir())
-    documents = " ".join(name for name in names if name.startswith("documents"))
+    return folder / "cache", tokens, build.build(data, tokens, 0, ObjectiveSection(kind=objective))
+
+
+def test_keys_are_as_recorded(built: dict[str, tuple[Path, Any, build.TokenisedData]]) -> None:
+    """Another key tokenises everybody's rows again; another fingerprint refuses to resume everybody's runs."""
+    found = {kind: keys_of(cache, data) for kind, (cache, _, data) in built.items()}
+    assert found == RECORDED
+
+
+def keys_of(cache: Path, data: build.TokenisedData) -> tuple[str, str, str]:
+    names = sorted(path.name for path in cache.iterdir() if path.is_dir())
+    documents, samples = (" ".join(name for name in names if name.startswith(of)) for of in ("documents", "samples"))
     # With images the samples are named by the folder of the images, too, which is another one in each test.
-    samples = built.content if kind == "images" else " ".join(name for name in names if name.startswith("samples"))
-    assert samples is not None
-    return documents, samples, built.fingerprint
+    content = data.content if data.stream is None else None
+    return documents, content or samples, data.fingerprint
+
+
+IN_CHAT = "<|im_start|>user\nwho is it<|im_end|>\n<|im_start|>assistant\n"
+FOX, KING = "a fox<|im_end|>", "a king<|im_end|>"
+TEXT = "is_packed, shares_samples, continues_text, tried"
+ANSWERS: dict[str, tuple[str, list[int], list[tuple[str, str]]]] = {
+    "text": (TEXT, [6, 7], []),  # shorter than what is taken for a prompt
+    "answers": (TEXT, [15], [("who is it", FOX)]),
+    "conversation": (TEXT, [71], [(IN_CHAT, FOX)]),
+    "each_turn": (TEXT, [34, 70], [(IN_CHAT, FOX), (f"{IN_CHAT}{FOX}\n{IN_CHAT}", KING)]),
+    "pairs": (f"{TEXT}, compared, of pairs", [71, 71], [(IN_CHAT, FOX), (IN_CHAT, FOX)]),
+    "reward": (f"{TEXT}, compared, of pairs", [71], [(IN_CHAT, FOX)]),
+    "judged": (f"{TEXT}, compared", [35, 36], [(IN_CHAT, FOX), (IN_CHAT, KING)]),
+    "labelled": ("tried", [5, 6], []),
+    "tagged": ("tried", [5], []),
+    "source-target": ("answers of 31", [12], [("a fox", KING)]),
+    "images": (f"{TEXT}, has_images", [40], [(IN_CHAT.replace("who", "<image>" * 4 + "\nwho"), FOX)]),
+}
+"""Kind of row -> what is true of its samples, the tokens of each row or piece, and the prompts with their answers."""
+
+
+def test_samples_answer_for_their_kind(built: dict[str, tuple[Path, Any, build.TokenisedData]]) -> None:
+    """What the checks before the first step, held-out samples, `verify` and `suggest` ask of them."""
+    assert {kind: answers_of(*built[kind][1:]) for kind in ANSWERS} == ANSWERS
+
+
+def answers_of(tokens: Any, data: build.TokenisedData) -> tuple[str, list[int], list[tuple[str, str]]]:
+    samples = data.train
+    asked = {
+        "is_packed": samples.is_packed,
+        "shares_samples": samples.shares_samples,
+        "continues_text": samples.continues_text,
+        "tried": samples.few(4) is not None,
+        "compared": samples.compared is samples,
+        "of pairs": samples.keep_apart.startswith("Both completions of a pair share a sample"),
+        "has_images": samples.has_images,
+        f"answers of {samples.most_answer_tokens}": samples.most_answer_tokens is not None,
+    }
+    prompts = [prompt for number in range(len(samples)) for prompt in samples.prompts(number)]
+    shown = [(tokens.decode(prompt.asked), tokens.decode(prompt.answer)) for prompt in prompts]
+    return ", ".join(name for name, holds in asked.items() if holds), samples.lengths().tolist(), shown
