@@ -80,13 +80,13 @@ def first_block_dense(_: Any) -> Any:
 
 def small_steps() -> tuple[list[Any], dict[str, int]]:
     """The steps, and the bytes that this rank hands to the first one's collectives."""
-    tokens, exchange = [], expert_parallel._all_to_all
+    tokens, exchange = [], expert_parallel.all_to_all
 
     def counted(rows: torch.Tensor, *args: Any) -> torch.Tensor:
         tokens.append(rows.nbytes)
         return exchange(rows, *args)
 
-    with Traffic() as found, patch.object(expert_parallel, "_all_to_all", counted):
+    with Traffic() as found, patch.object(expert_parallel, "all_to_all", counted):
         first = step_of(SMALL[0])
     steps = [first, *map(step_of, SMALL[1:]), step_of(IDLE, change=two_experts_alone)]
     steps.append(step_of(CHUNKED, change=first_block_dense, chunk_tokens=5))

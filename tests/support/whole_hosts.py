@@ -108,7 +108,7 @@ class Job:
     local_world_size: int = 2
     meets: bool = True
     world: str = "world"
-    seconds: float = 300.0
+    seconds: float = ranks.LIMIT_SECONDS
 
 
 Outcome = tuple[bool, Any]
@@ -172,7 +172,7 @@ def _main(file: Path) -> None:
     meeting = file.parent / f"meeting-{job.world}-{file.stem.rpartition('-')[2]}"
     meeting.mkdir(exist_ok=True)
     pipes, processes = ranks._start(_on_host, job.num_ranks, str(meeting), (job,), job.ranks)
-    outcomes = ranks._collect(pipes, job.seconds)
+    outcomes = ranks._collect(pipes, processes, job.function.__qualname__, job.seconds)
     ranks._end(processes)
     unfinished = file.with_suffix(".part")
     unfinished.write_bytes(pickle.dumps(outcomes))
