@@ -123,8 +123,7 @@ def test_a_product_that_is_not_that_of_the_dequantised_weights_is_refused(monkey
     torch.manual_seed(0)
     model = llama()
     quantise_loaded(model, {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]})
-    rows = SimpleNamespace(few=lambda _tokens: {"input_ids": torch.arange(3, 14)[None]})
-    monkeypatch.setattr("toolkit.run.checks.quantised_check.TextSamples", SimpleNamespace)
+    rows = SimpleNamespace(few=lambda _tokens: {"input_ids": torch.arange(3, 14)[None]}, has_images=False)
     objective = SimpleNamespace(on_host=lambda batch: batch, logits=lambda model, batch: model(**batch).logits)
     accelerator = SimpleNamespace(
         unwrap_model=lambda wrapped: wrapped, mixed_precision="no", device=torch.device("cpu")
