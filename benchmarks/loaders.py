@@ -66,13 +66,14 @@ def main() -> None:
     if not (work / "bases").is_dir():
         run_child(["make", str(work / "bases")], WRITER, work)
     jobs = train(work)
-    (work / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     today = f"transformers {version('transformers')}, peft {version('peft')}"
-    answers = {loader: read("read", loader, work) for loader in (today, *LOADERS)}
+    answers = {loader: read("read", loader, jobs, work) for loader in (today, *LOADERS)}
     table = {loader: {name: verdict(answers[today][name], of[name]) for name in jobs} for loader, of in answers.items()}
     if options.llama_cpp is not None:
-        found = read("convert", today, work, str(options.llama_cpp.resolve()))
-        table[CONVERTER] = {name: converted(name, found) for name in jobs if not jobs[name]["adapter"]}
+        whole = {name: job for name, job in jobs.items() if not job["adapter"] and "Causal" in job["auto"]}
+        bases = {f"{name.partition(':')[0]}: base": {"folder": job["base"]} for name, job in whole.items()}
+        found = read("convert", today, whole | bases, work, str(options.llama_cpp.resolve()))
+        table[CONVERTER] = {name: converted(name, found) for name in whole}
     text = as_text(table)
     print(text)
     if options.docs:
@@ -103,8 +104,9 @@ def run_child(arguments: list[str], loader: str, work: Path) -> None:
     subprocess.run([sys.executable, str(CHILD), *arguments], check=True, env=environment)
 
 
-def read(verb: str, loader: str, work: Path, *more: str) -> dict[str, Any]:
-    """Returns a loader's answers to all jobs."""
+def read(verb: str, loader: str, jobs: dict[str, Any], work: Path, *more: str) -> dict[str, Any]:
+    """Returns a loader's answers to jobs."""
+    (work / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     answers = work / f"answers-{verb}.json"
     run_child([verb, str(work / "jobs.json"), str(answers), *more], loader, work)
     found: dict[str, Any] = json.loads(answers.read_text(encoding="utf-8"))
@@ -122,7 +124,7 @@ def train(work: Path) -> dict[str, dict[str, Any]]:
             if way in OF_TEXT_ALONE and family != "llama 3":
                 continue
             output, base = work / "runs" / family / way, work / "bases" / family
-            recipe = {
+            recipe: dict[str, Any] = {
                 "model": {"name_or_path": str(base)},
                 "data": {"train": str(rows[kind]), "max_length": 128, "cache_dir": str(work / "cache")},
                 "optimizer": {"learning_rate": 1e-2},
@@ -179,28 +181,30 @@ def verdict(expected: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def converted(name: str, found: dict[str, Any]) -> str:
-    """Compares the fields of a converted export with those of the family's full one, which have the base's values."""
-    one, whole = found[name], found[f"{name.partition(':')[0]}: full"]
+    """Compares the fields and the names of tensors of a converted export with those of its converted base."""
+    one, base = found[name], found[f"{name.partition(':')[0]}: base"]
     if "error" in one:
         return str(one["error"])
-    same = one["fields"] == whole["fields"] and one["tensors"] == whole["tensors"]
-    return "equal" if same or "added" in name else "differs"
+    wrong = [key for key in one if one[key] != base[key]]
+    return "equal" if not wrong else f"differs: {', '.join(wrong)}"
 
 
 def as_text(table: dict[str, dict[str, str]]) -> str:
     """Returns a table of loaders and ways, with the number of families whose answers are equal, and what failed."""
     lines = [f"| loader | {' | '.join(WAYS)} |", f"|---|{'---|' * len(WAYS)}"]
-    failed = []
+    failed: dict[str, list[str]] = {}
     for loader, of in table.items():
         cells = []
         for way in WAYS:
             names = [name for name in of if name.endswith(f": {way}")]
             equal = [name for name in names if of[name] == "equal"]
             cells.append(f"{len(equal)} of {len(names)}" if names else "")
-            failed += [f"- {loader}, {name}: {of[name]}" for name in names if name not in equal]
+            for name in set(names) - set(equal):
+                failed.setdefault(f"- {loader}, {name.partition(':')[0]}", []).append(f"{way}: {of[name]}")
         lines.append(f"| {loader} | {' | '.join(cells)} |")
+    listed = [f"{place}: {'; '.join(ways)}" for place, ways in sorted(failed.items())]
     said = f"Written on {datetime.date.today()}; the families are {', '.join(FAMILIES)}."
-    return "\n".join([said, "", *lines, *([""] if failed else []), *failed, ""])
+    return "\n".join([said, "", *lines, *([""] if failed else []), *listed, ""])
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def convert(job: dict[str, Any], llama_cpp: Path) -> dict[str, Any]:
     """Converts an export by llama.cpp's converter, which is told that the tokenizer is GPT-2's.
 
     Returns:
-        The file's fields about positions and ends, and the largest difference of a tensor from the export's.
+        The file's fields about positions, ends and the chat template, and the names of its tensors.
     """
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
     import convert_hf_to_gguf
@@ -161,26 +161,27 @@ def convert(job: dict[str, Any], llama_cpp: Path) -> dict[str, Any]:
     found = gguf.GGUFReader(made)
     asked = ("rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "eos_token_id", "chat_template")
     fields = {name: str(field.contents()) for name, field in found.fields.items() if name.endswith(asked)}
-    rows = next(tensor.shape[1] for tensor in found.tensors if tensor.name == "token_embd.weight")
+    names = sorted(tensor.name for tensor in found.tensors)
     made.unlink()
-    return {"fields": fields, "tensors": sorted(tensor.name for tensor in found.tensors), "rows": int(rows)}
+    return {"fields": fields, "tensors": names}
 
 
 def main() -> None:
-    """Runs `make FOLDER` or `read JOBS`, and writes the answer to the file beside it."""
+    """Runs `make FOLDER`, `read JOBS ANSWERS` or `convert JOBS ANSWERS LLAMA_CPP`."""
     verb, place = sys.argv[1], Path(sys.argv[2])
     if verb == "make":
         make(place)
         return
-    answers, llama_cpp = {}, Path(sys.argv[4]) if verb == "convert" else None
+    answers, to = {}, Path(sys.argv[3])
+    llama_cpp = Path(sys.argv[4]) if verb == "convert" else None
     for name, job in json.loads(place.read_text(encoding="utf-8")).items():
         try:
             answers[name] = read(job) if llama_cpp is None else convert(job, llama_cpp)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the converter ends with SystemExit
             answers[name] = {
                 "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             }
-    Path(sys.argv[3]).write_text(json.dumps(answers), encoding="utf-8")
+    to.write_text(json.dumps(answers), encoding="utf-8")
 
 
 if __name__ == "__main__":
