@@ -178,9 +178,8 @@ def main() -> None:
         try:
             answers[name] = read(job) if llama_cpp is None else convert(job, llama_cpp)
         except (Exception, SystemExit) as error:  # the converter ends with SystemExit
-            answers[name] = {
-                "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-            }
+            shown = (str(error) or " ").splitlines()[0].replace(job["folder"], "FOLDER")
+            answers[name] = {"error": f"{type(error).__name__}: {shown[:200]}"}
     to.write_text(json.dumps(answers), encoding="utf-8")
 
 
