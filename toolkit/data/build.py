@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -191,7 +192,7 @@ class Builder:
         source = open_source(section, field)
         # max_length is not part of the key: another length needs no tokenising. Texts to classify are the exception,
         # which the tokenizer itself cuts.
-        layout = recognise(source, self.data.columns, self.objective.kind)
+        layout = self._layout(source)
         images = self._images_of(source)
         blind = why_unread(self.objective, False, self.images is not None, images is not None)
         layout = replace(layout, images=images is not None, blind=blind)
@@ -222,6 +223,18 @@ class Builder:
             named["roots"] = [str(image_root(shard, self._image_root())) for shard in source.shards]
         # Left out if there is none, so that documents from before sources had names are found again.
         return named if section.name is None else {**named, "told_as": section.name}
+
+    def _layout(self, source: Source) -> Layout:
+        layout = recognise(source, self.data.columns, self.objective.kind)
+        return replace(layout, templated=True) if self.paired and self._renders_pairs else layout
+
+    @functools.cached_property
+    def _renders_pairs(self) -> bool:
+        """Whether pairs of text are conversations: in all sources, held-out ones too, if they are in one."""
+        sections = [("data.train", section) for section in self.data.train]
+        sections += [("data.validation", section) for section in self.data.validation or []]
+        opened = (open_source(section, field, streaming=self.data.streaming) for field, section in sections)
+        return any(recognise(source, self.data.columns, self.objective.kind).templated for source in opened)
 
     def _image_root(self) -> Path | None:
         return None if self.data.image_root is None else local_path(self.data.image_root).resolve()
@@ -425,7 +438,7 @@ class Builder:
             replace(open_source(section, "data.train", streaming=True), paths=names) for section in self.data.train
         ]
         blind = why_unread(self.objective, True, self.images is not None, False)
-        found = ((source, recognise(source, self.data.columns, self.objective.kind)) for source in opened)
+        found = ((source, self._layout(source)) for source in opened)
         sources = [(source, replace(layout, blind=blind)) for source, layout in found]
         # Made for each source, because that checks it; what they encode is alike, and the stream takes the first.
         encoders = [self._encoder(source, layout) for source, layout in sources]

@@ -179,7 +179,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "a video": ({**GOOD, "video": "in/a.mp4"}, "the row has a video (video), which is not read; leave such rows out"),
     "the model's own token": (
         {"messages": [{"role": "user", "content": "what does <image> mean"}, ANSWER]},
-        "the model's token for an image, and the row has no image",
+        "the model's image token, but the row has no image",
     ),
     "the token beside an image": (
         {"messages": [user({**SHOWN, "image": "in/0.png"}, text("what does <image> mean")), ANSWER]},
@@ -361,7 +361,7 @@ def test_what_nothing_reads_is_refused_by_its_own_name(model: Path, folder: Path
             {"kind": "reward"},
             r"the row has an image \(image\), and objective.ki",
         ),
-        ([good, token], {"kind": "preference"}, "the words hold the model's token for an image, and the row has no im"),
+        ([good, token], {"kind": "preference"}, "the text contains the model's image token, but the row has no im"),
     ]
     for rows, settings, problem in cases:
         report = built(model, folder, rows, **settings).report.train

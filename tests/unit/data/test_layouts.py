@@ -319,6 +319,13 @@ def test_a_system_prompt_beside_a_text_prompt_makes_conversations(tmp_path: Path
         {**orca, "system": None, "tools": []},
     ):
         assert learned(built(tmp_path, chatml, [plain], "preference", **named), chatml) == text
+    # One form for all pairs of a run: another source has no system prompt, and is rendered, too.
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({key: value for key, value in orca.items() if key != "system"}) + "\n")
+    mixed = built(tmp_path, chatml, [orca], "preference", validation=str(held_out), **named)
+    rendered = turn("user", "hi") + turn("assistant", "hello")
+    assert mixed.validation is not None
+    assert chatml.decode(mixed.validation.batch([0])["input_ids"][0]).startswith(rendered)
     # Where the first rows have none, a later one is not read, unless the column is named.
     rows = [{**orca, "question": f"hi{'!' * i}", "system": "be kind" if i == 100 else ""} for i in range(101)]
     counted = built(tmp_path, chatml, rows, "preference", **named)

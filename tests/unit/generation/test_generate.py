@@ -781,7 +781,7 @@ def test_only_a_hub_name_is_looked_for_on_the_hub(plain: Path) -> None:
         ("--eval", '{"prompt": "a"}', "answer is missing"),
         ("--eval", '{"prompt": "a", "answer": []}', "answer is missing"),
         ("--eval", '{"prompt": "a", "completion": []}', "answer is missing"),
-        ("--eval", '{"prompt": "a", "completion": "b", "label": false}', "its completion is judged false"),
+        ("--eval", '{"prompt": "a", "completion": "b", "label": false}', "its completion is labelled false"),
         ("--eval", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
         ("--eval", '{"prompt": "a", "answer": 42}', "answer: 42 is no text; write it in quotes"),
         ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
