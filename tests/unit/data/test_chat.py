@@ -569,12 +569,18 @@ def test_the_cost_of_rendering_grows_with_the_turns_and_not_with_their_square(mo
         return rendered(tokenizer, messages, *arguments)
 
     monkeypatch.setattr(chat, "rendered", counting)
-    for name in ("our chatml", "qwen 3", "deepseek r1", "mistral v3"):
+    sum_of = {"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}
+    talk = [user("ask"), assistant("say")]
+    agent = [{**assistant(""), "tool_calls": [sum_of]}, {"role": "tool", "name": "sum", "content": "1"}]
+    cases = [
+        *((name, [], talk) for name in ("our chatml", "qwen 3", "deepseek r1", "mistral v3")),
+        *((name, [user("begin")], agent) for name in ("qwen 2.5", "qwen 3")),
+    ]
+    for name, first, turn_of in cases:
         costs = []
         for turns in (200, 400):
             counted = 0
-            messages = [made for i in range(turns) for made in (user(f"ask {i}"), assistant(f"say {i}"))]
-            spans = render(tokenizer_for(ALL_TEMPLATES[name]), messages, None, "assistant").spans
+            spans = render(tokenizer_for(ALL_TEMPLATES[name]), first + turns * turn_of, None, "assistant").spans
             assert len(spans) == turns
             costs.append(counted)
         assert costs[1] < 2.2 * costs[0], name
