@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import socket
 from multiprocessing.connection import Client
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, StoppedError, ToolkitError
@@ -17,6 +19,7 @@ from toolkit.pages.notebook_output import Output
 from toolkit.run.shown import notebook
 from toolkit.run.shown.notebook import NotebookOutput, notebook_output
 from toolkit.run.shown.outcome import result_of
+from toolkit.run.stages import opening
 from toolkit.terminal import Terminal
 
 EVALS = [{"split": "eval", "step": 0, "loss": 4.0}, {"split": "eval", "step": 3, "loss": 2.5}]
@@ -147,3 +150,14 @@ def test_what_a_rank_said_is_raised_as_the_kind_of_error_that_it_was(said: Any, 
 def test_one_process_needs_no_launcher(count: int) -> None:
     with pytest.raises(BadInputError, match=re.escape(f"num_processes: {count}, but")):
         notebook.finetune_on(SimpleNamespace(), count)  # type: ignore[arg-type]
+
+
+def test_a_build_for_cuda_without_a_gpu_may_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls the fork of a process that has asked for the number of GPUs a bad one, also where that is 0."""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    opening._require_usable_fork()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(BadInputError, match="forked from one that has used CUDA"):
+        opening._require_usable_fork()

@@ -36,7 +36,8 @@ def _require_usable_fork() -> None:
     if multiprocessing.parent_process() is None:
         return
     mend = "restart the notebook, or use finetune(recipe, num_processes=N), which forks no process"
-    if torch.cuda._is_in_bad_fork():
+    # A CUDA build says so without a GPU, too, once its parent has asked for the number of GPUs.
+    if torch.cuda._is_in_bad_fork() and torch.cuda.device_count() > 0:
         raise BadInputError(f"this process was forked from one that has used CUDA; {mend}")
     try:
         torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
