@@ -184,7 +184,7 @@ def test_adapters_under_ddp_pass(adapter: list[str], folder: Path) -> None:
 def test_adapters_that_are_wrong_are_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last scale of each matrix is that of the block before, and the adapters' products are scaled wrong."""
     break_ranks(
-        "from toolkit.model import load; from toolkit.model.quantised.quantised import quantised\n"
+        "from toolkit.model import load; from toolkit.model.quantised import quantised\n"
         "in_4_bits, add = quantised._in_4_bits, load.add_adapter\n"
         "def shifted(flat):\n"
         "    weight, absmax = in_4_bits(flat)\n"

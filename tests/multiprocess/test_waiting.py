@@ -39,7 +39,7 @@ def slow_on_rank_zero(meeting: str, folder: str) -> float:
     weights = RankZeroWeights(slowly)
     found = weights.read("model.norm.weight", torch.empty(32), slice(0, 32))
     settings = exports.ExportSettings(torch.float32, 2**30, merge=False)
-    tokenizer: Any = mock.Mock(images_of=None)
+    tokenizer: Any = mock.Mock(pictures_of=None)
     with mock.patch.object(exports, "write_model_files", slowly):
         exports.export(Accelerator(cpu=True), model, tokenizer, Path(folder), settings)
     kept = ranks.alone_on_first_rank(lambda: rank)
