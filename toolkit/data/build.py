@@ -233,6 +233,8 @@ class Builder:
         """Whether pairs of text are conversations: in all sources, held-out ones too, if they are in one."""
         sections = [("data.train", section) for section in self.data.train]
         sections += [("data.validation", section) for section in self.data.validation or []]
+        if len(sections) == 1:  # whose own layout says it, and which need not be opened twice
+            return False
         opened = (open_source(section, field, streaming=self.data.streaming) for field, section in sections)
         return any(recognise(source, self.data.columns, self.objective.kind).templated for source in opened)
 
@@ -284,8 +286,9 @@ class Builder:
         targets = "last_turn" if self.paired or self.judged else self.targets
         bos, prefix = bos_of(self.tokenizer, self.data.add_bos), self.data.source_prefix or ""
         following = next_turn_of(self.tokenizer) if conversation else None
-        more = (limits[0], bos, limits[1], prefix, following, None, None, image_tokens_of(self.tokenizer))
-        return Encoder(self.tokenizer, targets, self.objective.kind, *more)
+        more = (limits[0], bos, limits[1], prefix, following)
+        in_text = image_tokens_of(self.tokenizer)
+        return Encoder(self.tokenizer, targets, self.objective.kind, *more, image_tokens=in_text)
 
     def _template_day(self) -> list[str]:
         """Returns the date that the chat template writes; most write none, so that their rows stay cached."""
