@@ -103,8 +103,10 @@ def compare_files(before: BaseFiles, export: Path) -> list[str]:
                 wrong.append(f"{name}: {change}")
             else:
                 is_short = len(change) <= LONGEST and not key.startswith(TABLES)
+                shown = change if is_short else key.split(".")[0] or "all"
                 said = explained.setdefault((name, reason), [])
-                said += [change] if is_short else [shown] if (shown := key.split(".")[0] or "all") not in said else []
+                if shown not in said:  # of a table once
+                    said.append(shown)
     if wrong:
         raise ExportError(
             f"{str(export)!r} differs from its base in what training did not change: {some(wrong)}; other loaders may "
