@@ -36,7 +36,7 @@ from toolkit.model.adapters.started_adapter import go_on
 from toolkit.model.adapters.targets import classifier_of, is_classifier
 from toolkit.model.beside_weights.base_files import base_files, model_folder
 from toolkit.model.new_rows import with_new_rows
-from toolkit.model.possible_configs import require_library, require_possible
+from toolkit.model.possible_configs import require_lasting_rows, require_library, require_possible
 from toolkit.model.quantised.quantised import QuantisedWeights
 from toolkit.model.quantised.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
 from toolkit.model.structure.model_parts import (
@@ -49,7 +49,6 @@ from toolkit.model.structure.model_parts import (
     writer_of,
 )
 from toolkit.model.structure.on_meta import build_on_meta
-from toolkit.model.weights.padding_rows import require_lasting_rows
 from toolkit.model.weights.weight_values import Values
 from toolkit.model.weights.weights import (
     Fit,

@@ -18,7 +18,6 @@ from toolkit.errors import counted
 from toolkit.pages.data_page import DATA_PAGE, SUMMARY_FACTS, dropped_table, split_table, window_remark
 from toolkit.pages.parts.charts import MAX_TABLE_ROWS, Chart, Series, drawable, evenly_spaced, smoothed
 from toolkit.pages.parts.curves import SCRIPT, curve_card
-from toolkit.pages.parts.experts import expert_loads
 from toolkit.pages.parts.figures import confusion_table, figure_charts, figure_tile, figures_of
 from toolkit.pages.parts.number_text import (
     MISSING,
@@ -38,6 +37,9 @@ from toolkit.terminal import format_bytes, format_time
 
 MAX_LISTED_STEPS = 20
 """The most non-finite steps that the note names before it says how many more there are."""
+
+BRIGHTEST_LOAD = 2.0
+"""Factor on an expert's even share from which its cell has the strongest colour."""
 
 LINE_SHARE = 0.01
 """Width of a line as a share of a small chart's height, approximately."""
@@ -344,6 +346,17 @@ def _gaps(lines: Metrics, field: str) -> list[int]:
 
 
 # ---- tables, recipe ----
+
+
+def expert_loads(train: Metrics) -> dict[str, Any] | None:
+    """Returns the last recorded loads, as `experts.html.jinja` takes them, or None if the model has no experts."""
+    line = next((line for line in reversed(train) if line.get("expert_load")), None)
+    if line is None:
+        return None
+    loads: list[list[float]] = line["expert_load"]
+    dead = sum(share == 0 for layer in loads for share in layer)
+    told = f"{counted(len(loads), 'router')} of {counted(len(loads[0]), 'expert')}; {dead or 'none'} without a token"
+    return {"loads": loads, "step": line["step"], "told": told, "brightest": BRIGHTEST_LOAD}
 
 
 def _tables(summary: RunSummary, evals: Metrics) -> list[Table]:

@@ -1,11 +1,13 @@
-"""Reads the settings that `accelerate launch` put into the environment, and checks them against the arguments.
+"""Reads what `accelerate launch` put into the environment; checks it against the arguments, and this host's address.
 
 accelerate_config.py reads the same settings from an Accelerate config's file.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 
 from accelerate.utils import GradientAccumulationPlugin
 
@@ -16,6 +18,8 @@ from toolkit.sharding.plan.strategy import DEFAULT_STRATEGY, OFFLOAD, Strategy, 
 
 STRATEGY_VARIABLE = "FSDP_SHARDING_STRATEGY"
 """Holds `fsdp_config.fsdp_sharding_strategy` of the Accelerate config. Accelerate ignores it with FSDP version 2."""
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def resolve_strategy(asked: str | None) -> Strategy:
@@ -104,3 +108,49 @@ def refuse_stock_settings() -> None:
     """
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise BadInputError("fsdp_config.fsdp_offload_params: not supported by the sharding backend; set it to false")
+
+
+def require_reachable_host() -> None:
+    """Checks that the other hosts of a run can reach this one by its name.
+
+    gloo announces the address of this host's name. Debian and Ubuntu set it to 127.0.1.1 in /etc/hosts. Another host
+    then looks for the rank on itself, and the run hangs until it fails with "connection refused".
+
+    Raises:
+        BadInputError: if the run has several hosts and the name has no address or a loopback address.
+    """
+    if not _spans_hosts() or os.environ.get(INTERFACE_VARIABLE):
+        return
+    name = socket.gethostname()
+    address = _address_of(name)
+    if address is not None and not ipaddress.ip_address(address).is_loopback:
+        return
+    found = "to no address" if address is None else f"to {address}, which is this host alone"
+    raise BadInputError(
+        f"the name of this host, {name}, leads {found}, so that the other hosts cannot reach its ranks; set "
+        f"{INTERFACE_VARIABLE} to the interface that joins the hosts (`ip -brief address` lists them), on GPUs "
+        "NCCL_SOCKET_IFNAME as well, or give the name its own address in /etc/hosts"
+    )
+
+
+def _spans_hosts() -> bool:
+    """Returns whether the launcher has started ranks on other hosts."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    # Two launchers on one host meet there, as a rehearsal does.
+    return world_size > on_host and not _is_loopback(os.environ.get("MASTER_ADDR", "localhost"))
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _address_of(name: str) -> str | None:
+    """Returns the address that gloo would announce, or None if the name does not resolve."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None

@@ -49,11 +49,11 @@ from toolkit.sharding.launched import (
     configured_size,
     refuse_configured_axes,
     refuse_stock_settings,
+    require_reachable_host,
     resolve_offload,
     resolve_strategy,
 )
 from toolkit.sharding.loss_scale import share_overflows
-from toolkit.sharding.network import require_reachable_host
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
 from toolkit.sharding.parallel.expert_parallel import expert_grid
 from toolkit.sharding.parallel.sequence_parallel import require_groups

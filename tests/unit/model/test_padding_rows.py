@@ -10,7 +10,7 @@ from support.tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from toolkit.errors import BadInputError
-from toolkit.model.weights.padding_rows import require_lasting_rows
+from toolkit.model.possible_configs import require_lasting_rows
 
 
 @pytest.mark.parametrize(("kind", "is_kept"), [("youtu", False), ("llama", True), ("opt", True), ("xglm", True)])

@@ -1,11 +1,10 @@
-"""toolkit.pages.parts.experts: the last recorded loads as a table."""
+"""toolkit.pages.run_page: the last recorded loads as a table."""
 
 from __future__ import annotations
 
 import re
 
-from toolkit.pages.parts.experts import expert_loads
-from toolkit.pages.run_page import RunSummary, render_report
+from toolkit.pages.run_page import RunSummary, expert_loads, render_report
 
 
 def test_the_last_loads_are_shown_and_dead_experts_are_marked() -> None:

@@ -1,8 +1,10 @@
-"""The origin of an export, as a file in it: enough to train it again, and to find what differs now."""
+"""Where a run comes from: a file in its export, to train it again, and the command that starts it again."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +14,15 @@ from pydantic import Field, TypeAdapter, ValidationError
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.weights.weights import fit_of
 from toolkit.pages.card import recipe_for_readers
-from toolkit.paths import ORIGIN, file_name, is_file_source, is_hub_name, read_foreign
+from toolkit.paths import (
+    ORIGIN,
+    file_name,
+    is_file_source,
+    is_hub_name,
+    read_foreign,
+    shipped_folder,
+    shown_path,
+)
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.sharding.plan.strategy import parse_strategy
@@ -125,3 +135,23 @@ def origin_of(opened: OpenedRun, run: PreparedRun, versions: dict[str, str]) -> 
         run.asked.scorer,
         sorted({file_name(name) for _, name, on_hub in named_sources(opened.recipe) if not on_hub}),
     )
+
+
+def own_command(opened: OpenedRun) -> str:
+    """Returns the command line for the recipe in the run's folder, as many ranks, strategy and precision.
+
+    Empty for a run on several hosts, which each have a command of their own.
+    """
+    ranks, on_cpu = opened.accelerator.num_processes, opened.device.type == "cpu"
+    if int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))) < ranks:
+        return ""
+    recipe = shown_path(opened.output_dir / "recipe.yaml")
+    strategy, precision = opened.plugin.text, opened.accelerator.mixed_precision
+    # Without an option `toolkit train` takes the config of this precision.
+    if opened.recipe.training.mixed_precision is not None or precision == ("no" if on_cpu else "bf16"):
+        number = f"--{'cpu' if on_cpu else 'gpus'}={ranks}"
+        return shlex.join(["toolkit", "train", recipe, number, f"--strategy={strategy}"])
+    config = shown_path(shipped_folder("accelerate_configs") / f"{'cpu_2' if on_cpu else 'zero3'}.yaml")
+    words = ["accelerate", "launch", f"--config_file={config}", f"--num_processes={ranks}"]
+    words += [f"--fsdp_sharding_strategy={strategy}", f"--mixed_precision={precision}"]
+    return shlex.join([*words, shown_path(shipped_folder("recipes") / "finetune.py"), recipe])

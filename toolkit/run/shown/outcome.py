@@ -38,9 +38,8 @@ from toolkit.pages.parts.run_metrics import damage_in_words, parse_metrics
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.paths import GIB, read_foreign
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.folder.export_origin import origin_of
+from toolkit.run.folder.export_origin import origin_of, own_command
 from toolkit.run.folder.finished import write_finished
-from toolkit.run.folder.own_command import own_command
 from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.sharding.apply import PRECISIONS

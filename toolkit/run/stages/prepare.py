@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.data.build import TokenisedData
 from toolkit.data.rows.cache import cache_folder
 from toolkit.data.samples.loader import EpochOrder
+from toolkit.data.samples.samples import Samples
+from toolkit.data.samples.turn_ends import learned_ends
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.weights.weights import fit_of
@@ -26,7 +29,6 @@ from toolkit.run.stages.model_on_meta import build_on_meta, read_rows
 from toolkit.run.stages.rows import build_windows, last_position, rest_of_run
 from toolkit.run.stages.sharded_model import plan_memory, shard_model
 from toolkit.run.stages.stages import CheckedModel, OpenedRun, PreparedRun, ShardedModel, Shown
-from toolkit.run.stages.stop_tokens import teach_to_stop
 from toolkit.terminal import Pass
 
 
@@ -126,3 +128,30 @@ def _with_log_probabilities(
             where = (cache, identity, progress, part_of(accelerator, recipe.sharding.sequence)[2])
             found[split] = with_reference(accelerator, sharded.model, objective, compared, reached, size, *where)
     return replace(data, **found)
+
+
+def teach_to_stop(model: Any, tokenizer: PreTrainedTokenizerBase, samples: Samples) -> str | None:
+    """Adds the ends that are learned to the model's `generation_config.eos_token_id`, which its export takes.
+
+    A chat model's configuration often has only the end token of its base (Gemma's lacks `<end_of_turn>`), so that
+    servers generate past the end of the answer.
+
+    Returns:
+        A description of what ends an answer, and what was added; None for models that do not continue a text.
+    """
+    if not samples.continues_text or not model.can_generate():
+        return None
+    learned = learned_ends(samples, tokenizer)
+    if not learned:
+        return "no special token is learned as an end; generation stops where the model's settings say"
+    settings = model.generation_config
+    configured = settings.eos_token_id
+    before = configured if isinstance(configured, list) else [] if configured is None else [configured]
+    told = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in sorted(learned))
+    missing = sorted(learned - set(before))
+    if not missing:
+        return f"{told} is learned as an end, and generation_config.eos_token_id has it"
+    settings.eos_token_id = [*before, *missing] if before else missing[0] if len(missing) == 1 else missing
+    return f"{told} is learned as an end; generation_config.eos_token_id of the export is {settings.eos_token_id}, " + (
+        f"and not {configured} as before"
+    )

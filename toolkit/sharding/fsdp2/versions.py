@@ -235,7 +235,7 @@ PRIVATE_NAMES = (
     # model/routers.py: without the record a mixture would train without its balance loss.
     PrivateName(f"{_MODEL}.can_record_outputs.fget", ("self._can_record_outputs",)),
     PrivateName("transformers.utils.output_capturing:OutputRecorder", ("target_class:", "index:", "layer_name:")),
-    # model/weights/{weights,padding_rows}.py: which tensors loading passes over, and what it draws again.
+    # model/weights/weights.py, model/possible_configs.py: which tensors loading passes over, and what it draws again.
     PrivateName(_MODEL, ("_keys_to_ignore_on_load_unexpected:",)),
     PrivateName(f"{_MODEL}._init_weights", ("module",)),
     PrivateName("transformers.initialization", ("_is_hf_initialized",)),
