@@ -11,7 +11,7 @@ from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.recipe.objectives.registry import SPECS
 
-PACKAGE = Path(__file__).parents[3] / "toolkit"
+PACKAGE = Path(__file__).parents[2] / "toolkit"
 PLAIN_LOSSES = PACKAGE / "verify/plain_losses.py"
 """Each objective's loss a second time, for `toolkit verify` to compare with: a table of them by kind."""
 
