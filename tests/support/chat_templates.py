@@ -1,4 +1,7 @@
-"""Chat templates as well-known models have them, and a small tokenizer for each."""
+"""Chat templates as well-known models have them, and a small tokenizer for each.
+
+Those of 2025 and 2026 are written afresh: what decides where an answer begins and ends, no more.
+"""
 
 # ruff: noqa: RUF001 (DeepSeek's special tokens are written with the full-width bar)
 
@@ -8,6 +11,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders
@@ -80,478 +84,110 @@ def _with_bytes(rules: str) -> str:
     return json.dumps(values)
 
 
-CHATML = ChatTemplate(
-    name="chatml",
-    template="""\
-{% for message in messages %}
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
-    special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    eos="<|im_end|>",
-)
+def _read(name: str, special: str, eos: str, **more: Any) -> ChatTemplate:
+    """The template of a file in templates/; its special tokens are separated by spaces."""
+    path = Path(__file__).parent / "templates" / f"{name.replace(' ', '-')}.jinja"
+    return ChatTemplate(name, path.read_text(encoding="utf-8").removesuffix("\n"), tuple(special.split()), eos, **more)
 
-CHATML_GENERATION = ChatTemplate(
-    name="chatml with generation",
-    template="""\
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- generation %}{{ message.content }}{% endgeneration %}
-        {{- '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
-    special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    eos="<|im_end|>",
-)
 
-GENERATION_WITH_END = ChatTemplate(
-    name="generation with end",
-    template="""\
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- generation %}{{ message.content + '<|im_end|>' + '\\n' }}{% endgeneration %}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
-    special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    eos="<|im_end|>",
+_CHATML = "<|endoftext|> <|im_start|> <|im_end|>"
+_DEEPSEEK = (
+    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
+    "<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> "
+    "<｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>"
 )
+_DEEPSEEK_ENDS: dict[str, Any] = {"bos": "<｜begin▁of▁sentence｜>", "eos": "<｜end▁of▁sentence｜>"}
+_GEMMA: dict[str, Any] = {"bos": "<bos>", "eos": "<eos>", "metaspace": "never"}
+_SENTENCE: dict[str, Any] = {"bos": "<s>", "eos": "</s>"}
 
-LLAMA_31 = ChatTemplate(
-    name="llama 3.1",
-    template="""\
-{{- bos_token }}
-{%- set date_string = date_string if date_string is defined else "26 Jul 2024" %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{%- if tools is not none %}{{- "Environment: ipython\\n" }}{% endif %}
-{{- "Cutting Knowledge Date: December 2023\\nToday Date: " + date_string + "\\n\\n" }}
-{{- system_message + "<|eot_id|>" }}
-{%- if tools is not none %}
-    {%- if messages | length == 0 %}
-        {{- raise_exception("Cannot put tools in the first user message when there's no first user message!") }}
-    {%- endif %}
-    {%- set first_user_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-    {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' -}}
-    {{- "Given the following functions, please respond with a JSON for a function call " }}
-    {{- "with its proper arguments that best answers the given prompt.\\n\\n" }}
-    {%- for t in tools %}{{- t | tojson(indent=4) + "\\n\\n" }}{% endfor %}
-    {{- first_user_message + "<|eot_id|>" }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim }}
-        {{- '<|eot_id|>' }}
-    {%- elif 'tool_calls' in message %}
-        {%- if not message.tool_calls|length == 1 %}
-            {{- raise_exception("This model only supports single tool-calls at once!") }}
-        {%- endif %}
-        {%- set tool_call = message.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
-        {{- '{"name": "' + tool_call.name + '", "parameters": ' + tool_call.arguments | tojson + "}<|eot_id|>" }}
-    {%- else %}
-        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + message.content | tojson + "<|eot_id|>" }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}""",
-    special=(
-        "<|begin_of_text|>",
-        "<|end_of_text|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|python_tag|>",
-    ),
+CHATML = _read("chatml", _CHATML, eos="<|im_end|>")
+CHATML_GENERATION = _read("chatml with generation", _CHATML, eos="<|im_end|>")
+GENERATION_WITH_END = _read("generation with end", _CHATML, eos="<|im_end|>")
+LLAMA_31 = _read(
+    "llama 3.1",
+    "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|python_tag|>",
     bos="<|begin_of_text|>",
     eos="<|eot_id|>",
     tools=True,
 )
-
-_QWEN_TOOLS = """\
-    {{- "# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n" }}
-    {{- "You are provided with function signatures within <tools></tools> XML tags:\\n<tools>" }}
-    {%- for tool in tools %}{{- "\\n" + (tool | tojson) }}{% endfor %}
-    {{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments " }}
-    {{- "within <tool_call></tool_call> XML tags:\\n<tool_call>\\n" }}
-    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
-"""
-
-_QWEN_RESULT = """\
-    {%- elif message.role == "tool" %}
-        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{% endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\\n' }}{% endif %}
-"""
-
-QWEN_25 = ChatTemplate(
-    name="qwen 2.5",
-    template="""\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0]['role'] == 'system' %}
-        {{- messages[0]['content'] + "\\n\\n" }}
-    {%- else %}
-        {{- 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.\\n\\n' }}
-    {%- endif %}
-"""
-    + _QWEN_TOOLS
-    + """\
-{%- elif messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-{%- else %}
-    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first)
-           or (message.role == "assistant" and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- elif message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role }}
-        {%- if message.content %}{{- '\\n' + message.content }}{% endif %}
-        {%- for tool_call in message.tool_calls %}
-            {%- if tool_call.function is defined %}{% set tool_call = tool_call.function %}{% endif %}
-            {{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
-            {{- (tool_call.arguments | tojson) + '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-"""
-    + _QWEN_RESULT
-    + """\
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}""",
-    special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    eos="<|im_end|>",
-    tools=True,
-)
-
-QWEN_3 = ChatTemplate(
-    name="qwen 3",
-    template="""\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
-"""
-    + _QWEN_TOOLS
-    + """\
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and not(message.content.startswith('<tool_response>')
-           and message.content.endswith('</tool_response>')) %}
-        {%- set ns.multi_step_tool = false %}
-        {%- set ns.last_query_index = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- set reasoning_content = '' %}
-        {%- if '</think>' in content %}
-            {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- '<|im_start|>' + message.role + '\\n' }}
-        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
-            {{- '<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
-        {%- else %}
-            {{- content }}
-        {%- endif %}
-        {%- for tool_call in message.tool_calls or [] %}
-            {%- if (loop.first and content) or (not loop.first) %}{{- '\\n' }}{% endif %}
-            {%- if tool_call.function %}{% set tool_call = tool_call.function %}{% endif %}
-            {{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
-            {{- (tool_call.arguments | tojson) + '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-"""
-    + _QWEN_RESULT
-    + """\
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}""",
-    special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    eos="<|im_end|>",
-    tools=True,
-)
-
-MISTRAL_V1 = ChatTemplate(
-    name="mistral v1",
-    template="""\
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('After the optional system message, conversation roles must alternate user/assistant') }}
-    {%- endif %}
-    {%- if message['role'] == 'user' %}
-        {%- if loop.first and system_message is defined %}
-            {{- ' [INST] ' + system_message + '\\n\\n' + message['content'] + ' [/INST]' }}
-        {%- else %}
-            {{- ' [INST] ' + message['content'] + ' [/INST]' }}
-        {%- endif %}
-    {%- elif message['role'] == 'assistant' %}
-        {{- ' ' + message['content'] + eos_token }}
-    {%- else %}
-        {{- raise_exception('Only user and assistant roles are supported, with an initial optional system message!') }}
-    {%- endif %}
-{%- endfor %}""",
-    special=("<unk>", "<s>", "</s>"),
-    bos="<s>",
-    eos="</s>",
-    metaspace="first",
-)
-
-MISTRAL_V3 = ChatTemplate(
-    name="mistral v3",
-    template="""\
-{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
-{%- set ns = namespace(index=0) %}
-{%- for message in loop_messages %}
-    {%- if not (message.role == "tool" or message.tool_calls) %}
-        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
-            {{- raise_exception("After the optional system message, conversation roles must alternate") }}
-        {%- endif %}
-        {%- set ns.index = ns.index + 1 %}
-    {%- endif %}
-{%- endfor %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if message["role"] == "user" %}
-        {%- if tools is not none and (message == user_messages[-1]) %}
-            {{- "[AVAILABLE_TOOLS] " + (tools | tojson) + "[/AVAILABLE_TOOLS]" }}
-        {%- endif %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- elif message.tool_calls %}
-        {{- "[TOOL_CALLS] [" }}
-        {%- for tool_call in message.tool_calls %}
-            {%- set out = tool_call.function | tojson %}
-            {{- out[:-1] }}
-            {%- if not tool_call.id is defined or tool_call.id | length != 9 %}
-                {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
-            {%- endif %}
-            {{- ', "id": "' + tool_call.id + '"}' + ("]" + eos_token if loop.last else ", ") }}
-        {%- endfor %}
-    {%- elif message["role"] == "assistant" %}
-        {{- " " + message["content"] | trim + eos_token }}
-    {%- elif message["role"] == "tool" %}
-        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id }}
-        {{- '"}[/TOOL_RESULTS]' }}
-    {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported, with an initial optional system message!") }}
-    {%- endif %}
-{%- endfor %}""",
-    special=(
-        "<unk>",
-        "<s>",
-        "</s>",
-        "[INST]",
-        "[/INST]",
-        "[TOOL_CALLS]",
-        "[AVAILABLE_TOOLS]",
-        "[/AVAILABLE_TOOLS]",
-        "[TOOL_RESULTS]",
-        "[/TOOL_RESULTS]",
-    ),
-    bos="<s>",
-    eos="</s>",
+QWEN_25 = _read("qwen 2.5", _CHATML, eos="<|im_end|>", tools=True)
+QWEN_3 = _read("qwen 3", _CHATML, eos="<|im_end|>", tools=True)
+MISTRAL_V1 = _read("mistral v1", "<unk> <s> </s>", **_SENTENCE, metaspace="first")
+MISTRAL_V3 = _read(
+    "mistral v3",
+    "<unk> <s> </s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]",
+    **_SENTENCE,
     tools=True,
     metaspace="always",
 )
-
 MISTRAL_LAST = replace(
     MISTRAL_V3,
     name="mistral v3, system text in the last user turn",
     template=MISTRAL_V3.template.replace("if loop.last and system", "if message == user_messages[-1] and system"),
 )
-
-GEMMA = ChatTemplate(
-    name="gemma",
-    template="""\
-{{ bos_token }}{% if messages[0]['role'] == 'system' %}
-{{ raise_exception('System role not supported') }}{% endif %}
-{% for message in messages %}
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
-{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
-{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
-{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}""",
-    special=("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
-    bos="<bos>",
-    eos="<eos>",
-    system=False,
-    metaspace="never",
-)
-
-PHI_3 = ChatTemplate(
-    name="phi 3",
-    template="""\
-{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}{% endfor %}
-{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}""",
-    special=("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-    eos="<|endoftext|>",
-)
-
-PHI_4 = ChatTemplate(
-    name="phi 4",
-    template="""\
-{% for message in messages %}
-{{- '<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}""",
-    special=("<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"),
-    bos="<|endoftext|>",
-    eos="<|im_end|>",
-)
-
-ZEPHYR = ChatTemplate(
-    name="zephyr",
-    template="""\
-{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>\\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>\\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
-{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}""",
-    special=("<unk>", "<s>", "</s>"),
-    bos="<s>",
-    eos="</s>",
-    metaspace="always",
-)
-
-_DEEPSEEK_SPECIAL = (
-    "<｜begin▁of▁sentence｜>",
-    "<｜end▁of▁sentence｜>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁outputs▁begin｜>",
-    "<｜tool▁outputs▁end｜>",
-    "<｜tool▁output▁begin｜>",
-    "<｜tool▁output▁end｜>",
-)
-
-DEEPSEEK_V3 = ChatTemplate(
-    name="deepseek v3",
-    template="""\
-{%- set ns = namespace(is_tool=false, system_prompt='') %}
-{%- for message in messages %}
-    {%- if message['role'] == 'system' %}{% set ns.system_prompt = ns.system_prompt + message['content'] %}{% endif %}
-{%- endfor %}
-{{- bos_token + ns.system_prompt }}
-{%- for message in messages %}
-    {%- if message['role'] == 'user' %}
-        {%- set ns.is_tool = false %}
-        {{- '<｜User｜>' + message['content'] }}
-    {%- elif message['role'] == 'assistant' and message.tool_calls %}
-        {%- set ns.is_tool = false %}
-        {{- '<｜Assistant｜>' + (message['content'] or '') + '<｜tool▁calls▁begin｜>' }}
-        {%- for tool in message['tool_calls'] %}
-            {{- ('' if loop.first else '\\n') + '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' }}
-            {{- tool['function']['name'] + '\\n```json\\n' + (tool['function']['arguments'] | tojson) }}
-            {{- '\\n```<｜tool▁call▁end｜>' }}
-        {%- endfor %}
-        {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
-    {%- elif message['role'] == 'assistant' %}
-        {%- if ns.is_tool %}
-            {{- '<｜tool▁outputs▁end｜>' + message['content'] + '<｜end▁of▁sentence｜>' }}
-            {%- set ns.is_tool = false %}
-        {%- else %}
-            {{- '<｜Assistant｜>' + message['content'] + '<｜end▁of▁sentence｜>' }}
-        {%- endif %}
-    {%- elif message['role'] == 'tool' %}
-        {{- '\\n' if ns.is_tool else '<｜tool▁outputs▁begin｜>' }}
-        {{- '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}
-        {%- set ns.is_tool = true %}
-    {%- endif %}
-{%- endfor %}
-{%- if ns.is_tool %}{{- '<｜tool▁outputs▁end｜>' }}{% endif %}
-{%- if add_generation_prompt and not ns.is_tool %}{{- '<｜Assistant｜>' }}{% endif %}""",
-    special=_DEEPSEEK_SPECIAL,
-    bos="<｜begin▁of▁sentence｜>",
-    eos="<｜end▁of▁sentence｜>",
+GEMMA = _read("gemma", "<pad> <eos> <bos> <unk> <start_of_turn> <end_of_turn>", **_GEMMA, system=False)
+PHI_3 = _read("phi 3", "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|>", eos="<|endoftext|>")
+PHI_4 = _read("phi 4", "<|endoftext|> <|im_start|> <|im_sep|> <|im_end|>", bos="<|endoftext|>", eos="<|im_end|>")
+ZEPHYR = _read("zephyr", "<unk> <s> </s>", **_SENTENCE, metaspace="always")
+DEEPSEEK_V3 = _read("deepseek v3", _DEEPSEEK, **_DEEPSEEK_ENDS, tools=True)
+DEEPSEEK_R1 = _read("deepseek r1", _DEEPSEEK, **_DEEPSEEK_ENDS)
+GPT_OSS = _read(
+    "gpt-oss",
+    "<|endoftext|> <|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>",
+    eos="<|return|>",
     tools=True,
 )
-
-DEEPSEEK_R1 = ChatTemplate(
-    name="deepseek r1",
-    template="""\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message['role'] == 'system' %}
-        {{- message['content'] }}
-    {%- elif message['role'] == 'user' %}
-        {{- '<｜User｜>' + message['content'] }}
-    {%- else %}
-        {{- '<｜Assistant｜>' + message['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{% endif %}""",
-    special=_DEEPSEEK_SPECIAL,
-    bos="<｜begin▁of▁sentence｜>",
-    eos="<｜end▁of▁sentence｜>",
+QWEN_35 = _read("qwen 3.5", _CHATML, eos="<|im_end|>", tools=True)
+DEEPSEEK_V31 = _read("deepseek v3.1", _DEEPSEEK, **_DEEPSEEK_ENDS, tools=True)
+GEMMA_3 = _read("gemma 3", "<pad> <eos> <bos> <unk> <start_of_turn> <end_of_turn>", **_GEMMA)
+GEMMA_4 = _read(
+    "gemma 4",
+    "<pad> <eos> <bos> <unk> <|turn> <turn|> <|channel> <channel|> <|tool_call> <tool_call|> <|tool_response> "
+    "<tool_response|>",
+    **_GEMMA,
+    tools=True,
 )
+LLAMA_4 = _read(
+    "llama 4",
+    "<|begin_of_text|> <|end_of_text|> <|header_start|> <|header_end|> <|eot|> <|eom|>",
+    bos="<|begin_of_text|>",
+    eos="<|eot|>",
+    tools=True,
+)
+MAGISTRAL = _read(
+    "magistral",
+    "<unk> <s> </s> [INST] [/INST] [TOOL_CALLS] [ARGS] [TOOL_RESULTS] [/TOOL_RESULTS] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] "
+    "[THINK] [/THINK]",
+    **_SENTENCE,
+    tools=True,
+)
+GLM_45 = _read(
+    "glm 4.5",
+    "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>",
+    eos="<|endoftext|>",
+    tools=True,
+)
+KIMI_K2 = _read(
+    "kimi k2",
+    "[BOS] [EOS] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|> "
+    "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>",
+    eos="<|im_end|>",
+    tools=True,
+)
+GRANITE_4 = _read("granite 4", "<|end_of_text|> <|start_of_role|> <|end_of_role|>", eos="<|end_of_text|>", tools=True)
+SMOLLM_3 = _read("smollm 3", "<|end_of_text|> <|im_start|> <|im_end|>", eos="<|im_end|>")
+MINIMAX_M2 = _read("minimax m2", "]~!b[ ]~b] [e~[", eos="[e~[", tools=True)
 
+# fmt: off
 CHAT_TEMPLATES = (
-    LLAMA_31,
-    QWEN_25,
-    QWEN_3,
-    MISTRAL_V1,
-    MISTRAL_V3,
-    MISTRAL_LAST,
-    GEMMA,
-    PHI_3,
-    PHI_4,
-    CHATML,
-    CHATML_GENERATION,
-    GENERATION_WITH_END,
-    ZEPHYR,
-    DEEPSEEK_V3,
-    DEEPSEEK_R1,
+    LLAMA_31, QWEN_25, QWEN_3, MISTRAL_V1, MISTRAL_V3, MISTRAL_LAST, GEMMA, PHI_3, PHI_4, CHATML, CHATML_GENERATION,
+    GENERATION_WITH_END, ZEPHYR, DEEPSEEK_V3, DEEPSEEK_R1,
 )
+RECENT = (
+    GPT_OSS, QWEN_35, DEEPSEEK_V31, GEMMA_3, GEMMA_4, LLAMA_4, MAGISTRAL, GLM_45, KIMI_K2, GRANITE_4, SMOLLM_3,
+    MINIMAX_M2,
+)
+# fmt: on
 
 
 def of_trl(name: str, like: ChatTemplate) -> ChatTemplate:

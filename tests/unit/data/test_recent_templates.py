@@ -11,10 +11,20 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
-from support.chat_templates import DEEPSEEK_R1, PHI_4, QWEN_3, ChatTemplate
+from support.chat_templates import (
+    DEEPSEEK_R1,
+    GLM_45,
+    GPT_OSS,
+    MAGISTRAL,
+    PHI_4,
+    QWEN_3,
+    QWEN_35,
+    RECENT,
+    SMOLLM_3,
+    ChatTemplate,
+)
 from support.chat_templates import tokenizer_for as new_tokenizer
 from support.conversations import assistant, system, user
-from support.recent_templates import GLM_45, GPT_OSS, MAGISTRAL, QWEN_35, RECENT, SMOLLM_3
 
 from toolkit.data.layouts.layouts import Layout
 from toolkit.data.templates.stops import NextTurn, next_turn_of, require_turn_end, turn_ends

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import CHATML, tokenizer_for
+from support.chat_templates import CHATML, SMOLLM_3, tokenizer_for
 from support.conversations import assistant, user
-from support.recent_templates import SMOLLM_3
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from transformers import AutoTokenizer

@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.chat_templates import CHAT_TEMPLATES, CHATML, ChatTemplate, tokenizer_for
-from support.recent_templates import RECENT
+from support.chat_templates import CHAT_TEMPLATES, CHATML, RECENT, ChatTemplate, tokenizer_for
 from support.tiny import save_llama
 
 from toolkit.data.build import build
