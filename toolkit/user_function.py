@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -48,6 +48,10 @@ class UserFunction:
     fingerprint: str
     field: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process imports the function again, and must find the same source."""
+        return _load_same, (self.name, self.field, self.fingerprint)
+
     def call(self, where: str, *arguments: Any) -> Any:
         """Returns what the function returns.
 
@@ -57,8 +61,28 @@ class UserFunction:
         Raises:
             BadInputError: if it fails or would end the process.
         """
-        what = f"{self.field}: {self.name} failed on {where}"
-        return fenced(lambda: self.function(*arguments), what, "correct the function, or leave the row out")
+        return self.call_each([where], [arguments])[0]
+
+    def call_each(self, places: Sequence[str], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Returns what the function returns for each tuple of arguments, inside one fence: a fence takes a millisecond.
+
+        Args:
+            places: what each call is for, for errors.
+
+        Raises:
+            BadInputError: if a call fails or would end the process.
+        """
+        results: list[Any] = []
+
+        def call_all() -> list[Any]:
+            for each in arguments:
+                results.append(self.function(*each))
+            return results
+
+        def what() -> str:
+            return f"{self.field}: {self.name} failed on {places[len(results)]}"
+
+        return fenced(call_all, what, "correct the function, or leave the row out")
 
 
 def load_function(name: str, field: str) -> UserFunction:
@@ -78,6 +102,12 @@ def load_function(name: str, field: str) -> UserFunction:
     except BadInputError as problem:
         raise BadInputError(f"{field}: {problem}") from problem
     return UserFunction(name, function, fingerprint, field)
+
+
+def _load_same(name: str, field: str, fingerprint: str) -> UserFunction:
+    found = load_function(name, field)
+    require_same_source(fingerprint, found.fingerprint, field, "began this run")
+    return found
 
 
 def is_file(name: str) -> bool:
@@ -110,7 +140,7 @@ def shown(value: Any) -> str:
     return f"a value of type {type(value).__name__}, which cannot be printed"
 
 
-def fenced(action: Callable[[], T], what: str, mend: str) -> T:
+def fenced(action: Callable[[], T], what: str | Callable[[], str], mend: str) -> T:
     """Runs code of a user's and returns its result.
 
     It cannot end the process: `sys.exit`, `os._exit` and any other exception become one error. What it prints goes to
@@ -118,7 +148,7 @@ def fenced(action: Callable[[], T], what: str, mend: str) -> T:
     without it. Only Ctrl-C passes through.
 
     Args:
-        what: the beginning of the error.
+        what: the beginning of the error, or what returns it.
         mend: what to do, the end of the error.
 
     Raises:
@@ -130,7 +160,8 @@ def fenced(action: Callable[[], T], what: str, mend: str) -> T:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise BadInputError(f"{what}: {_in_words(error)}{_line_of(error)}; {mend}") from error
+        told = what() if callable(what) else what
+        raise BadInputError(f"{told}: {_in_words(error)}{_line_of(error)}; {mend}") from error
 
 
 class _ExitError(BaseException):

@@ -19,7 +19,7 @@ from toolkit.data.layouts.layouts import Layout, recognise
 from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.rows.cache import cache_folder, digest, kept
 from toolkit.data.rows.files import local_path, paths_of
-from toolkit.data.rows.sources import Source, glimpse, has_images, identify, open_source, sampled, short_names
+from toolkit.data.rows.sources import Source, glimpse, has_images, identify, map_of, open_source, sampled, short_names
 from toolkit.data.samples.image_samples import ImageSamples, identify_images
 from toolkit.data.samples.packing import Pieces, best_fit, by_sample, is_packed
 from toolkit.data.samples.samples import (
@@ -189,7 +189,7 @@ class Builder:
         return [self._tokenised_source(section, field, names) for section in sections]
 
     def _tokenised_source(self, section: SourceSection, field: str, names: dict[str, str]) -> Named:
-        source = open_source(section, field)
+        source = self._open(section, field)
         # max_length is not part of the key: another length needs no tokenising. Texts to classify are the exception,
         # which the tokenizer itself cuts.
         layout = self._layout(source)
@@ -201,6 +201,7 @@ class Builder:
             "documents",
             list(FEATURES),
             identify(section, field, source),
+            *self._map_source(),
             identity(self.tokenizer),
             [layout.kind, layout.columns, layout.label_names],
             [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
@@ -224,6 +225,13 @@ class Builder:
         # Left out if there is none, so that documents from before sources had names are found again.
         return named if section.name is None else {**named, "told_as": section.name}
 
+    def _open(self, section: SourceSection, field: str, streaming: bool = False) -> Source:
+        return open_source(section, field, streaming, map_of(self.data))
+
+    def _map_source(self) -> list[str]:
+        mapped = map_of(self.data)
+        return [] if mapped is None else [mapped.fingerprint]
+
     def _layout(self, source: Source) -> Layout:
         layout = recognise(source, self.data.columns, self.objective.kind)
         return replace(layout, templated=True) if self.paired and self._renders_pairs else layout
@@ -235,7 +243,7 @@ class Builder:
         sections += [("data.validation", section) for section in self.data.validation or []]
         if len(sections) == 1:  # whose own layout says it, and which need not be opened twice
             return False
-        opened = (open_source(section, field, streaming=self.data.streaming) for field, section in sections)
+        opened = (self._open(section, field, streaming=self.data.streaming) for field, section in sections)
         return any(recognise(source, self.data.columns, self.objective.kind).templated for source in opened)
 
     def _image_root(self) -> Path | None:
@@ -438,7 +446,7 @@ class Builder:
         """
         names = short_names(paths_of(self.data))
         opened = [
-            replace(open_source(section, "data.train", streaming=True), paths=names) for section in self.data.train
+            replace(self._open(section, "data.train", streaming=True), paths=names) for section in self.data.train
         ]
         blind = why_unread(self.objective, True, self.images is not None, False)
         found = ((source, self._layout(source)) for source in opened)
@@ -471,6 +479,7 @@ class Builder:
             ),
             self.seed,
             *self._template_day(),
+            *self._map_source(),
         ]
 
     def read(self, folder: Path) -> TokenisedData:

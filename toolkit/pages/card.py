@@ -165,6 +165,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
         ("objective", "teacher"),
         ("data", "cache_dir"),
         ("data", "image_root"),
+        ("data", "map"),
         ("answers", "file"),
         ("answers", "score"),
         ("checkpoint", "to"),

@@ -82,7 +82,7 @@ def drop_gone(values: dict[str, Any]) -> None:
 def anchor_paths(values: dict[str, Any], folder: Path) -> None:
     """Makes relative files of a recipe relative to the recipe's folder, wherever the run is started from."""
     for section, keys in (
-        ("data", ("train", "validation")),
+        ("data", ("train", "validation", "map")),
         ("model", ("name_or_path", "tokenizer")),
         ("adapter", ("start_from",)),
         ("objective", ("teacher",)),

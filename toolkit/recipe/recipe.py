@@ -164,6 +164,11 @@ class Recipe(Section):
             key = key.rpartition(".")[0]
         return "default"
 
+    def own_code(self) -> dict[str, str]:
+        """Returns the name of each function that a run imports from the user's own files, by its field."""
+        named = {"data.map": self.data.map, "answers.score": self.answers.score}
+        return {field: name for field, name in named.items() if name is not None}
+
     def on_day(self, day: date | None) -> Recipe:
         """Returns this recipe with `day` as the date in chat templates that write one."""
         data = self.data.model_copy(update={"template_date": day})

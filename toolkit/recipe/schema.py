@@ -199,6 +199,11 @@ class DataSection(Section):
     validation_fraction: OpenFraction | None = Field(
         None, description="Hold out this share of data.train's rows, chosen by training.seed."
     )
+    map: str | None = Field(
+        None,
+        description="Make each row with this function (file.py:function, or module:function on Python's path), which "
+        "takes the row as it is stored and returns the row to use, both as a dict. The file's code is run.",
+    )
     columns: ColumnsSection = Field(ColumnsSection(), description="Name the columns to read; see data.columns.")
     chat_template: Literal["chatml", "alpaca"] | None = Field(
         None, description="Format conversations with one of our templates instead of the tokenizer's own."
@@ -291,6 +296,8 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> DataSection:
         _forbid_both(self, "validation", "validation_fraction", "data")
+        if self.map is not None and (problem := function_problem(self.map)):
+            raise contradiction(f"data.map: {problem}")
         if self.max_validation_samples is not None and not self.has_validation:
             raise contradiction(
                 "data.max_validation_samples has no effect without data.validation or data.validation_fraction"

@@ -125,7 +125,7 @@ def _checkpoints_of(
 ) -> RunCheckpoints:
     recipe, data, optimizer = opened.recipe, run.data, inner_optimizer(run.sharded.optimizer)
     values, seed = recipe.model_dump(mode="json"), recipe.training.seed
-    named = ranks.on_first_rank(lambda: _named_files(recipe))
+    named = ranks.on_first_rank(lambda: _named_files(recipe)) | run.code
     ours = (data.fingerprint, data.content, run.teacher_fingerprint, named)
     identity = RunIdentity(values, seed, opened.plugin.text, *ours)
     accelerator, folder, section = opened.accelerator, opened.output_dir, recipe.checkpoint

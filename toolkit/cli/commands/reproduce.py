@@ -53,7 +53,8 @@ def reproduce(
     trust_code: Annotated[
         bool,
         typer.Option(
-            "--trust-code", help="Run the Python code that the recipe names: answers.score, model.trust_remote_code."
+            "--trust-code",
+            help="Run the Python code that the recipe names: the user's own functions, and model.trust_remote_code.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -112,8 +113,8 @@ def _require_few(origin: Origin) -> None:
 
 def _require_no_code(recipe: Recipe) -> None:
     """Raises BadInputError if the recipe, which may be a stranger's, would run Python code."""
-    named = {"answers.score": recipe.answers.score, "model.trust_remote_code": recipe.model.trust_remote_code or None}
-    if found := [f"{field} ({value})" for field, value in named.items() if value is not None]:
+    named = {**recipe.own_code(), **({"model.trust_remote_code": True} if recipe.model.trust_remote_code else {})}
+    if found := [f"{field} ({value})" for field, value in named.items()]:
         raise BadInputError(
             f"the recipe runs Python code: {' and '.join(found)}; read that code, and add --trust-code to run it"
         )

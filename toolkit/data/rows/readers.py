@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,8 @@ from toolkit.data.rows.hub_refusals import DATA_SET, hub_error
 from toolkit.data.rows.json_list import values_of
 from toolkit.data.rows.tar_rows import rows_of_tar
 from toolkit.data.rows.values import RowProblem, listed
-from toolkit.errors import DataError, ToolkitError, first_line
+from toolkit.errors import BadInputError, DataError, ToolkitError, first_line
+from toolkit.user_function import UserFunction, shown
 
 Row = dict[str, Any] | RowProblem
 
@@ -31,6 +33,9 @@ MAX_ROW_BYTES = 64 * 2**20
 
 MAX_TEXT_BYTES = 256 * 2**20
 """The largest text file, which is one document."""
+
+MAPPED_ROWS = 100
+"""Rows that a user's function maps in one fence."""
 
 JOINED_ROWS = "a record of several lines, each with as many fields as the header: a stray quote joins rows"
 
@@ -46,6 +51,7 @@ class Shard:
         start: first byte of a piece of lines, or first row.
         stop: the end, or None for the end of the file.
         table: an opened data set.
+        map: a user's function that makes each row from the row that is stored, or None.
     """
 
     kind: str
@@ -53,6 +59,7 @@ class Shard:
     start: int = 0
     stop: int | None = None
     table: datasets.Dataset | datasets.IterableDataset | None = None
+    map: UserFunction | None = None
 
 
 def read(shard: Shard) -> Iterator[Row]:
@@ -60,13 +67,39 @@ def read(shard: Shard) -> Iterator[Row]:
 
     Raises:
         DataError: if the rest of the file cannot be read.
+        BadInputError: if the function that maps rows fails, or returns no row.
     """
     try:
-        yield from _READERS[shard.kind](shard)
-    except DataError:
+        rows = _READERS[shard.kind](shard)
+        yield from rows if shard.map is None else _mapped(rows, shard.map, shard)
+    except ToolkitError:
         raise
     except Exception as error:  # the libraries that read files raise many types
         raise unreadable("data", shard.path, error) from error
+
+
+def _mapped(rows: Iterator[Row], function: UserFunction, shard: Shard) -> Iterator[Row]:
+    """Yields the row that a function makes of each row; one that could not be read stays what it is."""
+    name, first = Path(shard.path).name, 1
+    if shard.table is not None:
+        first += shard.start
+    elif shard.start:  # a piece of a file of lines, of whose first line only the byte is known
+        name += f" from byte {shard.start:,}"
+    numbered = ((f"{name}:{number}", row) for number, row in enumerate(rows, start=first))
+    while batch := list(islice(numbered, MAPPED_ROWS)):
+        stored = [(where, row) for where, row in batch if not isinstance(row, RowProblem)]
+        made = iter(function.call_each([where for where, _ in stored], [(row,) for _, row in stored]))
+        for where, row in batch:
+            yield row if isinstance(row, RowProblem) else _require_row(next(made), function, where)
+
+
+def _require_row(made: Any, function: UserFunction, where: str) -> Row:
+    if isinstance(made, dict) and all(isinstance(name, str) for name in made):
+        return made
+    raise BadInputError(
+        f"{function.field}: {function.name} returned {shown(made)} for {where}; needs a row: a dict whose keys are the "
+        "names of columns"
+    )
 
 
 def opened(path: str | Path) -> IO[bytes]:

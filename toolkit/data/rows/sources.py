@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from toolkit.data.rows.values import RowProblem, is_empty
 from toolkit.errors import DataError
 from toolkit.paths import COMPRESSIONS, is_file_source, source_name
 from toolkit.recipe.schema import DataSection, SourceSection
+from toolkit.user_function import UserFunction, load_function
 
 LINES = (".jsonl", ".ndjson")
 """Files with a row on each line."""
@@ -68,12 +69,20 @@ class Source:
     paths: dict[str, str]
 
 
-def open_source(section: SourceSection, field: str, streaming: bool = False) -> Source:
+def map_of(data: DataSection) -> UserFunction | None:
+    """Returns the user's function through which all rows go; see `load_function`, also for what it raises."""
+    return None if data.map is None else load_function(data.map, "data.map")
+
+
+def open_source(
+    section: SourceSection, field: str, streaming: bool = False, through: UserFunction | None = None
+) -> Source:
     """Finds a source's files or data set, and reads its first rows.
 
     Args:
         field: `data.train` or `data.validation`.
         streaming: whether a hub data set is read from the hub row by row instead of downloaded first.
+        through: the user's function through which rows go, see `map_of`.
 
     Raises:
         DataError: if a source is missing, empty or of an unknown type.
@@ -84,11 +93,12 @@ def open_source(section: SourceSection, field: str, streaming: bool = False) -> 
         shards, table = _saved_shards(section, field)
     else:
         shards, table = _file_shards(section.path, field), None
+    shards = [replace(shard, map=through) for shard in shards]
     names = _label_names(table)
     name = source_name(section.path)
     columns = (
         sorted(table.column_names)
-        if table is not None and table.column_names
+        if table is not None and table.column_names and through is None
         else _columns_of_first_rows(shards, field, name)
     )
     paths = short_names(shard.path for shard in shards)
@@ -153,7 +163,9 @@ def _digest_of_pieces(path: Path, field: str) -> str:
 
 def identify_rows(data: DataSection) -> list[Any]:
     """Returns what decides which rows are read to train on, and from which columns."""
-    return [[identify(source, "data.train") for source in data.train], data.columns.model_dump()]
+    mapped = map_of(data)
+    through = [] if mapped is None else [mapped.fingerprint]
+    return [[identify(source, "data.train") for source in data.train], data.columns.model_dump(), *through]
 
 
 def _sha256(path: Path, field: str) -> str:

@@ -23,7 +23,7 @@ from toolkit.data.rows.cache import cache_folder, digest, kept
 from toolkit.data.rows.examples import texts_of
 from toolkit.data.rows.hub_refusals import hub_error
 from toolkit.data.rows.readers import read
-from toolkit.data.rows.sources import identify_rows, open_source
+from toolkit.data.rows.sources import identify_rows, map_of, open_source
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.template_date import set_date
 from toolkit.data.templates.templates import MARKERS, use_template
@@ -135,8 +135,9 @@ def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> P
 
 def _texts_of_rows(data: DataSection, objective: str) -> Iterator[str]:
     """Yields the texts of every usable row of `data.train`."""
+    through = map_of(data)
     for section in data.train:
-        source = open_source(section, "data.train")
+        source = open_source(section, "data.train", through=through)
         layout = recognise(source, data.columns, objective)
         for row in (row for shard in source.shards for row in read(shard)):
             try:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from toolkit.data.build import build
-from toolkit.data.rows.sources import has_images, open_source
+from toolkit.data.rows.sources import has_images, map_of, open_source
 from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, ImageSamples, image_samples_of
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
@@ -55,7 +55,9 @@ def _samples_with_images(recipe: Recipe) -> ImageSamples | None:
     """Returns the training samples if rows have images, or None if not or if they are not on this machine."""
     if not recipe.objective.spec.sees_images or _is_remote(recipe.data):
         return None
-    if not any(has_images(open_source(source, "data.train")) for source in recipe.data.train):
+    if not any(
+        has_images(open_source(source, "data.train", through=map_of(recipe.data))) for source in recipe.data.train
+    ):
         return None
     tokens = load_tokenizer(recipe.model, recipe.data, recipe.objective.kind)
     return image_samples_of(build(recipe.data, tokens, recipe.training.seed, recipe.objective).train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -53,6 +54,7 @@ class Origin:
         versions: versions of packages, and the machine.
         adapter: fingerprint of the adapter that training went on from, or None.
         scorer: fingerprint of the source of the user's function that scored answers, or None.
+        code: fingerprint of the source of each of the user's own functions, by its field.
         folders: names in the recipe that were folders or files of the run's machine, and not on the hub. None in
             exports of older versions, which did not record them.
     """
@@ -71,6 +73,7 @@ class Origin:
     adapter: Text | None = None
     scorer: Text | None = None
     folders: Annotated[list[Text], Field(max_length=1000)] | None = None
+    code: Annotated[dict[Text, Text], Field(max_length=100)] = dataclasses.field(default_factory=dict)
 
     def write(self, export: Path) -> None:
         """Writes the origin into an export."""
@@ -134,6 +137,7 @@ def origin_of(opened: OpenedRun, run: PreparedRun, versions: dict[str, str]) -> 
         fit_of(run.inner).adapter,
         run.asked.scorer,
         sorted({file_name(name) for _, name, on_hub in named_sources(opened.recipe) if not on_hub}),
+        run.code,
     )
 
 

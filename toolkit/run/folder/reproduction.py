@@ -13,15 +13,13 @@ from toolkit.checkpoint.writer import same_bytes
 from toolkit.data import build
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
-from toolkit.generation.text.scorer import load_scorer
 from toolkit.model.load import fingerprint
 from toolkit.objectives.teacher import teacher_section
 from toolkit.paths import fingerprint_of
 from toolkit.recipe.adapter_file import WEIGHTS, started_config
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.export_origin import Origin
-
-SCORE = "answers.score"
+from toolkit.user_function import load_function
 
 
 def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
@@ -50,12 +48,14 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
                 f"adapter.start_from: the adapter in {recipe.adapter.start_from!r} is not the one that the export was "
                 "trained from; name the folder that has it: adapter.start_from=..."
             )
-    if recipe.answers.score is not None:
-        found_source = load_scorer(recipe.answers.score, SCORE).fingerprint
-        if found_source != origin.scorer:
+    for field, name in recipe.own_code().items():
+        now = load_function(name, field).fingerprint
+        # Exports of earlier versions have that of the function that scores answers alone.
+        before = origin.code.get(field, origin.scorer if field == "answers.score" else None)
+        if now != before:
             raise BadInputError(
-                f"{SCORE}: the source of {recipe.answers.score!r} (SHA-256 {found_source}) is not the one that scored "
-                f"the run's answers (SHA-256 {origin.scorer}); name the function that has it: {SCORE}=..."
+                f"{field}: the source of {name!r} (SHA-256 {now}) is not the one that the run used (SHA-256 "
+                f"{before}); name the function that has it: {field}=..."
             )
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     found = build.build(recipe.data, tokens, recipe.training.seed, recipe.objective)

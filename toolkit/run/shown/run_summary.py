@@ -14,6 +14,7 @@ from toolkit.objectives.losses.balance import experts_fact
 from toolkit.objectives.teacher import teacher_fact
 from toolkit.optim.schedule import schedule_fact, without_peak
 from toolkit.pages.data_console import show_report
+from toolkit.run.checks.own_code import code_fact
 from toolkit.run.stages.stages import OpenedRun, PackingCheck, PreparedRun
 from toolkit.sharding.blocks.chunks import num_mlps_in_chunks
 
@@ -45,8 +46,8 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         facts["quantised"] = told
     if run.ends is not None:
         facts["stop"] = run.ends
-    if run.asked.scorer is not None:
-        facts["answers"] = f"scored by {recipe.answers.score} (SHA-256 of its source {run.asked.scorer[:16]})"
+    if (told := code_fact(recipe, run.code)) is not None:
+        facts["own code"] = told
     if run.teacher is not None:
         facts["teacher"] = teacher_fact(recipe.objective, run.teacher)
     if told := inner.fit.describe():

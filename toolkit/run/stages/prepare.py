@@ -22,6 +22,7 @@ from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.checks.by_block_check import accumulation_of
+from toolkit.run.checks.own_code import identify_code, require_same_code
 from toolkit.run.checks.sequence_check import part_of
 from toolkit.run.stages.answers import read_asked, require_same_scoring, require_sighted
 from toolkit.run.stages.model_checks import check_model
@@ -43,6 +44,8 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     """
     recipe, accelerator = opened.recipe, opened.accelerator
     training = recipe.training
+    code = identify_code(recipe)
+    require_same_code(code, resumed)
     asked = read_asked(recipe)  # before the model is built, so that a bad row is reported at once
     require_same_scoring(asked, recipe, resumed)
     on_meta = build_on_meta(opened, read_rows(opened, resumed))
@@ -66,7 +69,7 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     shown = Shown(checked.data.report, [])
     ends = teach_to_stop(base_of(sharded.inner), on_meta.tokenizer, checked.data.train)
     return PreparedRun(
-        on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown, ends, asked
+        on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown, ends, asked, code
     )
 
 

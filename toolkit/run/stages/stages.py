@@ -182,6 +182,7 @@ class PreparedRun:
         accumulation: how the micro-batches of a step run.
         ends: which tokens end what is learned, or None if the model writes no text.
         asked: what the model answers at evaluations.
+        code: fingerprint of the source of each of the user's own functions, by its field.
     """
 
     on_meta: MetaModel
@@ -195,6 +196,7 @@ class PreparedRun:
     shown: Shown
     ends: str | None
     asked: Asked
+    code: dict[str, str]
 
     @property
     def model(self) -> nn.Module:

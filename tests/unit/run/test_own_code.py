@@ -1,0 +1,61 @@
+"""The user's own code of a run: what of it is shown and recorded, and when a run with other code is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support import refusals
+
+from toolkit.errors import BadInputError
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.checks.own_code import code_fact, identify_code, require_same_code
+from toolkit.run.folder.export_origin import Origin
+
+SOURCE = (
+    "from pathlib import Path\n\nPath(__file__).with_suffix('.imported').touch()\n\n\ndef told(row):\n    return row\n"
+)
+
+
+def recipe_of(file: Path) -> Recipe:
+    file.write_text(SOURCE if not file.exists() else file.read_text())
+    return Recipe.load("sft", [f"data.map={file}:told"])
+
+
+def test_a_resumed_run_has_the_code_that_it_began_with(tmp_path: Path) -> None:
+    one = recipe_of(tmp_path / "one.py")
+    code = identify_code(one)
+    digest = hashlib.sha256(SOURCE.encode()).hexdigest()
+    assert code == {"data.map": digest}
+    assert code_fact(one, code) == f"data.map one.py:told (SHA-256 of its source {digest[:16]})"
+    assert code_fact(Recipe.load("sft"), {}) is None
+    for before in ({}, code):  # an older version recorded none
+        require_same_code(code, SimpleNamespace(step=8, named=before))  # type: ignore[arg-type]
+    require_same_code(code, None)
+    with pytest.raises(BadInputError) as caught:
+        require_same_code(code, SimpleNamespace(step=8, named={"data.map": "0" * 64}))  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        f"data.map: the source has changed: SHA-256 {'0' * 64} ran up to step 8, and {digest} is there now; bring the "
+        "first one back, or start anew with another training.output_dir"
+    )
+
+
+def test_reproduce_runs_none_of_it_unless_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of(tmp_path / "theirs.py")
+    export = tmp_path / "run/export"
+    export.mkdir(parents=True)
+    origin = Origin(recipe.to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}, code={"data.map": "0" * 64})
+    origin.write(export)
+    words = ["reproduce", "run/export", "--to", "again"]
+    refused = refusals.toolkit(*words)
+    assert refused.problems(f"data.map ({tmp_path}/theirs.py:told)") == []
+    assert not (tmp_path / "theirs.imported").exists()
+    trusted = refusals.toolkit(*words, "--trust-code")
+    assert trusted.problems("data.map") == []
+    assert f"is not the one that the run used (SHA-256 {'0' * 64})" in " ".join(trusted.told.split())
+    assert (tmp_path / "theirs.imported").exists()
+    assert json.loads((export / "training.json").read_text())["code"] == origin.code
