@@ -15,6 +15,7 @@ from typing import Any
 from typer.main import get_command
 
 from toolkit.cli.app import app
+from toolkit.cli.shared.help import OPTIONS, described, usage
 from toolkit.recipe.combinations import COMBINATIONS, Combination, Reason
 from toolkit.recipe.features import FEATURES
 from toolkit.recipe.objectives.section import Section
@@ -89,35 +90,21 @@ def _commands(name: str, command: Any) -> Iterator[str]:
     if inner is None:
         yield _command(name, command)
     else:
-        for key in sorted(inner):
+        for key in inner:
             yield from _commands(f"{name} {key}", inner[key])
 
 
 def _command(name: str, command: Any) -> str:
-    parameters = [parameter for parameter in command.params if "--help" not in parameter.opts]
-    given = [one for one in parameters if one.param_type_name == "argument"]
-    usage = " ".join([name, *(_placeholder(one) if one.required else f"[{_placeholder(one)}]" for one in given)])
     about = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
-    lines = [f"## {name}\n", f"`{usage} [OPTIONS]`\n", about + "\n"]
+    lines = [f"## {name}\n", f"`{name} {usage(command)}`\n" if usage(command) else "", f"{about}\n"]
+    lines += [f"```bash\n{command.epilog}\n```\n"]
+    rows = sorted(described(command), key=lambda one: (one.group is not None, one.group not in (None, OPTIONS)))
     lines += ["| argument | default | what it does |", "|---|---|---|"]
-    lines += [f"| {_written(one)} | {_usual(one)} | {(one.help or '').replace('|', 'or')} |" for one in parameters]
-    return "\n".join(lines) + "\n"
-
-
-def _placeholder(argument: Any) -> str:
-    return argument.metavar or argument.name.upper()
-
-
-def _written(parameter: Any) -> str:
-    is_option = parameter.param_type_name == "option"
-    words = [*parameter.opts, *parameter.secondary_opts] if is_option else [_placeholder(parameter)]
-    return ", ".join(f"`{word}`" for word in words)
-
-
-def _usual(parameter: Any) -> str:
-    if parameter.required:
-        return "required"
-    return "" if parameter.default in (None, False) else f"`{_plain(parameter.default)}`"
+    for one in rows:
+        about = one.about.replace("|", "or")
+        default = one.default if one.default in ("", "required") else f"`{one.default}`"
+        lines.append(f"| `{one.words}` | {default} | {about} |")
+    return "\n".join(line for line in lines if line) + "\n"
 
 
 COMBINED_HEAD = """# What goes together

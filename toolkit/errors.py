@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class ToolkitError(Exception):
@@ -30,16 +30,22 @@ class RecipeError(BadInputError):
     Attributes:
         origin: where the recipe was read, for the message.
         problems: a line for each wrong field, which starts with the field's dotted path.
+        lines: dotted path -> the line of the file where it stands; for fields that the file has.
     """
 
-    def __init__(self, origin: str, problems: list[str]) -> None:
+    def __init__(self, origin: str, problems: list[str], lines: Mapping[str, int] | None = None) -> None:
         self.origin = origin
         self.problems = problems
-        lines = "\n".join(f"  - {problem}" for problem in problems)
-        super().__init__(f"{origin}: {counted(len(problems), 'problem')}\n{lines}")
+        self.lines = lines or {}
+        told = "\n".join(f"  - {self._place(problem)}{problem}" for problem in problems)
+        super().__init__(f"{origin}: {counted(len(problems), 'problem')}\n{told}")
 
-    def __reduce__(self) -> tuple[type[RecipeError], tuple[str, list[str]]]:
-        return RecipeError, (self.origin, self.problems)
+    def _place(self, problem: str) -> str:
+        field = re.split(r"[: ]", problem, maxsplit=1)[0]
+        return f"line {self.lines[field]}: " if field in self.lines else ""
+
+    def __reduce__(self) -> tuple[type[RecipeError], tuple[str, list[str], Mapping[str, int]]]:
+        return RecipeError, (self.origin, self.problems, self.lines)
 
 
 class DataError(BadInputError):

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.shared.arguments import split_arguments
+from toolkit.cli.shared.arguments import RECIPE, split_arguments
 from toolkit.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("toolkit", "accelerate", "torchrun", "python", "pip", "pytest", "srun")
-STARTS_RANKS = ("train", "verify", "doctor", "status")
+STARTS_RANKS = ("train", "verify", "doctor", "status", "reproduce")
 """Commands of `toolkit` that start ranks or look at running ones, and have tests of their own."""
 STAND_INS = {
     "meta-llama/Llama-3.2-1B-Instruct": "model",
@@ -114,7 +114,7 @@ def check_toolkit(arguments: list[str]) -> None:
     while hasattr(command, "commands") and (rest := [*context._protected_args, *context.args]):
         name, command, rest = command.resolve_command(context, rest)
         context = command.make_context(name, rest, parent=context)
-    if any(parameter.metavar == "RECIPE section.key=value" for parameter in command.params):
+    if any(parameter.metavar == RECIPE for parameter in command.params):
         given = [value for value in context.params.values() if isinstance(value, list | tuple)]
         Recipe.load(*split_arguments(given[0] if given else [], context.params.get("recipe")))
 

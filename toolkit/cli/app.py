@@ -5,11 +5,12 @@ A command's file imports torch only inside the function that needs it, so that w
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 import toolkit
 from toolkit.cli.commands.checkpoints import checkpoints
@@ -30,40 +31,76 @@ from toolkit.cli.commands.validate import validate
 from toolkit.cli.commands.verify import verify
 from toolkit.cli.shared.arguments import wrong_value
 from toolkit.cli.shared.console import address_problem, prepare_process, print_error, print_interrupt, require_files
+from toolkit.cli.shared.help import HelpedCommand, HelpedGroup, new_app
 from toolkit.cli.shared.signals import INTERRUPTED
-from toolkit.errors import ToolkitError
+from toolkit.errors import BadInputError, ToolkitError
 
 
-class Commands(TyperGroup):
-    """The group of all commands. A wrong value of an option is an error in the toolkit's words."""
+class Commands(HelpedGroup):
+    """The group of all commands. What cannot be parsed is an error like any other."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parses the options before the name of a command."""
+        with _usage_errors():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        """Parses the arguments of the command, and runs it."""
+        with _usage_errors():
             return super().invoke(ctx)
-        except typer.BadParameter as error:
-            raise wrong_value(error) or error from error
 
 
-app = typer.Typer(cls=Commands, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
-for command in (
-    init,
-    train,
-    status,
-    plan,
-    data,
-    validate,
-    verify,
-    generate,
-    sample,
-    checkpoints,
-    export,
-    reproduce,
-    compare,
-    doctor,
-):
-    app.command()(command)
-app.add_typer(recipes_app, name="recipes")
-app.add_typer(configs_app, name="configs")
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turns an error of typer into a BadInputError, but not one that prints the help."""
+    try:
+        yield
+    except USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        told = wrong_value(error) if isinstance(error, typer.BadParameter) else None
+        path = getattr(error.ctx, "command_path", "toolkit")
+        message = error.format_message().rstrip(".")
+        raise told or BadInputError(f"{message}{' See' if message.endswith('?') else '; see'} `{path} -h`") from error
+
+
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""typer's base class of such errors, which some of its versions have of click and others of their own."""
+
+
+app = new_app(cls=Commands, no_args_is_help=True, epilog="Pages of help: docs/index.md. Start with: toolkit init")
+
+COMMANDS: dict[str, dict[Any, str]] = {
+    "Start": {
+        init: "toolkit init meta-llama/Llama-3.2-1B-Instruct chat.jsonl --gpus 8 --output mine.yaml",
+        doctor: "toolkit doctor",
+    },
+    "Before a run": {
+        validate: "toolkit validate mine.yaml training.max_steps=50",
+        data: "toolkit data mine.yaml --output look",
+        plan: "toolkit plan mine.yaml --gpus 8 --hardware h100_sxm",
+        verify: "toolkit verify mine.yaml --cpu 2 --steps 3",
+    },
+    "Run": {
+        train: "toolkit train mine.yaml --gpus 8 training.max_steps=50",
+        status: "toolkit status outputs/chat",
+        checkpoints: "toolkit checkpoints outputs/chat --verify",
+    },
+    "Afterwards": {
+        generate: "toolkit generate outputs/chat --prompt 'Who goes there?'",
+        sample: "toolkit sample outputs/chat questions.jsonl --to sampled --samples 4",
+        compare: "toolkit compare outputs/chat outputs/second --to compared.html",
+        export: "toolkit export outputs/chat --checkpoint 400 --to exported",
+        reproduce: "toolkit reproduce outputs/chat/export --to again",
+    },
+}
+"""Group of the list of commands -> command -> an example of it."""
+
+for _group, _examples in COMMANDS.items():
+    for _command, _example in _examples.items():
+        app.command(cls=HelpedCommand, rich_help_panel=_group, epilog=_example)(_command)
+app.add_typer(recipes_app, name="recipes", rich_help_panel="Start")
+app.add_typer(configs_app, name="configs", rich_help_panel="Start")
 
 
 def main() -> None:
@@ -71,7 +108,7 @@ def main() -> None:
     prepare_process()
     try:
         require_files()
-        app(standalone_mode=True)
+        app(prog_name="toolkit", standalone_mode=True)
     except ToolkitError as error:
         sys.exit(print_error(error))
     except (ImportError, MemoryError, OSError, RuntimeError) as error:

@@ -19,10 +19,25 @@ def main() -> None:
     command()
 
 
+STARTING = {
+    "train": "reading the recipe ...",
+    "verify": "reading the recipe ...",
+    "plan": "reading the recipe and the model's configuration ...",
+    "data": "reading the recipe and its rows ...",
+    "init": "reading the rows and the model's configuration ...",
+    "doctor": "looking at this machine ...",
+    "generate": "loading the model ...",
+    "sample": "loading the model ...",
+}
+"""Commands that import torch -> their first line."""
+
+
 def _print_starting(arguments: list[str]) -> None:
-    """Prints at once that `toolkit train` began: the imports behind the next word take seconds on a busy machine."""
-    if arguments[:1] == ["train"] and not {"-h", "--help"}.intersection(arguments):
-        print("reading the recipe ...", file=sys.stderr, flush=True)
+    """Prints at once that a command began: the imports behind the next word take seconds on a busy machine."""
+    if not arguments or {"-h", "--help"}.intersection(arguments):
+        return
+    if line := STARTING.get(arguments[0]):
+        print(line, file=sys.stderr, flush=True)
 
 
 def finetune(arguments: list[str]) -> int:

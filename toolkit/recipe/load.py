@@ -42,11 +42,15 @@ def find_recipe(name_or_path: str | Path) -> Path:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the sections of a recipe's file. Raises RecipeError if it is not a YAML mapping."""
+    return sections_of(text_of(path), str(path))
+
+
+def text_of(path: Path) -> str:
+    """Returns the text of a recipe's file. Raises RecipeError if it is not UTF-8."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError(str(path), [yaml_problem(error)]) from None
-    return sections_of(text, str(path))
 
 
 def sections_of(text: str, origin: str) -> dict[str, Any]:
@@ -65,6 +69,29 @@ def sections_of(text: str, origin: str) -> dict[str, Any]:
             ],
         )
     return values
+
+
+FOREIGN = {
+    "axolotl": {"base_model", "datasets", "sequence_len", "micro_batch_size", "val_set_size"},
+    "llamafactory": {"finetuning_type", "stage", "cutoff_len", "dataset", "template"},
+    "trl": {"model_name_or_path", "dataset_name", "per_device_train_batch_size", "num_train_epochs"},
+}
+"""Tool -> keys at the top of its configurations, which a recipe does not have."""
+
+
+def tool_of(values: Mapping[str, Any]) -> str | None:
+    """Returns the tool whose configuration this looks like: the most of its keys are here, and at least two."""
+    counts = {tool: len(keys & values.keys()) for tool, keys in FOREIGN.items()}
+    tool = max(counts, key=lambda name: counts[name])
+    return tool if counts[tool] >= 2 else None
+
+
+def foreign_hint(values: Mapping[str, Any], origin: str) -> list[str]:
+    """Returns a line about `toolkit init --from` if these are another tool's settings."""
+    tool = tool_of(values)
+    return (
+        [] if tool is None else [f"it looks like a configuration of {tool}: `toolkit init --from {origin}` converts it"]
+    )
 
 
 GONE = (("sharding", "offload_threads"),)

@@ -38,11 +38,12 @@ Location = tuple[int | str, ...]
 def problems_of(root: type[Section], errors: list[ErrorDetails], values: dict[str, Any]) -> list[str]:
     """Returns a line for each wrong field; a field that fits no member of a union has one line."""
     by_field: dict[str, str] = {}
+    listed: set[str] = set()
     for details in errors:
         if details["type"] == "contradiction":
             by_field.update((line, line) for line in str(details["msg"]).splitlines())
         else:
-            by_field.setdefault(_dotted(_field_location(root, details["loc"])), _describe(root, details))
+            by_field.setdefault(_dotted(_field_location(root, details["loc"])), _describe(root, details, listed))
     unknown = [details["loc"] for details in errors if details["type"] == "extra_forbidden"]
     hidden = _hidden_contradictions(root, values, unknown)
     return list(by_field.values()) + [text for text in hidden if text not in by_field]
@@ -67,12 +68,16 @@ def _hidden_contradictions(root: type[Section], values: dict[str, Any], unknown:
     return []
 
 
-def _describe(root: type[Section], details: ErrorDetails) -> str:
-    """Describes one wrong field: dotted path, what was found, what is allowed, how to fix it."""
+def _describe(root: type[Section], details: ErrorDetails, listed: set[str]) -> str:
+    """Describes one wrong field: dotted path, what was found, what is allowed, how to fix it.
+
+    Args:
+        listed: sections whose keys are listed in a line above; they are not listed again.
+    """
     location = _field_location(root, details["loc"])
     path = _dotted(location) or "recipe"
     if details["type"] == "extra_forbidden":
-        return _describe_unknown(root, details["loc"])
+        return _describe_unknown(root, details["loc"], listed)
     if details["type"] == "missing":
         return f"{path}: missing; needs {_allowed_text(root, location) or 'a value'}"
     value = details["input"]
@@ -89,7 +94,7 @@ def _describe(root: type[Section], details: ErrorDetails) -> str:
     return f"{path}: {found}; {message}"
 
 
-def _describe_unknown(root: type[Section], location: Location) -> str:
+def _describe_unknown(root: type[Section], location: Location, listed: set[str]) -> str:
     key = str(location[-1])
     section = _section_at(root, location)
     known = list(section.model_fields) if section is not None else []
@@ -97,6 +102,10 @@ def _describe_unknown(root: type[Section], location: Location) -> str:
     if not hint:
         homes = [f"{name}.{key}" for name, field in root.model_fields.items() if _has_field(field.annotation, key)]
         hint = f" (did you mean {homes[0]!r}?)" if homes else ""
+    section_name = _dotted(location[:-1])
+    if section_name in listed:
+        return f"{_dotted(location)}: unknown key{hint}"
+    listed.add(section_name)
     return f"{_dotted(location)}: unknown key{hint}; allowed here: {', '.join(known)}"
 
 

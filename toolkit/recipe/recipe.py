@@ -18,14 +18,16 @@ from toolkit.recipe.adapter_file import CONFIG, fill_from_file
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import OFFLOAD_SETTINGS, Settings
 from toolkit.recipe.load import (
+    OVERRIDE,
     anchor_paths,
     apply_overrides,
     dotted,
     drop_gone,
     find_recipe,
-    read_yaml,
+    foreign_hint,
     replace_rivals,
     sections_of,
+    text_of,
 )
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.section import Section, contradiction
@@ -44,7 +46,7 @@ from toolkit.recipe.schema import (
     SourceSection,
     TrainingSection,
 )
-from toolkit.recipe.yaml_values import yaml_text
+from toolkit.recipe.yaml_values import lines_of_keys, yaml_text
 
 
 class Recipe(Section):
@@ -89,10 +91,12 @@ class Recipe(Section):
             BadInputError: if there is no such recipe.
         """
         path = find_recipe(name_or_path)
-        return cls._loaded(read_yaml(path), path.parent, str(path), overrides)
+        return cls.from_yaml(text_of(path), path.parent, str(path), overrides)
 
     @classmethod
-    def from_yaml(cls, text: str, folder: Path, origin: str, overrides: Iterable[str] = ()) -> Recipe:
+    def from_yaml(
+        cls, text: str, folder: Path, origin: str, overrides: Iterable[str] | Mapping[str, Any] = ()
+    ) -> Recipe:
         """Reads a recipe from text.
 
         Args:
@@ -103,19 +107,18 @@ class Recipe(Section):
         Raises:
             RecipeError: names every wrong field, or says that the text is not a mapping.
         """
-        return cls._loaded(sections_of(text, origin), folder, origin, overrides)
-
-    @classmethod
-    def _loaded(
-        cls, values: dict[str, Any], folder: Path, origin: str, overrides: Iterable[str] | Mapping[str, Any]
-    ) -> Recipe:
+        values = sections_of(text, origin)
         drop_gone(values)
         origins = dict.fromkeys(dotted(values), origin)
         anchor_paths(values, folder)
         problems = apply_overrides(values, overrides, origins)
         notes = replace_rivals(values, origins)
         given = set(values.get("adapter") or {})
-        recipe = cls._checked(values, origin, problems)
+        try:
+            recipe = cls._checked(values, origin, problems)
+        except RecipeError as error:
+            lines = {key: line for key, line in lines_of_keys(text).items() if origins.get(key) != OVERRIDE}
+            raise RecipeError(origin, foreign_hint(values, origin) + error.problems, lines) from None
         if recipe.sharding.accumulate == "by_block" and values["sharding"].get("activation_checkpointing") != 1:
             origins["sharding.activation_checkpointing"] = "implied by sharding.accumulate"
         by_file = set(values.get("adapter") or {}) - given

@@ -88,6 +88,24 @@ def _read(text: str, kind: type[_Loader], is_override: bool) -> Any:
         loader.dispose()
 
 
+def lines_of_keys(text: str) -> dict[str, int]:
+    """Returns dotted path -> line, from 1, of each key and list item of a text that `yaml_value` reads."""
+    lines: dict[str, int] = {}
+
+    def visit(node: yaml.Node | None, path: str) -> None:
+        items: list[tuple[Any, yaml.Node, yaml.Node]] = []
+        if isinstance(node, yaml.MappingNode):
+            items = [(key.value, key, value) for key, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            items = [(index, value, value) for index, value in enumerate(node.value)]
+        for name, marked, value in items:
+            lines[f"{path}{name}"] = marked.start_mark.line + 1
+            visit(value, f"{path}{name}.")
+
+    visit(yaml.compose(text, Loader=_WordsLoader), "")
+    return lines
+
+
 def _require_all_read(text: str, node: yaml.Node | None) -> None:
     """Raises AmbiguousError if YAML takes a part of an override for a comment, an anchor or a sign for more lines."""
     if node is None and not text.strip():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from typer.testing import CliRunner
 from toolkit.cli.app import app
 from toolkit.cli.commands import plan as cli_plan
 from toolkit.cli.shared.arguments import complete_recipe, load_recipe, split_arguments
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, RecipeError
 
 ROOT = Path(__file__).parents[3]
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
@@ -29,7 +32,9 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_version() -> None:
-    assert run(TOOLKIT, "--version").stdout.startswith("toolkit 0.")
+    printed = run(TOOLKIT, "--version").stdout
+    assert printed.startswith("toolkit 0.")
+    assert run(sys.executable, "-m", "toolkit", "--version").stdout == printed
 
 
 def test_recipes_are_listed() -> None:
@@ -112,6 +117,13 @@ def test_validate_shows_values_and_origins() -> None:
     assert "optimizer.eps" not in set_there
     left_out = len(everything.splitlines()) - len(set_there.splitlines()) + 1
     assert f"\n{left_out} more keys have their defaults; --all shows them\nvalid: " in set_there
+    assert set_there.startswith(f"recipe: {ROOT / 'recipes/quickstart.yaml'}\n\n")
+    lines = dict(line.split(maxsplit=1) for line in set_there.splitlines()[2:-2])
+    replaced = run(TOOLKIT, "validate", "quickstart", "training.max_steps=7").stdout
+    assert re.search(r"^training\.max_steps +7  # override$", replaced, re.MULTILINE), "the origin, where it differs"
+    assert lines["training.seed"] == "0"
+    assert lines["data.train"] == json.dumps([str(ROOT / "recipes/data/plays.jsonl")])
+    assert set_there.count("quickstart.yaml") == 1
 
 
 def test_validate_tells_all_errors_and_exits_with_2() -> None:
@@ -120,6 +132,47 @@ def test_validate_tells_all_errors_and_exits_with_2() -> None:
     assert "2 problems" in bad.stderr
     assert "did you mean 'max_steps'" in bad.stderr
     assert "Traceback" not in bad.stderr
+
+
+def test_errors_of_a_recipe_name_their_lines(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "# a comment\nmodel:\n  name_or_path: x/y\ndata:\n  train:\n    - a.jsonl\n    - {path: b.jsonl, weigth: 2}\n"
+        "  max_lenght: 3\n  batch: 2\noptimizer: {learning_rate: fast, momentum: 1}\ntraining:\n  output_dir: out\n"
+        "  max_steps: 4\n  num_epochs: 1\n  seed: q\n"
+    )
+    found = CliRunner().invoke(app, ["validate", str(recipe), "training.seed=w"]).exception
+    assert isinstance(found, RecipeError)
+    lines = str(found).splitlines()[1:]
+    places = {line.split()[3].rstrip(":"): line.split()[2] for line in lines if line.startswith("  - line ")}
+    assert places == {
+        "data.train.1.weigth": "7:",
+        "data.max_lenght": "8:",
+        "data.batch": "9:",
+        "optimizer.learning_rate": "10:",
+        "optimizer.momentum": "10:",
+    }
+    assert "  - training.seed: found 'w' (text)" in str(found), "an override has no line"
+    assert sum("allowed here: " in line for line in lines) == 2, "the keys of a section are listed once"
+    again = pickle.loads(pickle.dumps(found))
+    assert str(again) == str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("base_model: x/y\ndatasets:\n  - path: a\n    type: alpaca\n", "axolotl"),
+        ("model_name_or_path: x/y\nstage: sft\ndataset: a\n", "llamafactory"),
+        ("model_name_or_path: x/y\ndataset_name: a\n", "trl"),
+        ("model: {name_or_path: x/y}\nname: a\n", None),
+    ],
+)
+def test_another_tools_file_is_recognised(text: str, tool: str | None, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    told = str(CliRunner().invoke(app, ["validate", str(tmp_path / "r.yaml")]).exception)
+    hint = f"\n  - it looks like a configuration of {tool}: `toolkit init --from {tmp_path / 'r.yaml'}` converts it\n"
+    assert (hint in told) == (tool is not None), told
+    assert ("--from" in told) == (tool is not None)
 
 
 def test_the_script_lists_the_recipes_and_their_errors() -> None:
@@ -163,6 +216,51 @@ def test_short_help_list_and_completion(tmp_path: Path, monkeypatch: pytest.Monk
     assert complete_recipe("quick") == ["quickstart"]
     assert complete_recipe("training.max_s") == ["training.max_steps="]
     assert complete_recipe("trai") == ["training."]
+
+
+def every_command(name: str = "", group: Any = None) -> Iterator[str]:
+    for word, command in (group or get_command(app)).commands.items():
+        yield from every_command(f"{word} ", command) if hasattr(command, "commands") else [f"{name}{word}"]
+
+
+def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    app(words, standalone_mode=False, prog_name="toolkit")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", every_command())
+def test_help_is_as_wide_as_the_terminal_and_has_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *groups, word = command.split()
+    for columns in ("60", "90"):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown, same = (help_of(words, capsys) for words in ([*groups, "help", word], [*groups, word, "-h"]))
+        assert shown == same
+        assert f"\nExample:\n  toolkit {command}" in shown
+        assert shown.startswith(f"Usage: toolkit {command} ")
+        table = shown.partition("\nExample:")[0].splitlines()
+        assert max(map(len, table)) <= int(columns), max(table, key=len)
+        assert not {"<", "{", "│"} & set(shown)
+
+
+def test_help_names_values_and_groups(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = help_of(["help", "train"], capsys)
+    for words in (
+        " train [RECIPE] [section.key=value ...] [options]\n",
+        "\n  --dry-run      Check everything",
+        "\n  --retries N    Restart",
+        "\nMachine:\n  --gpus N         Number of GPUs.",
+    ):
+        assert words in shown, shown
+    of_export = help_of(["help", "export"], capsys)
+    assert "\n  --to PATH                New folder, which `from_pretrained` loads. Required.\n" in of_export
+    assert "\n  --verify, --no-verify    Reload the folder and compare its logits. Default: --verify.\n" in of_export
+    listed = help_of(["-h"], capsys)
+    groups = [line for line in listed.splitlines() if line.endswith(":")]
+    assert groups == ["Start:", "Before a run:", "Run:", "Afterwards:", "Options:"]
+    assert all(f"\n  {name.split()[0]} " in listed for name in every_command())
 
 
 @pytest.mark.parametrize(
@@ -228,7 +326,14 @@ def test_the_first_word_comes_before_torch_is_imported(command: str, rank: str, 
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [("'train', 'quickstart'", "reading the recipe ...\n"), ("'train', '--help'", ""), ("'recipes'", "")],
+    [
+        ("'train', 'quickstart'", "reading the recipe ...\n"),
+        ("'plan', 'quickstart'", "reading the recipe and the model's configuration ...\n"),
+        ("'data', 'quickstart'", "reading the recipe and its rows ...\n"),
+        ("'doctor'", "looking at this machine ...\n"),
+        ("'train', '--help'", ""),
+        ("'recipes'", ""),
+    ],
 )
 def test_training_says_a_word_before_it_imports_anything(words: str, told: str) -> None:
     code = (

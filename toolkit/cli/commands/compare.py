@@ -25,7 +25,7 @@ def compare(
     ],
     to: Annotated[
         Path | None,
-        typer.Option(help="Write a page with overlaid curves to this new file (.html).", show_default=False),
+        typer.Option(help="Write a page with overlaid curves to this new file (.html)."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

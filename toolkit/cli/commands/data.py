@@ -18,7 +18,7 @@ def data(
     recipe: RecipeOption = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for data_report.json and the page data_report.html.", show_default=False),
+        typer.Option(help="Folder for data_report.json and the page data_report.html."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

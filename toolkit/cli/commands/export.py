@@ -21,7 +21,7 @@ def export(
     run: RunPlace,
     to: Annotated[Path, typer.Option(help="New folder, which `from_pretrained` loads.")],
     checkpoint: Annotated[
-        int | None, typer.Option(help="Export the checkpoint of this step. By default the last.", show_default=False)
+        int | None, typer.Option(help="Export the checkpoint of this step. By default the last.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Store the weights in this type: float32, bfloat16 (bf16) or float16 (fp16).")

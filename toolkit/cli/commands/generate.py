@@ -3,96 +3,100 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import parse_dtype
+from toolkit.cli.shared.arguments import MACHINE, parse_dtype
 from toolkit.cli.shared.hub import settle_names
 
-Source = Annotated[
-    str, typer.Argument(help="Folder of a run, of an export or of an adapter, or a hub name.", show_default=False)
-]
-Prompt = Annotated[str | None, typer.Option(help="Continue this text.", show_default=False)]
-Image = Annotated[
-    list[Path] | None,
-    typer.Option("--image", help="With --prompt: show the model this image. May be given again.", show_default=False),
-]
-PromptFile = Annotated[
-    Path | None, typer.Option(help="Answer each prompt of a .txt or .jsonl file.", show_default=False)
-]
-Evaluation = Annotated[
-    Path | None,
-    typer.Option(
-        "--eval", help="Answer the prompts of a .jsonl file and count the correct answers.", show_default=False
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(help="Write the answers for --file to this file. By default: standard output.", show_default=False),
-]
-Extract = Annotated[
-    str | None,
-    typer.Option(
-        help="With --eval: compare the last match of this regular expression (or of its first group).",
-        show_default=False,
-    ),
-]
+Source = Annotated[str, typer.Argument(help="Folder of a run, of an export or of an adapter, or a hub name.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")]
-System = Annotated[str | None, typer.Option(help="System prompt for messages that have none.", show_default=False)]
-Numeric = Annotated[bool, typer.Option("--numeric", help="With --eval: compare the last number, as a number.")]
+System = Annotated[str | None, typer.Option(help="System prompt for messages that have none.")]
+
+
+def _scoring(*names: str, about: str) -> Any:
+    return typer.Option(*names, help=about, rich_help_panel="Scoring")
+
+
+def _sampling(*names: str, about: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=about, rich_help_panel="Sampling", **settings)
+
+
+Strict = Annotated[bool, _scoring("--strict", about="Compare case and whitespace, too.")]
+Extract = Annotated[
+    str | None, _scoring(about="Compare the last match of this regular expression (or of its first group).")
+]
+Numeric = Annotated[bool, _scoring("--numeric", about="Compare the last number, as a number.")]
 Structured = Annotated[
-    bool,
-    typer.Option("--structured", help="With --eval: compare as JSON; order of keys and whitespace do not count."),
+    bool, _scoring("--structured", about="Compare as JSON; order of keys and whitespace do not count.")
 ]
 Score = Annotated[
     str | None,
-    typer.Option(
-        help="With --eval: score with this function (file.py:function, or module:function on Python's path), which "
-        "needs no answers.",
-        show_default=False,
+    _scoring(
+        about="Score with this function (file.py:function, or module:function on Python's path), which needs no "
+        "answers."
     ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Sampling seed.", show_default="0")]
+MaxNewTokens = Annotated[int, _sampling(about="Stop each answer after this many tokens.")]
+Temperature = Annotated[
+    float | None,
+    _sampling(about="Sampling temperature. 0: always take the most likely token.", show_default="0.7"),
+]
 TopP = Annotated[
     float | None,
-    typer.Option(help="Sample from the most likely tokens that together have this probability.", show_default="0.95"),
+    _sampling(about="Sample from the most likely tokens that together have this probability.", show_default="0.95"),
 ]
-BatchSize = Annotated[int | None, typer.Option(help="Answer this many prompts of a file at a time.", show_default="8")]
+Seed = Annotated[int | None, _sampling(about="Sampling seed.", show_default="0")]
 Dtype = Annotated[
     str,
-    typer.Option(help="Load the weights in this type: auto (as saved), float32, bfloat16 (bf16) or float16 (fp16)."),
+    typer.Option(
+        help="Load the weights in this type: auto (as saved), float32, bfloat16 (bf16) or float16 (fp16).",
+        rich_help_panel=MACHINE,
+    ),
 ]
 
 
 def generate(
     source: Source,
-    prompt: Prompt = None,
+    prompt: Annotated[str | None, typer.Option(help="Continue this text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Hold a conversation; /reset clears it, /quit ends.")] = False,
-    image: Image = None,
-    file: PromptFile = None,
-    evaluation: Evaluation = None,
-    output: Output = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="With --prompt: show the model this image. May be given again.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Answer each prompt of a .txt or .jsonl file.")] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option("--eval", help="Answer the prompts of a .jsonl file and score the answers."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the answers for --file to this file. By default: standard output."),
+    ] = None,
     raw: Raw = False,
     system: System = None,
-    strict: Annotated[bool, typer.Option("--strict", help="With --eval: compare case and whitespace, too.")] = False,
+    strict: Strict = False,
     extract: Extract = None,
     numeric: Numeric = False,
     structured: Structured = False,
     score: Score = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --eval: print JSON.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Stop each answer after this many tokens.")] = 256,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Sampling temperature. 0: always take the most likely token.", show_default="0.7"),
-    ] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
-    batch_size: BatchSize = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Answer this many prompts of a file at a time.", show_default="8")
+    ] = None,
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="Run on this device: auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Run on this device: auto, cpu or cuda.", rich_help_panel=MACHINE)
+    ] = "auto",
 ) -> None:
-    """Generate text with a model: give one of --prompt, --chat, --file and --eval."""
+    """Generate text with a model: give one of --prompt, --chat, --file and --eval.
+
+    The options of scoring need --eval.
+    """
     from toolkit.generation.text.command import run
     from toolkit.generation.text.load import find_model
     from toolkit.generation.text.options import Options

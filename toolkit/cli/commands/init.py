@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, CpuOption, GpusOption, complete_hardware
+from toolkit.cli.shared.arguments import MACHINE, OVERRIDES, AsJson, CpuOption, GpusOption, complete_hardware
 from toolkit.cli.shared.hub import settle_names
 from toolkit.errors import BadInputError, counted
 from toolkit.paths import GIB, atomic_write
@@ -23,9 +23,7 @@ CPU_RANKS = 2
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[section.key=value]...", help="Recipe values to keep as you give them.", show_default=False
-    ),
+    typer.Argument(metavar=OVERRIDES, help="Recipe values to keep as you give them."),
 ]
 MethodName = Annotated[
     str | None,
@@ -34,7 +32,6 @@ MethodName = Annotated[
         "classify, tag or seq2seq. By default the rows decide: full for answers, pretrain for plain text, dpo for "
         "pairs, classify for labels, tag for words with tags, seq2seq for an encoder-decoder; lora if full training "
         "does not fit, and qlora if lora does not.",
-        show_default=False,
     ),
 ]
 HardwareName = Annotated[
@@ -42,17 +39,15 @@ HardwareName = Annotated[
     typer.Option(
         help="Write the recipe for this hardware: a preset (`toolkit plan --list-hardware`), `calibrated`, or the path "
         "of a profile. By default this machine's GPU, or else h100_sxm.",
-        show_default=False,
+        rich_help_panel=MACHINE,
         autocompletion=complete_hardware,
     ),
 ]
 
 
 def init(
-    model: Annotated[str, typer.Argument(help="Folder of a model, or its hub name.", show_default=False)],
-    data: Annotated[
-        str, typer.Argument(help="Rows to train on: a file, a glob, or a hub data set.", show_default=False)
-    ],
+    model: Annotated[str, typer.Argument(help="Folder of a model, or its hub name.")],
+    data: Annotated[str, typer.Argument(help="Rows to train on: a file, a glob, or a hub data set.")],
     overrides: Overrides = None,
     method: MethodName = None,
     gpus: GpusOption = None,

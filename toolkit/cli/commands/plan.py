@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.cli.shared.arguments import (
+    MACHINE,
     MOST_CPU_RANKS,
     AsJson,
     ConfigOption,
@@ -31,7 +32,7 @@ from toolkit.errors import BadInputError
 from toolkit.paths import GIB
 from toolkit.planning.time.hardware import Hardware, hardware_of, presets, profile_path
 from toolkit.recipe.recipe import Recipe
-from toolkit.terminal import Terminal
+from toolkit.terminal import Pass, Terminal
 
 if TYPE_CHECKING:
     from toolkit.planning.planner import PlanRow
@@ -42,52 +43,56 @@ DEFAULT_HARDWARE = "h100_sxm"
 IN_A_FILE = 400
 """Characters of a line that goes to a file or a pipe; 80 would cost columns."""
 
+
+def _of_machine(about: str, **settings: Any) -> Any:
+    """Returns an option that says what machine to plan for."""
+    return typer.Option(help=about, rich_help_panel=MACHINE, **settings)
+
+
+def _of_preset(about: str) -> Any:
+    """Returns an option that replaces a figure of the hardware."""
+    return typer.Option(help=about, show_default="the preset's", rich_help_panel="Figures of the hardware")
+
+
 Gpus = Annotated[
     int | None,
-    typer.Option(
-        help="Plan for this many GPUs, one rank each. By default the config's number, or 1.", show_default=False
-    ),
+    _of_machine("Plan for this many GPUs, one rank each. By default the config's number, or 1."),
 ]
 Cpu = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=MOST_CPU_RANKS, help="Plan for this many processes on this machine's CPU.", show_default=False
-    ),
+    _of_machine("Plan for this many processes on this machine's CPU.", min=1, max=MOST_CPU_RANKS),
 ]
 HardwareName = Annotated[
     str | None,
-    typer.Option(
-        help="Plan for this hardware: a preset (--list-hardware), `calibrated`, or the path of a profile.",
+    _of_machine(
+        "Plan for this hardware: a preset (--list-hardware), `calibrated`, or the path of a profile.",
         show_default=DEFAULT_HARDWARE,
         autocompletion=complete_hardware,
     ),
 ]
-GpusPerNode = Annotated[int | None, typer.Option(help="Number of GPUs per node.", show_default="preset's")]
-DeviceMemory = Annotated[float | None, typer.Option(help="Memory of one GPU (GiB).", show_default="preset's")]
-HostMemory = Annotated[float | None, typer.Option(help="Host memory of one node (GiB).", show_default="preset's")]
-LinkSpeed = Annotated[
-    float | None, typer.Option(help="Bandwidth between the GPUs of a node (GB/s each way).", show_default="preset's")
-]
-NicSpeed = Annotated[
-    float | None, typer.Option(help="Bandwidth between nodes (GB/s per node, each way).", show_default="preset's")
-]
-PcieSpeed = Annotated[
-    float | None, typer.Option(help="Bandwidth between a GPU and the host (GB/s each way).", show_default="preset's")
-]
-DramSpeed = Annotated[
-    float | None, typer.Option(help="Bandwidth of host memory (GB/s per node).", show_default="preset's")
-]
+GpusPerNode = Annotated[int | None, _of_preset("Number of GPUs per node.")]
+DeviceMemory = Annotated[float | None, _of_preset("Memory of one GPU (GiB).")]
+HostMemory = Annotated[float | None, _of_preset("Host memory of one node (GiB).")]
+LinkSpeed = Annotated[float | None, _of_preset("Bandwidth between the GPUs of a node (GB/s each way).")]
+NicSpeed = Annotated[float | None, _of_preset("Bandwidth between nodes (GB/s per node, each way).")]
+PcieSpeed = Annotated[float | None, _of_preset("Bandwidth between a GPU and the host (GB/s each way).")]
+DramSpeed = Annotated[float | None, _of_preset("Bandwidth of host memory (GB/s per node).")]
 EveryRow = Annotated[bool, typer.Option("--all", help="Show every row.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show the formulas with the numbers filled in.")]
 Trace = Annotated[bool, typer.Option("--trace", help="Check the peak by running FSDP2 on fake tensors.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the memory of each row to this file.", show_default=False)]
+Plot = Annotated[Path | None, typer.Option(help="Draw the memory of each row to this file.")]
 LongestRow = Annotated[
     bool, typer.Option("--longest-row", help="Print the longest row that fits, and the settings that reach it.")
 ]
 Calibrate = Annotated[
-    bool, typer.Option("--calibrate", help="Measure this machine, store the result as `calibrated`, and exit.")
+    bool,
+    typer.Option(
+        "--calibrate", help="Measure this machine, store the result as `calibrated`, and exit.", rich_help_panel=MACHINE
+    ),
 ]
-ListHardware = Annotated[bool, typer.Option("--list-hardware", help="List the presets and exit.")]
+ListHardware = Annotated[
+    bool, typer.Option("--list-hardware", help="List the presets and exit.", rich_help_panel=MACHINE)
+]
 
 
 def plan(
@@ -115,8 +120,9 @@ def plan(
 ) -> None:
     """Predict before a run whether it fits, which strategy to pick, and how fast it will be.
 
-    Needs no GPU and no weights: the model's configuration is enough. Exit codes: 0 something fits,
-    1 nothing does, 2 bad input.
+    Needs no GPU and no weights: the model's configuration is enough.
+
+    Exit codes: 0 something fits, 1 nothing does, 2 bad input.
     """
     if list_hardware:
         _print_presets()
@@ -142,9 +148,11 @@ def plan(
     )
     accelerated = Accelerated() if config is None else accelerated_by(find_config(config))
     if longest_row:
-        _print_longest(loaded, device, cpu or gpus or accelerated.num_processes or 1, accelerated, as_json)
+        with Pass(Terminal(), "planning"):
+            _print_longest(loaded, device, cpu or gpus or accelerated.num_processes or 1, accelerated, as_json)
         return
-    found = _plan_recipe(loaded, device, cpu or gpus, accelerated)
+    with Pass(Terminal(), "planning"):
+        found = _plan_recipe(loaded, device, cpu or gpus, accelerated)
     _print_plan(found, *split_arguments(arguments, recipe), Shown(every_row, explain, trace, plot, as_json))
     if found.recommended is None:
         raise typer.Exit(1)

@@ -15,7 +15,7 @@ import typer
 
 from toolkit.cli.commands.train import require_finished, require_inputs
 from toolkit.cli.ranks.launch_options import ON_CPU, launcher_options, shown_script
-from toolkit.cli.shared.arguments import AsJson
+from toolkit.cli.shared.arguments import MACHINE, OVERRIDES, AsJson
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
@@ -34,20 +34,21 @@ def reproduce(
     values: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="section.key=value",
+            metavar=OVERRIDES,
             help="Paths of models and rows here, if the run's own folder is not beside the export.",
-            show_default=False,
         ),
     ] = None,
     to: Annotated[Path, typer.Option(help="New folder for the new run.")] = ...,  # type: ignore[assignment]
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="Train on this many GPUs. By default as many as before.", show_default=False),
+        typer.Option(min=1, help="Train on this many GPUs. By default as many as before.", rich_help_panel=MACHINE),
     ] = None,
     cpu: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Train on the CPU with this many processes. By default as many as before.", show_default=False
+            min=1,
+            help="Train on the CPU with this many processes. By default as many as before.",
+            rich_help_panel=MACHINE,
         ),
     ] = None,
     trust_code: Annotated[

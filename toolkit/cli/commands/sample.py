@@ -7,7 +7,21 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.commands.generate import Dtype, Raw, Seed, Source, System, TopP
+from toolkit.cli.commands.generate import (
+    Dtype,
+    Extract,
+    MaxNewTokens,
+    Numeric,
+    Raw,
+    Score,
+    Seed,
+    Source,
+    Strict,
+    Structured,
+    System,
+    Temperature,
+    TopP,
+)
 from toolkit.cli.shared.arguments import AsJson, CpuOption, GpusOption, parse_dtype
 
 Samples = Annotated[int, typer.Option("--samples", "-n", help="Write this many completions of each prompt.")]
@@ -16,42 +30,26 @@ Reward = Annotated[
     typer.Option(
         help="Score by this reward model: a run or an export of the objective reward. By default completions are "
         "compared with the rows' answers, as by generate --eval.",
-        show_default=False,
-    ),
-]
-
-Extract = Annotated[
-    str | None,
-    typer.Option(help="Compare the last match of this regular expression (or of its first group).", show_default=False),
-]
-Structured = Annotated[
-    bool, typer.Option("--structured", help="Compare as JSON; order of keys and whitespace do not count.")
-]
-Score = Annotated[
-    str | None,
-    typer.Option(
-        help="Score with this function (file.py:function, or module:function on Python's path), which needs no "
-        "answers.",
-        show_default=False,
+        rich_help_panel="Scoring",
     ),
 ]
 
 
 def sample(
     source: Source,
-    prompts: Annotated[Path, typer.Argument(help="A .txt or .jsonl file of prompts.", show_default=False)],
-    to: Annotated[Path, typer.Option(help="Write into this folder, or continue what is in it.", show_default=False)],
+    prompts: Annotated[Path, typer.Argument(help="A .txt or .jsonl file of prompts.")],
+    to: Annotated[Path, typer.Option(help="Write into this folder, or continue what is in it.")],
     samples: Samples = 8,
     reward: Reward = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Compare case and whitespace, too.")] = False,
+    strict: Strict = False,
     extract: Extract = None,
-    numeric: Annotated[bool, typer.Option("--numeric", help="Compare the last number, as a number.")] = False,
+    numeric: Numeric = False,
     structured: Structured = False,
     score: Score = None,
     raw: Raw = False,
     system: System = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Stop each completion after this many tokens.")] = 256,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.", show_default="0.7")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
     batch_size: Annotated[int, typer.Option(help="Write this many completions at a time.")] = 8,

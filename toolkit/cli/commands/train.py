@@ -15,6 +15,7 @@ import typer
 from toolkit.cli.ranks.launch_options import ON_CPU, launcher_options, shown_script
 from toolkit.cli.ranks.retries import require_useful, with_retries
 from toolkit.cli.shared.arguments import (
+    MACHINE,
     AsJson,
     ConfigOption,
     CpuOption,
@@ -43,7 +44,7 @@ def train(
         typer.Option(
             help="Sharding strategy: ddp, zero1, zero2, zero3 or hybrid; each but ddp also with +offload. By default "
             "the recipe's, or else the config's.",
-            show_default=False,
+            rich_help_panel=MACHINE,
             autocompletion=complete_strategy,
         ),
     ] = None,

@@ -7,16 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe
-from toolkit.cli.shared.console import print_table
+from toolkit.cli.shared.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe, split_arguments
 from toolkit.cli.shared.hub import models_of
 from toolkit.data.rows.files import expand_files, is_saved_dataset, local_path
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.paths import is_file_source, is_hub_name, is_store, require_folder, shown_path, without_query
+from toolkit.recipe.load import find_recipe
 from toolkit.recipe.recipe import Recipe
 
 EveryKey = Annotated[bool, typer.Option("--all", help="Show the keys that have their defaults, too.")]
@@ -46,11 +46,25 @@ def validate(
         print(verdict, file=sys.stderr)
         return
     shown = {key: found for key, found in origins.items() if every_key or found[1] != "default"}
-    rows = [[key, json.dumps(value, ensure_ascii=False), origin] for key, (value, origin) in shown.items()]
-    print_table(["key", "value", "from"], rows)
+    path = str(find_recipe(split_arguments(arguments, recipe)[0]))
+    width = max(map(len, shown))
+    print(f"recipe: {path}\n")
+    for key, (value, origin) in shown.items():
+        print(f"{key:{width}}  {_value_text(value)}" + (f"  # {origin}" if origin != path else ""))
     if left_out := len(origins) - len(shown):
         print(f"{left_out} more keys have their defaults; --all shows them")
     print(verdict)
+
+
+def _value_text(value: Any) -> str:
+    """Returns a value as it could be given on the command line, without the unset fields of its sources."""
+    if isinstance(value, list):
+        value = [
+            {key: one for key, one in item.items() if one is not None} if isinstance(item, dict) else item
+            for item in value
+        ]
+        value = [item["path"] if isinstance(item, dict) and [*item] == ["path"] else item for item in value]
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _verdict(recipe: Recipe) -> str:

@@ -28,7 +28,6 @@ def verify(
         int | None,
         typer.Option(
             help="Keep only the first N blocks of the model, with random weights if its own do not fit.",
-            show_default=False,
         ),
     ] = None,
     time_limit: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 1800.0,

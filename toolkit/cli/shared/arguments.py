@@ -76,33 +76,37 @@ def _names_or_files(names: Iterable[str], incomplete: str) -> list[str]:
     ]
 
 
+RECIPE, OVERRIDES = "[RECIPE] [section.key=value ...]", "[section.key=value ...]"
+"""How these arguments are shown."""
+
+MACHINE = "Machine"
+"""Group of options in the help texts."""
+
 RecipeArguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="RECIPE section.key=value",
+        metavar=RECIPE,
         help=f"Name or path of a recipe (default: {DEFAULT_RECIPE}), and values that replace the recipe's.",
-        show_default=False,
         autocompletion=complete_recipe,
     ),
 ]
 RecipeOption = Annotated[
     str | None,
-    typer.Option("--recipe", help="Another way to give RECIPE.", show_default=False, autocompletion=complete_recipe),
+    typer.Option("--recipe", help="Another way to give RECIPE.", autocompletion=complete_recipe),
 ]
 GpusOption = Annotated[
-    int | None, typer.Option(min=1, help="Number of GPUs. By default all GPUs of this machine.", show_default=False)
+    int | None,
+    typer.Option(min=1, help="Number of GPUs. By default all GPUs of this machine.", rich_help_panel=MACHINE),
 ]
 CpuOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST_CPU_RANKS, help="Run on the CPU with this many processes.", show_default=False),
+    typer.Option(min=1, max=MOST_CPU_RANKS, help="Run on the CPU with this many processes.", rich_help_panel=MACHINE),
 ]
 ConfigOption = Annotated[
     str | None,
     typer.Option(
-        "--config",
-        "--accelerate-config",
         help="Accelerate config: the name of a shipped one (`toolkit configs`) or a path.",
-        show_default=False,
+        rich_help_panel=MACHINE,
         autocompletion=complete_config,
     ),
 ]

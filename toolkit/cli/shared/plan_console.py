@@ -53,9 +53,10 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
     """Prints the table, the row to pick, and what would help if nothing fits."""
     hardware = plan.hardware
     trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained:,} trained"
+    precision = "fp32" if plan.mixed_precision == "no" else plan.mixed_precision
     console.print(
         f"{plan.num_parameters:,} parameters{trained}; {plan.ranks} x {hardware.name}, "
-        f"{hardware.memory_bytes / GIB:.0f} GiB each; {plan.mixed_precision} precision, "
+        f"{hardware.memory_bytes / GIB:.0f} GiB each; {precision} precision, "
         f"samples of {plan.recipe.data.max_length} tokens{' with images' if plan.has_images else ''}",
         markup=False,
     )
@@ -116,10 +117,11 @@ def _plan_table(rows: Sequence[PlanRow], plan: Plan, width: int) -> Table:
     for row in cells:
         table.add_row(*(row[name] for name in names))
     left_out = [name for name in cells[0] if name not in names]
+    context = gib(CONTEXT_BYTES[plan.hardware.device_type])
     table.caption = (
         "GiB: peak and what is in it, of one rank; host of one node; sent by one rank in a step. "
         "tokens/s of all ranks. fits: "
-        f"{HEADROOM['fits']} x peak + {gib(CONTEXT_BYTES[plan.hardware.device_type])} GiB; tight: {HEADROOM['tight']} x"
+        f"{HEADROOM['fits']} x peak + {context} GiB; tight: {HEADROOM['tight']} x peak + {context} GiB"
         + (f". Left out, {width} columns wide: {', '.join(left_out)}" if left_out else "")
     )
     return table
