@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from toolkit.run.run import finetune
     from toolkit.run.shown.outcome import FinetuneResult
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
+    from toolkit.training.extension import Extension
 
 __version__ = "0.2.0"
 
 _HOMES = {
+    "Extension": "toolkit.training.extension",
     "FinetuneResult": "toolkit.run.shown.outcome",
     "Recipe": "toolkit.recipe.recipe",
     "ShardingMesh": "toolkit.sharding.plugin",
@@ -42,6 +44,7 @@ _HOMES = {
 """Name -> its module, and its name there where that is another."""
 
 __all__ = [
+    "Extension",
     "FinetuneResult",
     "Recipe",
     "ShardingMesh",

@@ -104,6 +104,15 @@ def load_function(name: str, field: str) -> UserFunction:
     return UserFunction(name, function, fingerprint, field)
 
 
+def fingerprint_of_class(of: type) -> str | None:
+    """Returns SHA-256 of the source file of a class, or None if it has none, as one that is typed at a prompt."""
+    try:
+        file = inspect.getsourcefile(of)
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except (TypeError, OSError):
+        return None
+
+
 def _load_same(name: str, field: str, fingerprint: str) -> UserFunction:
     found = load_function(name, field)
     require_same_source(fingerprint, found.fingerprint, field, "began this run")

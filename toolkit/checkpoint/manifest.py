@@ -84,6 +84,7 @@ class Manifest:
         adapter: the fingerprint of the adapter of `adapter.start_from`, or None if training began with a new one.
         named: a digest of each further file that the recipe names, by its field. Older versions recorded none.
         scorer: the fingerprint of the source of the function that scores answers, or None if there is none.
+        extensions: the states of the user's own extensions, by their fields.
         non_finite: what is not finite in it, in words, or None if its weights and its step are finite.
         loads: the number of steps since the last record of expert loads, and their sums. None without experts.
         tensors: the dtype and the whole shape of each tensor, by name.
@@ -109,6 +110,7 @@ class Manifest:
     adapter: str | None = None
     named: dict[str, str] = field(default_factory=dict)
     scorer: str | None = None
+    extensions: dict[str, Any] = field(default_factory=dict)
     non_finite: str | None = None
     loads: tuple[int, list[list[float]]] | None = None
     merit: float | None = None

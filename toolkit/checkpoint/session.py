@@ -47,6 +47,8 @@ PARTING_SECONDS = 20.0
 ASKED = "answers.file"
 """The field that names the questions of a run, of which the weights do not depend."""
 
+MODELS = ("model.name_or_path", "objective.teacher")
+
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
@@ -279,7 +281,7 @@ class RunCheckpoints(Extension):
         changed = [name for name, known in self._identity.named.items() if manifest.named.get(name, known) != known]
         if ASKED in changed:
             self._metrics.warn(f"{ASKED} has changed since the checkpoint: scores before and after do not compare")
-        if models := [name for name in changed if name != ASKED]:
+        if models := [name for name in changed if name in MODELS]:
             raise BadInputError(
                 f"{str(folder)!r}: config.json of {models[0]} has changed since; undo that, or start anew with another "
                 "training.output_dir"

@@ -98,6 +98,11 @@ class CausalLM(Objective):
             logits = model(**self.inputs(batch)).logits
         return logits.view(*batch["input_ids"].shape, logits.shape[-1])  # type: ignore[no-any-return]
 
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        targets = self.targets(batch)
+        places = (targets != IGNORED).nonzero()[:, 0]
+        return self.logits(model, batch).flatten(0, 1)[places].float(), targets[places]
+
     def _in_model_shape(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor (B, T) as the model takes it: (1, B * T) if the kernels need a single row."""
         return tensor.view(1, -1) if self._in_one_row else tensor

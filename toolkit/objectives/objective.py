@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from toolkit.data.samples.samples import Batch
+from toolkit.errors import BadInputError
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 
 OF_BASE = "of_base"
@@ -108,6 +109,14 @@ class Objective(ABC):
     @abstractmethod
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the model's logits of a micro-batch: (B, T, V) for tokens, or (B, C) for rows."""
+
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the logits of a micro-batch's N targets, (N, V) float32, and their labels, (N,) int64.
+
+        Raises:
+            BadInputError: if the objective predicts no tokens.
+        """
+        raise BadInputError("predictions of tokens: this objective.kind has none; only causal_lm has")
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the summed loss of a micro-batch, 0-dim, float32, with a graph to the parameters."""

@@ -52,6 +52,10 @@ class RowsAlone(Objective):
         longest = max(logits.shape[1] for logits in found)
         return torch.cat([F.pad(logits, (0, 0, 0, longest - logits.shape[1])) for logits in found])
 
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, labels = zip(*(self.inner.predictions(model, row) for row in self._rows(batch)), strict=True)
+        return torch.cat(logits), torch.cat(labels)
+
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         losses, figures = zip(*(self.inner.training_sums(model, row) for row in self._rows(batch)), strict=True)
         return torch.stack(losses).sum(), torch.stack(figures).sum(dim=0)

@@ -56,9 +56,10 @@ def changed_rate(schedule: LambdaLR, records: Sequence[dict[str, Any]]) -> str |
     before = [record for record in records if record["split"] == "train"]
     if not before:
         return None
-    step, was = before[-1]["step"], before[-1].get("learning_rate")
-    if not isinstance(was, float):  # of a version that did not record it
+    step, was, of_extensions = before[-1]["step"], before[-1].get("learning_rate"), before[-1].get("rate_factor", 1.0)
+    if not isinstance(was, float) or not of_extensions:  # of a version that did not record it; or an extension set 0
         return None
+    was /= of_extensions
     peak, factor = schedule.base_lrs[0], schedule.lr_lambdas[0]
     # The last step of the records used the rate before the present one, or the present one if it was skipped.
     here = [peak * factor(max(0, position)) for position in (schedule.last_epoch - 1, schedule.last_epoch)]

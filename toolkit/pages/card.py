@@ -168,6 +168,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
         ("data", "map"),
         ("answers", "file"),
         ("answers", "score"),
+        ("training", "extensions"),
         ("checkpoint", "to"),
     ):
         values[section][key] = _source_names(values[section].get(key))

@@ -114,6 +114,7 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
         ("adapter", ("start_from",)),
         ("objective", ("teacher",)),
         ("answers", ("file", "score")),
+        ("training", ("extensions",)),
     ):
         fields = values.get(section)
         if not isinstance(fields, dict):

@@ -48,6 +48,8 @@ from toolkit.recipe.schema import (
 )
 from toolkit.recipe.yaml_values import lines_of_keys, yaml_text
 
+EXTENSIONS = "training.extensions"
+
 
 class Recipe(Section):
     """The settings of a whole run, for example `Recipe.load("quickstart", ["training.max_steps=50"])`."""
@@ -170,6 +172,7 @@ class Recipe(Section):
     def own_code(self) -> dict[str, str]:
         """Returns the name of each function that a run imports from the user's own files, by its field."""
         named = {"data.map": self.data.map, "answers.score": self.answers.score}
+        named |= {f"{EXTENSIONS}.{name.rpartition(':')[2]}": name for name in self.training.extensions}
         return {field: name for field, name in named.items() if name is not None}
 
     def on_day(self, day: date | None) -> Recipe:

@@ -592,6 +592,11 @@ class TrainingSection(Section):
         description="Average the weights over the steps with this decay, for example 0.999, in float32; evaluate and "
         "export the averages. null: do not.",
     )
+    extensions: list[str] = Field(
+        default_factory=list,
+        description="Call these extensions of the loop (file.py:Class, or module:Class on Python's path). The files' "
+        "code is run.",
+    )
     profile_steps: list[PositiveInt] | None = Field(
         None,
         min_length=2,
@@ -612,6 +617,11 @@ class TrainingSection(Section):
     @model_validator(mode="after")
     def _check_length(self) -> TrainingSection:
         _require_one(self, "max_steps", "num_epochs", "training")
+        if problem := next(filter(None, map(function_problem, self.extensions)), ""):
+            raise contradiction(f"training.extensions: {problem}")
+        classes = [name.rpartition(":")[2] for name in self.extensions]
+        if twice := next((name for name in classes if classes.count(name) > 1), None):
+            raise contradiction(f"training.extensions: {twice} is named twice; rename one, or remove it")
         self._check_profile()
         return self
 

@@ -38,6 +38,7 @@ from toolkit.training.extensions.early_stopping import EarlyStopping
 from toolkit.training.extensions.expert_loads import ExpertLoads
 from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.extensions.non_finite import NonFiniteSteps, require_some_steps
+from toolkit.training.extensions.own import OwnExtensions
 from toolkit.training.extensions.records import Records
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import StepProfile
@@ -185,6 +186,8 @@ def _extensions_of(
         found.append(Answers(opened, run))
     if settings.patience is not None:
         found.append(EarlyStopping(settings, metrics, lambda trainer: checkpoints.save(trainer, wait=True)))
+    if run.owned:
+        found.append(OwnExtensions(run.owned, metrics.warn, lambda trainer: checkpoints.save(trainer, wait=True)))
     found.append(checkpoints)
     return found if profile is None else [*found, profile]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +51,7 @@ from toolkit.supervise.rank_status import REPORT
 from toolkit.supervise.store_lease import owned_store
 from toolkit.supervise.watched import watched
 from toolkit.training.durable_writes import patiently
+from toolkit.training.extension import Extension
 from toolkit.training.phase import Phase
 
 
@@ -58,6 +59,7 @@ def finetune(
     recipe: Recipe | str | Path,
     overrides: Iterable[str] | Mapping[str, Any] = (),
     num_processes: int | None = None,
+    extensions: Sequence[Extension] = (),
 ) -> FinetuneResult:
     """Runs a recipe on this process, or on all processes that the launcher started.
 
@@ -65,6 +67,7 @@ def finetune(
         recipe: a recipe, or its name or path for `Recipe.load`.
         overrides: overrides of a recipe that is named; see `Recipe.load`.
         num_processes: the number of ranks to start, each in a process of its own, from a notebook or a script.
+        extensions: extensions of the loop, beside those that the recipe names.
 
     A finished run of the same recipe in the folder is not run again: its result is read from there.
 
@@ -76,10 +79,17 @@ def finetune(
         recipe = Recipe.load(recipe, overrides)
     elif overrides:
         raise BadInputError("overrides: the recipe is loaded already; give them to Recipe.load")
-    return _finetune(recipe) if num_processes is None else finetune_on(recipe, num_processes)
+    if num_processes is None:
+        return _finetune(recipe, extensions)
+    if extensions:
+        raise BadInputError(
+            "extensions: objects of this process cannot be given to others, as num_processes starts them; write the "
+            "classes into a file, and name them in training.extensions"
+        )
+    return finetune_on(recipe, num_processes)
 
 
-def _finetune(recipe: Recipe) -> FinetuneResult:
+def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult:
     """Runs a recipe on the ranks that are running."""
     started = time.perf_counter()
     with open_run(recipe) as opened, ExitStack() as running:
@@ -96,7 +106,7 @@ def _finetune(recipe: Recipe) -> FinetuneResult:
             for line in told:
                 console.warn(line)
             heartbeat = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
-            run = prepare_run(opened, found.start[1] if found.start is not None else None)
+            run = prepare_run(opened, found.start[1] if found.start is not None else None, extensions)
             opened = with_day(opened, run)
         # The run is prepared: failures from here on leave the output folder as it is.
         facts = facts_of(opened, run)

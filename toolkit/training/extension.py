@@ -3,7 +3,9 @@
 The loop itself knows batches, the loss and the optimizer step. Everything else is an extension, which the loop calls at
 these points, and which can be left out of `Trainer(extensions=...)` alone:
 
+    before_training                    before the first evaluation and the first step, behind a checkpoint's state
     before_step                        the step's data are not waited for yet
+    rate_factor                        all ranks must return the same
       enter_phase                      DATA, FORWARD, BACKWARD, COLLECTIVE, OPTIMIZER; elsewhere EVALUATE and SAVE
       reason_to_stop, wants_save       all ranks hear of it in the step's one exchange
       before_update                    gradients are clipped; host and device are together, once in a step
@@ -35,11 +37,18 @@ if TYPE_CHECKING:
 class Extension:
     """Does nothing at any point; an extension overrides what it needs. They are called in the order of the list."""
 
+    def before_training(self, trainer: LoopState) -> None:
+        """Is called once, before the first evaluation and the first step of this start, with what is trained."""
+
     def enter_phase(self, phase: Phase, step: int) -> None:
         """`phase` of optimizer step `step` begins; phases of micro-batches begin once for each."""
 
     def before_step(self, step: int) -> None:
         """Optimizer step `step` begins: its data are waited for next."""
+
+    def rate_factor(self, step: int) -> float:
+        """Returns a factor on the learning rate of optimizer step `step`, which is equal on all ranks."""
+        return 1.0
 
     def reason_to_stop(self) -> str | None:
         """Returns why this rank wants to end after this step, or None."""

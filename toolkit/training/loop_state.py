@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from toolkit.data.samples.samples import Batch
 from toolkit.objectives.objective import Objective
@@ -57,6 +58,7 @@ class LoopState(Protocol):
     """What an extension may read of the loop that calls it; `Trainer` has it."""
 
     accelerator: Accelerator
+    model: nn.Module
     objective: Objective
     windows: Windows
     counters: Counters
@@ -68,3 +70,5 @@ class LoopState(Protocol):
     def global_step(self) -> int: ...
 
     def enter_phase(self, phase: Phase) -> None: ...
+
+    def held_out_predictions(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]: ...

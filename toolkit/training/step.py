@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from toolkit.errors import TrainingError
 from toolkit.training.usage import Counts
 
 
@@ -16,6 +17,7 @@ class Step:
 
     Attributes:
         metrics: figures that extensions add to its record.
+        rate_factor: the extensions' factor on the schedule's rate.
         learning_rate: the rate of this step; known once the step is counted, as `seconds` is.
     """
 
@@ -30,6 +32,7 @@ class Step:
     stop: str | None
     save: bool
     metrics: dict[str, Any]
+    rate_factor: float = 1.0
     learning_rate: float = 0.0
     seconds: float = 0.0
 
@@ -45,6 +48,7 @@ class RankStep:
         grad_norm: the norm over all ranks, before clipping.
         wants_to_stop: whether this rank wants to end after this step.
         wants_to_save: whether this rank wants a checkpoint after this step.
+        rate_factor: this rank's factor on the learning rate.
         next_counts: counts of this rank's part of the next window; zeros after the last.
         figures: the objective's own sums over this rank's part.
     """
@@ -55,18 +59,19 @@ class RankStep:
     peak_host_bytes: int
     wants_to_stop: bool
     wants_to_save: bool
+    rate_factor: float
     next_counts: Counts
     figures: list[float]
 
     @staticmethod
     def pack(loss_sum: torch.Tensor, grad_norm: torch.Tensor, figures: torch.Tensor, *on_host: float) -> torch.Tensor:
-        """Packs the fields into one row, (10 + F,) float64.
+        """Packs the fields into one row, (11 + F,) float64.
 
         Args:
             loss_sum: scalar, on the device.
             grad_norm: scalar, on the device.
             figures: (F,), on the device.
-            on_host: the other eight fields, in order.
+            on_host: the other nine fields, in order.
         """
         device = loss_sum.device
         on_device = torch.stack([loss_sum.detach().double(), grad_norm.detach().to(device).double()])
@@ -77,8 +82,19 @@ class RankStep:
     @staticmethod
     def unpack(row: list[float]) -> RankStep:
         """Returns the fields of a row that `pack` made."""
-        loss_sum, grad_norm, device_bytes, host_bytes, stops, saves, *rest = row
+        loss_sum, grad_norm, device_bytes, host_bytes, stops, saves, factor, *rest = row
         num_counts = len(fields(Counts))
         next_counts = Counts(*map(int, rest[:num_counts]))
         peaks = (int(device_bytes), int(host_bytes))
-        return RankStep(loss_sum, grad_norm, *peaks, stops > 0, saves > 0, next_counts, rest[num_counts:])
+        return RankStep(loss_sum, grad_norm, *peaks, stops > 0, saves > 0, factor, next_counts, rest[num_counts:])
+
+
+def with_figures(record: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record with the figures of extensions.
+
+    Raises:
+        TrainingError: if one has the name of a figure that the record has already.
+    """
+    if taken := sorted(record.keys() & figures.keys()):
+        raise TrainingError(f"an extension's figure has the name {taken[0]!r}, which the run's own has; rename it")
+    return {**record, **figures}

@@ -33,7 +33,7 @@ from toolkit.training.extension import Extension
 from toolkit.training.loop_state import Counters, Windows
 from toolkit.training.phase import Phase
 from toolkit.training.profile import DATA, UPDATE, label
-from toolkit.training.step import RankStep, Step
+from toolkit.training.step import RankStep, Step, with_figures
 from toolkit.training.stop import reason_of_all
 from toolkit.training.usage import Counts, counts_of, peak_device_bytes, peak_host_bytes
 
@@ -77,6 +77,7 @@ class Trainer:
         self.extensions = extensions
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
+        self._rate_factor = 1.0
         self._counted: Counts | None = None  # of the next window, over all ranks
         engine = engine_of(accelerator.unwrap_model(model))
         self._steps_in_backward = engine is not None and engine.settings.during_backward
@@ -103,6 +104,8 @@ class Trainer:
         Raises:
             Exception: as a step or an extension raised it, with a note that names the step.
         """
+        for extension in self.extensions:
+            extension.before_training(self)
         if self.global_step == 0:
             self.evaluate()
         self.model.train()
@@ -131,7 +134,7 @@ class Trainer:
         started = time.perf_counter()
         waited_for = self._waited_for(windows)
         for window, self._upcoming in with_next(waited_for):
-            learning_rate = float(self.schedule.get_last_lr()[0])
+            learning_rate = self._set_rates()
             step = self.train_step(window)
             self._count_step(step)
             step = replace(step, learning_rate=learning_rate, seconds=time.perf_counter() - started)
@@ -147,6 +150,16 @@ class Trainer:
             self._before_step()
             # Evaluation and checkpoint are no part of a step's time.
             started = time.perf_counter()
+
+    def _set_rates(self) -> float:
+        """Sets the rates of the coming step by the schedule and the extensions. Returns that of the first group."""
+        rates = self.schedule.get_last_lr()
+        factor = math.prod(extension.rate_factor(self.global_step + 1) for extension in self.extensions)
+        if factor != 1.0 or self._rate_factor != 1.0:  # the schedule sets them otherwise
+            for group, rate in zip(self.schedule.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+        self._rate_factor = factor
+        return float(rates[0]) * factor
 
     def _count_step(self, step: Step) -> None:
         if step.skipped:
@@ -326,10 +339,16 @@ class Trainer:
             peak_host_bytes(),
             reason is not None,
             any(wants_save),
+            self._rate_factor,
             *astuple(self._count(self._upcoming)),
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
         norms = [rank.grad_norm for rank in found]
+        if len(factors := {rank.rate_factor for rank in found}) > 1:
+            raise TrainingError(
+                f"the ranks' rate_factor differ: {', '.join(f'{factor:g}' for factor in sorted(factors))}; an "
+                "extension must compute it from what is equal on all ranks, such as the step and its loss"
+            )
         # Unknown at the end, and where `train_step` is called without `fit`: then it asks the ranks itself.
         self._counted = None
         if self._upcoming is not None:
@@ -349,6 +368,7 @@ class Trainer:
             stop=reason_of_all(reason, [rank.wants_to_stop for rank in found]),
             save=any(rank.wants_to_save for rank in found),
             metrics={},
+            rate_factor=self._rate_factor,
         )
 
     def _sum_over_ranks(self, counts: Counts) -> Counts:
@@ -375,9 +395,17 @@ class Trainer:
         self.enter_phase(Phase.COLLECTIVE)
         sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
         self.model.train()
-        record = {"step": self.global_step, **self.objective.evaluation_record(sums), **figures}
+        record = with_figures({"step": self.global_step, **self.objective.evaluation_record(sums)}, figures)
         for extension in self.extensions:
             extension.after_evaluation(self, record)
+
+    def held_out_predictions(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields this rank's held-out predictions, a micro-batch at a time: logits (N, V) and labels (N,).
+
+        Every rank has to take all of them, and each has equally many micro-batches; see `Objective.predictions`.
+        """
+        for batch in () if self.evaluation is None else self._in_phase(self.evaluation(), Phase.EVALUATE):
+            yield self.objective.predictions(self.model, batch)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

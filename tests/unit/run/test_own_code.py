@@ -26,6 +26,7 @@ def recipe_of(file: Path) -> Recipe:
 
 
 def test_a_resumed_run_has_the_code_that_it_began_with(tmp_path: Path) -> None:
+    told: list[str] = []
     one = recipe_of(tmp_path / "one.py")
     code = identify_code(one)
     digest = hashlib.sha256(SOURCE.encode()).hexdigest()
@@ -33,14 +34,21 @@ def test_a_resumed_run_has_the_code_that_it_began_with(tmp_path: Path) -> None:
     assert code_fact(one, code) == f"data.map one.py:told (SHA-256 of its source {digest[:16]})"
     assert code_fact(Recipe.load("sft"), {}) is None
     for before in ({}, code):  # an older version recorded none
-        require_same_code(code, SimpleNamespace(step=8, named=before))  # type: ignore[arg-type]
-    require_same_code(code, None)
+        require_same_code(code, SimpleNamespace(step=8, named=before), told.append)  # type: ignore[arg-type]
+    require_same_code(code, None, told.append)
+    assert told == []
     with pytest.raises(BadInputError) as caught:
-        require_same_code(code, SimpleNamespace(step=8, named={"data.map": "0" * 64}))  # type: ignore[arg-type]
+        require_same_code(code, SimpleNamespace(step=8, named={"data.map": "0" * 64}), told.append)  # type: ignore[arg-type]
     assert str(caught.value) == (
         f"data.map: the source has changed: SHA-256 {'0' * 64} ran up to step 8, and {digest} is there now; bring the "
         "first one back, or start anew with another training.output_dir"
     )
+    before = {"training.extensions.A": "0" * 64, "extensions.B": "no source"}
+    require_same_code({"training.extensions.A": "1" * 64}, SimpleNamespace(step=8, named=before), told.append)  # type: ignore[arg-type]
+    assert told == [
+        f"training.extensions.A: its source has changed since step 8: SHA-256 {'0' * 64}, and now {'1' * 64}",
+        "extensions.B: extended the run up to step 8, and this start does not name it",
+    ]
 
 
 def test_reproduce_runs_none_of_it_unless_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,10 +194,10 @@ def test_a_run_that_patience_had_ended_is_not_trained_on_when_it_is_resumed(step
 
 
 def test_a_row_of_what_ranks_exchange_comes_back_as_it_went() -> None:
-    on_host = (2**40, 3, True, False, 5, 2**53, 7, 8)
+    on_host = (2**40, 3, True, False, 0.5, 5, 2**53, 7, 8)
     row = RankStep.pack(torch.tensor(1.5), torch.tensor(2.5), torch.tensor([0.5, 4.0]), *on_host)
     found = RankStep.unpack(row.tolist())
-    assert found == RankStep(1.5, 2.5, 2**40, 3, True, False, Counts(5, 2**53, 7, 8), [0.5, 4.0])
+    assert found == RankStep(1.5, 2.5, 2**40, 3, True, False, 0.5, Counts(5, 2**53, 7, 8), [0.5, 4.0])
 
 
 class Noted(Extension):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.paths import file_name
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import EXTENSIONS, Recipe
+from toolkit.training.extension import Extension
+from toolkit.training.extensions.own import GIVEN, Own, load_extensions
 from toolkit.user_function import load_function, require_same_source
 
 
@@ -19,20 +23,44 @@ def identify_code(recipe: Recipe) -> dict[str, str]:
     return ranks.on_first_rank(lambda: {field: load_function(name, field).fingerprint for field, name in named.items()})
 
 
-def require_same_code(code: dict[str, str], resumed: Manifest | None) -> None:
-    """Checks that a resumed run goes on with the sources that it began with.
+def require_same_code(code: dict[str, str], resumed: Manifest | None, warn: Callable[[str], None]) -> None:
+    """Checks that a resumed run goes on with the sources that it began with. Only extensions may change.
 
     Raises:
-        BadInputError: if one has changed; it names the field.
+        BadInputError: if another one has changed; it names the field.
     """
-    for field, fingerprint in code.items() if resumed is not None else ():
-        assert resumed is not None
+    if resumed is None:
+        return
+    for field, fingerprint in code.items():
         before = resumed.named.get(field, fingerprint)
-        require_same_source(before, fingerprint, field, f"ran up to step {resumed.step}")
+        if not is_extension(field):
+            require_same_source(before, fingerprint, field, f"ran up to step {resumed.step}")
+        elif before != fingerprint:
+            warn(f"{field}: its source has changed since step {resumed.step}: SHA-256 {before}, and now {fingerprint}")
+    gone = [field for field in resumed.named if is_extension(field) and field not in code]
+    if gone:
+        warn(f"{', '.join(gone)}: extended the run up to step {resumed.step}, and this start does not name it")
+
+
+def is_extension(field: str) -> bool:
+    """Returns whether a field of code names an extension, in the recipe or among the arguments of `finetune`."""
+    return field.startswith((f"{EXTENSIONS}.", f"{GIVEN}."))
 
 
 def code_fact(recipe: Recipe, code: dict[str, str]) -> str | None:
     """Describes the user's own code for the summary and the model card, or returns None if the run imports none."""
-    named = recipe.own_code()
-    told = [f"{field} {file_name(named[field])} (SHA-256 of its source {code[field][:16]})" for field in code]
+    named = {field: f" {file_name(name)}" for field, name in recipe.own_code().items()}
+    told = [f"{field}{named.get(field, '')} (SHA-256 of its source {source[:16]})" for field, source in code.items()]
     return "; ".join(told) or None
+
+
+def load_own(recipe: Recipe, given: Sequence[Extension]) -> list[Own]:
+    """Makes the extensions of a run on every rank. Collective.
+
+    Raises:
+        BadInputError: on every rank, as `load_extensions` does.
+    """
+    found: list[Own] = []
+    named = {field: name for field, name in recipe.own_code().items() if is_extension(field)}
+    ranks.on_every_rank(lambda: found.extend(load_extensions(named, given)), "load training.extensions")
+    return found

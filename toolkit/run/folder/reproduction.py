@@ -48,6 +48,11 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
                 f"adapter.start_from: the adapter in {recipe.adapter.start_from!r} is not the one that the export was "
                 "trained from; name the folder that has it: adapter.start_from=..."
             )
+    if missing := sorted(origin.code.keys() - recipe.own_code().keys()):
+        raise BadInputError(
+            f"{missing[0]}: the run had code that its recipe does not name, as extensions given to finetune(); it can "
+            "only be trained again from Python"
+        )
     for field, name in recipe.own_code().items():
         now = load_function(name, field).fingerprint
         # Exports of earlier versions have that of the function that scores answers alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.checks.by_block_check import accumulation_of
-from toolkit.run.checks.own_code import identify_code, require_same_code
+from toolkit.run.checks.own_code import identify_code, load_own, require_same_code
 from toolkit.run.checks.sequence_check import part_of
 from toolkit.run.stages.answers import read_asked, require_same_scoring, require_sighted
 from toolkit.run.stages.model_checks import check_model
@@ -31,21 +32,26 @@ from toolkit.run.stages.rows import build_windows, last_position, rest_of_run
 from toolkit.run.stages.sharded_model import plan_memory, shard_model
 from toolkit.run.stages.stages import CheckedModel, OpenedRun, PreparedRun, ShardedModel, Shown
 from toolkit.terminal import Pass
+from toolkit.training.extension import Extension
 
 
-def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedRun:
+def prepare_run(
+    opened: OpenedRun, resumed: Manifest | None = None, extensions: Sequence[Extension] = ()
+) -> PreparedRun:
     """Builds all that training needs. Collective.
 
     Args:
         resumed: manifest of the checkpoint to resume from.
+        extensions: the user's own, beside those that the recipe names.
 
     Raises:
         BadInputError: on every rank, see the stages.
     """
     recipe, accelerator = opened.recipe, opened.accelerator
     training = recipe.training
-    code = identify_code(recipe)
-    require_same_code(code, resumed)
+    owned = load_own(recipe, extensions)
+    code = identify_code(recipe) | {own.field: own.fingerprint for own in owned}
+    require_same_code(code, resumed, opened.console.warn)
     asked = read_asked(recipe)  # before the model is built, so that a bad row is reported at once
     require_same_scoring(asked, recipe, resumed)
     on_meta = build_on_meta(opened, read_rows(opened, resumed))
@@ -69,7 +75,19 @@ def prepare_run(opened: OpenedRun, resumed: Manifest | None = None) -> PreparedR
     shown = Shown(checked.data.report, [])
     ends = teach_to_stop(base_of(sharded.inner), on_meta.tokenizer, checked.data.train)
     return PreparedRun(
-        on_meta, planned, sharded, checked, windows, num_steps, num_positions, accumulation, shown, ends, asked, code
+        on_meta,
+        planned,
+        sharded,
+        checked,
+        windows,
+        num_steps,
+        num_positions,
+        accumulation,
+        shown,
+        ends,
+        asked,
+        code,
+        owned,
     )
 
 

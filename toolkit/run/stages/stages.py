@@ -35,6 +35,7 @@ from toolkit.run.checks.by_block_check import Accumulation
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.terminal import Terminal
+from toolkit.training.extensions.own import Own
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ class PreparedRun:
         ends: which tokens end what is learned, or None if the model writes no text.
         asked: what the model answers at evaluations.
         code: fingerprint of the source of each of the user's own functions, by its field.
+        owned: the user's own extensions of the loop.
     """
 
     on_meta: MetaModel
@@ -197,6 +199,7 @@ class PreparedRun:
     ends: str | None
     asked: Asked
     code: dict[str, str]
+    owned: list[Own]
 
     @property
     def model(self) -> nn.Module:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.training.extension import Extension
 from toolkit.training.metrics import Metrics
-from toolkit.training.step import Step
+from toolkit.training.step import Step, with_figures
 from toolkit.training.usage import ModelFlops
 
 if TYPE_CHECKING:
@@ -28,26 +28,29 @@ class Records(Extension):
         counts, number, unit = step.counts, trainer.global_step, trainer.objective.unit
         windows, samples = trainer.windows, trainer.windows.samples_at(number)
         self._metrics.train(
-            {
-                "step": number,
-                "epoch": windows.epoch_at(number),
-                "samples": samples,
-                "tokens": trainer.counters.tokens,
-                "target_tokens" if unit == "targets" else unit: trainer.counters.target_tokens,
-                "loss": step.loss,
-                **trainer.objective.training_record(step.figures),
-                **step.metrics,
-                "grad_norm": step.grad_norm,
-                "learning_rate": step.learning_rate,
-                "tokens_per_second": counts.tokens / step.seconds,
-                "padded_tokens_per_second": counts.padded_tokens / step.seconds,
-                f"{unit}_per_second": counts.targets / step.seconds,
-                "samples_per_second": (samples - windows.samples_at(number - 1)) / step.seconds,
-                "step_seconds": step.seconds,
-                "peak_device_bytes": step.peak_device_bytes or None,
-                "peak_host_bytes": step.peak_host_bytes,
-                "mfu": self._model_flops_utilisation(step, trainer.accelerator.num_processes),
-            }
+            with_figures(
+                {
+                    "step": number,
+                    "epoch": windows.epoch_at(number),
+                    "samples": samples,
+                    "tokens": trainer.counters.tokens,
+                    "target_tokens" if unit == "targets" else unit: trainer.counters.target_tokens,
+                    "loss": step.loss,
+                    **trainer.objective.training_record(step.figures),
+                    **({} if step.rate_factor == 1 else {"rate_factor": step.rate_factor}),
+                    "grad_norm": step.grad_norm,
+                    "learning_rate": step.learning_rate,
+                    "tokens_per_second": counts.tokens / step.seconds,
+                    "padded_tokens_per_second": counts.padded_tokens / step.seconds,
+                    f"{unit}_per_second": counts.targets / step.seconds,
+                    "samples_per_second": (samples - windows.samples_at(number - 1)) / step.seconds,
+                    "step_seconds": step.seconds,
+                    "peak_device_bytes": step.peak_device_bytes or None,
+                    "peak_host_bytes": step.peak_host_bytes,
+                    "mfu": self._model_flops_utilisation(step, trainer.accelerator.num_processes),
+                },
+                step.metrics,
+            )
         )
 
     def _model_flops_utilisation(self, step: Step, num_ranks: int) -> float | None:
