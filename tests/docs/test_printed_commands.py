@@ -8,10 +8,12 @@ import re
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 from support.docs_commands import ROOT, Printed, check, commands, printed
 from support.ranks import run_on_ranks
 from support.texts import make_texts
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
@@ -41,6 +43,9 @@ def train_a_little(folder: Path) -> None:
     finetune(recipe)
     shutil.copytree(folder / "outputs/notes/export", folder / "model")
     shutil.copytree(folder / "outputs/notes", folder / "outputs/second")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), config)
+    adapted.save_pretrained(folder / "outputs/lora/export")
 
 
 @pytest.fixture(scope="module")

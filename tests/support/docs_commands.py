@@ -30,6 +30,7 @@ STAND_INS = {
     "outputs/chat": "outputs/notes",
     "outputs/calls": "outputs/notes",
     "outputs/hand": "outputs/notes",
+    "outputs/tools": "outputs/lora",
     "outputs/dpo/export": "outputs/notes",
     "s3://bucket/runs/first": "outputs/notes",
     "--checkpoint 400": "--checkpoint 4",

@@ -21,6 +21,7 @@ from toolkit.cli.commands.doctor import doctor
 from toolkit.cli.commands.export import export
 from toolkit.cli.commands.generate import generate
 from toolkit.cli.commands.init import init
+from toolkit.cli.commands.merge import merge
 from toolkit.cli.commands.plan import plan
 from toolkit.cli.commands.recipes import recipes_app
 from toolkit.cli.commands.reproduce import reproduce
@@ -90,6 +91,7 @@ COMMANDS: dict[str, dict[Any, str]] = {
         generate: "toolkit generate outputs/chat --prompt 'Who goes there?'",
         sample: "toolkit sample outputs/chat questions.jsonl --to sampled --samples 4",
         compare: "toolkit compare outputs/chat outputs/second --to compared.html",
+        merge: "toolkit merge outputs/lora --to merged --dtype bf16",
         export: "toolkit export outputs/chat --checkpoint 400 --to exported",
         reproduce: "toolkit reproduce outputs/chat/export --to again",
     },

@@ -27,6 +27,7 @@ STARTING = {
     "init": "reading the rows and the model's configuration ...",
     "doctor": "looking at this machine ...",
     "generate": "loading the model ...",
+    "merge": "loading the base and the adapter ...",
     "sample": "loading the model ...",
 }
 """Commands that import torch -> their first line."""

@@ -128,15 +128,15 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
         raise BadInputError("--device: cuda is not available on this machine; allowed here: auto, cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = _adapter_base(place) if place.is_adapter else place
-    model = _load_base(base, dtype, _quantisation(place, base) if place.is_adapter else None)
+    base = adapter_base(place) if place.is_adapter else place
+    model = load_base(base, dtype, adapter_quantisation(place, base) if place.is_adapter else None)
     if device == "cpu":
         make_exact_on_cpu(model)
     tokenizer = tokenizer_of(place, base)
     stops = stop_tokens(model, tokenizer)
     model.generation_config = GenerationConfig(**beginning(model))  # the options say all else
     if place.is_adapter:
-        model = _with_adapter(model, tokenizer, place)
+        model = with_adapter(model, tokenizer, place)
     reads = bool(model.config.is_encoder_decoder)
     return Loaded(source, model.to(device).eval(), tokenizer, stops, positions_of(model), reads)
 
@@ -153,7 +153,7 @@ def beginning(model: Any) -> dict[str, Any]:
     return {name: getattr(own, name, None) for name in ("decoder_start_token_id", "forced_bos_token_id")}
 
 
-def _quantisation(place: Place, base: Place) -> dict[str, Any] | None:
+def adapter_quantisation(place: Place, base: Place) -> dict[str, Any] | None:
     """Returns how the adapter's base was quantised in training. Raises BadInputError for another base."""
     file = Path(place.name) / BASE_FILE
     if not file.is_file():  # of another program
@@ -182,7 +182,7 @@ def _quantisation_arguments(quantisation: dict[str, Any] | None, config: Any, dt
     return {"quantization_config": BitsAndBytesConfig(**quantisation, bnb_4bit_compute_dtype=compute)}
 
 
-def _load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None) -> Any:
+def load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None) -> Any:
     """Loads a model. Raises BadInputError if it writes no text, or its files lack a weight."""
     from transformers import AutoConfig
 
@@ -243,7 +243,7 @@ def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _adapter_base(place: Place) -> Place:
+def adapter_base(place: Place) -> Place:
     """Returns the folder of an adapter's base. Raises BadInputError if it is not on this machine."""
     config = read_config(Path(place.name), repr(place.name))
     name = config.get("base_model_name_or_path")
@@ -272,7 +272,7 @@ def _cached_folder(name: str, revision: str | None, place: Place) -> str:
         ) from error
 
 
-def _with_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> Any:
+def with_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> Any:
     from peft import PeftModel
 
     # An adapter trained with added tokens has more rows than its base.

@@ -289,6 +289,15 @@ def quantise_loaded(model: nn.Module, how: dict[str, Any] | None) -> None:
             model.set_submodule(path, layer)
 
 
+@torch.no_grad()
+def dequantise_loaded(model: nn.Module) -> None:
+    """Puts ordinary layers in float32 in place of the quantised ones, with the weights that those compute with."""
+    for path, layer in list(quantised_layers(model)):
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        plain.weight, plain.bias = nn.Parameter(layer.matrix(layer.bytes()), requires_grad=False), layer.bias
+        model.set_submodule(path, plain)
+
+
 def _require_blocks(layers: dict[str, Any]) -> None:
     """Raises BadInputError for matrices that are not whole blocks: the rest would have no scale."""
     odd = [

@@ -1,0 +1,106 @@
+"""`toolkit merge`: the new folder holds W + s B A of the files, computed here by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.four_bits import NF4
+from support.texts import make_texts
+from support.tiny import save_llama
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from toolkit.cli.app import app
+from toolkit.paths import BASE_FILE, fingerprint_of
+
+SCALING = 8 / 4
+"""alpha / rank"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("base") / "model", make_texts(20), tied=False)
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(3)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "run/export")
+    return tmp_path / "run/export"
+
+
+def merged(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["merge", *map(str, arguments)])
+    return str(result.exception) if result.exception is not None else result.stdout
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def product(adapter: Path, name: str) -> torch.Tensor:
+    stored = load_file(adapter / "adapter_model.safetensors")
+    prefix = f"base_model.model.{name.removesuffix('.weight')}"
+    return SCALING * stored[f"{prefix}.lora_B.weight"] @ stored[f"{prefix}.lora_A.weight"]
+
+
+def adapted(names: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name in names if "q_proj" in name or "down_proj" in name}
+
+
+def in_four_bits(weight: torch.Tensor) -> torch.Tensor:
+    """The nearest of the sixteen values, times the largest of its 64 numbers."""
+    blocks = weight.reshape(-1, 64)
+    largest = blocks.abs().amax(dim=1, keepdim=True)
+    nearest = (blocks[:, :, None] / largest[:, :, None] - NF4).abs().argmin(dim=2)
+    return (NF4[nearest] * largest).view(weight.shape)
+
+
+def test_an_adapter_is_merged_into_its_base(base: Path, adapter: Path, tmp_path: Path) -> None:
+    told = merged(adapter.parent, "--to", tmp_path / "whole")
+    assert "logits differ by " in told, told
+    before, after = weights(base), weights(tmp_path / "whole")
+    assert after.keys() == before.keys()
+    for name, weight in before.items():
+        expected = weight + product(adapter, name) if name in adapted(before) else weight
+        torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-6)
+    assert (tmp_path / "whole/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert merged(adapter, "--to", tmp_path / "half", "--dtype", "bf16", "--json").startswith("{")
+    assert {tensor.dtype for tensor in weights(tmp_path / "half").values()} == {torch.bfloat16}
+
+
+def test_a_quantised_base_is_merged_as_it_was_trained(base: Path, adapter: Path, tmp_path: Path) -> None:
+    how = {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"], "bnb_4bit_quant_type": "nf4"}
+    told = {"fingerprint": fingerprint_of(base), "quantization": how}
+    (adapter / BASE_FILE).write_text(json.dumps(told))
+    assert "logits differ by " in merged(adapter, "--to", tmp_path / "whole")
+    before, after = weights(base), weights(tmp_path / "whole")
+    assert "quantization_config" not in json.loads((tmp_path / "whole/config.json").read_text())
+    for name in adapted(before):
+        expected = in_four_bits(before[name]) + product(adapter, name)
+        torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-6)
+        assert (after[name] - before[name] - product(adapter, name)).abs().max() > 1e-3
+    assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_what_cannot_be_merged_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
+    assert "is a whole model; name the folder of an adapter" in merged(base, "--to", tmp_path / "whole")
+    assert f"--to: '{base}' exists" in merged(adapter, "--to", base)
+    assert "/nosuch/adapter' does not exist" in merged("/nosuch/adapter", "--to", tmp_path / "whole")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "gone/gone"}))
+    assert "the adapter's base 'gone/gone' is not on this machine" in merged(adapter, "--to", tmp_path / "whole")
+    assert "logits differ" in merged(adapter, "--base", base, "--to", tmp_path / "whole")
+    told = {"fingerprint": "of another base", "quantization": None}
+    (adapter / BASE_FILE).write_text(json.dumps(told))
+    refused = merged(adapter, "--base", base, "--to", tmp_path / "again")
+    assert "the adapter was trained on other weights than those of" in refused, refused
+    assert not (tmp_path / "again").exists()
