@@ -11,7 +11,7 @@ import io
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -70,6 +70,15 @@ class Outcome:
         return found
 
 
+def unclear(outcomes: Iterable[tuple[object, Outcome, str]]) -> list[tuple[object, list[str], str]]:
+    """Those of several inputs that are not refused well: the input, its problems and what stderr holds.
+
+    Args:
+        outcomes: input, its outcome, and what the error has to name.
+    """
+    return [(given, found, outcome.told) for given, outcome, named in outcomes if (found := outcome.problems(named))]
+
+
 def toolkit(*arguments: str) -> Outcome:
     """`toolkit ARGUMENTS`."""
 
@@ -114,13 +123,3 @@ def _in_time() -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def key_of(override: str) -> str:
-    """The field that an override sets."""
-    return override.partition("=")[0]
-
-
-def shown(arguments: Sequence[str]) -> str:
-    """A test's name from what it is given."""
-    return " ".join(arguments)[:60]

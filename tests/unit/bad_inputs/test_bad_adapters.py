@@ -13,11 +13,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from support.refusals import finetune
-from support.tiny import recipe_values, save_llama
+from support.refusals import Outcome, finetune, unclear
 from transformers import AutoModelForCausalLM
 
-TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
@@ -68,28 +66,17 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [], "adapter_config.json without adapter_model"),
     "a pointer of Git LFS": (written(WEIGHTS, b"version https://git-lfs"), [], "adapter_model.safetensors cannot be"),
     "configuration is cut": (written(CONFIG, b'{"r": 3'), [], "adapter_config.json is not JSON"),
-    "configuration is no text": (written(CONFIG, b"\xff\xfe\x00"), [], "adapter_config.json is not JSON"),
     "configuration is a list": (written(CONFIG, b"[]"), [], "adapter_config.json is no object"),
     "another kind": (configured(peft_type="IA3"), [], "is of peft_type 'IA3'"),
     "no kind": (configured(peft_type=...), [], "is of peft_type None"),
     "biases": (configured(bias="all"), [], 'bias is "all"'),
-    "ranks by pattern": (configured(rank_pattern={"q_proj": 2}), [], 'rank_pattern is {"q_proj": 2}'),
-    "alphas by pattern": (configured(alpha_pattern={"q_proj": 2}), [], 'alpha_pattern is {"q_proj": 2}'),
-    "some layers": (configured(layers_to_transform=[1]), [], "layers_to_transform is [1]"),
-    "layers twice": (configured(layer_replication=[[0, 2]]), [], "layer_replication is [[0, 2]]"),
-    "tokens": (configured(trainable_token_indices=[1]), [], "trainable_token_indices is [1]"),
     "a base of its own": (configured(init_lora_weights="pissa"), [], 'init_lora_weights is "pissa"'),
     "a number for a truth": (configured(lora_bias=1), [], "lora_bias is 1"),
     "a field of a later peft": (configured(twisted=2), [], "twisted is 2"),
     "rank is text": (configured(r="3"), [], 'r is "3"'),
-    "no rank": (configured(r=...), [], "r is null"),
     "alpha is 0": (configured(lora_alpha=0), [], "lora_alpha is 0"),
     "alpha is huge": (configured(lora_alpha=1e308), [], "lora_alpha is 1e+308"),
-    "alpha is infinite": (configured(lora_alpha=float("inf")), [], "lora_alpha is Infinity"),
-    "alpha is a number of 400 digits": (configured(lora_alpha=10**400), [], "lora_alpha is 1000"),
     "dropout is 2": (configured(lora_dropout=2), [], "lora_dropout is 2"),
-    "dropout is no number": (configured(lora_dropout=float("nan")), [], "lora_dropout is NaN"),
-    "dropout is text": (configured(lora_dropout="x"), [], 'lora_dropout is "x"'),
     "targets are numbers": (configured(target_modules=[1]), [], "target_modules is [1]"),
     "another rank": (configured(r=4), [], "has the shape [3, 48], and the model needs [4, 48]"),
     "a tensor is missing": (changed(lambda t: t.pop(B)), [], "lacks weights of base_model.model.model.layers.0"),
@@ -100,21 +87,16 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         "has base_model.model.lm_head.weight, which",
     ),
     "not a number": (changed(lambda t: t[B].fill_(float("nan"))), [], f"{B} holds values that are not finite"),
-    **{
-        f"stored as {kind}": (
-            changed(lambda t, kind=kind: t.update({B: t[B].to(getattr(torch, kind))})),
-            [],
-            f"{B} are stored as {told} in adapter_model.safetensors; allowed: F64, F32, F16, BF16",
-        )
-        for kind, told in {
-            "complex64": "C64",
-            "bool": "BOOL",
-            "int8": "I8",
-            "int64": "I64",
-            "float8_e4m3fn": "F8_E4M3",
-            "float8_e5m2": "F8_E5M2",
-        }.items()
-    },
+    "stored as integers": (
+        changed(lambda t: t.update({B: t[B].to(torch.int8)})),
+        [],
+        f"{B} are stored as I8 in adapter_model.safetensors; allowed: F64, F32, F16, BF16",
+    ),
+    "stored in 8 bits": (
+        changed(lambda t: t.update({B: t[B].to(torch.float8_e5m2)})),
+        [],
+        f"{B} are stored as F8_E5M2 in adapter_model.safetensors",
+    ),
     "of other weights": (written("base.json", b'{"fingerprint": "0", "quantization": null}'), [], "on other weights"),
     "told no base": (written("base.json", b"{}"), [], "base.json cannot be read"),
     "rank contradicts": (configured(), ["adapter.r=8"], "adapter.r: 8, but the adapter of adapter.start_from"),
@@ -140,40 +122,35 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a good adapter, its base, rows, and a recipe that goes on from it."""
-    place = tmp_path_factory.mktemp("adapters")
-    save_llama(place / "base", TEXTS, tied=False)
-    base = AutoModelForCausalLM.from_pretrained(place / "base")
+def good(place: Path) -> Callable[[], Path]:
+    """Makes a copy of a good adapter, in place of the last one, where adapter.yaml goes on from it."""
+    base = AutoModelForCausalLM.from_pretrained(place / "model")
     settings = peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"])
     peft.get_peft_model(base, settings).save_pretrained(place / "good")
     configured(target_modules=["v_proj", "q_proj"])(place / "good")  # of a set, whose order is any
-    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
-    values = recipe_values(place / "base", place / "rows.jsonl", place / "out", place / "cache")
-    values["adapter"] = {"kind": "lora", "start_from": "./adapter"}
-    (place / "recipe.yaml").write_text(yaml.safe_dump(values))
-    return place
+    values = yaml.safe_load((place / "recipe.yaml").read_text())
+    (place / "adapter.yaml").write_text(
+        yaml.safe_dump(values | {"adapter": {"kind": "lora", "start_from": "./adapter"}})
+    )
+
+    def make() -> Path:
+        shutil.rmtree(place / "adapter", ignore_errors=True)
+        return Path(shutil.copytree(place / "good", place / "adapter"))
+
+    return make
 
 
-@pytest.fixture
-def folder(place: Path) -> Path:
-    """A copy of the good adapter, where the recipe finds it."""
-    folder = place / "adapter"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(place / "good", folder)
-    return folder
+def test_refused_adapters(place: Path, good: Callable[[], Path]) -> None:
+    def outcome(spoil: Spoil, overrides: list[str]) -> Outcome:
+        spoil(good())
+        return finetune(str(place / "adapter.yaml"), *overrides, "--dry-run")
+
+    given = REFUSED.items()
+    assert unclear((name, outcome(spoil, overrides), named) for name, (spoil, overrides, named) in given) == []
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_adapters(name: str, place: Path, folder: Path) -> None:
-    spoil, overrides, named = REFUSED[name]
-    spoil(folder)
-    outcome = finetune(str(place / "recipe.yaml"), *overrides, "--dry-run")
-    assert outcome.problems(named) == [], outcome.told
-
-
-def test_what_the_file_decides_and_what_is_other_now_is_told(place: Path, folder: Path) -> None:
-    arguments = [str(place / "recipe.yaml"), "--dry-run"]
+def test_what_the_file_decides_and_what_is_other_now_is_told(place: Path, good: Callable[[], Path]) -> None:
+    folder, arguments = good(), [str(place / "adapter.yaml"), "--dry-run"]
     told = finetune(*arguments).told
     assert "start: goes on from the adapter adapter (r 3, alpha 5)\n" in told
     configured(base_model_name_or_path="somebody/base", lora_dropout=0.1)(folder)

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
+from unittest.mock import patch
 
 import pytest
-import yaml
-from support.refusals import finetune, shown, toolkit
-from support.tiny import recipe_values, save_llama
+from support.refusals import Outcome, finetune, toolkit, unclear
 
 from toolkit.cli.app import app
 
-TEXTS = ["a king and a queen walked by the river", "the moon was high"]
-
 ARGUMENTS: list[tuple[str, str]] = [
     ("nothing", "nothing"),
-    ("validate nothing", "nothing"),
     ("validate quikstart", "quickstart"),
-    ("validate nowhere/recipe.yaml", "nowhere/recipe.yaml"),
-    ("validate .", "'.'"),
-    ("validate quickstart sft", "sft"),
     ("validate quickstart --recipe sft", "two recipes"),
     ("validate --json --yaml", "--yaml"),
-    ("validate --recipe", "--recipe"),
-    ("data nothing", "nothing"),
     ("data quickstart --output /proc/nowhere", "/proc/nowhere"),
     ("recipes copy nothing a.yaml", "nothing"),
     ("recipes copy quickstart /proc/nowhere/a.yaml", "/proc/nowhere"),
-    ("recipes copy quickstart", "path"),
-    ("recipes show quickstart", "show"),
-    ("configs copy nothing a.yaml", "nothing"),
     ("configs copy zero3 /proc/nowhere/a.yaml", "/proc/nowhere"),
     ("train nothing --cpu 2", "nothing"),
     ("train quickstart --cpu 0", "--cpu"),
     ("train quickstart --cpu two", "--cpu"),
-    ("train quickstart --gpus 0", "--gpus"),
     ("train quickstart --gpus 2 --cpu 2", "--gpus and --cpu"),
     ("train quickstart --cpu 2 --strategy zero4", "--strategy"),
     ("train quickstart --cpu 2 --strategy zero3+nothing", "--strategy"),
@@ -47,32 +33,24 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("plan nothing", "nothing"),
     ("plan quickstart --hardware abacus", "hardware"),
     ("plan quickstart --gpus 0", "--gpus"),
-    ("plan quickstart --gpus -1", "--gpus"),
-    ("plan quickstart --gpus many", "--gpus"),
     ("plan quickstart --device-memory-gib -1", "device_memory_gib"),
     ("plan quickstart --device-memory-gib nan", "device_memory_gib"),
     ("plan quickstart --link-gbs 0", "link_gbs"),
     ("plan quickstart --gpus-per-node 0", "gpus_per_node"),
-    ("plan quickstart --config nothing", "--config"),
     ("plan quickstart --config /", "--config"),
     ("verify nothing", "nothing"),
     ("verify quickstart --config nothing", "--config"),
-    ("verify quickstart --steps 0", "--steps"),
     ("verify quickstart --time-limit nan", "--time-limit"),
     ("verify quickstart --layers 0", "--layers"),
     ("checkpoints nowhere", "nowhere"),
-    ("checkpoints", "run"),
-    ("compare", "RUN"),
     ("compare nowhere", "two or more"),
     ("compare nowhere there", "nowhere"),
     ("compare s3x://bucket/a s3x://bucket/b", "s3x"),
     ("compare nowhere there --to page.pdf", ".html"),
     ("export nowhere --to out", "nowhere"),
-    ("export nowhere", "--to"),
     ("export . --to out", "checkpoint"),
     ("export . --to out --dtype int8", "--dtype"),
     ("export . --to out --checkpoint 3", "3"),
-    ("export . --to out --checkpoint last", "--checkpoint"),
     ("generate . --prompt a", "."),
     ("generate .", "--prompt"),
     ("generate . --prompt a --chat", "--chat"),
@@ -84,26 +62,17 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("generate . --prompt a --seed 100000000000000000000", "--seed"),
     ("generate . --prompt a --dtype fp8", "--dtype"),
     ("generate . --prompt a --device tpu", "--device"),
-    ("generate . --file nowhere.txt", "config.json"),
     ("generate . --prompt a --strict", "--strict"),
     ("doctor --nothing", "--nothing"),
-    ("doctor extra", "extra"),
     ("validate =", "'='"),
     ("validate quickstart --nothing", "--nothing"),
-    ("validate --all --json --yaml", "--yaml"),
-    ("plan quickstart --device-memory-gib inf", "device_memory_gib"),
-    ("plan quickstart --device-memory-gib 0", "device_memory_gib"),
     ("plan quickstart --device-memory-gib 1e300", "device_memory_gib: 1e+300; allowed: a number above 0, and at most"),
     ("plan quickstart --host-memory-gib nan", "host_memory_gib"),
     ("plan quickstart --host-memory-gib -1", "host_memory_gib"),
-    ("plan quickstart --nic-gbs 0", "nic_gbs"),
     ("plan quickstart --nic-gbs 1e200", "nic_gbs"),
     ("plan quickstart --pcie-gbs -1", "pcie_gbs"),
     ("plan quickstart --dram-gbs nan", "dram_gbs"),
-    ("plan quickstart --link-gbs inf", "link_gbs"),
     ("plan quickstart --gpus-per-node -1", "gpus_per_node"),
-    ("plan quickstart --cpu 0", "--cpu"),
-    ("plan quickstart --cpu 99999999", "--cpu"),
     ("plan quickstart --cpu 2 --gpus 2", "--cpu excludes --gpus"),
     ("plan quickstart --cpu 2 --hardware h100_sxm", "--cpu excludes --gpus and --hardware"),
     ("plan quickstart --hardware nowhere.json", "nowhere.json"),
@@ -115,21 +84,14 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("plan quickstart --longest-row --all", "--all has no effect with --longest-row"),
     ("plan quickstart --longest-row --plot a.png", "--plot has no effect with --longest-row"),
     ("plan --calibrate --gpus 0", "--gpus: 0; allowed: 1 to"),
-    ("plan --calibrate --gpus 999", "--gpus: 999; allowed: 1 to"),
     ("verify quickstart --steps -1", "--steps"),
-    ("verify quickstart --cpu 0", "--cpu"),
     ("verify quickstart --strategy nothing", "--strategy"),
-    ("train quickstart --cpu 99999999", "--cpu"),
-    ("train quickstart --cpu 1 --retries -1", "--retries"),
-    ("train quickstart --cpu 1 --retries two", "--retries"),
     ("train quickstart --cpu 1 --retries 3 --dry-run", "--retries has no effect with --dry-run"),
     ("train quickstart --machines 2", "--machines"),
     ("init", "model"),
     ("init nowhere", "data"),
     ("init nowhere rows.jsonl", "nowhere"),
     ("init nowhere rows.jsonl --output recipe.txt", "--output"),
-    ("init nowhere rows.jsonl --gpus 0", "--gpus"),
-    ("init nowhere rows.jsonl --cpu 0", "--cpu"),
     ("checkpoints http://host/run", "'http://host/run' is no folder in a store that is known"),
     ("checkpoints s3://", "'s3://' is no folder in a store"),
     ("checkpoints file:///nowhere --verify", "file:///nowhere"),
@@ -137,23 +99,16 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("export memory://run --to out", "memory://run"),
     ("export file:// --to out", "'file://' is no folder in a store"),
     ("export file:///nowhere --to out", "file:///nowhere"),
-    ("export . --to out --max-shard-gib 0", "--max-shard-gib"),
-    ("export . --to out --max-shard-gib nan", "--max-shard-gib"),
     ("export . --to out --max-shard-gib inf", "--max-shard-gib: found inf; allowed: a number greater than 0 and up to"),
     ("status nowhere", "nowhere"),
-    ("status", "run"),
     ("compare file:// file://nowhere", "'file://' is no folder in a store"),
-    ("reproduce nowhere", "--to"),
     ("reproduce nowhere --to out", "training.json"),
     ("reproduce nowhere --to .", "--to: '.' exists"),
-    ("reproduce nowhere --to out --cpu 0", "--cpu"),
     ("sample nowhere prompts.jsonl", "--to"),
     ("sample nowhere prompts.jsonl --to out", "PROMPTS: 'prompts.jsonl' cannot be read"),
     ("sample nowhere prompts.csv --to out", "PROMPTS: 'prompts.csv' is of an unknown kind"),
     ("sample nowhere prompts.jsonl --to out -n 0", "--samples: 0 is out of range; allowed: 1 to 10,000"),
-    ("sample nowhere prompts.jsonl --to out -n 99999999999", "--samples"),
     ("sample nowhere prompts.jsonl --to out --temperature 0", "--temperature 0 and --samples 8 contradict"),
-    ("sample nowhere prompts.jsonl --to out --temperature inf", "--temperature: inf"),
     (
         "sample nowhere prompts.jsonl --to out --temperature 1e-300",
         "allowed: 0 (always the most likely token), or 0.001",
@@ -168,7 +123,6 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("sample nowhere prompts.jsonl --to out --reward a --strict", "--strict and --reward contradict"),
     ("sample nowhere prompts.jsonl --to out --dtype int8", "--dtype"),
     ("sample nowhere prompts.jsonl --to out --gpus 1 --cpu 1", "--gpus and --cpu exclude each other"),
-    ("sample nowhere prompts.jsonl --to out --cpu 0", "--cpu"),
     ("generate . --prompt a --temperature 0 --seed 3", "--seed and --temperature 0 contradict each other"),
     ("generate . --prompt a --temperature 0 --top-p 0.5", "--top-p and --temperature 0 contradict each other"),
     ("generate . --prompt a --temperature 1e-9", "--temperature"),
@@ -180,18 +134,15 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("generate . --prompt a --raw --system b", "--raw and --system contradict"),
     ("generate s3://bucket/run --prompt a", "SOURCE: the folder 's3://bucket/run' does not exist"),
     ("data quickstart --samples 0", "--samples"),
-    ("data quickstart --samples 99999999999", "--samples"),
     ("recipes copy quickstart recipe.txt", "recipe.txt"),
     ("configs copy cpu_2 config.json", "config.json"),
-    ("configs nothing", "nothing"),
 ]
 """Arguments of `toolkit`, and what the error names."""
 
-CONFIGS: dict[str, tuple[str | bytes, str]] = {
+CONFIGS: dict[str, tuple[str, str]] = {
     "empty": ("", "nothing"),
     "a list": ("- 1\n", "list"),
     "no YAML": ("a: [", "YAML"),
-    "no text": (b"\xff\xfe\x00", "YAML"),
     "processes as text": ("num_processes: two\n", "num_processes"),
     "no processes": ("num_processes: 0\n", "num_processes"),
     "unknown precision": ("mixed_precision: fp8\n", "mixed_precision"),
@@ -212,66 +163,40 @@ VARIABLES: list[tuple[str, str, str]] = [
 """Variable, value, and what a dry run names."""
 
 
-def as_run(**files: str) -> Callable[[Path], None]:
-    """An output folder with these files; `/` is written `__`."""
-
-    def make(folder: Path) -> None:
-        for name, content in files.items():
-            path = folder / name.replace("__", "/")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
-
-    return make
-
-
-MANIFEST = "checkpoints__step_00000003__manifest"
-
-FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a run's metrics": (as_run(**{"metrics.jsonl": "{}"}), "metrics.jsonl"),
-    "a finished run of another recipe": (
-        as_run(**{"recipe.yaml": "a: 1", "finished.json": json.dumps({"export": None})}),
-        "finished run",
-    ),
-    "a recipe that is no YAML": (as_run(**{"recipe.yaml": "a: ["}), "recipe.yaml"),
-    "an empty recipe": (as_run(**{"recipe.yaml": ""}), "recipe.yaml"),
-    "a checkpoint without a manifest": (as_run(checkpoints__step_00000003__a="x"), "checkpoints"),
-    "a manifest that is no JSON": (as_run(**{f"{MANIFEST}.json": "{"}), "checkpoints"),
-    "a manifest that is a list": (as_run(**{f"{MANIFEST}.json": "[]"}), "checkpoints"),
-    "checkpoints as a file": (as_run(checkpoints="x"), "checkpoints"),
+MANIFEST = "checkpoints/step_00000003/manifest.json"
+FOLDERS: dict[str, tuple[dict[str, str], str]] = {
+    "a run's metrics": ({"metrics.jsonl": "{}"}, "metrics.jsonl"),
+    "a finished run of another recipe": ({"recipe.yaml": "a: 1", "finished.json": '{"export": null}'}, "finished run"),
+    "a recipe that is no YAML": ({"recipe.yaml": "a: ["}, "recipe.yaml"),
+    "an empty recipe": ({"recipe.yaml": ""}, "recipe.yaml"),
+    "a checkpoint without a manifest": ({"checkpoints/step_00000003/a": "x"}, "checkpoints"),
+    "a manifest that is no JSON": ({MANIFEST: "{"}, "checkpoints"),
+    "a manifest that is a list": ({MANIFEST: "[]"}, "checkpoints"),
+    "checkpoints as a file": ({"checkpoints": "x"}, "checkpoints"),
 }
-"""What lies in the output folder, and what the error of a dry run names."""
+"""The files of the output folder, and what the error of a dry run names."""
 
-RESUMED: list[tuple[str, str]] = [
-    ("/nowhere", "checkpoint.resume"),
-    ("{place}", "checkpoint.resume"),
-    ("{place}/rows.jsonl", "checkpoint.resume"),
-    ("always", "checkpoint.resume"),
-]
-"""`checkpoint.resume`, and what the error names."""
+OVERRIDES = (
+    "checkpoint.resume=/nowhere: checkpoint.resume",
+    "checkpoint.resume={place}/rows.jsonl: checkpoint.resume",
+    "training.output_dir=/proc/nowhere/out: training.output_dir",
+    "training.output_dir=/dev/null: training.output_dir",
+    "training.output_dir=/dev/null/out: training.output_dir",
+    "sharding.sequence=3: sharding.sequence: 3 ranks are needed, and there is 1; start 3, or set it to 1",
+)
+"""An override of a dry run, and what the error names."""
 
-ADAPTERS: dict[str, str | bytes | None] = {
-    "cut": "{",
-    "a list": "[]",
-    "null": "null",
-    "no text": b"\xff\xfe",
-    "without a base": "{}",
-    "of an unknown kind": '{"peft_type": "OTHER", "base_model_name_or_path": "{model}"}',
-    "with a base that is gone": '{"peft_type": "LORA", "base_model_name_or_path": "/nowhere/model"}',
-    "with a base that is a number": '{"peft_type": "LORA", "base_model_name_or_path": 3}',
-    "without weights": '{"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], '
-    '"base_model_name_or_path": "{model}"}',
+ADAPTERS: dict[str, bytes] = {
+    "not JSON": b"{",
+    "a list": b"[]",
+    "without a base": b"{}",
+    "of an unknown kind": b'{"peft_type": "OTHER", "base_model_name_or_path": "{model}"}',
+    "with a base that is gone": b'{"peft_type": "LORA", "base_model_name_or_path": "/nowhere/model"}',
+    "with a base that is a number": b'{"peft_type": "LORA", "base_model_name_or_path": 3}',
+    "without weights": b'{"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], '
+    b'"base_model_name_or_path": "{model}"}',
 }
 """adapter_config.json of a folder that `toolkit generate` is given."""
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("commands")
-    save_llama(place / "model", TEXTS, tied=True)
-    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
-    values = recipe_values(place / "model", place / "rows.jsonl", place / "out", place / "cache")
-    (place / "recipe.yaml").write_text(yaml.safe_dump(values))
-    return place
 
 
 @pytest.fixture(autouse=True)
@@ -281,68 +206,56 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
 
 
-@pytest.mark.parametrize(("line", "named"), ARGUMENTS, ids=[shown(line.split()) for line, _ in ARGUMENTS])
-def test_arguments(line: str, named: str) -> None:
-    outcome = toolkit(*line.split())
-    assert outcome.problems(named) == [], outcome.told
+def dry_run(place: Path, *overrides: str) -> Outcome:
+    return finetune(str(place / "recipe.yaml"), *overrides, "--dry-run")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def test_arguments() -> None:
+    assert unclear((line, toolkit(*line.split()), named) for line, named in ARGUMENTS) == []
+
+
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_no_config(command: str, name: str, tmp_path: Path) -> None:
-    content, named = CONFIGS[name]
-    path = tmp_path / "config.yaml"
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    outcome = toolkit(command, "quickstart", "--config", str(path))
-    assert outcome.problems(named) == [], outcome.told
+def test_configs(command: str) -> None:
+    def outcome(content: str) -> Outcome:
+        Path("config.yaml").write_text(content)
+        return toolkit(command, "quickstart", "--config", "config.yaml")
+
+    assert unclear((name, outcome(content), named) for name, (content, named) in CONFIGS.items()) == []
 
 
-@pytest.mark.parametrize(("name", "value", "named"), VARIABLES, ids=[f"{name}={value}" for name, value, _ in VARIABLES])
-def test_variables(name: str, value: str, named: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    outcome = finetune(str(place / "recipe.yaml"), "data.cache_dir=null", "--dry-run")
-    assert outcome.problems(named) == [], outcome.told
+def test_variables(place: Path) -> None:
+    def outcome(name: str, value: str) -> Outcome:
+        with patch.dict(os.environ, {name: value}):
+            return dry_run(place, "data.cache_dir=null")
+
+    assert unclear(((name, value), outcome(name, value), named) for name, value, named in VARIABLES) == []
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_output_folders(name: str, place: Path, tmp_path: Path) -> None:
-    make, named = FOLDERS[name]
-    make(tmp_path / "out")
-    outcome = finetune(str(place / "recipe.yaml"), f"training.output_dir={tmp_path / 'out'}", "--dry-run")
-    assert outcome.problems(named) == [], outcome.told
+def test_output_folders(place: Path) -> None:
+    def outcome(files: dict[str, str]) -> Outcome:
+        shutil.rmtree("out", ignore_errors=True)
+        for file, content in files.items():
+            path = Path("out", file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        return dry_run(place, "training.output_dir=out")
 
-
-@pytest.mark.parametrize(("resume", "named"), RESUMED)
-def test_resumed(resume: str, named: str, place: Path) -> None:
-    where = resume.format(place=place)
-    outcome = finetune(str(place / "recipe.yaml"), f"checkpoint.resume={where}", "--dry-run")
-    assert outcome.problems(named) == [], outcome.told
+    assert unclear((name, outcome(files), named) for name, (files, named) in FOLDERS.items()) == []
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters(name: str, place: Path, tmp_path: Path) -> None:
-    content = ADAPTERS[name]
-    text = content.replace("{model}", str(place / "model")) if isinstance(content, str) else content
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    assert text is not None
-    (folder / "adapter_config.json").write_bytes(text.encode() if isinstance(text, str) else text)
+    content = ADAPTERS[name].replace(b"{model}", str(place / "model").encode())
+    (tmp_path / "adapter_config.json").write_bytes(content)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(place / "model" / file, folder)
-    outcome = toolkit("generate", str(folder), "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu")
+        shutil.copy(place / "model" / file, tmp_path)
+    outcome = toolkit("generate", str(tmp_path), "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu")
     assert outcome.problems("adapter") == [], outcome.told
 
 
-def test_more_ranks_than_there_are(place: Path) -> None:
-    outcome = finetune(str(place / "recipe.yaml"), "sharding.sequence=3", "--dry-run")
-    named = "sharding.sequence: 3 ranks are needed, and there is 1; start 3, or set it to 1"
-    assert outcome.problems(named) == [], outcome.told
-
-
-@pytest.mark.parametrize("output", ["/proc/nowhere/out", "/dev/null", "/dev/null/out"])
-def test_outputs(output: str, place: Path) -> None:
-    outcome = finetune(str(place / "recipe.yaml"), f"training.output_dir={output}", "--dry-run")
-    assert outcome.problems("training.output_dir") == [], outcome.told
+def test_settings_of_a_run(place: Path) -> None:
+    given = [override.format(place=place).partition(": ") for override in OVERRIDES]
+    assert unclear((override, dry_run(place, override), named) for override, _, named in given) == []
 
 
 NUMBERS = {int: "a whole number", float: "a number"}

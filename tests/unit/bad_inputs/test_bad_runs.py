@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from s3fs import S3FileSystem
-from support.refusals import finetune, toolkit
-from support.tiny import recipe_values, save_llama
+from support.refusals import Outcome, finetune, toolkit, unclear
 
 from toolkit.checkpoint import consolidate
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling import samples
 from toolkit.recipe import adapter_file
 
-TEXTS = ["a king and a queen walked by the river", "the moon was high"]
 STEP = "checkpoints/step_00000002"
 
 Spoil = Callable[[Path], object]
@@ -45,32 +41,36 @@ def written(name: str, content: str) -> Spoil:
 
 
 WRONG: dict[str, list[Any]] = {
-    "step": [..., None, "x", -1, [], 10**30],
-    "samples": [..., None, "x", -1, {}],
-    "world_size": [..., "x", -1, 10**30],
-    "strategy": [..., None, -1],
-    "precision": [None, []],
-    "recipe": [..., None, "x", [], {}, {"adapter": 3}],
-    "data": [..., -1, []],
-    "trainer": [..., None, "x"],
-    "scaler": [[], "x"],
-    "eval_loss": ["x", []],
-    "date": [..., -1],
-    "versions": [..., [], "x"],
-    "stream": ["x", []],
-    "content": [-1, {}],
-    "base": [[], 3],
-    "teacher": [-1, {}],
-    "adapter": [3, []],
-    "non_finite": [-1, []],
-    "merit": ["x", []],
-    "tensors": [None, "x", []],
-    "files": [..., None, "x", {}],
-    "format": [None, "x", 10**30],
+    "step": [..., "x", -1, 10**30],
+    "samples": [..., -1],
+    "world_size": [..., -1],
+    "strategy": [None],
+    "precision": [None],
+    "recipe": [..., "x", {}, {"adapter": 3}],
+    "data": [-1],
+    "trainer": ["x"],
+    "scaler": [[]],
+    "eval_loss": ["x"],
+    "date": [-1],
+    "versions": [[]],
+    "stream": ["x"],
+    "content": [-1],
+    "base": [[]],
+    "teacher": [-1],
+    "adapter": [3],
+    "non_finite": [-1],
+    "merit": ["x"],
+    "tensors": [None, []],
+    "files": [..., "x", {}],
+    "format": [None, 10**30],
 }
 """Field of a manifest -> values that no run writes."""
 
-MANIFESTS = {f"{field}={value!r}": told(**{field: value}) for field, values in WRONG.items() for value in values}
+MANIFESTS = {
+    f"{field}={value!r}": (told(**{field: value}), "step_00000002")
+    for field, values in WRONG.items()
+    for value in values
+}
 
 EXPORTS: dict[str, tuple[Spoil, str]] = {
     "no configuration": (lambda run: (run / "model" / "config.json").unlink(), "holds no configuration and tokenizer"),
@@ -96,10 +96,7 @@ ASKED: list[tuple[str, str]] = [
     ("export {run} --to {run}", "exists; name a new folder"),
     ("export {run} --to /dev/null/out", "--to: '/dev/null/out' cannot be made"),
     ("export {run} --checkpoint 2 --to /proc/x", "--to: '/proc/x' cannot be made"),
-    ("export {run} --checkpoint 2 --to /proc/x/y", "--to: '/proc/x/y' cannot be made"),
     ("export {run} --to out --checkpoint 1", "there is no checkpoint"),
-    ("export {run} --to out --checkpoint -1", "there is no checkpoint"),
-    ("export {run} --to out --checkpoint 99999999999999999999", "there is no checkpoint"),
     ("export {run}/checkpoints --to out", "has no whole checkpoint"),
     ("export {run}/" + STEP + " --to out", "export {run} --checkpoint 2 --to FOLDER"),
     ("generate {run}/" + STEP + " --prompt a", "export {run} --checkpoint 2 --to FOLDER"),
@@ -109,11 +106,9 @@ ASKED: list[tuple[str, str]] = [
     ("status {rows}", "no such folder"),
     ("compare {run} {run}", "is named twice"),
     ("compare {run} {run}/model", "is no run"),
-    ("compare {run} {rows}", "no such folder"),
     ("reproduce {run} --to out", "has no training.json"),
     ("sample {run}/export {prompts} --to {run}", "holds files of something else"),
     ("sample {run}/export {prompts} --to {rows}", "--to"),
-    ("sample {run}/export {prompts} --to /dev/null/out", "--to"),
     ("sample {run}/export {prompts} --to out --reward {run}/export", "is no reward model"),
     ("sample {run}/export {rows} --to out", "correct them, or take them out"),
     ("generate {run}/export --file {run}", "is of an unknown kind"),
@@ -124,126 +119,52 @@ ASKED: list[tuple[str, str]] = [
     ("generate {run}/export --eval {prompts} --numeric", "--numeric"),
     ("generate {run}/export --eval {prompts} --structured", "--structured"),
     ("data {recipe} --output /dev/null/out", "/dev/null/out"),
-    ("data {recipe} --output {rows}", "rows.jsonl"),
 ]
 """Commands on a run, and what the error says."""
 
-ADDRESSES: list[tuple[str, str]] = [
-    ("s3://", "'s3://' names no file; name one"),
-    ("file://", "'file://' names no file"),
-    ("http://", "'http://' names no file"),
-    ("ftp://", "'ftp://' names no file"),
-    ("https:///a.jsonl", "https:///a.jsonl"),
-    ("file:///nowhere.jsonl", "there is no file 'file:///nowhere.jsonl'"),
-    ("file:///nowhere/*.jsonl", "there is no file"),
-    ("file:///proc", "is a folder; name files, for example file:///proc/*.jsonl"),
-    ("http://localhost:1/a.jsonl", "http://localhost:1/a.jsonl"),
-    ("http://localhost:99999/a.jsonl", "Port out of range"),
-    ("http://[::1/a.jsonl", "Invalid IPv6 URL"),
-    ("az://a/b.jsonl", "the driver of az:// cannot be imported"),
-    ("sftp://localhost:1/a.jsonl", "sftp://"),
-    ("S3://a/b.jsonl", "Protocol not known: S3"),
-    ("://a.jsonl", "there is no file '://a.jsonl'"),
-    ("zip://a.jsonl::/nowhere.zip", "there is no file"),
-    ("hf://a", "Repository id must be"),
-    ("file://host/a.jsonl", "there is no file 'file://host/a.jsonl'"),
-]
-"""`data.train`, and what `toolkit data` says."""
-
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of two steps, whose export holds a model."""
-    place = tmp_path_factory.mktemp("runs")
-    save_llama(place / "model", TEXTS, tied=True)
-    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
+def good(place: Path) -> Path:
+    """A run of two steps, whose export holds a model."""
     (place / "prompts.jsonl").write_text('{"prompt": "a king", "answer": "a queen"}\n')
-    values = recipe_values(place / "model", place / "rows.jsonl", place / "good", place / "cache", max_steps=2)
-    values |= {"checkpoint": {"every_steps": 2}, "export": {"enabled": False}}
-    (place / "recipe.yaml").write_text(yaml.safe_dump(values))
-    assert finetune(str(place / "recipe.yaml")).code == 0
+    settings = ["training.max_steps=2", "checkpoint.every_steps=2", "export.enabled=false"]
+    settings.append(f"training.output_dir={place / 'good'}")
+    assert finetune(str(place / "recipe.yaml"), *settings).code == 0
     shutil.copytree(place / "model", place / "good" / "export")
-    return place
+    return place / "good"
 
 
 @pytest.fixture
-def run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the run; the working folder is an empty one, and the terminal wide."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, which is empty; the terminal is wide."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
-    shutil.copytree(place / "good", tmp_path / "run")
-    return tmp_path / "run"
+    return tmp_path
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_manifests(name: str, run: Path) -> None:
-    MANIFESTS[name](run)
-    outcome = toolkit("export", str(run), "--checkpoint", "2", "--to", "out")
-    assert outcome.problems("step_00000002") == [], outcome.told
-    assert not list(Path().iterdir()), "nothing is left"
+@pytest.mark.parametrize("table", [MANIFESTS, EXPORTS], ids=["manifests", "exports"])
+def test_exports_of_broken_runs(table: dict[str, tuple[Spoil, str]], good: Path, elsewhere: Path) -> None:
+    run = good.parent / "run"
+
+    def outcome(spoil: Spoil) -> Outcome:
+        shutil.rmtree(run, ignore_errors=True)
+        spoil(Path(shutil.copytree(good, run)))
+        return toolkit("export", str(run), "--checkpoint", "2", "--to", "out")
+
+    assert unclear((name, outcome(spoil), named) for name, (spoil, named) in table.items()) == []
+    assert not list(elsewhere.iterdir()), "nothing is left"
 
 
-@pytest.mark.parametrize("name", EXPORTS)
-def test_exports(name: str, run: Path) -> None:
-    spoil, named = EXPORTS[name]
-    spoil(run)
-    outcome = toolkit("export", str(run), "--checkpoint", "2", "--to", "out")
-    assert outcome.problems(named) == [], outcome.told
-    assert not list(Path().iterdir()), "nothing is left"
+def test_commands_on_a_run(good: Path, place: Path, elsewhere: Path) -> None:
+    files = {"rows": place / "rows.jsonl", "prompts": place / "prompts.jsonl", "recipe": place / "recipe.yaml"}
+    given = [(line.format(run=good, **files), named.format(run=good, **files)) for line, named in ASKED]
+    before = sorted(good.rglob("*"))
+    assert unclear((line, toolkit(*line.split()), named) for line, named in given) == []
+    assert not list(elsewhere.iterdir()), "nothing is left"
+    assert sorted(good.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("line", "named"), ASKED, ids=[line[:60] for line, _ in ASKED])
-def test_commands(line: str, named: str, run: Path, place: Path) -> None:
-    names = {
-        "run": run,
-        "rows": place / "rows.jsonl",
-        "prompts": place / "prompts.jsonl",
-        "recipe": place / "recipe.yaml",
-    }
-    before = sorted(run.rglob("*"))
-    outcome = toolkit(*[word.format(**names) for word in line.split()])
-    assert outcome.problems(named.format(**names)) == [], outcome.told
-    assert not list(Path().iterdir()), "nothing is left"
-    assert sorted(run.rglob("*")) == before
-
-
-@pytest.mark.parametrize(("address", "named"), ADDRESSES)
-def test_addresses(address: str, named: str, place: Path, run: Path) -> None:
-    outcome = toolkit("data", str(place / "recipe.yaml"), f"data.train={json.dumps(address)}")
-    assert outcome.problems(named) == [], outcome.told
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        (
-            "checkpoint.to=s3://bucket/run",
-            "checkpoint.to: s3://bucket/run/checkpoints: its driver finds no credentials (NoCredentialsError: Unable "
-            "to locate credentials); set them, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        ),
-        (
-            "data.train=s3://bucket/rows.jsonl",
-            "data.train: 's3://bucket/rows.jsonl' cannot be read: NoCredentialsError: Unable to locate credentials; "
-            "set the driver's credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        ),
-    ],
-)
-def test_a_store_without_credentials(
-    override: str, named: str, place: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(variable)
-    for variable in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(variable, "/nowhere")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # a machine that has a role would ask for it
-    S3FileSystem.clear_instance_cache()
-    new = f"training.output_dir={place / 'new'}"
-    outcome = finetune(str(place / "recipe.yaml"), new, override, "--dry-run")
-    assert outcome.problems(named) == [], outcome.told
-
-
-def test_a_file_where_a_store_is_meant_to_be(place: Path, run: Path) -> None:
+def test_a_file_where_a_store_is_meant_to_be(place: Path) -> None:
     outcome = finetune(str(place / "recipe.yaml"), f"checkpoint.to=file://{place}/rows.jsonl/x", "--dry-run")
     assert outcome.problems("rows.jsonl' is no folder; name another place") == [], outcome.told
 
