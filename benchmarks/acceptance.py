@@ -105,6 +105,8 @@ def recipe(shape: str, length: int, steps: int, *overrides: str) -> list[str]:
     return [
         "recipes/finetune.py",
         "quickstart",
+        f"data.train={ROOT / 'recipes/data/plays.jsonl'}",
+        "data.chat_template=null",
         f"model.config={json.dumps(config)}",
         f"data.max_length={length}",
         "data.max_validation_samples=1",
@@ -114,7 +116,7 @@ def recipe(shape: str, length: int, steps: int, *overrides: str) -> list[str]:
         "schedule.warmup_steps=2",
         "training.micro_batch_size=1",
         "training.eval_every_steps=null",
-        "logging.sample_prompt=null",
+        "logging.held_out_samples=0",
         "export.enabled=false",
         *overrides,
     ]

@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node 2 benchmarks/started_by_hand.py TOKENIZER FOLDER
 
-It imports what a run imports, reads the plays, tokenises, evaluates on 256 rows, makes three steps of 8 rows a rank,
-evaluates again, writes a text of 64 tokens and saves the model. TOKENIZER is the one that a run of the recipe trained.
+It imports what a run imports, reads the requests, renders and tokenises them, evaluates on 71 packed rows, makes three
+steps of 4 rows a rank, evaluates again, continues three texts by 40 tokens each and saves the model. TOKENIZER is the
+one that a run of the recipe trained.
 """
 
 import json
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[1]
-LENGTH, ROWS, HELD_OUT, STEPS = 128, 8, 256, 3
+LENGTH, ROWS, HELD_OUT, STEPS = 160, 4, 71, 3
 
 
 def batches(rows: list[list[int]], rank: int) -> list[torch.Tensor]:
@@ -42,18 +43,18 @@ def main(tokenizer_folder: str, folder: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    lines = (ROOT / "recipes/data/plays.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["text"] for line in lines]
+    lines = (ROOT / "recipes/data/requests.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in lines]
     tokens = [token for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] for token in ids]
     rows = [tokens[start : start + LENGTH] for start in range(0, len(tokens) - LENGTH + 1, LENGTH)]
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=576, num_hidden_layers=4, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
+        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=576, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
     )  # fmt: skip
     model = DistributedDataParallel(LlamaForCausalLM(config))
     held_out, train = batches(rows[:HELD_OUT], rank), batches(rows[HELD_OUT:], rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = [evaluate(model.module, held_out)]
     for row in train[:STEPS]:
         model(input_ids=row, labels=row).loss.backward()
@@ -62,8 +63,9 @@ def main(tokenizer_folder: str, folder: str) -> None:
         optimizer.zero_grad()
     losses.append(evaluate(model.module, held_out))
     if rank == 0:
-        start = tokenizer("ROSALIND.\n", return_tensors="pt", add_special_tokens=False).input_ids
-        model.module.generate(start, max_new_tokens=64, do_sample=False)
+        for text in texts[:3]:
+            start = tokenizer(text[:60], return_tensors="pt", add_special_tokens=False).input_ids
+            model.module.generate(start, max_new_tokens=40, do_sample=False)
         model.module.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         print(losses)

@@ -60,7 +60,7 @@ def launch(
     script = [str(ROOT / "benchmarks/launched.py"), str(told), "--recipe", recipe]
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
     started = time.time()
-    short = ["training.max_steps=1", "export.enabled=false", "logging.sample_prompt=null"]
+    short = ["training.max_steps=1", "export.enabled=false", "logging.held_out_samples=0"]
     done = subprocess.run(
         [*command, *script, *short, *given],
         env=environment(folder), capture_output=True, text=True,

@@ -24,7 +24,7 @@ def train(rows: Path, output: Path, **others: object) -> Path:
     """Trains on rows; the folder of the export."""
     values = {"data.train": str(rows), "training.output_dir": str(output), "training.eval_every_steps": 1000}
     settings = {name.replace("__", "."): value for name, value in others.items()}
-    result = toolkit.finetune("sft", values | settings | {"logging.held_out_samples": 0})
+    result = toolkit.finetune("quickstart", values | settings | {"logging.held_out_samples": 0})
     assert result.export_dir is not None
     return result.export_dir
 

@@ -29,7 +29,7 @@ def train_a_little(folder: Path) -> None:
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     recipe = Recipe.load(
-        "sft",
+        "quickstart",
         {
             "model.config": {"model_type": "llama", "max_position_embeddings": 512, **sizes},
             "model.train_tokenizer_vocab_size": 320,
@@ -122,7 +122,7 @@ def test_commands_are_found() -> None:
         ("toolkit validate quickstart training.max_step=7", "training.max_step"),
         ("accelerate launch --config_file accelerate_configs/cpu_3.yaml recipes/finetune.py", "cpu_3.yaml"),
         ("accelerate launch --config_fil accelerate_configs/cpu_2.yaml recipes/finetune.py", "config_fil"),
-        ("accelerate launch recipes/finetune.py --recipe sft model.name=x", "model.name"),
+        ("accelerate launch recipes/finetune.py --recipe dpo model.name=x", "model.name"),
         ("torchrun --nodes 2 recipes/finetune.py", "--nodes"),
         ("srun bash -c 'accelerate launch recipes/tune.py'", "recipes/tune.py"),
         ('pip install -e ".[tests]"', "tests"),

@@ -23,7 +23,7 @@ SHORT = [
     "training.max_steps=2",
     "training.eval_every_steps=null",
     "data.max_validation_samples=8",
-    "logging.sample_prompt=null",
+    "logging.held_out_samples=0",
 ]
 
 
@@ -58,8 +58,7 @@ def readme_commands() -> list[str]:
     ids=["12 steps", "whole"],
 )
 def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: Path, cache: Path) -> None:
-    first = readme_commands()[0]
-    install, run = first.split(" && ")
+    install, run, score = readme_commands()[2:5]
     assert install == "pip install -e ."
     out = tmp_path / "run"
     done = start([*shlex.split(run), f"training.output_dir={out}", *overrides], cache)
@@ -68,21 +67,27 @@ def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: 
     losses = [record["loss"] for record in records if record["split"] == "eval"]
     assert losses[-1] < fall * losses[0], losses
     assert f"{losses[0]:.4f} -> {losses[-1]:.4f}" in done.stderr
-    assert "sample:" in done.stderr
+    shown = re.findall(r"^(.+)\n  before: (.*)\n  after: (.*)\n(  in the data: )?", done.stderr, re.MULTILINE)
+    assert [prompt for prompt, *_ in shown][1] == "Set an alarm for five in the morning on Thursday."
+    assert len(shown) == 3
     assert f"run: {out}" in done.stdout.splitlines(), "what programs read"
     assert "ranks: 2 on" in done.stderr
     assert not re.search("torchao|_pytree", done.stderr), "what is installed beside says nothing"
-    assert "model.layers.0..3" in done.stderr
+    assert "model.layers.0..1" in done.stderr
     model = AutoModelForCausalLM.from_pretrained(out / "export")
     tokenizer = AutoTokenizer.from_pretrained(out / "export")
-    assert 1_700_000 < model.num_parameters() < 2_300_000
-    encoded = tokenizer("ROSALIND.\n", return_tensors="pt", return_token_type_ids=False)
+    assert 900_000 < model.num_parameters() < 1_000_000
+    encoded = tokenizer("Set an alarm.", return_tensors="pt", return_token_type_ids=False)
     assert model(**encoded).logits.shape[-1] == len(tokenizer)
+    if not overrides:
+        assert not any(in_data for *_, in_data in shown), "each as in the data"
+        counted = start(shlex.split(score.replace("outputs/quickstart", str(out))), cache)
+        assert "100 of 100" in counted.stderr + counted.stdout
 
 
 @pytest.mark.first
 def test_the_readmes_test_command_is_what_ci_runs() -> None:
-    installing, testing = readme_commands()[1].split(" && ")
+    installing, testing = readme_commands()[-1].split(" && ")
     assert installing == 'pip install -e ".[test,docs]"'
     ci = (ROOT / ".ci/run").read_text()
     assert 'pip install --quiet "${constraints[@]}" -e ".[test,docs]"' in ci
@@ -176,12 +181,14 @@ def test_bad_input_under_a_launcher(tmp_path: Path, cache: Path) -> None:
 def test_bad_input_under_toolkit_train(tmp_path: Path, cache: Path) -> None:
     """One paragraph after the line that is launched, and the ranks' own exit code."""
     out = f"training.output_dir={tmp_path / 'run'}"
-    done = start(["toolkit", "train", "quickstart", "data.columns.text=nothing", out, "--cpu", "2"], cache)
+    done = start(["toolkit", "train", "quickstart", "data.columns.messages=nothing", out, "--cpu", "2"], cache)
     assert done.returncode == 2, done.stderr
     reading, launched, *rest = [line for line in done.stderr.splitlines() if "torch" not in line]
     assert reading == "reading the recipe ..."
     assert launched.startswith("ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/cpu_2.yaml")
-    assert rest == ["error: data.train: 'plays.jsonl' has no column 'nothing' (data.columns.text); it has text, title"]
+    assert rest == [
+        "error: data.train: 'requests.jsonl' has no column 'nothing' (data.columns.messages); it has messages"
+    ]
 
 
 def test_the_notebook(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

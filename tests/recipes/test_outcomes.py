@@ -13,7 +13,7 @@ from support.launches import clean_environment
 
 DATA = Path(__file__).parents[2] / "recipes/data"
 SCORED = {
-    "sft": {"requests": 0.95, "preferences": 0.0},
+    "quickstart": {"requests": 0.95, "preferences": 0.0},
     "dpo": {"preferences": 0.9, "requests": 0.9},
     "kto": {"preferences": 0.9, "requests": 0.9},
     "lora": {"skills": 0.95, "requests": 0.9},
@@ -42,8 +42,8 @@ def test_the_recipes_end_in_right_answers(tmp_path: Path) -> None:
         toolkit(tmp_path, "train", recipe, "--cpu", "2")
         found[recipe] = {rows: accuracy(f"outputs/{recipe}/export", rows, tmp_path) for rows in files}
     print(found)
-    assert accuracy("outputs/sft/export", "skills", tmp_path) == 0
-    assert found["sft"]["preferences"] < 0.6, "it guesses, so that there is something to prefer"
+    assert accuracy("outputs/quickstart/export", "skills", tmp_path) == 0
+    assert found["quickstart"]["preferences"] < 0.6, "it guesses, so that there is something to prefer"
     low = {
         (recipe, rows): found[recipe][rows]
         for recipe, files in SCORED.items()

@@ -9,8 +9,8 @@ from update import FIGURES, RECIPES, differences, record, recorded
 
 TOLERANCE = 1e-6
 NAMES = [path.stem for path in RECIPES]
-FIRST = ["dpo", "quickstart", "sft", "vision"]
-"""Compared by default: text, what `dpo` begins with, pairs and images."""
+FIRST = ["dpo", "moe", "quickstart", "vision"]
+"""Compared by default: pairs, text, what `dpo` begins with, and images."""
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ def test_recipes_train_as_recorded(num_ranks: int, names: list[str]) -> None:
 def test_the_first_step_that_differs_is_told(figure: str) -> None:
     expected = recorded()
     changed = copy.deepcopy(expected)
-    lines = [line for line in changed["sft"] if line["ranks"] == 2 and line["split"] == "train"]
+    lines = [line for line in changed["quickstart"] if line["ranks"] == 2 and line["split"] == "train"]
     for line in lines[4:]:
         line[figure] *= 1 + 3e-6
     (told,) = differences(expected, changed, TOLERANCE)
-    assert told.startswith("sft on 2 ranks, train step 5: ")
+    assert told.startswith("quickstart on 2 ranks, train step 5: ")
     lines[2][figure] *= 1 + 3e-7
     (told,) = differences(expected, changed)
-    assert told.startswith("sft on 2 ranks, train step 3: ")
+    assert told.startswith("quickstart on 2 ranks, train step 3: ")
 
 
 @pytest.mark.first

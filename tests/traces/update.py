@@ -41,13 +41,14 @@ OVERRIDES = (
 
 OVERRIDES_OF = {
     # Its loss is a small difference of large sums, times beta: 2e-6 between AVX-512 and SSE with the recipe's 0.1.
-    # Without samples of text: sft shows that they leave training alone.
+    # Without samples of text: quickstart shows that they leave training alone.
     "dpo": ("objective.beta=0.01", "logging.held_out_samples=0"),
     "kto": ("objective.beta=0.01", "logging.held_out_samples=0"),
 }
 
-BEFORE = {"distill": "quickstart"} | dict.fromkeys(("dpo", "kto", "lora", "qlora", "reward"), "sft")
-"""Recipes that begin with what another one exports, which runs before them."""
+BEGINS = "quickstart"
+AFTER = ("distill", "dpo", "kto", "lora", "qlora", "reward")
+"""Recipes that begin with what `BEGINS` exports, which runs before them."""
 
 NUM_ROWS = 200
 """Rows kept of each data file: the runs read no more, and the others would only be tokenised."""
@@ -59,7 +60,7 @@ Trace = list[dict[str, Any]]
 def record(rank_counts: Sequence[int] = RANKS, names: Sequence[str] | None = None) -> dict[str, Trace]:
     """Name of each shipped recipe -> its trace on one rank and then on two, or of and on those that are named.
 
-    A recipe that is in `BEFORE` needs the one before it among the names.
+    A recipe of `AFTER` needs `BEGINS` among the names.
     """
     from support.ranks import run_on_ranks
 
@@ -112,13 +113,13 @@ def _losses(recipes: list[Path]) -> dict[str, Trace]:
     from toolkit.model.structure.fake_tensors import lacks_products
 
     traces = {}
-    for path in sorted(recipes, key=lambda path: path.stem in BEFORE):
+    for path in sorted(recipes, key=lambda path: path.stem in AFTER):
         meet()
         output = path.with_name(f"{path.stem}-{os.environ['WORLD_SIZE']}")
         folders = (f"training.output_dir={output}", f"data.cache_dir={path.with_name('cache')}")
         chosen = [*OVERRIDES, *OVERRIDES_OF.get(path.stem, ()), *folders]
-        if path.stem in BEFORE:
-            export = path.with_name(f"{BEFORE[path.stem]}-{os.environ['WORLD_SIZE']}") / "export"
+        if path.stem in AFTER:
+            export = path.with_name(f"{BEGINS}-{os.environ['WORLD_SIZE']}") / "export"
             fields = ("objective.teacher", "model.tokenizer") if path.stem == "distill" else ("model.name_or_path",)
             chosen += [f"{field}={export}" for field in fields]
         records = finetune(Recipe.load(path, chosen)).metrics

@@ -33,15 +33,15 @@ def test_the_package_shows_what_there_is() -> None:
 
 
 def test_overrides_as_a_mapping_are_values() -> None:
-    texts = Recipe.load("sft", ["training.max_steps=5", "optimizer.learning_rate=1e-5", "logging.every_steps=3"])
+    texts = Recipe.load("quickstart", ["training.max_steps=5", "optimizer.learning_rate=1e-5", "logging.every_steps=3"])
     mapping = {
         "training.max_steps": 5,
         "optimizer.learning_rate": 1e-5,
-        "logging": {"every_steps": 3, "held_out_samples": 2},
+        "logging": {"every_steps": 3, "held_out_samples": 3},
     }
-    assert Recipe.load("sft", mapping).model_dump() == texts.model_dump()
+    assert Recipe.load("quickstart", mapping).model_dump() == texts.model_dump()
     with pytest.raises(RecipeError, match="did you mean 'max_steps'"):
-        Recipe.load("sft", {"training.max_stepz": 5})
+        Recipe.load("quickstart", {"training.max_stepz": 5})
 
 
 def test_finetune_takes_a_name_and_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,8 @@ def test_finetune_takes_a_name_and_overrides(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("toolkit.run.run.open_run", started)
     with pytest.raises(KeyboardInterrupt):
-        toolkit.finetune("sft", {"training.max_steps": 5})
-    assert loaded == [Recipe.load("sft", ["training.max_steps=5"])]
+        toolkit.finetune("quickstart", {"training.max_steps": 5})
+    assert loaded == [Recipe.load("quickstart", ["training.max_steps=5"])]
     with pytest.raises(BadInputError, match="is loaded already"):
         toolkit.finetune(loaded[0], ["training.max_steps=5"])
 

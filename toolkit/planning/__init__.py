@@ -1,7 +1,7 @@
 """Plans a run before it starts: whether it fits, which setup to pick and how fast it will be.
 
     from toolkit.planning import hardware_of, plan
-    found = plan(Recipe.load("sft"), hardware_of("h100_sxm"), 8)
+    found = plan(Recipe.load("quickstart"), hardware_of("h100_sxm"), 8)
 
 Names are loaded on first use: hardware needs no torch.
 """

@@ -130,7 +130,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
         if output is not None:
             output.finish(result)
         else:
-            print_result(console, opened.recipe, result)
+            print_result(console, opened.recipe, result, run.shown.side_by_side)
         if fitted.missing is not None:
             console.warn(fitted.missing)
         heartbeat.enter_phase(Phase.EXPORT)

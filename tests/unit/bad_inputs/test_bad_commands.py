@@ -16,7 +16,7 @@ from toolkit.cli.app import app
 ARGUMENTS: list[tuple[str, str]] = [
     ("nothing", "nothing"),
     ("validate quikstart", "quickstart"),
-    ("validate quickstart --recipe sft", "two recipes"),
+    ("validate quickstart --recipe dpo", "two recipes"),
     ("validate --json --yaml", "--yaml"),
     ("data quickstart --output /proc/nowhere", "/proc/nowhere"),
     ("recipes copy nothing a.yaml", "nothing"),

@@ -51,7 +51,7 @@ def test_a_copied_recipe_keeps_its_comments_and_finds_its_files(tmp_path: Path) 
     assert copied.returncode == 0, copied.stderr
     assert run(TOOLKIT, "validate", str(tmp_path / "mine.yaml")).returncode == 0
     text = (tmp_path / "mine.yaml").read_text()
-    assert str(ROOT / "recipes/data/plays.jsonl") in text
+    assert str(ROOT / "recipes/data/requests.jsonl") in text
     again = run(TOOLKIT, "recipes", "copy", "quickstart", str(tmp_path / "mine.yaml"))
     assert again.returncode == 2
     assert "exists" in again.stderr
@@ -112,7 +112,7 @@ def test_validate_shows_values_and_origins() -> None:
     assert values["optimizer.eps"] == {"value": 1e-8, "from": "default"}
     assert values["model.config.model_type"]["from"].endswith("quickstart.yaml")
     set_there, everything = (run(TOOLKIT, "validate", "quickstart", *more).stdout for more in ([], ["--all"]))
-    assert "training.max_steps" in set_there
+    assert "training.num_epochs" in set_there
     assert "optimizer.eps" in everything
     assert "optimizer.eps" not in set_there
     left_out = len(everything.splitlines()) - len(set_there.splitlines()) + 1
@@ -184,8 +184,8 @@ def test_the_script_lists_the_recipes_and_their_errors() -> None:
         (["--recipe", "nothing"], "there is no recipe of that name"),
         (["training.max_step=3"], "did you mean 'max_steps'"),
         (["nothing"], "there is no recipe of that name"),
-        (["sft", "nonsense"], "expected key.sub=value"),
-        (["sft", "--recipe", "dpo"], "two recipes are given: 'sft' and --recipe dpo"),
+        (["quickstart", "nonsense"], "expected key.sub=value"),
+        (["quickstart", "--recipe", "dpo"], "two recipes are given: 'quickstart' and --recipe dpo"),
     ):
         failed = run(sys.executable, script, *arguments)
         assert failed.returncode == 2, failed
@@ -195,13 +195,13 @@ def test_the_script_lists_the_recipes_and_their_errors() -> None:
 
 def test_every_command_takes_the_recipe_alike(capsys: pytest.CaptureFixture[str]) -> None:
     """By position or by --recipe; without one it is the quickstart."""
-    assert split_arguments(["sft", "training.seed=7"], None) == ("sft", ["training.seed=7"])
-    assert split_arguments(["training.seed=7"], "sft") == ("sft", ["training.seed=7"])
+    assert split_arguments(["quickstart", "training.seed=7"], None) == ("quickstart", ["training.seed=7"])
+    assert split_arguments(["training.seed=7"], "dpo") == ("dpo", ["training.seed=7"])
     assert split_arguments(["training.seed=7"], None) == ("quickstart", ["training.seed=7"])
     for command in ("validate", "data", "plan", "verify"):
         options = get_command(app).commands[command].params  # type: ignore[attr-defined]
         assert {"arguments", "recipe", "as_json"} <= {option.name for option in options}, command
-    load_recipe(["sft", "training.max_steps=3"], None)
+    load_recipe(["quickstart", "training.max_steps=3"], None)
     assert capsys.readouterr().err == "note: training.num_epochs of the recipe is replaced by training.max_steps\n"
 
 

@@ -82,7 +82,10 @@ def test_what_is_nowhere_is_one_error_at_once(
 
 
 def test_the_command_refuses_it_well(endpoint: str, tmp_path: Any) -> None:
-    assert finetune("sft", "model.config=null", "model.name_or_path=some/model").problems("model.name_or_path") == []
+    assert (
+        finetune("quickstart", "model.config=null", "model.name_or_path=some/model").problems("model.name_or_path")
+        == []
+    )
 
 
 def test_what_is_cached_is_used_without_the_hub(

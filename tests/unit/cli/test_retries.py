@@ -66,7 +66,7 @@ def test_the_command_starts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setenv(train.ON_CPU, "")
     words = ["checkpoint.every_steps=5", f"training.output_dir={tmp_path}"]
-    done = CliRunner().invoke(app, ["train", "sft", "--cpu", "2", "--retries", "2", *words])
+    done = CliRunner().invoke(app, ["train", "quickstart", "--cpu", "2", "--retries", "2", *words])
     assert (done.exit_code, codes) == (0, []), done.output
     assert "a rank stalled; restart 1 of 2 in 5 s begins at the first step" in done.stderr
 
@@ -80,6 +80,6 @@ def test_the_command_starts_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ],
 )
 def test_retries_without_effect_are_refused(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["train", "sft", "--cpu", "2", "--retries", "2", *arguments])
+    result = CliRunner().invoke(app, ["train", "quickstart", "--cpu", "2", "--retries", "2", *arguments])
     assert isinstance(result.exception, BadInputError)
     assert message in str(result.exception)

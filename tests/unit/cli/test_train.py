@@ -64,7 +64,7 @@ def run(*arguments: str) -> Result:
     ],
 )
 def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str, launched: list[list[str]]) -> None:
-    result = run("sft", "training.max_steps=3", *arguments)
+    result = run("quickstart", "training.max_steps=3", *arguments)
     (words,) = launched
     overrides = [word for word in arguments if "=" in word]
     expected = options.replace("STRATEGY", "--fsdp_sharding_strategy zero1+offload").split()
@@ -73,7 +73,7 @@ def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str,
         "--config_file",
         *expected,
         "recipes/finetune.py",
-        "sft",
+        "quickstart",
         "training.max_steps=3",
         *overrides,
         *last,
@@ -87,7 +87,7 @@ def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str,
 
 def test_a_path_with_spaces_is_one_word_of_the_line(launched: list[list[str]], tmp_path: Path) -> None:
     recipe = tmp_path / "my recipes; all/mine.yaml"
-    copied = CliRunner().invoke(app, ["recipes", "copy", "sft", str(recipe)])
+    copied = CliRunner().invoke(app, ["recipes", "copy", "quickstart", str(recipe)])
     assert copied.output.endswith(f"toolkit train '{recipe}'\n")
     config = tmp_path / "my configs/two.yaml"
     copied = CliRunner().invoke(app, ["configs", "copy", "cpu_2", str(config)])
@@ -116,7 +116,7 @@ def test_a_path_with_spaces_is_one_word_of_the_line(launched: list[list[str]], t
     ],
 )
 def test_bad_input_starts_no_rank(arguments: list[str], message: str, launched: list[list[str]]) -> None:
-    result = run("sft", *arguments)
+    result = run("quickstart", *arguments)
     assert isinstance(result.exception, BadInputError), result.output
     assert message in str(result.exception)
     assert launched == []
@@ -124,14 +124,14 @@ def test_bad_input_starts_no_rank(arguments: list[str], message: str, launched: 
 
 def test_no_gpu_needs_a_word(launched: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_options, "count_gpus", lambda: 0)
-    assert "--cpu 2 trains on the CPU" in str(run("sft").exception)
+    assert "--cpu 2 trains on the CPU" in str(run("quickstart").exception)
     for typed, message in (
         (["--strategy", "zero4"], "--strategy: unknown strategy 'zero4'; allowed: ddp, zero1"),
         (["--strategy", "zero4", "--gpus", "2"], "--strategy: unknown strategy 'zero4'"),
         (["--config", "nowhere"], "--config: there is no file 'nowhere'"),
         (["--config", "two_nodes", "--gpus", "2"], "--config two_nodes: it is for 2 machines"),
     ):
-        assert message in str(run("sft", *typed).exception), "what is typed is looked at without a GPU, too"
+        assert message in str(run("quickstart", *typed).exception), "what is typed is looked at without a GPU, too"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_json_tells_the_command_and_what_the_run_has_left(launched: list[list[st
     splits = [("eval", 0, 5.0), ("train", 1, 4.0), ("train", 2, 3.0), ("eval", 2, 2.0)]
     lines = [json.dumps({"split": split, "step": step, "loss": loss}) for split, step, loss in splits]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    result = run("sft", "--json", f"training.output_dir={folder}")
+    result = run("quickstart", "--json", f"training.output_dir={folder}")
     told = json.loads(result.stdout)
     assert told.pop("command") == result.stderr.splitlines()[-1]
     assert told == {
@@ -266,7 +266,7 @@ def test_json_tells_the_command_and_what_the_run_has_left(launched: list[list[st
         "report": None,
     }
     assert result.exit_code == 3
-    dry = run("sft", "--json", "--dry-run", f"training.output_dir={tmp_path / 'none'}")
+    dry = run("quickstart", "--json", "--dry-run", f"training.output_dir={tmp_path / 'none'}")
     assert set(json.loads(dry.stdout)) == {"command", "exit_code"}
 
 
@@ -287,14 +287,14 @@ def test_code_0_without_a_run_that_says_it_is_done_is_an_error(
         ("one", [], "; a library has"),
         ("two", score, "; answers.score (mine.py:judge) or a"),
     ):
-        result = run("sft", *words, f"training.output_dir={tmp_path / name}")
+        result = run("quickstart", *words, f"training.output_dir={tmp_path / name}")
         assert isinstance(result.exception, ToolkitError)
         assert result.exception.exit_code == 1
         told = str(result.exception)
         assert told.startswith(f"the ranks ended with code 0 before the run was done: {str(tmp_path / name)!r} has no")
         assert suspect in told
-    assert run("sft", "--dry-run", f"training.output_dir={tmp_path / 'one'}").exit_code == 0
-    assert run("sft", "training.max_steps=9", f"training.output_dir={tmp_path / 'one'}").exit_code == 0
+    assert run("quickstart", "--dry-run", f"training.output_dir={tmp_path / 'one'}").exit_code == 0
+    assert run("quickstart", "training.max_steps=9", f"training.output_dir={tmp_path / 'one'}").exit_code == 0
 
 
 def test_a_signal_goes_to_a_single_rank_and_its_exit_code_comes_back(tmp_path: Path) -> None:

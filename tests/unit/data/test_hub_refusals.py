@@ -249,7 +249,7 @@ def test_the_commands_say_it_and_end_as_for_bad_input(there: Hub, tmp_path: Path
         toolkit("plan", *given),
         toolkit("data", *given),
         toolkit("generate", NAME, "--prompt", "a"),
-        toolkit("verify", "sft", *given[1:]),
+        toolkit("verify", "quickstart", *given[1:]),
         finetune(*given),
         toolkit("data", "pretrain", f"data.train={NAME}"),
     ):

@@ -170,7 +170,7 @@ def test_a_strangers_recipe_runs_no_code_unless_it_is_allowed(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe = Recipe.load("sft", ["answers.file=asked.jsonl", f"answers.score={module}:length"])
+    recipe = Recipe.load("quickstart", ["answers.file=asked.jsonl", f"answers.score={module}:length"])
     export, marker = tmp_path / "run/export", tmp_path / f"{module}.imported"
     export.mkdir(parents=True)
     Origin(recipe.to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}, None, "0" * 64).write(export)
@@ -184,7 +184,16 @@ def test_a_strangers_recipe_runs_no_code_unless_it_is_allowed(
     assert "is not the one that" in " ".join(changed.told.split())
     assert marker.exists()
     Origin(
-        Recipe.load("sft", ["model.trust_remote_code=true"]).to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}
+        Recipe.load("quickstart", ["model.trust_remote_code=true"]).to_yaml(),
+        1,
+        "cpu",
+        "ddp",
+        "no",
+        "",
+        None,
+        None,
+        None,
+        {},
     ).write(export)
     assert refusals.toolkit(*words).problems("model.trust_remote_code (True)") == []
     assert not (tmp_path / "again").exists()

@@ -264,8 +264,8 @@ def test_names_that_fit_twice_are_left_to_the_recipe(tmp_path: Path) -> None:
         ("seq2seq", "sharding.accumulate=by_block", "sharding.accumulate=by_block is not possible"),
         ("seq2seq", "sharding.chunk_tokens=64", "sharding.chunk_tokens is not possible with objective.kind seq2seq"),
         ("seq2seq", "sharding.sequence=2", "sharding.sequence is not possible with objective.kind seq2seq"),
-        ("sft", "data.source_prefix=x", "data.source_prefix has no effect with objective.kind causal_lm"),
-        ("sft", "data.max_target_length=9", "data.max_target_length has no effect"),
+        ("quickstart", "data.source_prefix=x", "data.source_prefix has no effect with objective.kind causal_lm"),
+        ("quickstart", "data.max_target_length=9", "data.max_target_length has no effect"),
     ],
 )
 def test_settings_that_do_not_go_together(name: str, override: str, told: str) -> None:

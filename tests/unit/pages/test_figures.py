@@ -151,7 +151,7 @@ def test_the_recipe_for_readers_has_neither_nulls_nor_places() -> None:
     assert "output_dir: mine" in text
     card = render_card(recipe, {}, lines(CLASSES), {}, {})
     assert "of somebody else" in card
-    shipped = Recipe.load("sft")
+    shipped = Recipe.load("quickstart")
     assert shipped.description not in render_card(shipped, {}, [], {}, {}), "a copy is of another model and other data"
     assert "confusion" not in card
     assert "| 0.7 | 0.6875 |" in card

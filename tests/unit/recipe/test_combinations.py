@@ -19,7 +19,12 @@ from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.plan.strategy import STRATEGIES
 
-BASE = ["data.packing=null", "logging.sample_prompt=null", "training.eval_every_steps=null"]
+BASE = [
+    "data.packing=null",
+    "data.chat_template=null",
+    "logging.held_out_samples=0",
+    "training.eval_every_steps=null",
+]
 
 
 def given(*fields: str) -> dict[str, Any]:

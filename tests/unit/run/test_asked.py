@@ -35,7 +35,7 @@ BY_ANSWERS = ["training.best_by=answers", "training.patience=1", "training.eval_
 
 
 def recipe_of(file: Path, *words: str) -> Recipe:
-    return Recipe.load("sft", [f"answers.file={file}", *words])
+    return Recipe.load("quickstart", [f"answers.file={file}", *words])
 
 
 def written(folder: Path, *rows: Any) -> Path:
@@ -50,7 +50,7 @@ def test_rows_are_those_of_an_evaluation(tmp_path: Path) -> None:
     assert [row.answers for row in rows] == [("4",), ("6",)]
     assert rows[1].prompt == messages[:1]
     assert found.scorer is None
-    assert read_asked(Recipe.load("sft")).rows == []
+    assert read_asked(Recipe.load("quickstart")).rows == []
 
 
 def test_a_resumed_run_scores_as_before(tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_a_resumed_run_scores_as_before(tmp_path: Path) -> None:
 
 def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
     written(tmp_path, QUESTION)
-    text = Recipe.load("sft").to_yaml().replace("file: null", "file: asked.jsonl")
+    text = Recipe.load("quickstart").to_yaml().replace("file: null", "file: asked.jsonl")
     (tmp_path / "mine.yaml").write_text(text)
     assert Recipe.load(tmp_path / "mine.yaml").answers.file == str(tmp_path / "asked.jsonl")
-    scored = Recipe.load("sft", ["answers.file=a.jsonl", "answers.score=mine.py:judge"]).to_yaml()
+    scored = Recipe.load("quickstart", ["answers.file=a.jsonl", "answers.score=mine.py:judge"]).to_yaml()
     (tmp_path / "scored.yaml").write_text(scored)
     found = Recipe.load(tmp_path / "scored.yaml")
     assert found.answers.score == f"{tmp_path / 'mine.py'}:judge"
@@ -174,7 +174,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 )
 def test_settings_that_contradict_each_other_are_told(words: list[str], told: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(told)):
-        Recipe.load("sft", words)
+        Recipe.load("quickstart", words)
 
 
 def test_prompts_leave_room_for_whole_answers() -> None:

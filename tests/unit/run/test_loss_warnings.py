@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.shown.outcome import print_result, result_of
@@ -56,3 +57,36 @@ def test_the_last_lines_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     told = capsys.readouterr()
     assert [line.partition(":")[0] for line in told.err.splitlines() if ":" in line][-2:] == ["warning", "warning"]
     assert told.out == f"run: {tmp_path}\nreport: {tmp_path / 'report.html'}\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (
+            "<|im_start|>system\nOh.<|im_end|>\n<|im_start|>user\nWho goes\nthere?<|im_end|>\n<|im_start|>assistant\n",
+            "Who goes there?",
+        ),
+        (
+            "<|start_header_id|>user<|end_header_id|>\n\nWho?<|eot_id|><|start_header_id|>assistant",
+            "Who?",
+        ),
+        ("<bos><start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\n", "Who?"),
+        ("<s>[INST] Who? [/INST]", "Who?"),
+        ("user: is a < b?", "user: is a < b?"),
+        ("", ""),
+    ],
+)
+def test_the_last_turn_of_a_prompt(prompt: str, words: str) -> None:
+    assert last_turn(prompt) == words
+
+
+def test_the_last_lines_have_answers_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = SideBySide("<|user|>\nuser asks", "yes", before="no\n\x1b[2J", after="yes ")
+    wrong = SideBySide("Why?", "so", before="", after="x" * 500)
+    result = result_of(tmp_path, records(FALLING), None)
+    print_result(Terminal(), Recipe.load("quickstart"), result, [right, wrong, right, right])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:4] == ["asks", "  before: no \u241b[2J", "  after: yes", "Why?"]
+    assert lines[5] == f"  after: {'x' * 160} …"
+    assert lines[6] == "  in the data: so"
+    assert len([line for line in lines if "before" in line]) == 3, "a run of many samples shows three"

@@ -22,7 +22,7 @@ SOURCE = (
 
 def recipe_of(file: Path) -> Recipe:
     file.write_text(SOURCE if not file.exists() else file.read_text())
-    return Recipe.load("sft", [f"data.map={file}:told"])
+    return Recipe.load("quickstart", [f"data.map={file}:told"])
 
 
 def test_a_resumed_run_has_the_code_that_it_began_with(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_resumed_run_has_the_code_that_it_began_with(tmp_path: Path) -> None:
     digest = hashlib.sha256(SOURCE.encode()).hexdigest()
     assert code == {"data.map": digest}
     assert code_fact(one, code) == f"data.map one.py:told (SHA-256 of its source {digest[:16]})"
-    assert code_fact(Recipe.load("sft"), {}) is None
+    assert code_fact(Recipe.load("quickstart"), {}) is None
     for before in ({}, code):  # an older version recorded none
         require_same_code(code, SimpleNamespace(step=8, named=before), told.append)  # type: ignore[arg-type]
     require_same_code(code, None, told.append)

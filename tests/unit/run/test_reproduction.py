@@ -80,7 +80,7 @@ def write_origin(export: Path, **fields: Any) -> None:
 
 def test_everything_in_a_strangers_file_is_typed_and_bounded(export: Path) -> None:
     """Each field by another type, too large, or with a line break; the file by a FIFO, depth and size."""
-    text = Recipe.load("sft").to_yaml()
+    text = Recipe.load("quickstart").to_yaml()
     write_origin(export, recipe=text)
     assert Origin.read(export).ranks == 1, "of a version without the later fields"
     wrong: dict[str, list[Any]] = {
@@ -129,7 +129,7 @@ def test_everything_in_a_strangers_file_is_typed_and_bounded(export: Path) -> No
 
 def test_a_strangers_recipe_does_not_say_where_and_on_how_many_processes(export: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    recipe = Recipe.load("sft", ["training.output_dir=/evil", "data.cache_dir=/evil", "export.push_to_hub=a/b"])
+    recipe = Recipe.load("quickstart", ["training.output_dir=/evil", "data.cache_dir=/evil", "export.push_to_hub=a/b"])
     write_origin(export, recipe=recipe.to_yaml(), ranks=4 * cores + 1)
     outcome = refusals.toolkit("reproduce", "export", "--to", "again")
     assert outcome.problems(f"and this machine has {cores} cores; choose a number, for example --cpu {cores}") == []
@@ -164,9 +164,9 @@ def test_folders_of_another_machine_are_not_looked_for_on_the_hub(
     for field, words in fields.items():
         folder = export.parent / "there" / "mine"
         folder.mkdir(parents=True, exist_ok=True)
-        here = Recipe.load("sft", [word.replace("NAME", str(folder)) for word in words])
+        here = Recipe.load("quickstart", [word.replace("NAME", str(folder)) for word in words])
         assert (field, str(folder), False) in named_sources(here)
-        named = Recipe.load("sft", [word.replace("NAME", "mine") for word in words]).to_yaml()
+        named = Recipe.load("quickstart", [word.replace("NAME", "mine") for word in words]).to_yaml()
         write_origin(export, recipe=named, folders=["mine"])
         outcome = refusals.toolkit("reproduce", "export", "--to", "again")
         assert outcome.problems(f"{field}: the export was trained from the folder 'mine' of its own machine") == [], (
@@ -182,7 +182,9 @@ def test_folders_of_another_machine_are_not_looked_for_on_the_hub(
             write_origin(export, recipe=named, folders=folders)
             found = _recipe_of(Origin.read(export), export, Path("again"), [f"{field}={value}"])
             assert (field, value) in [(each, name) for each, name, _ in named_sources(found)]
-    write_origin(export, recipe=Recipe.load("sft", [*base, "model.name_or_path=org/base"]).to_yaml(), folders=["other"])
+    write_origin(
+        export, recipe=Recipe.load("quickstart", [*base, "model.name_or_path=org/base"]).to_yaml(), folders=["other"]
+    )
     assert _recipe_of(Origin.read(export), export, Path("again"), []).model.name_or_path == "org/base"
 
 

@@ -66,7 +66,7 @@ def test_by_the_answers_it_is_the_share_of_right_ones_that_decides() -> None:
 
 def test_without_evaluations_it_has_no_effect() -> None:
     with pytest.raises(BadInputError, match=r"training\.patience has no effect without training\.eval_every_steps"):
-        Recipe.load("sft", ["training.patience=2", "training.eval_every_steps=null"])
+        Recipe.load("quickstart", ["training.patience=2", "training.eval_every_steps=null"])
 
 
 def test_the_trackers_are_accelerates() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+CHAT_MARK = re.compile(r"<[|\uff5c]?[a-z_]+[|\uff5c]?>|\[/?INST\]")
+ROLE = re.compile(r"^(system|user|assistant|model)\b\s*")
 
 LONGEST = 600
 """The most characters of a prompt; the last ones are shown, because these are answered."""
@@ -29,6 +33,13 @@ class SideBySide:
 def prompts_and_answers(samples: Sequence[SideBySide]) -> list[tuple[str, Sequence[str], list[tuple[str, str]]]]:
     """Returns each prompt with its images, what the model writes over the run, and the data's answer."""
     return [(_end_of(sample.prompt), sample.images, _answers(sample)) for sample in samples]
+
+
+def last_turn(prompt: str) -> str:
+    """Returns the last words of a prompt that are no mark or role of a chat template, for a line of the console."""
+    turns = [turn.strip() for turn in CHAT_MARK.split(prompt)]
+    turns = [ROLE.sub("", turn) for turn in turns] if len(turns) > 1 else turns
+    return next((" ".join(turn.split()) for turn in reversed(turns) if turn), "")
 
 
 def _end_of(prompt: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +36,7 @@ from toolkit.model.weights.weights import fit_of
 from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
 from toolkit.pages.parts.run_metrics import damage_in_words, parse_metrics
+from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.paths import GIB, read_foreign
 from toolkit.recipe.recipe import Recipe
@@ -45,7 +47,7 @@ from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.supervise.rank_status import REPORT
-from toolkit.terminal import Pass, Terminal, format_bytes
+from toolkit.terminal import Pass, Terminal, format_bytes, harmless
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extensions.early_stopping import patience_is_over
 from toolkit.training.extensions.heartbeat import Heartbeat
@@ -53,6 +55,10 @@ from toolkit.training.phase import Phase
 
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM's `--max-lora-rank` takes, from its default on."""
+
+
+MOST_SHOWN = 160
+"""Characters of a prompt, or of an answer to it, in the last lines of a run."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,8 +224,10 @@ def write_pages(
     write_finished(result.output_dir, result.export_dir)
 
 
-def print_result(console: Terminal, recipe: Recipe, result: FinetuneResult) -> None:
-    """Prints the last lines: the held-out loss, a sample, and the paths of report and export."""
+def print_result(
+    console: Terminal, recipe: Recipe, result: FinetuneResult, side_by_side: Sequence[SideBySide] = ()
+) -> None:
+    """Prints the last lines: the held-out loss, answers and a sample, and the paths of report and export."""
     if result.initial_eval_loss is not None and result.final_eval_loss is not None:
         change = result.final_eval_loss / result.initial_eval_loss - 1
         console.print(
@@ -228,6 +236,8 @@ def print_result(console: Terminal, recipe: Recipe, result: FinetuneResult) -> N
         )
     for doubt in result.doubts:
         console.warn(doubt)
+    for sample in side_by_side[:3]:
+        _print_answers(console, sample)
     if result.sample is not None:
         console.print("sample:", style="bold")
         console.print(_prompt_shown(recipe) + result.sample, markup=False)
@@ -242,6 +252,17 @@ def print_result(console: Terminal, recipe: Recipe, result: FinetuneResult) -> N
         if spec.writes_text and not spec.encoder_decoder:
             served = _how_to_serve(result.export_dir, recipe)
             console.print(f"to serve it: {served} (docs/serving.md has other servers)")
+
+
+def _print_answers(console: Terminal, sample: SideBySide) -> None:
+    """Prints the end of a held-out prompt, and what the model wrote after it before and after training."""
+    console.print(harmless(last_turn(sample.prompt)[-MOST_SHOWN:]), style="bold", markup=False)
+    after = sample.after or ""
+    wanted = [] if after.strip() == sample.expected.strip() else [("in the data", sample.expected)]
+    for when, text in [("before", sample.before or ""), ("after", after), *wanted]:
+        shown = " ".join(text.split())
+        cut = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]} …"
+        console.print(f"  {when}: {harmless(cut)}", markup=False)
 
 
 def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
