@@ -52,7 +52,7 @@ class UserFunction:
         """Another process imports the function again, and must find the same source."""
         return _load_same, (self.name, self.field, self.fingerprint)
 
-    def call(self, where: str, *arguments: Any) -> Any:
+    def call(self, where: str, *arguments: Any, **named: Any) -> Any:
         """Returns what the function returns.
 
         Args:
@@ -61,10 +61,10 @@ class UserFunction:
         Raises:
             BadInputError: if it fails or would end the process.
         """
-        return self.call_each([where], [arguments])[0]
+        return self.call_each([where], [functools.partial(self.function, *arguments, **named)])[0]
 
-    def call_each(self, places: Sequence[str], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Returns what the function returns for each tuple of arguments, inside one fence: a fence takes a millisecond.
+    def call_each(self, places: Sequence[str], calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Returns what each call of the function returns, all inside one fence, which takes a millisecond.
 
         Args:
             places: what each call is for, for errors.
@@ -75,8 +75,8 @@ class UserFunction:
         results: list[Any] = []
 
         def call_all() -> list[Any]:
-            for each in arguments:
-                results.append(self.function(*each))
+            for each in calls:
+                results.append(each())
             return results
 
         def what() -> str:

@@ -171,7 +171,10 @@ class Builder:
         # Here the seed only chooses what is held out. Without that, every seed finds the same samples in the cache.
         seed = self.seed if self.data.validation_fraction is not None else None
         # A run resumes with files that were moved: their place decides the names of rows, not what is learned.
-        fingerprint = digest("samples", folders, weights, fields, seed, self.objective.model_dump())
+        objective = self.objective.model_dump()
+        if self.objective.own_loss is not None:
+            objective["loss"] = None  # the same rows as without it, wherever the file is
+        fingerprint = digest("samples", folders, weights, fields, seed, objective)
         content = self._content_of_images([*train, *validation])
         # Images of other sizes have other numbers of tokens.
         key = digest(fingerprint, train, validation, *([] if content is None else [content]))

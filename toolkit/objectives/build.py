@@ -10,6 +10,7 @@ from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.kto import Kto
 from toolkit.objectives.objective import Ingredients, Objective
+from toolkit.objectives.own_loss import OwnLoss
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.seq2seq import Seq2Seq
@@ -53,4 +54,5 @@ def build_objective(
             number of classes.
     """
     apart = apart or not takes_positions(model)
-    return CLASSES[section.kind].build(Ingredients(section, model, packed, label_counts or {}, teacher, apart, sources))
+    found = CLASSES[section.kind] if section.own_loss is None else OwnLoss
+    return found.build(Ingredients(section, model, packed, label_counts or {}, teacher, apart, sources))

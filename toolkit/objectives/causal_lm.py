@@ -210,7 +210,10 @@ class CausalLM(Objective):
         if isinstance(self.head_loss, HeadLoss):
             batch = self.few_tokens(self.head_loss.vocabulary, device)
             with without_dropout(model):
-                found, whole = self.loss_sum(model, batch).item(), self._loss_of_whole_logits(model, batch).item()
+                found, whole = (
+                    CausalLM.loss_sum(self, model, batch).item(),
+                    self._loss_of_whole_logits(model, batch).item(),
+                )
             # `not <=`, so that a NaN from the head's inputs is a difference too.
             if math.isfinite(whole) and not abs(found - whole) <= HEAD_LOSS_TOLERANCE[in_16_bits] * abs(whole):
                 self.head_loss = f"on a few tokens the head's inputs give {found:.6g}, and whole logits {whole:.6g}"

@@ -163,6 +163,7 @@ def recipe_for_readers(recipe: Recipe) -> str:
         ("model", "tokenizer"),
         ("adapter", "start_from"),
         ("objective", "teacher"),
+        ("objective", "loss"),
         ("data", "cache_dir"),
         ("data", "image_root"),
         ("data", "map"),

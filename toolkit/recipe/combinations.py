@@ -222,6 +222,8 @@ COMBINATIONS = (
         "whose losses are not reported by source",
         "remove the names; the rows of all sources are then evaluated together",
     ),
+    Combination(("named sources", "own loss"), NOT_BUILT, "which returns one sum for all rows", "remove the names"),
+    Combination(("sequence", "own loss"), NOT_BUILT, "whose rows must lie on one rank", "remove it"),
     Combination(("named sources", "streaming"), NOT_BUILT, "", "remove the names, or data.streaming"),
     Combination(("streaming", "compared completions"), NOT_BUILT, "", "remove it"),
     Combination(("split rows", "compared completions"), DEFINITION, "", "allowed: error, drop"),

@@ -156,6 +156,7 @@ FEATURES = {
     "objectives but reward": _feature_of_objective(lambda spec: not spec.has_margins),
     "no losses by source": _feature_of_objective(lambda spec: not spec.tells_sources),
     "named sources": _feature_of_fields("data.train: name", "data.validation: name"),
+    "own loss": _feature_of_fields("objective.loss of your own"),
     "packing": _feature_of_fields("data.packing"),
     "streaming": _feature_of_fields("data.streaming"),
     "split rows": _feature_of_fields("data.long_rows split"),

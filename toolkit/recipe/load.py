@@ -106,13 +106,17 @@ def drop_gone(values: dict[str, Any]) -> None:
             del fields[key]
 
 
+LOSSES = ("dpo", "ipo", "simpo", "orpo")
+"""Values of `objective.loss` that name no file, though a folder may have such a name."""
+
+
 def anchor_paths(values: dict[str, Any], folder: Path) -> None:
     """Makes relative files of a recipe relative to the recipe's folder, wherever the run is started from."""
     for section, keys in (
         ("data", ("train", "validation", "map")),
         ("model", ("name_or_path", "tokenizer")),
         ("adapter", ("start_from",)),
-        ("objective", ("teacher",)),
+        ("objective", ("teacher", "loss")),
         ("answers", ("file", "score")),
         ("training", ("extensions",)),
     ):
@@ -121,6 +125,8 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
             continue
         for key in fields.keys() & set(keys):  # not others: to mention one may be an error
             source = fields[key]
+            if isinstance(source, str) and source in LOSSES:
+                continue
             if isinstance(source, list):
                 fields[key] = [_absolute_source(item, folder) for item in source]
             else:

@@ -171,7 +171,8 @@ class Recipe(Section):
 
     def own_code(self) -> dict[str, str]:
         """Returns the name of each function that a run imports from the user's own files, by its field."""
-        named = {"data.map": self.data.map, "answers.score": self.answers.score}
+        own_loss = self.objective.own_loss
+        named = {"data.map": self.data.map, "objective.loss": own_loss, "answers.score": self.answers.score}
         named |= {f"{EXTENSIONS}.{name.rpartition(':')[2]}": name for name in self.training.extensions}
         return {field: name for field, name in named.items() if name is not None}
 
@@ -271,6 +272,7 @@ def _fields_set(recipe: Recipe) -> frozenset[str]:
         "training.patience": training.patience is not None,
         "training.best_by answers": training.best_by == "answers",
         "checkpoint.keep_best": recipe.checkpoint.keep_best,
+        "objective.loss of your own": recipe.objective.own_loss is not None,
         "export.enabled: false": not recipe.export.enabled,
         "export.merge": recipe.export.merge,
         "logging.held_out_samples": bool(logging.held_out_samples),

@@ -99,6 +99,8 @@ def _require_comparable(recipe: Recipe, layers: int | None) -> None:
     for key, (found, known) in wanted.items():
         if found not in known:
             raise BadInputError(f"{key}: {found} cannot be verified; the plain loop knows {', '.join(known)} only")
+    if recipe.objective.own_loss is not None:
+        raise BadInputError("objective.loss: a function of your own cannot be verified; remove it")
     for field in ("router_learning_rate", "router_weight_decay", "projector_learning_rate", "vision_learning_rate"):
         if getattr(recipe.optimizer, field) is not None:
             raise BadInputError(

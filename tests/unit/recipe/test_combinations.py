@@ -91,6 +91,7 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "objectives but reward": (of("preference"), ["objective.kind=preference"]),
     "no losses by source": (of("reward"), ["objective.kind=reward"]),
     "named sources": (given("data.train: name"), ["data.train=[{path: a.jsonl, name: a}]"]),
+    "own loss": (given("objective.loss of your own"), ["objective.loss=mine.py:loss"]),
     "packing": (given("data.packing"), ["data.packing=true"]),
     "streaming": (
         given("data.streaming"),

@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -88,7 +89,8 @@ def _mapped(rows: Iterator[Row], function: UserFunction, shard: Shard) -> Iterat
     numbered = ((f"{name}:{number}", row) for number, row in enumerate(rows, start=first))
     while batch := list(islice(numbered, MAPPED_ROWS)):
         stored = [(where, row) for where, row in batch if not isinstance(row, RowProblem)]
-        made = iter(function.call_each([where for where, _ in stored], [(row,) for _, row in stored]))
+        calls = [partial(function.function, row) for _, row in stored]
+        made = iter(function.call_each([where for where, _ in stored], calls))
         for where, row in batch:
             yield row if isinstance(row, RowProblem) else _require_row(next(made), function, where)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from toolkit.recipe.objectives.batches import TOLD_APART
 from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
-from toolkit.recipe.objectives.spec import ObjectiveSpec
+from toolkit.recipe.objectives.section import contradiction, function_problem
+from toolkit.recipe.objectives.spec import ObjectiveSettings, ObjectiveSpec
 
 LAYOUTS = ("messages", "conversations", "prompt and completion", "instruction and output", "text")
 
@@ -54,12 +55,26 @@ _PRETRAIN = Method(
     by_rows=3,
 )
 
-CAUSAL_LM = ObjectiveSpec(
+
+@dataclass(frozen=True)
+class _CausalLM(ObjectiveSpec):
+    def check(self, section: ObjectiveSettings) -> None:
+        if section.loss is not None and section.own_loss is None:
+            raise contradiction(
+                f"objective.loss {section.loss} has no effect with objective.kind {self.kind}; remove it, or name a "
+                "function of your own, as in mine.py:loss"
+            )
+        if section.own_loss is not None and (problem := function_problem(section.own_loss)):
+            raise contradiction(f"objective.loss: {problem}")
+
+
+CAUSAL_LM = _CausalLM(
     "causal_lm",
     about="next-token cross-entropy",
     layouts=LAYOUTS,
     row_form="text",
     batch=TOLD_APART,
+    settings=("loss",),
     methods=(
         _FULL,
         _LORA,

@@ -16,6 +16,10 @@ else:
     ObjectiveKind = Literal[tuple(SPECS)]
 
 
+OwnFunction = Annotated[str, Field(pattern=":")]
+"""A name with a colon, which no loss of ours has."""
+
+
 class ObjectiveSection(Section):
     """What is minimised."""
 
@@ -23,9 +27,11 @@ class ObjectiveSection(Section):
         "causal_lm",
         description=f"Choose the objective. {' '.join(f'{spec.kind}: {spec.about}.' for spec in SPECS.values())}",
     )
-    loss: Literal["dpo", "ipo", "simpo", "orpo"] | None = Field(
+    loss: Literal["dpo", "ipo", "simpo", "orpo"] | OwnFunction | None = Field(
         None,
-        description="Choose the preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo.",
+        description="Choose the preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo. Or "
+        "minimise this function of logits or log-probabilities (causal_lm; file.py:function, or module:function on "
+        "Python's path), whose file's code is run; null: cross-entropy.",
     )
     beta: PositiveFloat | None = Field(
         None,
@@ -108,6 +114,11 @@ class ObjectiveSection(Section):
     def spec(self) -> ObjectiveSpec:
         """What the other rooms ask about an objective of this kind."""
         return SPECS[self.kind]
+
+    @property
+    def own_loss(self) -> str | None:
+        """The user's function that is minimised, if any."""
+        return self.loss if self.loss is not None and ":" in self.loss else None
 
     @property
     def preference_loss(self) -> str:

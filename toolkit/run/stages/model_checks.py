@@ -17,6 +17,7 @@ from toolkit.objectives.rows_alone import RowsAlone
 from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.image_check import check_images
+from toolkit.run.checks.own_loss_check import check_own_loss
 from toolkit.run.checks.packing_check import LeakError, check_causal, check_leaks
 from toolkit.run.checks.padding_check import changed_by_padding
 from toolkit.run.checks.quantised_check import check_quantised
@@ -48,9 +49,17 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
     check_teacher(accelerator, recipe.training.micro_batch_size, objective, data, opened.in_16_bits)
     differ = _check_parts(opened, sharded, objective, data, planned)
     head_loss = objective.check_head_loss(model, opened.device, opened.in_16_bits)
+    own = check_own_loss(model, objective, data.train, recipe.training.micro_batch_size, opened.device)
+    if own is not None:
+        head_loss = f"{recipe.objective.loss}, {own}; {head_loss}"
     alone = check_padding(opened, sharded, objective, data)
     if alone is not None:
         objective = RowsAlone(objective)
+        if objective.inner.needs_whole_steps:
+            raise BadInputError(
+                f"objective.loss: returns a count of its own, which needs padded rows ({alone}); return len(labels), "
+                "or num_rows"
+            )
     elif (told := changed_by_longer_rows(sharded.inner, recipe, data.report)) is not None:
         opened.console.warn(told)
     return CheckedModel(objective, data, padded, packing, alone, head_loss, differ)
