@@ -19,7 +19,6 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.weights.weights import fit_of
 from toolkit.objectives.objective import Objective
-from toolkit.objectives.reference import identity_of, with_reference
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.checks.by_block_check import accumulation_of
@@ -28,6 +27,7 @@ from toolkit.run.checks.sequence_check import part_of
 from toolkit.run.stages.answers import read_asked, require_same_scoring, require_sighted
 from toolkit.run.stages.model_checks import check_model
 from toolkit.run.stages.model_on_meta import build_on_meta, read_rows
+from toolkit.run.stages.reference import identity_of, with_reference
 from toolkit.run.stages.rows import build_windows, last_position, rest_of_run
 from toolkit.run.stages.sharded_model import plan_memory, shard_model
 from toolkit.run.stages.stages import CheckedModel, OpenedRun, PreparedRun, ShardedModel, Shown
