@@ -26,6 +26,7 @@ from toolkit.cli.commands.plan import plan
 from toolkit.cli.commands.recipes import recipes_app
 from toolkit.cli.commands.reproduce import reproduce
 from toolkit.cli.commands.sample import sample
+from toolkit.cli.commands.schema import schema
 from toolkit.cli.commands.status import status
 from toolkit.cli.commands.train import train
 from toolkit.cli.commands.validate import validate
@@ -75,6 +76,7 @@ COMMANDS: dict[str, dict[Any, str]] = {
     "Start": {
         init: "toolkit init meta-llama/Llama-3.2-1B-Instruct chat.jsonl --gpus 8 --output mine.yaml",
         doctor: "toolkit doctor",
+        schema: "toolkit schema --to recipe.schema.json",
     },
     "Before a run": {
         validate: "toolkit validate mine.yaml training.max_steps=50",

@@ -185,6 +185,10 @@ class ColumnsSection(Section):
     )
 
 
+_Sources = str | SourceSection | list[str | SourceSection] | None
+"""What may be written for a list of sources."""
+
+
 class DataSection(Section):
     """What is read. A source is a file, a glob, a folder or a hub name; a list concatenates sources, or mixes
     them by weight."""
@@ -274,7 +278,7 @@ class DataSection(Section):
         description="Keep tokenised data in this folder; null: finetune-toolkit in the user's cache.",
     )
 
-    @field_validator("train", "validation", mode="before")
+    @field_validator("train", "validation", mode="before", json_schema_input_type=_Sources)
     @classmethod
     def _as_sections(cls, value: Any) -> Any:
         """Turns a path, a mapping or a list of them into a list of mappings."""

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS
 from typer.main import get_command
@@ -173,6 +175,23 @@ def test_another_tools_file_is_recognised(text: str, tool: str | None, tmp_path:
     hint = f"\n  - it looks like a configuration of {tool}: `toolkit init --from {tmp_path / 'r.yaml'}` converts it\n"
     assert (hint in told) == (tool is not None), told
     assert ("--from" in told) == (tool is not None)
+
+
+def test_editors_have_a_schema_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["recipes", "copy", "quickstart", "before.yaml"]).exit_code == 0
+    assert CliRunner().invoke(app, ["schema", "--to", "recipe.schema.json"]).exit_code == 0
+    assert CliRunner().invoke(app, ["recipes", "copy", "quickstart", "after.yaml"]).exit_code == 0
+    line = "# yaml-language-server: $schema=recipe.schema.json\n"
+    assert Path("after.yaml").read_text() == line + Path("before.yaml").read_text()
+    known = jsonschema.Draft202012Validator(json.loads(Path("recipe.schema.json").read_text()))
+    assert json.loads(CliRunner().invoke(app, ["schema"]).output) == known.schema
+    recipes = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "recipes").glob("*.yaml")}
+    assert {name: [e.json_path for e in known.iter_errors(values)] for name, values in recipes.items()} == {
+        name: [] for name in recipes
+    }
+    wrong = recipes["sft"] | {"trainning": {}, "data": {"train": [{"path": "a", "weigth": 1}], "max_length": "long"}}
+    assert {error.json_path for error in known.iter_errors(wrong)} == {"$", "$.data.train", "$.data.max_length"}
 
 
 def test_the_script_lists_the_recipes_and_their_errors() -> None:

@@ -13,6 +13,7 @@ from toolkit.cli.shared.arguments import MACHINE, OVERRIDES, AsJson, CpuOption, 
 from toolkit.cli.shared.hub import settle_names
 from toolkit.errors import BadInputError, counted
 from toolkit.paths import GIB, atomic_write
+from toolkit.recipe.json_schema import schema_line
 from toolkit.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def init(
         folder=file.parent,
         tell=lambda line: console.print(line, markup=False),
     )
-    _write_recipe(file, found.text())
+    _write_recipe(file, schema_line(file.parent) + found.text())
     if as_json:
         print(json.dumps(_suggestion_as_json(found, file), indent=1, ensure_ascii=False))
     else:

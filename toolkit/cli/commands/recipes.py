@@ -14,6 +14,7 @@ from toolkit.cli.shared.console import print_table
 from toolkit.cli.shared.help import HelpedCommand, new_app
 from toolkit.cli.shared.shipped import new_yaml, recipe_rows
 from toolkit.paths import DATA_SUFFIXES
+from toolkit.recipe.json_schema import schema_line
 from toolkit.recipe.load import find_recipe
 from toolkit.recipe.recipe import Recipe
 
@@ -45,7 +46,7 @@ def copy_recipe(
     """Copy a shipped recipe to edit it. Paths of data files are made absolute."""
     source = find_recipe(name)
     target = new_yaml(path, source)
-    target.write_text(_with_absolute_files(source), encoding="utf-8")
+    target.write_text(schema_line(target.parent) + _with_absolute_files(source), encoding="utf-8")
     print(f"{target}: a copy of {name}. Train it: toolkit train {shlex.quote(str(target))}")
 
 
