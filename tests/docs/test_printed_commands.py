@@ -10,6 +10,7 @@ from pathlib import Path
 
 import peft
 import pytest
+import yaml
 from support.docs_commands import ROOT, Printed, check, commands, printed
 from support.ranks import run_on_ranks
 from support.texts import make_texts
@@ -55,6 +56,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     turns = [[("user", text[:9]), ("assistant", text[9:30])] for text in make_texts(40)]
     rows = [{"messages": [{"role": role, "content": words} for role, words in turn]} for turn in turns]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    theirs = yaml.safe_load((ROOT / "tests/unit/suggest/other_tools.yaml").read_text())
+    for name, case in (("axolotl.yml", "dpo"), ("llamafactory.yaml", "dpo"), ("trl.yaml", "dpo")):
+        (folder / name).write_text(yaml.safe_dump(theirs[name.partition(".")[0]][case]["given"]))
     (folder / "prompts.txt").write_text("Who goes there?\n")
     (folder / "questions.jsonl").write_text('{"prompt": "Who goes there?", "answer": "A friend."}\n')
     run_on_ranks(train_a_little, 1, folder)

@@ -74,7 +74,7 @@ def sections_of(text: str, origin: str) -> dict[str, Any]:
 FOREIGN = {
     "axolotl": {"base_model", "datasets", "sequence_len", "micro_batch_size", "val_set_size"},
     "llamafactory": {"finetuning_type", "stage", "cutoff_len", "dataset", "template"},
-    "trl": {"model_name_or_path", "dataset_name", "per_device_train_batch_size", "num_train_epochs"},
+    "trl": {"model_name_or_path", "dataset_name", "output_dir", "learning_rate"},
 }
 """Tool -> keys at the top of its configurations, which a recipe does not have."""
 
