@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import turns
 from offload import Job as Shape
-from offload import batches, loss_of, meta_model, with_weights
+from offload import batches, loader_of, loss_of, meta_model
 
 STEPS = 4
 TOKENS = 512
@@ -41,7 +41,8 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) ->
     turns.join(rank, ranks, meeting)
     shape = Shape("small", TOKENS, STEPS)
     accelerator = Accelerator(mixed_precision="bf16", **sharding_kwargs("zero3"))
-    model = with_weights(meta_model(shape))
+    model = meta_model(shape)
+    accelerator.state.fsdp_plugin.load_weights = loader_of(model)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     source = batches(shape, accelerator.device, rank)

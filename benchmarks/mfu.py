@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from facts import facts, show, tell
-from offload import SIZES, Job, config_of, with_weights
+from offload import SIZES, Job, config_of, loader_of
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository itself, installed or not
@@ -94,7 +94,7 @@ def build(case: Case) -> Any:
         for unit in plan_units(model).blocks:
             for path in unit.modules:
                 model.get_submodule(path).compile()
-    return with_weights(model.train())
+    return model.train()
 
 
 def with_adapters(model: Any) -> Any:
@@ -194,7 +194,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     from toolkit.sharding.plugin import reset_accelerate
     from toolkit.training.usage import peak_device_bytes
 
-    plugins = sharding_kwargs(
+    plugins: dict[str, Any] = sharding_kwargs(
         "zero3",
         checkpointing=Checkpointing(1) if case.has("checkpointing") else None,
         offload="optimizer" if case.has("offload") else "none",
@@ -203,6 +203,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
     device = accelerator.device
     try:
         model: Any = build(case)
+        plugins["fsdp_plugin"].load_weights = loader_of(model)
         planned = planned_bytes(case)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer: Any = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
@@ -234,7 +235,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
             "loss": round(loss, 4),
         }
     finally:
-        plugins["fsdp_plugin"].close()  # type: ignore[union-attr]
+        plugins["fsdp_plugin"].close()
         accelerator.free_memory()
         torch.distributed.destroy_process_group()
         reset_accelerate()

@@ -128,8 +128,8 @@ def values(shape: torch.Size) -> torch.Tensor:
     return tile.repeat(-(-numel // tile.numel()))[:numel].view(shape)
 
 
-def with_weights(model: Any) -> Any:
-    """Gives a sharded meta model its weights when the toolkit asks for them, as its own loader does."""
+def loader_of(model: Any) -> Any:
+    """Returns what gives a sharded meta model its weights when the toolkit asks for them, as its own loader does."""
 
     def materialize(keep_master: Any = None) -> None:
         from torch.distributed.tensor import DTensor
@@ -150,8 +150,7 @@ def with_weights(model: Any) -> Any:
             state[name] = made[id(parameter)]
         model.load_state_dict(state, strict=False, assign=True)
 
-    model.materialize_weights = materialize
-    return model
+    return materialize
 
 
 def batches(job: Job, device: torch.device, rank: int) -> Iterator[torch.Tensor]:
@@ -177,7 +176,8 @@ def by_toolkit(job: Job, device: torch.device, rank: int, offload: Any) -> Turn:
         gradient_accumulation_steps=job.accumulation,
         **sharding_kwargs("zero3", offload=offload, checkpointing=Checkpointing(1)),
     )
-    model = with_weights(meta_model(job))
+    model = meta_model(job)
+    accelerator.state.fsdp_plugin.load_weights = loader_of(model)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     source = batches(job, device, rank)

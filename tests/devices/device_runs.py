@@ -106,9 +106,13 @@ def make_model(device: torch.device, build: Callable[[], Any]) -> Any:
     for module in model.modules():
         # FSDP2 moves them by `.data`, which a fake tensor cannot take the place of a real one in.
         module._buffers.update({name: buffer.to(device) for name, buffer in module._buffers.items()})
-    weights: Any = Zeros()
-    model.materialize_weights = lambda keep=None: materialize(model, weights, keep)
     return model
+
+
+def loader_of(model: Any) -> Any:
+    """What gives the model its weights, as `LoadedModel.load_weights` does."""
+    weights: Any = Zeros()
+    return lambda keep=None: materialize(model, weights, keep)
 
 
 def make_trainer(run: Run) -> Any:
@@ -116,6 +120,7 @@ def make_trainer(run: Run) -> Any:
     plugins: dict[str, Any] = sharding_kwargs(run.strategy, **run.backend)
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_plugin=accumulation_plugin(2), **plugins)
     model = make_model(accelerator.device, run.model)
+    plugins["fsdp_plugin"].load_weights = loader_of(model)
     form_groups(run.sequence)
     if run.sequence > 1:
         attend_by_heads(model)
@@ -203,7 +208,7 @@ _gpt_oss = functools.partial(mixture, "gpt_oss", intermediate_size=16, num_hidde
 
 def _distillation(_model: Any, accelerator: Accelerator) -> Any:
     teacher = make_model(accelerator.device, lambda: _llama().bfloat16()).requires_grad_(False)
-    shard_teacher(teacher, STRATEGIES["zero3"], accelerator.state.device_mesh, "bf16", None)
+    shard_teacher(teacher, STRATEGIES["zero3"], accelerator.state.device_mesh, "bf16", None, loader_of(teacher))
     return Distillation(_model, False, teacher, Divergence("forward_kl", 0.5, 1.0, 0.5))
 
 

@@ -29,7 +29,9 @@ def loaded_and_sharded(model_section: dict[str, Any], tokenizer_folder: str) -> 
 
     accelerator = Accelerator(**sharding_kwargs("zero3"))
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    model = load(ModelSection(**model_section), tokenizer, seed=5)
+    loaded = load(ModelSection(**model_section), tokenizer, seed=5)
+    model = loaded.model
+    accelerator.state.fsdp_plugin.load_weights = loaded.load_weights
     assert {p.device.type for p in model.parameters()} == {"meta"}
     optimizer = build_optimizer(model, OptimizerSection(learning_rate=1e-3))
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -372,16 +372,20 @@ def test_too_little_host_memory_is_told_on_all_ranks() -> None:
 
 def lose_weights() -> str:
     """A run whose weights cannot be read ends as `finetune` ends it; the error that comes through."""
+    from unittest.mock import patch
+
     from accelerate.state import AcceleratorState
+
+    from toolkit.sharding.apply import apply
 
     def cannot(_: Any) -> None:
         raise OSError("no such weights")
 
-    model = make_model(CASE)
-    model.materialize_weights = cannot
+    failing = {"load_weights": cannot}
     try:
         try:
-            prepare(CASE, "optimizer", model)
+            with patch("toolkit.sharding.plugin.apply", lambda *given, **named: apply(*given, **{**named, **failing})):
+                prepare(CASE, "optimizer", make_model(CASE))
         finally:
             AcceleratorState().fsdp_plugin.close()
     except Exception as error:

@@ -23,7 +23,6 @@ from toolkit.model.structure.model_parts import (
     VISION,
     freeze_untrained,
     may_leave_unused,
-    train_parts,
 )
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import TrainingSection
@@ -115,8 +114,7 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
     reset_accelerate()
     model = seeing_model(case.kind, case.text)
     model.config.architectures = [type(model).__name__]  # as a file has it
-    train_parts(model, case.parts)
-    freeze_untrained(model)
+    freeze_untrained(model, case.parts)
     settle_attention(model, "auto", torch.device("cpu"), False, case.packed, False)
     checkpointing, sharded = Checkpointing(1) if case.checkpointed else None, case.strategy != "ddp"
     offload: Any = OffloadSettings("cpu_torch") if case.offload else "none"
@@ -125,7 +123,9 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(mixes[0][0]), **plugins)
     if not sharded:
         prepare_blocks(model, plan_units(model), checkpointing, None)
-        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=may_leave_unused(model))
+        accelerator.ddp_handler = DistributedDataParallelKwargs(
+            find_unused_parameters=may_leave_unused(model, case.parts)
+        )
     objective = CausalLM(model, packed=case.packed)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # With offload, which takes gradients away as they come, the first step takes g / (|g| + 1) from a weight.

@@ -1,10 +1,13 @@
-"""Only toolkit/objectives knows which objectives there are; the other rooms ask the one that they are given."""
+"""Owners: only toolkit/objectives knows which objectives there are, and models carry nothing of ours."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
 
 from toolkit.objectives.build import CLASSES
 from toolkit.objectives.objective import Objective
@@ -89,3 +92,48 @@ if recipe.adapter.kind == "none" and recipe.objective.spec.padded: pass
 def test_every_objective_has_a_description_and_a_class() -> None:
     assert list(CLASSES) == list(SPECS)
     assert all(kind == spec.kind for kind, spec in SPECS.items())
+
+
+SOMEBODY_ELSES = ("model", "built", "inner", "base", "adapted", "optimizer")
+"""What the code calls models and optimizers, whose classes are torch's, transformers' or peft's."""
+
+OF_OTHERS = {
+    "config": "a model's own",
+    "generation_config": "a model's own, if it writes text",
+    "is_quantized": "transformers' mark of a model that it has quantised",
+    "num_experts": "a stack of experts counts them itself",
+    "_is_fsdp_managed_module": "the mark that torch's FSDP sets, and transformers reads",
+    "LOGITS_BIAS": "a buffer that some types have",
+}
+"""Attributes that instances have, and their classes do not name."""
+
+
+def undeclared(source: str) -> Iterator[int]:
+    """Lines that give somebody else's model or optimizer an attribute of ours."""
+    declared = {*dir(PreTrainedModel), *dir(torch.optim.Optimizer), *OF_OTHERS}
+    for node in ast.walk(ast.parse(source)):
+        given: list[tuple[ast.expr, str]] = []
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            given = [(node.value, node.attr)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+            given = [(node.args[0], getattr(node.args[1], "value", getattr(node.args[1], "id", "")))]
+        for owner, name in given:
+            if getattr(owner, "attr", getattr(owner, "id", "")) in SOMEBODY_ELSES and name not in declared:
+                yield node.lineno
+
+
+def test_nothing_of_ours_hangs_on_somebody_elses_model() -> None:
+    """What is known of a model beside it stands in a `LoadedModel`, and what the backend knows in its own objects."""
+    assert [f"{path}:{line}" for path in sorted(PACKAGE.rglob("*.py")) for line in undeclared(path.read_text())] == []
+
+
+def test_an_attribute_of_ours_is_found() -> None:
+    source = """
+model.fit = fit
+chosen, self.model.kept = layers(model)
+setattr(model, "trained_parts", parts)
+optimizer.zero_grad = zero
+model.config = config
+self.model = model
+"""
+    assert sorted(undeclared(source)) == [2, 3, 4]

@@ -31,7 +31,6 @@ from toolkit.data.images.images import limits_of
 from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import ExportError, counted, first_line
 from toolkit.model.adapters.adapters import (
-    base_fingerprint,
     base_name,
     base_of,
     has_adapter,
@@ -45,7 +44,7 @@ from toolkit.model.quantised.quantised import dequantised, quantise_loaded
 from toolkit.model.structure.tying import config_of_export
 from toolkit.model.weights.file_names import FileNames
 from toolkit.model.weights.weight_values import some
-from toolkit.model.weights.weights import Fit, fit_of, names_in_files
+from toolkit.model.weights.weights import Fit, names_in_files
 from toolkit.paths import BASE_FILE, GIB, fingerprint_of
 from toolkit.sharding.fsdp2.shards import shard_group, shard_shape, sharded_dim, state_once
 
@@ -73,6 +72,7 @@ class ExportSettings:
 def export(
     accelerator: Accelerator,
     model: nn.Module,
+    fit: Fit,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     settings: ExportSettings,
@@ -83,7 +83,7 @@ def export(
         ToolkitError: on every rank, if the files cannot be written.
     """
     inner = accelerator.unwrap_model(model)
-    files = fit_of(inner).files
+    files = fit.files
     unfinished = _unfinished_folder(folder)
     problems: list[Exception] = []
 
@@ -103,12 +103,12 @@ def export(
         os.replace(unfinished, folder)
 
     def begin() -> None:
-        _require_unread(fit_of(inner))
+        _require_unread(fit)
         unfinished.mkdir(parents=True, exist_ok=True)
 
     ranks.on_first_rank(begin)
     try:
-        _write_model(inner, unfinished, settings)
+        _write_model(inner, fit, unfinished, settings)
     except (OSError, SafetensorError) as error:  # on rank 0, and all of its collectives are done
         problems.append(error)
     try:
@@ -189,26 +189,25 @@ def is_whole(model: nn.Module, settings: ExportSettings) -> bool:
     return settings.merge or not has_adapter(model)
 
 
-def _write_model(model: nn.Module, folder: Path, settings: ExportSettings) -> None:
+def _write_model(model: nn.Module, fit: Fit, folder: Path, settings: ExportSettings) -> None:
     """Writes the weights or the adapter, as they stream from the ranks. Collective."""
     if not has_adapter(model):
-        names = file_names(model)
+        names = file_names(model, fit)
         write_weights(
             whole_tensors(state_once(model)), {n for n, _ in model.named_parameters()}, folder, settings, names
         )
     elif settings.merge:
         parameters = {base_name(name) for name, _ in model.named_parameters()}
         tensors = dequantised(model, whole_tensors(state_in_layers(model)))
-        write_weights(merged(model, tensors), parameters, folder, settings, file_names(model))
+        write_weights(merged(model, tensors), parameters, folder, settings, file_names(model, fit))
     else:
         trained = trained_names(model)
         state = {name: tensor for name, tensor in state_once(model).items() if name in trained}
-        write_adapter(model, whole_tensors(state), folder, base_fingerprint(model))
+        write_adapter(model, whole_tensors(state), folder, fit.fingerprint)
 
 
-def file_names(model: nn.Module) -> FileNames:
+def file_names(model: nn.Module, fit: Fit) -> FileNames:
     """Returns the names of tensors in the files from which the model was loaded."""
-    fit = fit_of(model)
     return FileNames(base_of(model), fit.stored, None if fit.stored is None else fit.folder)
 
 

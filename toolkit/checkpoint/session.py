@@ -25,8 +25,6 @@ from toolkit.checkpoint.state import named_tensors, random_states, restore_rando
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
 from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
-from toolkit.model.adapters.adapters import base_fingerprint
-from toolkit.model.weights.weights import fit_of
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.durable_writes import PATIENCE_SECONDS
 from toolkit.training.extension import Extension
@@ -62,7 +60,9 @@ class RunIdentity:
         strategy: the strategy as an Accelerate config spells it, for people.
         data: identifies the tokenised data.
         content: identifies the files of a stream and the images of rows, or None if there are none of both.
+        base: the fingerprint of the files with frozen weights or a reference, or None if there are none.
         teacher: the fingerprint of the teacher, which is not saved, or None if there is none.
+        adapter: the fingerprint of the adapter that training continues, or None.
         named: a digest of each further file that the recipe names, by its field.
     """
 
@@ -71,7 +71,9 @@ class RunIdentity:
     strategy: str
     data: str
     content: str | None
+    base: str | None
     teacher: str | None
+    adapter: str | None
     named: dict[str, str]
 
 
@@ -163,9 +165,9 @@ class RunCheckpoints(Extension):
             recipe=self._identity.recipe,
             data=self._identity.data,
             content=self._identity.content,
-            base=base_fingerprint(self._model),
+            base=self._identity.base,
             teacher=self._identity.teacher,
-            adapter=fit_of(self._model).adapter,
+            adapter=self._identity.adapter,
             named=self._identity.named,
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
@@ -238,7 +240,7 @@ class RunCheckpoints(Extension):
         """
         self._require_same_data(folder, manifest)
         self._require_same_files(folder, manifest)
-        if manifest.base is not None and manifest.base != base_fingerprint(self._model):
+        if manifest.base is not None and manifest.base != self._identity.base:
             raise BadInputError(
                 f"{str(folder)!r}: the adapters were trained on other weights than those of model.name_or_path as they "
                 "are now; name that base, or start anew with another training.output_dir"

@@ -1,7 +1,7 @@
 """Loads a model from the hub, a folder, or a configuration with random weights.
 
-A model is built on the meta device, without memory for its parameters. The sharding backend calls its method
-`materialize_weights()` once every parameter has its shard.
+A model is built on the meta device, without memory for its parameters. The sharding backend calls `load_weights` of a
+`LoadedModel` once every parameter has its shard.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ from toolkit.data.tokens.layer_limit import require_few_layers, require_safe_sto
 from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, did_you_mean, first_line, in_words
 from toolkit.model.adapters.adapters import AdapterWeights, add_adapter, quantise
-from toolkit.model.adapters.started_adapter import go_on
+from toolkit.model.adapters.started_adapter import StartedAdapter, continued_adapter
 from toolkit.model.adapters.targets import classifier_of, is_classifier
 from toolkit.model.beside_weights.base_files import base_files, model_folder
 from toolkit.model.new_rows import with_new_rows
@@ -44,7 +45,6 @@ from toolkit.model.structure.model_parts import (
     WHOLE,
     freeze_untrained,
     require_text,
-    train_parts,
     writer_class,
     writer_of,
 )
@@ -68,7 +68,7 @@ from toolkit.model.weights.weights import (
 from toolkit.paths import fingerprint_of, folder_on_this_machine, require_folder
 from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import AdapterSection, ModelSection
-from toolkit.sharding.apply import KeepsMasters
+from toolkit.sharding.apply import KeepsMasters, LoadsWeights
 from toolkit.terminal import Pass, Terminal
 
 
@@ -93,6 +93,25 @@ class NoTokens:
         return 0
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """A recipe's model, and what is known of it that transformers' model has no place for.
+
+    Attributes:
+        model: transformers' or peft's model, on the meta device until its weights are loaded.
+        fit: how the files fit it.
+        trained: the trained parts of a model that reads more than text, in words of `model.train`.
+        started: the adapter that training continues, or None.
+        load_weights: gives every parameter its values, once it is sharded.
+    """
+
+    model: Any
+    fit: Fit
+    trained: tuple[str, ...]
+    started: StartedAdapter | None
+    load_weights: LoadsWeights
+
+
 def load(
     model: ModelSection,
     tokenizer: PreTrainedTokenizerBase,
@@ -101,8 +120,8 @@ def load(
     adapter: AdapterSection | None = None,
     objective: str = "causal_lm",
     parts: Sequence[str] = (LANGUAGE,),
-) -> PreTrainedModel:
-    """Returns the recipe's model, on the meta device, with `materialize_weights`.
+) -> LoadedModel:
+    """Returns the recipe's model, on the meta device.
 
     Args:
         tokenizer: gives a model with random weights its vocabulary size and special tokens.
@@ -132,25 +151,23 @@ def load(
     if model.name_or_path is not None:
         fit.take_names(model_folder(model), built)
         take_generation_settings(built, model.name_or_path, model.revision)
-    fit.files = base_files(model)
+    fit.files, started = base_files(model), None
     if adapter is not None and adapter.kind == "lora":
-        built = add_adapter(built, adapter, model.name_or_path, model.revision)
+        built = add_adapter(built, adapter, model.name_or_path, model.revision, parts)
         fit.fingerprint = fingerprint(model)
-        started = go_on(built, adapter)
+        started = continued_adapter(built, adapter)
         if started is not None:
             started.require_usable(model, fit.fingerprint)
             fit.adapter = started.fingerprint()
         weights = AdapterWeights(weights, built, seed, started)
-    built.fit = fit
 
-    def materialize_weights(keep_master: KeepsMasters | None = None) -> None:
+    def load_weights(keep_master: KeepsMasters | None = None) -> None:
         with Pass(Terminal(quiet=ranks.rank() != 0), "giving the model its weights"):
             materialize(built, weights, keep_master)
         fit.zero = values.zero()
         fit.origin = fit.fingerprint or fingerprint(model)
 
-    built.materialize_weights = materialize_weights
-    return built
+    return LoadedModel(built, fit, tuple(parts), started, load_weights)
 
 
 def take_generation_settings(model: PreTrainedModel, source: str, revision: str | None = None) -> None:
@@ -179,8 +196,8 @@ def load_without_weights(
     else:
         quantise(built, adapter)
     if adapter is not None and adapter.kind == "lora":
-        built = add_adapter(built, adapter, model.name_or_path, model.revision)
-        go_on(built, adapter)
+        built = add_adapter(built, adapter, model.name_or_path, model.revision, parts)
+        continued_adapter(built, adapter)
     return built
 
 
@@ -203,7 +220,6 @@ def load_stored(
     folder = folder_on_this_machine(name, revision)
     built = _without_weights(auto_class(config), config, {"dtype": dtype}, 0, "model.name_or_path")
     quantise_as_stored(built, stored)
-    built.materialize_weights = None
     materialize(built, StoredNF4(name, folder, built, Values(name, built).look))
     return built
 
@@ -253,8 +269,7 @@ def _without_weights(
     if auto in WHOLE:
         require_text(built, field)
     require_lasting_rows(built, field, _config_place(field))
-    train_parts(built, parts)
-    freeze_untrained(built)
+    freeze_untrained(built, parts)
     return built
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from toolkit.model.adapters.adapters import base_name, base_of, has_adapter, wrappers_of
 from toolkit.model.quantised.quantised import QuantisedLinear, quantised_layers
-from toolkit.model.structure.model_parts import parts_of, trained_parts
+from toolkit.model.structure.model_parts import parts_of
 
 if TYPE_CHECKING:
     import peft
@@ -68,7 +68,7 @@ def _what_of(size: PartSize) -> str:
     return f"{size.trained:,} trained, adapters on {size.adapted:.1%} of its blocks' weights"
 
 
-def adapter_fact(model: peft.PeftModel) -> str:
+def adapter_fact(model: peft.PeftModel, trained: Sequence[str]) -> str:
     """Which share of the weights has adapters or is trained whole, and which matrices do not; but for embeddings.
 
     Of a model that reads more than text by part; the names are of the parts that are trained.
@@ -80,7 +80,7 @@ def adapter_fact(model: peft.PeftModel) -> str:
     if parts := _parts_of_layers(base):
         shares = [f"{adapted_share(model, part):.1%} of {part}" for part in sorted(set(parts.values()))]
         told += f" ({', '.join(shares)})"
-    reached = {name for name in missed if not parts or parts[_layer_of(name)] in trained_parts(base)}
+    reached = {name for name in missed if not parts or parts[_layer_of(name)] in trained}
     # A matrix once, and not for each block.
     names = sorted({re.sub(r"^.*\.\d+\.", "", name).removesuffix(".weight") for name in reached})
     return f"{told}; none on {', '.join(names)}" if names else told

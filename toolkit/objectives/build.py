@@ -38,6 +38,7 @@ def build_objective(
     teacher: nn.Module | None = None,
     apart: bool = False,
     sources: tuple[str, ...] = (),
+    continued: bool = False,
 ) -> Objective:
     """Returns the recipe's objective.
 
@@ -48,11 +49,13 @@ def build_objective(
         teacher: the frozen model of a distillation.
         apart: whether completions that are compared must not share rows; they never do in a model without positions.
         sources: names of the sources whose losses are reported separately.
+        continued: whether the model's adapters were trained before (`adapter.start_from`).
 
     Raises:
         BadInputError: if the model cannot be trained with this objective, or the number of class weights is not the
             number of classes.
     """
     apart = apart or not takes_positions(model)
+    counts = label_counts or {}
     found = CLASSES[section.kind] if section.own_loss is None else OwnLoss
-    return found.build(Ingredients(section, model, packed, label_counts or {}, teacher, apart, sources))
+    return found.build(Ingredients(section, model, packed, counts, teacher, apart, sources, continued))

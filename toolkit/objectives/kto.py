@@ -11,7 +11,7 @@ from torch import nn
 from toolkit.data.samples.documents_apart import documents_apart
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.samples.sequence_parts import counts_here
-from toolkit.model.adapters.adapters import adapters_off, has_new_adapter
+from toolkit.model.adapters.adapters import adapters_off, has_adapter
 from toolkit.model.structure.fake_tensors import has_values
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
@@ -58,19 +58,20 @@ class Kto(Objective):
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         apart: bool = False,
+        continued: bool = False,
     ) -> None:
         self._beta = beta
         self._weights = (desirable_weight, undesirable_weight)
         self.apart = apart
         # Packed even with one row per sample: a prompt with a mismatched completion may share it.
         self._causal = CausalLM(model, packed=not apart)
-        self._adapted = model if has_new_adapter(model) else None
+        self._adapted = model if has_adapter(model) and not continued else None
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:
         section = of.section
         weights = section.desirable_weight or 1.0, section.undesirable_weight or 1.0
-        return cls(of.model, section.beta or 0.1, *weights, of.apart)
+        return cls(of.model, section.beta or 0.1, *weights, of.apart, of.continued)
 
     @property
     def figures(self) -> tuple[str, ...]:

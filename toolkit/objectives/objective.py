@@ -37,6 +37,8 @@ class Ingredients:
         teacher: the frozen model of a distillation.
         apart: whether completions that are compared must not share rows.
         sources: names of the sources whose losses are reported separately.
+        continued: whether the adapters were trained before, so that the model without them is not the one before the
+            run's first step.
     """
 
     section: ObjectiveSection
@@ -46,6 +48,7 @@ class Ingredients:
     teacher: nn.Module | None = None
     apart: bool = False
     sources: tuple[str, ...] = ()
+    continued: bool = False
 
 
 class FrozenModel(Protocol):

@@ -13,7 +13,7 @@ from torch import nn
 from toolkit.data.samples.documents_apart import documents_apart
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.samples.sequence_parts import counts_here
-from toolkit.model.adapters.adapters import adapters_off, has_new_adapter
+from toolkit.model.adapters.adapters import adapters_off, has_adapter
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.losses.preference_losses import LOSSES, Loss, Pairs
@@ -30,22 +30,30 @@ class Preference(Objective):
 
     Args:
         apart: whether each completion has a row of its own; otherwise those of a pair share one.
+        continued: whether the model's adapters were trained before, so that the model without them is no reference.
     """
 
     unit = "pairs"
     needs_documents = True
 
-    def __init__(self, model: nn.Module, loss: Loss, settings: Mapping[str, float | None], apart: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        settings: Mapping[str, float | None],
+        apart: bool = False,
+        continued: bool = False,
+    ) -> None:
         self.loss = loss
         self._settings = settings
         self.apart = apart
         self._causal = CausalLM(model, packed=not apart)
-        self._adapted = model if has_new_adapter(model) else None
+        self._adapted = model if has_adapter(model) and not continued else None
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:
         given = {key: getattr(of.section, key) for key in ("beta", "label_smoothing", "gamma", "odds_weight")}
-        return cls(of.model, LOSSES[of.section.preference_loss], given, of.apart)
+        return cls(of.model, LOSSES[of.section.preference_loss], given, of.apart, of.continued)
 
     @property
     def needs_references(self) -> bool:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.samples.samples import Batch
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
-from toolkit.model.load import NoTokens, fingerprint, load, load_without_weights
+from toolkit.model.load import LoadedModel, NoTokens, fingerprint, load, load_without_weights
 from toolkit.objectives.causal_lm import CausalLM, rows_of
 from toolkit.objectives.losses.divergence import TeacherSide
 from toolkit.objectives.losses.fused_linear_cross_entropy import HeadLoss
@@ -23,7 +23,7 @@ from toolkit.paths import is_hub_name
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ModelSection, SourceSection
-from toolkit.sharding.apply import apply, hold_whole
+from toolkit.sharding.apply import LoadsWeights, apply, hold_whole
 from toolkit.sharding.fsdp2.fsdp import class_name, gathered
 from toolkit.sharding.plan.strategy import STRATEGIES, Strategy
 from toolkit.sharding.plan.unit_plan import UnitPlan
@@ -105,11 +105,11 @@ def teacher_section(section: ObjectiveSection, student: ModelSection, mixed_prec
     )
 
 
-def load_teacher(recipe: Recipe, tokens: PreTrainedTokenizerBase | None, mixed_precision: str) -> nn.Module | None:
+def load_teacher(recipe: Recipe, tokens: PreTrainedTokenizerBase, mixed_precision: str) -> LoadedModel | None:
     """Returns the teacher on the meta device, or None for objectives without one.
 
     Args:
-        tokens: the student's tokenizer. If it is None, it is not compared, and weights cannot be loaded later.
+        tokens: the student's tokenizer.
 
     Raises:
         BadInputError: if there is no such model, or its tokens differ from the student's.
@@ -117,18 +117,26 @@ def load_teacher(recipe: Recipe, tokens: PreTrainedTokenizerBase | None, mixed_p
     if recipe.objective.teacher is None:
         return None
     section = teacher_section(recipe.objective, recipe.model, mixed_precision)
-    with told_of_teacher():
-        if tokens is None:
-            model: Any = load_without_weights(section, NoTokens())
-            return model.requires_grad_(False)  # type: ignore[no-any-return]
+    with errors_of_teacher():
         require_same_tokens(tokens, tokenizer.load(section, DataSection(train=[SourceSection(path="-")], max_length=8)))
-        model = load(section, tokens, recipe.training.seed)
-        model.fit.fingerprint = fingerprint(section)
-        return model.requires_grad_(False)  # type: ignore[no-any-return]
+        loaded = load(section, tokens, recipe.training.seed)
+        loaded.fit.fingerprint = fingerprint(section)
+        loaded.model.requires_grad_(False)
+        return loaded
+
+
+def teacher_without_weights(recipe: Recipe, mixed_precision: str) -> nn.Module | None:
+    """Returns the same as `load_teacher` from the configuration alone, for sizes; its tokens are not compared."""
+    if recipe.objective.teacher is None:
+        return None
+    with errors_of_teacher():
+        section = teacher_section(recipe.objective, recipe.model, mixed_precision)
+        model: nn.Module = load_without_weights(section, NoTokens())
+        return model.requires_grad_(False)
 
 
 @contextmanager
-def told_of_teacher() -> Iterator[None]:
+def errors_of_teacher() -> Iterator[None]:
     """Makes errors about a recipe's model name the teacher's field instead.
 
     Raises:
@@ -176,18 +184,27 @@ def teacher_units(model: nn.Module, unit_classes: list[str] | None) -> UnitPlan:
 
 
 def shard_teacher(
-    model: nn.Module, strategy: Strategy, mesh: DeviceMesh | None, mixed_precision: str, unit_classes: list[str] | None
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: DeviceMesh | None,
+    mixed_precision: str,
+    unit_classes: list[str] | None,
+    load_weights: LoadsWeights | None = None,
 ) -> None:
     """Shards the teacher as the student, in place; it is gathered unit by unit, as backward does not need it.
 
     Under ddp it is whole on every rank, and still on the host.
+
+    Args:
+        load_weights: as `apply` takes it.
     """
     if not strategy.sharded:
-        hold_whole(model, mixed_precision)
+        hold_whole(model, mixed_precision, load_weights)
         return
     assert mesh is not None
     by_unit = strategy if strategy.replicated else STRATEGIES["zero3"]
-    apply(model, teacher_units(model, unit_classes), by_unit, mesh, mixed_precision, lambda: True)
+    units = teacher_units(model, unit_classes)
+    apply(model, units, by_unit, mesh, mixed_precision, lambda: True, load_weights=load_weights)
 
 
 def teacher_fact(section: ObjectiveSection, model: nn.Module) -> str:

@@ -77,7 +77,7 @@ def fit(
         TrainingError: if too many steps in a row had no finite loss and gradient, or all steps of the run.
     """
     recipe, accelerator, output_dir, console = opened.recipe, opened.accelerator, opened.output_dir, opened.console
-    ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.tokenizer))
+    ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.fit, run.tokenizer))
     accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
     set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
     if found.start is not None:
@@ -127,8 +127,18 @@ def _checkpoints_of(
     recipe, data, optimizer = opened.recipe, run.data, inner_optimizer(run.sharded.optimizer)
     values, seed = recipe.model_dump(mode="json"), recipe.training.seed
     named = ranks.on_first_rank(lambda: _named_files(recipe)) | run.code
-    ours = (data.fingerprint, data.content, run.teacher_fingerprint, named)
-    identity = RunIdentity(values, seed, opened.plugin.text, *ours)
+    fit = run.fit
+    identity = RunIdentity(
+        values,
+        seed,
+        opened.plugin.text,
+        data.fingerprint,
+        data.content,
+        fit.fingerprint,
+        run.teacher_fingerprint,
+        fit.adapter,
+        named,
+    )
     accelerator, folder, section = opened.accelerator, opened.output_dir, recipe.checkpoint
     return RunCheckpoints(accelerator, folder, section, identity, run.model, optimizer, metrics, store, heartbeat)
 

@@ -51,6 +51,10 @@ class KeepsMasters(Protocol):
     def __call__(self, name: str, rows: torch.Tensor) -> None: ...
 
 
+LoadsWeights = Callable[[KeepsMasters | None], None]
+"""Loads the weights of a model that was built without, and passes masters on if they are kept elsewhere."""
+
+
 def precision_policies(
     mixed_precision: str, reduce_dtype: torch.dtype | None = torch.float32, casts_inputs: bool = True
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
@@ -110,11 +114,11 @@ def apply(
     prefetch: int | None = None,
     experts: DeviceMesh | None = None,
     backward_mesh: DeviceMesh | None = None,
+    load_weights: LoadsWeights | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
-    Parameters on the meta device are sharded there. A model with a `materialize_weights` method (see
-    toolkit.model.load) then loads its weights, each rank only its own slices.
+    Parameters on the meta device are sharded there. `load_weights` then gives each rank its own slices.
 
     Args:
         model: may be on any device. Under mixed precision its trainable parameters become float32.
@@ -128,6 +132,7 @@ def apply(
         prefetch: the number of blocks to gather ahead. None keeps FSDP2's default of one block.
         experts: the grid of ranks for expert parallelism. If given, `plan` has units of experts.
         backward_mesh: from `groups_of`. None makes backward gather among all ranks of a shard group.
+        load_weights: gives a model on the meta device its weights. None leaves them as they are.
 
     Returns:
         Each old parameter mapped to the sharded parameter that replaces it.
@@ -153,7 +158,11 @@ def apply(
             _shard_unit(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
     gather_in_float32(model, kept, beside_rounded=offload is not None)
     # After all units are made: now each rank knows its rows, and reads no others.
-    _load_weights(model, originals, offload(model) if offload is not None else None)
+    keep_master = offload(model) if offload is not None else None
+    if keep_master is not None:
+        _hand_over_masters(model, originals, keep_master)
+    if load_weights is not None:
+        load_weights(keep_master)
     round_buffers(model, types)
     _schedule(model, plan, strategy, is_last_micro_batch, prefetch, backward_mesh)
     return {before[name]: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -186,10 +195,11 @@ def _shard_expert_unit(
     average_over(module, grid[SHARD].size(), mesh.size())
 
 
-def hold_whole(model: nn.Module, mixed_precision: str) -> None:
+def hold_whole(model: nn.Module, mixed_precision: str, load_weights: LoadsWeights | None) -> None:
     """Loads all weights of a frozen model on every rank, in the types in which it computes."""
     types, _ = _set_dtypes(model, mixed_precision, is_offloaded=False)
-    _load_weights(model, {}, None)
+    if load_weights is not None:
+        load_weights(None)
     round_buffers(model, types)
 
 
@@ -284,20 +294,11 @@ def _hold_in_compute_type(
     return originals
 
 
-def _load_weights(model: nn.Module, originals: dict[str, torch.Tensor], keep_master: KeepsMasters | None) -> None:
-    """Passes the master weights to `keep_master`, and loads this rank's slices of a model built without weights."""
-    if keep_master is not None:
-        _hand_over_masters(model, originals, keep_master)
-    materialize = getattr(model, "materialize_weights", None)
-    if materialize is not None:
-        materialize(keep_master)
-
-
 def _hand_over_masters(model: nn.Module, originals: dict[str, torch.Tensor], keep_master: KeepsMasters) -> None:
     """Passes this rank's rows of the unrounded parameters to `keep_master` and frees the rest."""
     for name, parameter in model.named_parameters():
         original = originals.pop(name, None)
-        # On the meta device there is nothing to hand over yet: `materialize_weights` does so when it reads them.
+        # On the meta device there is nothing to hand over yet: `load_weights` does so when it reads them.
         if original is not None and not original.is_meta:
             assert isinstance(parameter, DTensor)
             keep_master(name, original[shard_rows(parameter)] if original.ndim else original)

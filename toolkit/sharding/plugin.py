@@ -40,7 +40,7 @@ from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Settings
 from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
-from toolkit.sharding.apply import KeepsMasters, apply, groups_of, precision_policies
+from toolkit.sharding.apply import KeepsMasters, LoadsWeights, apply, groups_of, precision_policies
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.fsdp2.unused import UsedParameters, drop_unused_gradients
@@ -113,6 +113,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         node: the number of ranks among which units stay sharded between forward and backward, or None for all.
         unit_plan: the units of the prepared model. None before `prepare`.
         engine: steps the offloaded optimizer state. None before `prepare`, or without offload.
+        load_weights: loads the weights of the next model, if it is built without; `prepare` calls it once.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         _use_cpu_without_gpu()
         self.strategy = resolve_strategy(strategy)
         self.offload = resolve_offload(strategy, offload)
+        self.load_weights: LoadsWeights | None = None
         self._engine: weakref.ref[OffloadEngine] | None = None
         self.unit_classes = list(unit_classes) if unit_classes else None
         self.unit_plan: UnitPlan | None = None
@@ -145,7 +147,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             # Version 1 reads the strategy's word itself, and fails at ours with KeyError: 'ZERO3'.
             fsdp_version=2,
             reshard_after_forward=self.strategy.reshard_each_micro_batch,
-            # Accelerate 1.15's fails at persistent buffers; weights come by `materialize_weights` here.
+            # Accelerate 1.15's fails at persistent buffers; weights come by `load_weights` here.
             cpu_ram_efficient_loading=False,
             **kwargs,
         )
@@ -192,6 +194,9 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             )
         state = AcceleratorState()
         self.unit_plan = plan_units(model, self.unit_classes, self.experts > 1)
+        engines: list[OffloadEngine] = []  # until the hooks hold it
+        # Taken off, as Accelerate's state holds this plugin to the end of the process.
+        load_weights, self.load_weights = self.load_weights, None
         renewed = apply(
             model,
             self.unit_plan,
@@ -200,11 +205,12 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             state.mixed_precision,
             is_last_micro_batch=_is_last_micro_batch,
             checkpointing=self.checkpointing,
-            offload=functools.partial(self._make_engine, accelerator) if self.offload is not None else None,
+            offload=functools.partial(self._make_engine, accelerator, engines) if self.offload is not None else None,
             compilation=self.compilation,
             prefetch=self.prefetch,
             experts=expert_grid(state.device_mesh, self.experts),
             backward_mesh=groups_of(state.device_mesh, self.node),
+            load_weights=load_weights,
         )
         # transformers' mark of a sharded model: `generate` then goes on until every rank has ended its rows. Without
         # it, a rank that ends early leaves the others in a gather.
@@ -213,18 +219,21 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:
             _rebind_optimizer(optimizer, renewed)
-        engine = self.engine
-        if engine is not None:
+        for engine in engines:
             # Behind the optimizers, as the engine looks its parameters up in their groups.
             engine.attach()
             connect(engine, accelerator)
-        elif accelerator._optimizers:
+        if not engines and accelerator._optimizers:
             used = UsedParameters(model)
             for optimizer in accelerator._optimizers:
                 drop_unused_gradients(getattr(optimizer, "optimizer", optimizer), used)
 
-    def _make_engine(self, accelerator: Accelerator, model: nn.Module) -> KeepsMasters:
-        """Allocates the offloaded state of a sharded model that has no weights yet. Returns what stores its masters."""
+    def _make_engine(self, accelerator: Accelerator, engines: list[OffloadEngine], model: nn.Module) -> KeepsMasters:
+        """Allocates the offloaded state of a sharded model that has no weights yet. Returns what stores its masters.
+
+        Args:
+            engines: gets the engine.
+        """
         assert self.offload is not None
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
         if len(optimizers) != 1:
@@ -240,6 +249,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             _is_last_micro_batch,
             accumulates=accelerator.gradient_accumulation_steps > 1,
         )
+        engines.append(engine)
         # Weakly: Accelerate's state holds this plugin to the end of the process, long after model and optimizer.
         self._engine = weakref.ref(engine)
         return engine.state.seed

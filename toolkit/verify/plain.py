@@ -52,13 +52,15 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     tokens = tokenizer.load(recipe.model, recipe.data, kind)
     data = build.build(recipe.data, tokens, training.seed, recipe.objective)
     parts = asked_parts(recipe.model, recipe.adapter, data.train.has_images)
-    built = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind, parts=parts)
+    loaded = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind, parts=parts)
+    built = loaded.model
     require_room(built, tokens, recipe)
     data, padded = fitting(recipe, tokens, data, built)
     teacher = load_teacher(recipe, tokens, "no")
-    build_objective(recipe.objective, built, data.report.packing, None, teacher)  # refuses what it cannot train
+    taught_by = None if teacher is None else teacher.model
+    build_objective(recipe.objective, built, data.report.packing, None, taught_by)  # refuses what it cannot train
     device = torch.device("cpu" if launch.on_cpu else "cuda")
-    model = plain_model(recipe, built).to(device).train()
+    model = plain_model(recipe, loaded).to(device).train()
     set_dropout(model, 0.0)
     leak = _packing_leak(recipe, model, data, device)
     if leak is not None:

@@ -16,22 +16,23 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from toolkit.model.adapters.adapters import base_of, has_adapter
+from toolkit.model.load import LoadedModel
 from toolkit.model.quantised.quantised import matrix_of_4_bits, plain_layer, quantised_layers
-from toolkit.model.structure.model_parts import freeze_untrained, train_parts, trained_parts, writer_class
+from toolkit.model.structure.model_parts import freeze_untrained, writer_class
 from toolkit.recipe.recipe import Recipe
 
 
-def plain_model(recipe: Recipe, built: Any) -> nn.Module:
+def plain_model(recipe: Recipe, loaded: LoadedModel) -> nn.Module:
     """Returns the recipe's model before its first step, all in float32. Does not use the toolkit's loading of slices.
 
     Args:
         recipe: names the model and its adapters.
-        built: the toolkit's model, without weights.
+        loaded: the toolkit's model, without weights.
     """
+    built = loaded.model
     torch.manual_seed(recipe.training.seed)
     model = _load_whole(recipe, built)
-    train_parts(model, trained_parts(base_of(built)))
-    freeze_untrained(model)
+    freeze_untrained(model, loaded.trained)
     quantised = [path.replace(".base_layer", "") for path, _ in quantised_layers(base_of(built))]
     if recipe.adapter.quantize != "none":
         for path in quantised:

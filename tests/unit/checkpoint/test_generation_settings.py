@@ -44,9 +44,10 @@ def give(base: Path, settings: dict[str, Any]) -> None:
 def written(base: Path, folder: Path, ends: list[int] | None = None) -> dict[str, Any]:
     """What is written beside the weights of the base, after ends of an answer were taught."""
     tokenizer = AutoTokenizer.from_pretrained(base)
-    model = load(ModelSection(name_or_path=str(base)), tokenizer, 0)
+    loaded = load(ModelSection(name_or_path=str(base)), tokenizer, 0)
+    model = loaded.model
     model.generation_config.eos_token_id = ends or model.generation_config.eos_token_id
-    write_model_files(model, tokenizer, folder, torch.float32, model.fit.files)
+    write_model_files(model, tokenizer, folder, torch.float32, loaded.fit.files)
     return settings_in(folder)
 
 

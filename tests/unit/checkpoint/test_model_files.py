@@ -76,10 +76,10 @@ def export(base: Path, to: Path, data: dict[str, Any] | None = None, **section: 
     labels, objective = section.pop("labels", None), section.pop("objective", "causal_lm")
     model_section = ModelSection(name_or_path=str(base), **section)
     tokenizer = load_tokenizer(model_section, DataSection(train="none.jsonl", max_length=32, **(data or {})))
-    model = load(model_section, tokenizer, 0, labels, objective=objective)
-    write_model_files(model, tokenizer, to, torch.float32, model.fit.files)
+    loaded = load(model_section, tokenizer, 0, labels, objective=objective)
+    write_model_files(loaded.model, tokenizer, to, torch.float32, loaded.fit.files)
     require_same_tokenizer(tokenizer, to)
-    return model, tokenizer
+    return loaded, tokenizer
 
 
 def fields(folder: Path, name: str = "config.json") -> Any:
@@ -87,22 +87,22 @@ def fields(folder: Path, name: str = "config.json") -> Any:
 
 
 def test_files_are_those_of_the_base_byte_by_byte(base: Path, tmp_path: Path) -> None:
-    model, tokenizer = export(base, tmp_path / "out")
+    loaded, tokenizer = export(base, tmp_path / "out")
     names = {path.name for path in base.iterdir()} - {"model.safetensors"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     for name in names - {"config.json"}:
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes(), name
     text = (base / "config.json").read_text()
     assert (tmp_path / "out" / "config.json").read_text() == text.replace("bfloat16", "float32")
-    told = compare_files(compared(model, model.fit.files, False), tmp_path / "out")
+    told = compare_files(compared(loaded.model, loaded.fit.files, False), tmp_path / "out")
     assert told == ["config.json: torch_dtype is 'float32' instead of 'bfloat16' (export.dtype)"]
-    write_adapter_files(tokenizer, tmp_path, model.fit.files)
+    write_adapter_files(tokenizer, tmp_path, loaded.fit.files)
     assert (tmp_path / "tokenizer_config.json").read_bytes() == (base / "tokenizer_config.json").read_bytes()
 
 
 def test_added_tokens_and_a_template_are_set_where_the_base_has_such(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    model, _ = export(base, out, {"chat_template": "chatml"}, add_tokens=["<|a|>", "<|b|>"])
+    loaded, _ = export(base, out, {"chat_template": "chatml"}, add_tokens=["<|a|>", "<|b|>"])
     rows = fields(base)["vocab_size"]
     assert fields(out) == {**fields(base), "vocab_size": rows + 2, "torch_dtype": "float32"}
     before, after = fields(base, "tokenizer.json"), fields(out, "tokenizer.json")
@@ -114,7 +114,7 @@ def test_added_tokens_and_a_template_are_set_where_the_base_has_such(base: Path,
     assert own.pop("chat_template") == TEMPLATE
     assert found == {**own, "additional_special_tokens": ["<|a|>", "<|b|>"]}
     assert fields(out, "special_tokens_map.json")["additional_special_tokens"] == ["<|a|>", "<|b|>"]
-    assert compare_files(compared(model, model.fit.files, False), out)
+    assert compare_files(compared(loaded.model, loaded.fit.files, False), out)
 
 
 def test_a_template_is_replaced_in_every_place(base: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_template_is_replaced_in_every_place(base: Path, tmp_path: Path) -> No
 def test_a_classifier_has_its_class_and_labels(base: Path, tmp_path: Path) -> None:
     new = ["score.weight"]
     labels = {"labels": ["no", "yes", "both"], "objective": "sequence_classification", "allow_new_weights": new}
-    model, _ = export(base, tmp_path / "out", **labels)
+    loaded, _ = export(base, tmp_path / "out", **labels)
     assert fields(tmp_path / "out") == {
         **fields(base),
         "architectures": ["LlamaForSequenceClassification"],
@@ -142,13 +142,13 @@ def test_a_classifier_has_its_class_and_labels(base: Path, tmp_path: Path) -> No
         "pad_token_id": 1,
     }
     assert not (tmp_path / "out" / "generation_config.json").exists()
-    assert compare_files(compared(model, model.fit.files, False), tmp_path / "out")
+    assert compare_files(compared(loaded.model, loaded.fit.files, False), tmp_path / "out")
 
 
 def test_a_head_of_its_own_is_untied_and_merged_weights_are_not_quantised(base: Path) -> None:
     own = {**fields(base), "quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}}
     files = BaseFiles({"config.json": json.dumps(own).encode()})
-    model = load(ModelSection(name_or_path=str(base)), AutoTokenizer.from_pretrained(base), 0)
+    model = load(ModelSection(name_or_path=str(base)), AutoTokenizer.from_pretrained(base), 0).model
     untied = config_of_export(model)
     untied.tie_word_embeddings = False
     found = configuration(files, untied, model, torch.bfloat16)
@@ -215,8 +215,8 @@ def test_a_described_model_has_older_names_beside_the_new_ones() -> None:
 
 def test_each_lost_or_changed_key_is_found(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    model, _ = export(base, out)
-    kept = compared(model, model.fit.files, False)
+    loaded, _ = export(base, out)
+    kept = compared(loaded.model, loaded.fit.files, False)
     may_differ = {"architectures", "torch_dtype", "vocab_size", "eos_token_id", "chat_template"}
     may_differ |= {"additional_special_tokens", "tie_word_embeddings", "added_tokens"}
     missed = []
@@ -243,15 +243,15 @@ def test_a_base_that_changes_or_goes_is_named_and_the_export_has_what_was_traine
     shutil.copytree(base, own)
     section = ModelSection(name_or_path=str(own))
     tokenizer = load_tokenizer(section, DataSection(train="none.jsonl", max_length=32))
-    model = load(section, tokenizer, 0)
-    assert not list(model.fit.files.changes())  # type: ignore[union-attr]
+    loaded = load(section, tokenizer, 0)
+    assert not list(loaded.fit.files.changes())
     (own / "config.json").write_text("{}")
     (own / "tokenizer.json").unlink()
-    assert sorted(model.fit.files.changes()) == [  # type: ignore[union-attr]
+    assert sorted(loaded.fit.files.changes()) == [
         f"config.json of {str(own)!r} has changed since training began",
         f"tokenizer.json of {str(own)!r} is gone or cannot be read",
     ]
-    write_model_files(model, tokenizer, tmp_path / "out", torch.bfloat16, model.fit.files)  # type: ignore[union-attr]
+    write_model_files(loaded.model, tokenizer, tmp_path / "out", torch.bfloat16, loaded.fit.files)
     for name in ("config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 

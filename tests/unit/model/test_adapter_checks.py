@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from toolkit.model.adapters.adapter_checks import (
 from toolkit.model.adapters.adapters import adapters_off
 from toolkit.model.load import NoTokens, load
 from toolkit.model.routers import find_routers
+from toolkit.model.weights.weights import Fit
 from toolkit.recipe.schema import AdapterSection, ExportSection, ModelSection
 
 
@@ -61,21 +61,20 @@ def test_modules_that_are_trained_whole_need_one_type() -> None:
 
 def test_weights_that_are_drawn_have_to_be_in_the_adapter() -> None:
     adapted = adapt(llama(), target_modules=["q_proj"], modules_to_save=["lm_head"])
-    adapted.fit = SimpleNamespace(drawn=["lm_head.weight"])
-    require_kept(adapted, ExportSection())
-    adapted.fit = SimpleNamespace(drawn=["bert.pooler.dense.weight", "model.norm.weight"])
+    require_kept(adapted, Fit(drawn=["lm_head.weight"]), ExportSection())
+    lost = Fit(drawn=["bert.pooler.dense.weight", "model.norm.weight"])
     with pytest.raises(BadInputError, match=r"drawn at random.*adapter\.modules_to_save=\[norm, pooler\]"):
-        require_kept(adapted, ExportSection())
-    require_kept(adapted, ExportSection(merge=True))
+        require_kept(adapted, lost, ExportSection())
+    require_kept(adapted, lost, ExportSection(merge=True))
 
 
 def test_dora_begins_at_the_base_where_a_transposed_weight_is_square(tmp_path: Any) -> None:
     sizes: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path)
     adapter = AdapterSection(kind="lora", target_modules=["c_proj"], use_dora=True)
-    model: Any = load(ModelSection(name_or_path=str(tmp_path)), NoTokens(), 0, None, adapter)
-    model.materialize_weights()
-    model.eval()
+    loaded = load(ModelSection(name_or_path=str(tmp_path)), NoTokens(), 0, None, adapter)
+    loaded.load_weights(None)
+    model = loaded.model.eval()
     ids = torch.arange(1, 17)[None]
     with torch.no_grad():
         adapted = model(input_ids=ids).logits

@@ -77,7 +77,7 @@ IDS = torch.arange(3, 19)[None]
 def test_a_gate_that_forgets_is_no_router_and_stacks_of_unequal_lengths_are_experts() -> None:
     with torch.device("meta"):
         kimi, longcat = build("kimi_linear"), build("longcat_flash")
-    targets = targets_beside_experts(kimi, stacked_experts(kimi))
+    targets = targets_beside_experts(kimi, stacked_experts(kimi), ("language",))
     adapted = {within_block(name) for name in (*targets.modules, *targets.parameters)}
     assert adapted >= {"self_attn.forget_gate.f_a_proj", "self_attn.forget_gate.f_b_proj", "mlp.experts.gate_up_proj"}
     assert "mlp.gate" not in adapted
@@ -115,9 +115,9 @@ def test_every_linear_layer_and_every_expert_has_an_adapter(family: str, tmp_pat
 
 
 def test_the_share_of_the_weights_with_adapters_is_told() -> None:
-    fact = adapter_fact(adapt(build("mixtral")))
+    fact = adapter_fact(adapt(build("mixtral")), ("language",))
     assert fact == "on 98.9% of the blocks' weights; none on mlp.gate"
-    assert adapter_fact(adapt(build("mixtral"), target_modules=["q_proj"])).startswith("on 4.5%")
+    assert adapter_fact(adapt(build("mixtral"), target_modules=["q_proj"]), ("language",)).startswith("on 4.5%")
 
 
 def test_a_pattern_means_whole_paths() -> None:

@@ -43,8 +43,9 @@ def test_new_rows_are_drawn_around_the_mean_of_the_tokens_of_the_base(tmp_path: 
         known = stored.config.vocab_size - spare
         section = ModelSection(name_or_path=str(base), add_tokens=["<|endoftext|>", *NEW])
         tokens = toolkit_tokenizer.load(section, DataSection(train="rows.jsonl", max_length=8))
-        model: Any = load(section, tokens, seed=0)
-        model.materialize_weights()
+        loaded = load(section, tokens, seed=0)
+        loaded.load_weights(None)
+        model = loaded.model
         assert tokens.convert_tokens_to_ids(NEW) == [known, known + 1, known + 2]
         for layer in ("get_input_embeddings", "get_output_embeddings"):
             rows, before = getattr(model, layer)().weight.detach(), getattr(stored, layer)().weight.detach()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from toolkit.cli.app import app
 from toolkit.model.adapters.adapters import add_adapter, quantise
 from toolkit.model.part_sizes import PartSize, adapter_fact, describe_parts, part_sizes
-from toolkit.model.structure.model_parts import freeze_untrained
+from toolkit.model.structure.model_parts import LANGUAGE, freeze_untrained
 from toolkit.recipe.schema import AdapterSection
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(24, seed=4)]
@@ -29,7 +29,7 @@ TABLES = ("embed_tokens.weight", "position_embedding.weight", "lm_head.weight")
 
 def llava() -> Any:
     model = on_meta("llava", small=True)
-    freeze_untrained(model)
+    freeze_untrained(model, (LANGUAGE,))
     return model
 
 
@@ -71,7 +71,7 @@ def test_adapters_cover_the_language_model_alone(bits: str) -> None:
         "vision": PartSize(count(plain, "vision_tower"), 0, 0.0),
     }
     whole = blocks + count(plain, "projector", "vision_tower", matrices=True)
-    told = adapter_fact(adapted)
+    told = adapter_fact(adapted, (LANGUAGE,))
     assert told.startswith(f"on {blocks / whole:.1%} of the blocks' weights (100.0% of language, 0.0% of projector")
     assert "none on" not in told, "towers are told as frozen"
 
@@ -82,7 +82,7 @@ def test_some_layers_alone() -> None:
     share = queries / count(model, "language_model", matrices=True)
     adapted = add_adapter(model, AdapterSection(kind="lora", target_modules=["q_proj"]), None)
     assert part_sizes(adapted)["language"].adapted == pytest.approx(share)
-    assert "none on mlp.down_proj, mlp.gate_proj" in adapter_fact(adapted)
+    assert "none on mlp.down_proj, mlp.gate_proj" in adapter_fact(adapted, (LANGUAGE,))
 
 
 def test_a_model_of_text_has_no_parts() -> None:

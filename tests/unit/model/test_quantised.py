@@ -176,8 +176,9 @@ def test_a_load_holds_the_quantised_model_and_less_than_a_block_of_16_bits(
     whole.save_pretrained(tmp_path)
     for adapter in ({"double_quantization": True}, {"use_dora": True}):
         section = AdapterSection.model_validate({"kind": "lora", "quantize": "nf4", **adapter})
-        model: Any = load(ModelSection(name_or_path=str(tmp_path), dtype="bfloat16"), tokenizer, 0, adapter=section)
-        most = held_at_once(model.materialize_weights, (tmp_path / "model.safetensors").stat().st_size)
+        loaded = load(ModelSection(name_or_path=str(tmp_path), dtype="bfloat16"), tokenizer, 0, adapter=section)
+        model, load_weights = loaded.model, loaded.load_weights
+        most = held_at_once(load_weights, (tmp_path / "model.safetensors").stat().st_size)
         held = sum(parameter.nbytes for parameter in model.parameters())
         block = sum(parameter.nbytes for parameter in whole.model.layers[0].parameters())
         assert held < most < held + block, adapter

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from toolkit import Recipe, finetune
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import add_adapter, quantise
-from toolkit.model.adapters.targets import left_out_of_all_linear
+from toolkit.model.adapters.targets import layers_left_whole, left_out_of_all_linear
 from toolkit.model.quantised.quantised import _Product, quantise_loaded, quantised_layers
 from toolkit.model.quantised.read_weights import read_weights, without_gradients
 from toolkit.recipe.schema import AdapterSection
@@ -57,7 +57,7 @@ def test_a_quantised_model_computes_with_its_dequantised_weights(kind: str) -> N
     quantise(empty, NF4)
     quantised = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     quantised.load_state_dict(plain.state_dict())
-    quantise_loaded(quantised, {"load_in_4bit": True, "llm_int8_skip_modules": empty.kept_layers})
+    quantise_loaded(quantised, {"load_in_4bit": True, "llm_int8_skip_modules": layers_left_whole(empty)})
     chosen = [path for path, _ in quantised_layers(quantised)]
     assert chosen == [path for path, _ in quantised_layers(empty)]
     assert chosen
@@ -90,7 +90,7 @@ def test_all_linear_leaves_out_indexers_which_get_no_gradient(kind: str) -> None
     assert idle
     assert all(".indexer." in path for path in idle)
     assert without_gradients(model) == idle
-    assert idle <= set(left_out_of_all_linear(model) or ())
+    assert idle <= set(left_out_of_all_linear(model, ("language",)) or ())
 
 
 def reads_type(mlp: Any, x: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,10 @@ GROUPS = {f"{name}_groups": 1 for name in ("q", "k", "v", "post_attention", "int
     ],
 )
 def test_only_a_pooler_that_no_classifier_reads_is_unused(kind: Any, config: Any, unused: bool) -> None:
-    assert may_leave_unused(kind(config)) == unused
+    assert may_leave_unused(kind(config), ("language",)) == unused
 
 
 def test_a_frozen_pooler_is_not_looked_for() -> None:
     model = SqueezeBertForTokenClassification(SqueezeBertConfig(**SIZES, **GROUPS, embedding_size=16))
     model.transformer.pooler.requires_grad_(False)
-    assert not may_leave_unused(model)
+    assert not may_leave_unused(model, ("language",))

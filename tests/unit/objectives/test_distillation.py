@@ -24,7 +24,7 @@ from toolkit.objectives.losses import divergence as module
 from toolkit.objectives.losses import fused_linear_cross_entropy
 from toolkit.objectives.losses.divergence import Divergence, TeacherSide, summed_divergence
 from toolkit.objectives.losses.fused_linear_cross_entropy import AfterHead
-from toolkit.objectives.teacher import load_teacher, require_same_tokens
+from toolkit.objectives.teacher import require_same_tokens, teacher_without_weights
 from toolkit.recipe.recipe import Recipe
 
 with warnings.catch_warnings():
@@ -206,7 +206,7 @@ def test_a_model_that_a_shipped_recipe_makes_is_told(
     with pytest.raises(BadInputError, match=f"^model.tokenizer: {told}"):
         tokenizer.load(recipe.model, recipe.data)
     with pytest.raises(BadInputError, match=f"^objective.teacher: {told}"):
-        load_teacher(recipe, None, "no")
+        teacher_without_weights(recipe, "no")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import add_adapter
-from toolkit.model.structure.model_parts import freeze_untrained, train_parts
+from toolkit.model.structure.model_parts import freeze_untrained
 from toolkit.optim.build import QUANTISED, build_optimizer, parameter_groups
 from toolkit.optim.muon import Muon
 from toolkit.optim.schedule import build_schedule, changed_rate, learning_rate_factor, schedule_fact, without_peak
@@ -236,9 +236,9 @@ def test_parts_have_rates_of_their_own(adapted: bool) -> None:
     )
     model = seeing_model("qwen3_vl")
     model.config.architectures = [type(model).__name__]
-    train_parts(model, ("language", "projector", "vision"))
     if adapted:
-        model = add_adapter(model, AdapterSection(kind="lora", target_modules=["q_proj", "linear_fc1", "qkv"]), None)
+        section_of_adapters = AdapterSection(kind="lora", target_modules=["q_proj", "linear_fc1", "qkv"])
+        model = add_adapter(model, section_of_adapters, None, trained=("language", "projector", "vision"))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = build_optimizer(model, section).param_groups
     found = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
@@ -254,8 +254,7 @@ def test_parts_have_rates_of_their_own(adapted: bool) -> None:
 def test_a_rate_of_a_part_that_is_not_trained_is_refused() -> None:
     model = seeing_model("llava")
     model.config.architectures = [type(model).__name__]
-    train_parts(model, ("language", "projector"))
-    freeze_untrained(model)
+    freeze_untrained(model, ("language", "projector"))
     build_optimizer(model, OptimizerSection(learning_rate=1.0, projector_learning_rate=0.5))
     with pytest.raises(BadInputError, match=r"optimizer\.vision_learning_rate: 0\.5 has no effect: no vision tower"):
         build_optimizer(model, OptimizerSection(learning_rate=1.0, vision_learning_rate=0.5))

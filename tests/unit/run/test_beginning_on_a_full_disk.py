@@ -24,7 +24,7 @@ def test_the_folder_is_named(number: int, tmp_path: Path, monkeypatch: pytest.Mo
     nothing: Any = None
     told = f"training.output_dir: '{tmp_path}' cannot be written: {os.strerror(number)}; name another folder"
     with pytest.raises(BadInputError, match=told):
-        write_beginning(tmp_path, nothing, nothing, nothing, nothing)
+        write_beginning(tmp_path, nothing, nothing, nothing, nothing, nothing)
 
 
 def test_another_error_is_not_blamed_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,4 +34,4 @@ def test_another_error_is_not_blamed_on_the_folder(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Path, "unlink", fail)
     nothing: Any = None
     with pytest.raises(OSError, match="a cable"):
-        write_beginning(tmp_path, nothing, nothing, nothing, nothing)
+        write_beginning(tmp_path, nothing, nothing, nothing, nothing, nothing)

@@ -14,6 +14,7 @@ from toolkit.model.adapters.adapters import base_name, base_of, has_adapter, tra
 from toolkit.model.adapters.expert_adapters import as_peft_has_them
 from toolkit.model.structure.tying import has_own_head, is_tied
 from toolkit.model.weights.weight_values import some
+from toolkit.model.weights.weights import Fit
 from toolkit.recipe.schema import ExportSection
 
 
@@ -121,7 +122,7 @@ def require_one_type(model: nn.Module, dtype: str, mixed_precision: str) -> None
         )
 
 
-def require_kept(model: Any, export: ExportSection) -> None:
+def require_kept(model: Any, fit: Fit, export: ExportSection) -> None:
     """Checks that an adapter's file holds every weight that was drawn at random. Collective.
 
     Raises:
@@ -129,7 +130,7 @@ def require_kept(model: Any, export: ExportSection) -> None:
     """
     if not has_adapter(model) or not export.enabled or export.merge:
         return
-    drawn: list[str] = ranks.on_first_rank(lambda: model.fit.drawn)
+    drawn: list[str] = ranks.on_first_rank(lambda: fit.drawn)
     held = {base_name(name) for name in trained_names(model)}
     lost = [name for name in drawn if name not in held]
     if lost:

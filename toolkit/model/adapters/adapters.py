@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapter_names import NAME, PREFIX, names_in_file
 from toolkit.model.adapters.expert_adapters import as_peft_has_them, hold_by_expert
-from toolkit.model.adapters.started_adapter import StartedAdapter, started_of
+from toolkit.model.adapters.started_adapter import StartedAdapter
 from toolkit.model.adapters.targets import (
     Targets,
     classifier_of,
+    layers_left_whole,
     layers_to_quantise,
     left_out_of_all_linear,
     never_reached,
@@ -35,7 +36,7 @@ from toolkit.model.adapters.targets import (
     targets_of_pattern,
 )
 from toolkit.model.quantised.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
-from toolkit.model.structure.model_parts import untrained
+from toolkit.model.structure.model_parts import LANGUAGE, untrained
 from toolkit.paths import BASE_FILE
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.fsdp2.shards import Rows, state_once
@@ -52,24 +53,24 @@ def has_adapter(model: nn.Module) -> bool:
     return imported is not None and isinstance(model, imported.PeftModel)
 
 
-def has_new_adapter(model: nn.Module) -> bool:
-    """Tells whether the model without its adapters is the one before its first step."""
-    return has_adapter(model) and started_of(model) is None
-
-
 def base_of(model: Any) -> Any:
     """Returns the model without peft's wrapper; the signature of its forward lists the inputs."""
     return model.get_base_model() if has_adapter(model) else model
 
 
 def add_adapter(
-    model: PreTrainedModel, section: AdapterSection, base: str | None, revision: str | None = None
+    model: PreTrainedModel,
+    section: AdapterSection,
+    base: str | None,
+    revision: str | None = None,
+    trained: Sequence[str] = (LANGUAGE,),
 ) -> peft.PeftModel:
     """Adds adapters to the model and freezes everything else; trained parameters are held in float32.
 
     Args:
         model: the model on the meta device, on which the adapters are made, too.
         base, revision: the model's name or folder, which the adapter's file will name.
+        trained: the parts of a model that reads more than text that get adapters, in words of `model.train`.
 
     Raises:
         BadInputError: if the targets match nothing, or a module that cannot be adapted.
@@ -78,7 +79,7 @@ def add_adapter(
 
     classifier = classifier_of(type(model).__name__)
     writer = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    targets = _targets(model, section)
+    targets = _targets(model, section, trained)
     config = peft.LoraConfig(
         task_type=writer if classifier is None else classifier.peft_task,
         base_model_name_or_path=base,
@@ -89,7 +90,7 @@ def add_adapter(
         target_modules=section.target_modules if targets is None else targets.modules,
         target_parameters=None if targets is None else targets.parameters,
         modules_to_save=section.modules_to_save,
-        exclude_modules=_without_gradient_paths(model, section),
+        exclude_modules=_without_gradient_paths(model, section, trained),
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
     )
@@ -110,14 +111,16 @@ def add_adapter(
     return adapted
 
 
-def _without_gradient_paths(model: PreTrainedModel, section: AdapterSection) -> list[str] | None:
+def _without_gradient_paths(
+    model: PreTrainedModel, section: AdapterSection, trained: Sequence[str]
+) -> list[str] | None:
     """Returns the layers that get no gradient, so that names of layers do not adapt them.
 
     With `adapter.start_from` the names may be those that peft made of `all-linear`.
     """
     if section.target_modules == "all-linear" or section.start_from is not None:
-        return left_out_of_all_linear(model)
-    return never_reached(model) or None
+        return left_out_of_all_linear(model, trained)
+    return never_reached(model, trained) or None
 
 
 def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:
@@ -129,18 +132,17 @@ def quantise(model: PreTrainedModel, section: AdapterSection | None) -> bool:
     quantisation = quantisation_of(section)
     if section is None or quantisation is None:
         return False
-    chosen, model.kept_layers = layers_to_quantise(model, section)
-    quantise_layers(model, quantisation, chosen)
+    quantise_layers(model, quantisation, layers_to_quantise(model, section))
     return True
 
 
-def _targets(model: PreTrainedModel, section: AdapterSection) -> Targets | None:
+def _targets(model: PreTrainedModel, section: AdapterSection, trained: Sequence[str]) -> Targets | None:
     """Returns the targets of `all-linear` or of a pattern in a model with stacked experts; None if peft finds them.
 
     Raises:
         BadInputError: for settings that peft does not support for experts.
     """
-    frozen = untrained(model)
+    frozen = untrained(model, trained)
     experts = [name for name in stacked_experts(model) if name not in frozen]
     if not experts or isinstance(section.target_modules, list):
         return None
@@ -153,7 +155,7 @@ def _targets(model: PreTrainedModel, section: AdapterSection) -> Targets | None:
                 f"remove adapter.{field}, or name the layers to adapt without them, for example "
                 "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]"
             )
-    return targets_beside_experts(model, experts)
+    return targets_beside_experts(model, experts, trained)
 
 
 def _require_modules(model: nn.Module, section: AdapterSection) -> None:
@@ -283,19 +285,13 @@ def trained_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def base_fingerprint(model: nn.Module) -> str | None:
-    """Returns the fingerprint of the frozen weights' files; None without files or without frozen weights."""
-    fit: Any = getattr(model, "fit", None)
-    return None if fit is None else fit.fingerprint
-
-
 def _write_base(model: peft.PeftModel, fingerprint: str | None, folder: Path) -> None:
     """Writes the fingerprint and quantisation of the adapter's base: peft's file only has its name."""
     base = base_of(model)
     layer = next((layer for _, layer in quantised_layers(base)), None)
-    kept = getattr(base, "kept_layers", None)
     # A base that was quantised in its files says so itself.
-    how = None if layer is None or kept is None else layer.quantisation.for_transformers(kept)
+    is_ours = layer is not None and not layer.quantisation.stored
+    how = layer.quantisation.for_transformers(layers_left_whole(base)) if layer is not None and is_ours else None
     told = {"fingerprint": fingerprint, "quantization": how}
     (folder / BASE_FILE).write_text(json.dumps(told, indent=2), encoding="utf-8")
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, first_line
@@ -177,27 +176,17 @@ def _names_and_shapes(model: peft.PeftModel, stored: set[str]) -> tuple[dict[str
     return shapes, {names[id(tensor)]: in_file[key] for key, tensor in state.items()}
 
 
-def go_on(model: Any, section: AdapterSection) -> StartedAdapter | None:
-    """Finds the adapter that `model` continues, and notes it on the model; None if its adapters are new. Collective.
+def continued_adapter(model: Any, section: AdapterSection) -> StartedAdapter | None:
+    """Finds the adapter that `model` continues; None if its adapters are new. Collective.
 
     Raises:
         BadInputError: as `StartedAdapter`.
     """
-    model.started = None if section.start_from is None else StartedAdapter(model, section)
-    return started_of(model)
+    return None if section.start_from is None else StartedAdapter(model, section)
 
 
-def started_of(model: nn.Module) -> StartedAdapter | None:
-    """Returns the adapter that a model continues; None without adapters or with new ones."""
-    found = getattr(model, "started", None)
-    return found if isinstance(found, StartedAdapter) else None
-
-
-def start_fact(model: nn.Module, section: AdapterSection) -> str | None:
-    """Describes the adapter that the run continues, without the path of its folder; None for new adapters."""
-    started = started_of(model)
-    if started is None:
-        return None
+def start_fact(started: StartedAdapter, section: AdapterSection) -> str:
+    """Describes the adapter that the run continues, without the path of its folder."""
     folder = started.folder.resolve()
     name = f"{folder.parent.name}/{folder.name}" if folder.name == "export" else folder.name
     alpha = section.alpha if section.alpha is not None else 2 * section.r

@@ -8,7 +8,7 @@ experts wherever they stand, adapts routers, and leaves dense layers and shared 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,9 @@ def _expert_counts(config: dict[str, Any]) -> set[int]:
     return own.union(*(_expert_counts(value) for value in nested))
 
 
-def targets_beside_experts(model: PreTrainedModel, experts: list[str]) -> Targets:
+def targets_beside_experts(model: PreTrainedModel, experts: list[str], trained: Sequence[str]) -> Targets:
     """Returns every linear layer and all experts, without routers, head and embeddings."""
-    without_effect = {*read_weights(model, numbers=True), *never_reached(model)}
+    without_effect = {*read_weights(model, numbers=True), *never_reached(model, trained)}
     linear = [path for path in _linear_layers(model) if path not in without_effect]
     misread = _taken_for_experts(model, linear)
     return Targets(
@@ -115,22 +115,22 @@ def names_of_heads(model: nn.Module) -> list[str]:
     return sorted(heads)
 
 
-def left_out_of_all_linear(model: nn.Module) -> list[str] | None:
+def left_out_of_all_linear(model: nn.Module, trained: Sequence[str]) -> list[str] | None:
     """Returns the names that `all-linear` leaves out besides the head, or None.
 
     These are a classifier's heads, which peft trains in full without knowing all of them; layers whose weights the
     model's code reads without calling the layer, so that an adapter would have no effect; and layers without gradient.
     """
-    return [*names_of_heads(model), *sorted(read_weights(model, numbers=True)), *never_reached(model)] or None
+    return [*names_of_heads(model), *sorted(read_weights(model, numbers=True)), *never_reached(model, trained)] or None
 
 
-def never_reached(model: nn.Module) -> list[str]:
+def never_reached(model: nn.Module, trained: Sequence[str]) -> list[str]:
     """Returns paths of the layers that get no gradient: in parts that are not trained, and in indexers."""
-    return [*untrained_modules(model), *sorted(without_gradients(model))]
+    return [*untrained_modules(model, trained), *sorted(without_gradients(model))]
 
 
-def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple[list[str], list[str]]:
-    """Returns paths of the linear layers that can be quantised, and of those that stay as they are.
+def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> list[str]:
+    """Returns paths of the linear layers that can be quantised.
 
     The head, routers and layers that are trained in full stay. So do layers that peft adapts as parameters, because
     the product of an adapter is added to their weights, and layers whose weights the model's own code reads.
@@ -142,13 +142,22 @@ def layers_to_quantise(model: PreTrainedModel, section: AdapterSection) -> tuple
         stay = {path for path in stay if re.fullmatch(str(asked), path)}
     stay |= read_weights(model)
     whole = {*(section.modules_to_save or ()), *names_of_heads(model)}
-    chosen = [
+    return [
         path
         for path in _linear_layers(model)
         if type(model.get_submodule(path)) is nn.Linear and path not in stay and whole.isdisjoint(path.split("."))
     ]
-    return chosen, [
-        path for path, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and path not in chosen
+
+
+def layers_left_whole(base: nn.Module) -> list[str]:
+    """Returns paths of the linear layers that are not quantised, as they were before peft wrapped some of them."""
+    return [
+        path.replace(".base_layer", "").removesuffix(".original_module")
+        for path, module in base.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and not isinstance(module, QuantisedLinear)
+        and ".lora_" not in path
+        and ".modules_to_save." not in path
     ]
 
 

@@ -54,10 +54,12 @@ class Quantisation:
     Attributes:
         kind: nf4 for 4 bits and a scale for each block of 64 weights, int8 for 8 bits and a scale for each row.
         double: whether the scales of nf4 are held in 8 bits, with a scale for each 256 of them.
+        stored: whether the base's files hold the layers so.
     """
 
     kind: Literal["nf4", "int8"]
     double: bool = False
+    stored: bool = False
 
     def describe(self) -> str:
         """For people."""

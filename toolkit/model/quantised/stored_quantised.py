@@ -80,7 +80,7 @@ def quantise_as_stored(model: PreTrainedModel, how: dict[str, Any]) -> None:
         if type(module) is nn.Linear
         and (module is not head if skipped is None else should_convert_module(path, skipped))
     ]
-    quantise_layers(model, Quantisation("nf4", bool(how.get("bnb_4bit_use_double_quant"))), paths)
+    quantise_layers(model, Quantisation("nf4", bool(how.get("bnb_4bit_use_double_quant")), stored=True), paths)
 
 
 class StoredNF4:

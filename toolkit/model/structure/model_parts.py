@@ -53,19 +53,6 @@ _PROJECTOR = re.compile(
 _BESIDE_WORDS = re.compile(r"\.layers\.\d+\.(.+\.)?vision_\w+\.")
 """Modules in a layer of the language model that only tokens of images enter, such as Ernie's `vision_moe`."""
 
-_TRAINED = "trained_parts"
-
-
-def train_parts(model: nn.Module, parts: Sequence[str]) -> None:
-    """Notes the trained parts of a model that reads more than text, for the functions of this file."""
-    setattr(model, _TRAINED, tuple(parts))
-
-
-def trained_parts(model: nn.Module) -> tuple[str, ...]:
-    """Returns the trained parts, in words of `model.train`."""
-    found: tuple[str, ...] = getattr(model, _TRAINED, (LANGUAGE,))
-    return found
-
 
 def asked_parts(model: ModelSection, adapter: AdapterSection, has_images: bool) -> Sequence[str]:
     """Returns the parts to train of a model that reads more than text, in words of `model.train`.
@@ -141,9 +128,12 @@ def require_text(model: PreTrainedModel, field: str) -> None:
         raise BadInputError(f"{field}: {name} is an encoder-decoder, which writes a target for a source; {mend}")
 
 
-def untrained(model: nn.Module) -> set[str]:
-    """Returns names of the parameters of parts that are not trained, in a model that reads more than text."""
-    trained = trained_parts(model)
+def untrained(model: nn.Module, trained: Sequence[str]) -> set[str]:
+    """Returns names of the parameters of parts that are not trained, in a model that reads more than text.
+
+    Args:
+        trained: the trained parts, in words of `model.train`.
+    """
     return {name for name, part in parts_of(model).items() if part not in trained}
 
 
@@ -183,21 +173,21 @@ def _towers_within(decoder: nn.Module) -> list[nn.Module]:
     return towers + beside if towers else []
 
 
-def freeze_untrained(model: nn.Module) -> None:
+def freeze_untrained(model: nn.Module, trained: Sequence[str]) -> None:
     """Freezes the parts that are not trained."""
-    names = untrained(model)
+    names = untrained(model, trained)
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.requires_grad_(False)
 
 
-def may_leave_unused(model: nn.Module) -> bool:
+def may_leave_unused(model: nn.Module, trained: Sequence[str]) -> bool:
     """Tells whether a forward may leave trained parameters out, which torch's DistributedDataParallel must know.
 
     Besides branches, these are layers of towers: LLaVA does not use the last ones, nor Gemma 3 the pooling. SqueezeBERT
     has a pooler for its classifier, which a tagger does not use.
     """
-    return _leaves_pooler(model) or has_branches(model) or VISION in trained_parts(model)
+    return _leaves_pooler(model) or has_branches(model) or VISION in trained
 
 
 def _leaves_pooler(model: nn.Module) -> bool:
@@ -208,18 +198,18 @@ def _leaves_pooler(model: nn.Module) -> bool:
     return any(parameter.requires_grad for module in poolers for parameter in module.parameters())
 
 
-def untrained_modules(model: nn.Module) -> list[str]:
+def untrained_modules(model: nn.Module, trained: Sequence[str]) -> list[str]:
     """Returns paths of modules whose parameters are all `untrained`; an adapter on them would get no gradient."""
-    names = untrained(model)
+    names = untrained(model, trained)
     if not names:
         return []
     held = {path: {f"{path}.{name}" for name, _ in module.named_parameters()} for path, module in model.named_modules()}
     return [path for path, inside in held.items() if path and inside and inside <= names]
 
 
-def untrained_fact(model: nn.Module) -> str | None:
+def untrained_fact(model: nn.Module, trained: Sequence[str]) -> str | None:
     """Describes what is not trained; None if everything is."""
-    names = untrained(model)
+    names = untrained(model, trained)
     if not names:
         return None
     sizes: dict[str, int] = {}
@@ -228,6 +218,5 @@ def untrained_fact(model: nn.Module) -> str | None:
             part = re.sub(r"^(model|module)\.", "", name).split(".")[0]
             sizes[part] = sizes.get(part, 0) + parameter.numel()
     listed = ", ".join(f"{part} ({size:,})" for part, size in sizes.items())
-    trained = trained_parts(model)
-    what = "the language model is" if trained == (LANGUAGE,) else f"{' and '.join(trained)} are"
+    what = "the language model is" if tuple(trained) == (LANGUAGE,) else f"{' and '.join(trained)} are"
     return f"{what} trained; frozen, and exported as they were: {listed}"

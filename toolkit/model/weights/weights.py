@@ -75,12 +75,6 @@ class Fit:
         return "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in told.items() if names)
 
 
-def fit_of(model: nn.Module) -> Fit:
-    """Returns the fit of a model that `load` has made; an empty one for other models."""
-    found = getattr(model, "fit", None)
-    return found if isinstance(found, Fit) else Fit()
-
-
 class Weights(Protocol):
     """A source of parameters."""
 
@@ -114,7 +108,6 @@ def materialize(model: nn.Module, weights: Weights, keep_master: KeepsMasters | 
             # A buffer that was made like a parameter is on the meta device, too.
             state[name] = value.to(buffer.dtype) if buffer.is_meta else value.to(buffer)
     model.load_state_dict(state, strict=False, assign=True)
-    del model.materialize_weights
 
 
 def _materialized(

@@ -25,7 +25,7 @@ from toolkit.model.load import SpecialTokens, load_without_weights
 from toolkit.model.structure.model_parts import LANGUAGE
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.objective import Objective
-from toolkit.objectives.teacher import load_teacher
+from toolkit.objectives.teacher import teacher_without_weights
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.spec import ObjectiveSpec
 from toolkit.recipe.recipe import Recipe
@@ -83,8 +83,6 @@ class Workload:
 
     def _copy_of(self, model: nn.Module) -> nn.Module:
         model = copy.deepcopy(model)
-        # This method loads weights, which a copy on the meta device must never do.
-        model.__dict__.pop("materialize_weights", None)
         if self.attention is not None:
             register_unmasked()
             with contextlib.suppress(ValueError):  # a model that knows its own kernels alone keeps what it has
@@ -131,7 +129,7 @@ def workload_of(recipe: Recipe, mixed_precision: str, parts: Sequence[str] = (LA
     labels, kind = _labels(recipe.objective), recipe.objective.kind
     tokens = _tokenizer(recipe.model, recipe.data, kind)
     model = load_without_weights(recipe.model, tokens, labels, recipe.adapter, kind, parts)
-    teacher = load_teacher(recipe, None, mixed_precision)
+    teacher = teacher_without_weights(recipe, mixed_precision)
     return workload_of_model(recipe, model, mixed_precision, dict.fromkeys(labels, 1) if labels else None, teacher)
 
 
@@ -154,7 +152,8 @@ def workload_of_model(
         packed = takes_positions(model)  # a run pads its rows then
 
     def objective(model: nn.Module, teacher: nn.Module | None = None) -> Objective:
-        return build_objective(recipe.objective, model, packed, label_counts, teacher)
+        continued = recipe.adapter.start_from is not None
+        return build_objective(recipe.objective, model, packed, label_counts, teacher, continued=continued)
 
     return Workload(
         model,

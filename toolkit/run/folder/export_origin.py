@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from toolkit.errors import BadInputError, first_line
-from toolkit.model.weights.weights import fit_of
 from toolkit.pages.card import recipe_for_readers
 from toolkit.paths import (
     ORIGIN,
@@ -131,10 +130,10 @@ def origin_of(opened: OpenedRun, run: PreparedRun, versions: dict[str, str]) -> 
         opened.accelerator.mixed_precision,
         run.data.fingerprint,
         run.data.content,
-        fit_of(run.inner).origin,
+        run.fit.origin,
         run.teacher_fingerprint,
         versions,
-        fit_of(run.inner).adapter,
+        run.fit.adapter,
         run.asked.scorer,
         sorted({file_name(name) for _, name, on_hub in named_sources(opened.recipe) if not on_hub}),
         run.code,

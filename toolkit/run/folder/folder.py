@@ -30,7 +30,7 @@ from toolkit.data.report import DataReport
 from toolkit.data.templates.template_date import date_of
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.weights.weights import fit_of
+from toolkit.model.weights.weights import Fit
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.paths import CHECKPOINTS, atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
@@ -249,6 +249,7 @@ def write_beginning(
     recipe: Recipe,
     report: DataReport,
     inner: PreTrainedModel,
+    fit: Fit,
     tokens: PreTrainedTokenizerBase,
 ) -> None:
     """Writes what is known before the first step: the data report, and what turns a checkpoint into a model.
@@ -260,7 +261,6 @@ def write_beginning(
         (output_dir / finished.FINISHED).unlink(missing_ok=True)  # the run is trained further
         write_data_report(output_dir, recipe, report)
         (output_dir / MODEL_FILES).mkdir(exist_ok=True)
-        fit = fit_of(inner)
         dtype = getattr(torch, recipe.model.dtype)
         write_model_files(base_of(inner), tokens, output_dir / MODEL_FILES, dtype, fit.files)
         limits_of(tokens).write(output_dir / MODEL_FILES)

@@ -32,7 +32,6 @@ from toolkit.data.samples.loader import evaluation_batches
 from toolkit.errors import ToolkitError, counted, first_line
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.load import auto_class
-from toolkit.model.weights.weights import fit_of
 from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
 from toolkit.pages.parts.run_metrics import damage_in_words, parse_metrics
@@ -158,12 +157,12 @@ def export_model(
     ranks.on_first_rank(lambda: patiently(has_room, "the export", console.warn, heartbeat.wait))
     heartbeat.enter_phase(Phase.EXPORT)
     with Pass(console, "exporting the model"):
-        export(opened.accelerator, run.model, run.tokenizer, folder, how)
+        export(opened.accelerator, run.model, run.fit, run.tokenizer, folder, how)
     with Pass(console, "checking the export"):
         difference, sample = _check_export(opened, run, folder, dtype)
     told = None
     if settings.verify and not console.quiet and is_whole(run.inner, how):
-        told = names_fact(folder, fit_of(run.inner).stored)
+        told = names_fact(folder, run.fit.stored)
     if told is not None:
         console.warn(f"the export {told}; test it with the server that will load it")
     if settings.verify:
@@ -174,7 +173,7 @@ def export_model(
 
 def _compare_with_base(run: PreparedRun, folder: Path, whole: bool, trust: bool, console: Terminal) -> None:
     """Says in which keys of its files the export differs from its base. Raises ExportError for one without a reason."""
-    files = fit_of(run.inner).files
+    files = run.fit.files
     require_same_tokenizer(run.tokenizer, folder, trust)
     for line in compare_files(compared(base_of(run.inner), files, not whole), folder):
         console.print(f"export: {line}")

@@ -36,21 +36,21 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         "rate": schedule_fact(recipe.schedule, recipe.optimizer.learning_rate, run.num_steps),
         "memory": run.planned.describe(),
     }
-    if (told := untrained_fact(base_of(inner))) is not None:
+    if (told := untrained_fact(base_of(inner), run.on_meta.loaded.trained)) is not None:
         facts["parts"] = told
     if has_adapter(inner):
-        facts["adapters"] = adapter_fact(inner)
-    if (told := start_fact(inner, recipe.adapter)) is not None:
-        facts["start"] = told
+        facts["adapters"] = adapter_fact(inner, run.on_meta.loaded.trained)
+    if run.on_meta.loaded.started is not None:
+        facts["start"] = start_fact(run.on_meta.loaded.started, recipe.adapter)
     if (told := quantised_fact(inner)) is not None:
         facts["quantised"] = told
     if run.ends is not None:
         facts["stop"] = run.ends
     if (told := code_fact(recipe, run.code)) is not None:
         facts["own code"] = told
-    if run.teacher is not None:
-        facts["teacher"] = teacher_fact(recipe.objective, run.teacher)
-    if told := inner.fit.describe():
+    if run.on_meta.teacher is not None:
+        facts["teacher"] = teacher_fact(recipe.objective, run.on_meta.teacher.model)
+    if told := run.fit.describe():
         facts["weights"] = told
     if recipe.notes:
         facts["recipe"] = "; ".join(recipe.notes)

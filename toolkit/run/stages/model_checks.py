@@ -43,8 +43,10 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
         padded, data = leak, without_packing(recipe, on_meta.tokenizer)
         counts = on_meta.data.report.label_counts
         names = recipe.data.source_names
+        teacher = None if on_meta.teacher is None else on_meta.teacher.model
+        continued = on_meta.loaded.started is not None
         objective = build_objective(
-            recipe.objective, on_meta.model, False, counts, on_meta.teacher, apart=True, sources=names
+            recipe.objective, on_meta.model, False, counts, teacher, apart=True, sources=names, continued=continued
         )
     check_teacher(accelerator, recipe.training.micro_batch_size, objective, data, opened.in_16_bits)
     differ = _check_parts(opened, sharded, objective, data, planned)

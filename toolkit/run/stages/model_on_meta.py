@@ -21,7 +21,7 @@ from toolkit.model.adapters.adapter_checks import (
 )
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import settle_attention
-from toolkit.model.load import load
+from toolkit.model.load import LoadedModel, load
 from toolkit.model.quantised.quantised import quantised_layers
 from toolkit.model.structure.model_parts import asked_parts, sees
 from toolkit.objectives.build import build_objective
@@ -63,28 +63,39 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
         BadInputError: if the model cannot be trained or exported as asked; before any weight is read.
     """
     recipe, tokens = opened.recipe, rows.tokenizer
-    model = _load_on_meta(opened, rows)
+    loaded = _load_on_meta(opened, rows)
+    model = loaded.model
     data, padded = fitting(recipe, tokens, rows.data, model)
     require_room(model, tokens, recipe)
     require_sample(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
     attention = _choose_attention(opened, model, packed, data.train.has_images)
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)
-    share_rows(recipe.sharding.sequence, recipe.data.max_length, *(one for one in (model, teacher) if one is not None))
+    models = [model] if teacher is None else [model, teacher.model]
+    share_rows(recipe.sharding.sequence, recipe.data.max_length, *models)
     sources = recipe.data.source_names
-    objective = build_objective(recipe.objective, model, packed, label_counts, teacher, sources=sources)
+    objective = build_objective(
+        recipe.objective,
+        model,
+        packed,
+        label_counts,
+        None if teacher is None else teacher.model,
+        sources=sources,
+        continued=loaded.started is not None,
+    )
     balance = build_balance(recipe.objective, model)
-    return MetaModel(model, tokens, data, padded, attention, teacher, objective, balance)
+    return MetaModel(loaded, tokens, data, padded, attention, teacher, objective, balance)
 
 
-def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
+def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> LoadedModel:
     """Builds the model; raises BadInputError if there is none, or it cannot be trained or exported as asked."""
     recipe, names = opened.recipe, rows.data.label_names
     has_images = rows.data.train.has_images
     parts = asked_parts(recipe.model, recipe.adapter, has_images)
-    model = load(
+    loaded = load(
         recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind, parts
     )
+    model = loaded.model
     if recipe.model.train is not None and not sees(base_of(model)):
         raise BadInputError("model.train has no effect: the model reads text alone; remove it")
     require_one_type(model, recipe.model.dtype, opened.accelerator.mixed_precision)
@@ -95,7 +106,7 @@ def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> PreTrainedModel:
         require_new_rows_trained(model, rows.tokenizer.convert_ids_to_tokens(tokenizer.new_ids(rows.tokenizer)))
     quantised = any(quantised_layers(model))
     refuse(replace(settings_of_recipe(recipe), is_quantised=quantised, has_images=has_images))
-    return model
+    return loaded
 
 
 def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool, has_images: bool) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.checkpoint.manifest import Manifest
@@ -17,7 +16,7 @@ from toolkit.data.samples.samples import Samples
 from toolkit.data.samples.turn_ends import learned_ends
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.weights.weights import fit_of
+from toolkit.model.weights.weights import Fit
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
@@ -56,7 +55,7 @@ def prepare_run(
     require_same_scoring(asked, recipe, resumed)
     on_meta = build_on_meta(opened, read_rows(opened, resumed))
     require_sighted(asked, on_meta.data.train)
-    _require_same_adapter(on_meta.model, recipe, resumed)
+    _require_same_adapter(on_meta.loaded.fit, recipe, resumed)
     planned = plan_memory(opened, on_meta)
     sharded = shard_model(opened, on_meta, planned)
     checked = check_model(opened, on_meta, planned, sharded)
@@ -64,7 +63,7 @@ def prepare_run(
     size = training.micro_batch_size * training.gradient_accumulation_steps * num_groups
     num_steps = steps_of_run(training, len(checked.data.train), size)
     last = last_position(recipe, checked.data, num_steps, size, resumed)
-    checked = _with_references(opened, sharded, checked, last, resumed)
+    checked = _with_references(opened, on_meta.loaded.fit, sharded, checked, last, resumed)
     windows = build_windows(
         recipe, checked.data, num_steps, training.gradient_accumulation_steps, group, num_groups, part
     )
@@ -91,9 +90,9 @@ def prepare_run(
     )
 
 
-def _require_same_adapter(model: nn.Module, recipe: Recipe, resumed: Manifest | None) -> None:
+def _require_same_adapter(fit: Fit, recipe: Recipe, resumed: Manifest | None) -> None:
     """Raises BadInputError if the run to resume started from another adapter than is in its folder now."""
-    if resumed is not None and resumed.adapter != fit_of(model).adapter:
+    if resumed is not None and resumed.adapter != fit.adapter:
         raise BadInputError(
             f"checkpoint.resume: the run up to step {resumed.step} went on from another adapter than "
             f"adapter.start_from ({recipe.adapter.start_from!r}) is now; bring that back, or start anew with another "
@@ -102,7 +101,7 @@ def _require_same_adapter(model: nn.Module, recipe: Recipe, resumed: Manifest | 
 
 
 def _with_references(
-    opened: OpenedRun, sharded: ShardedModel, checked: CheckedModel, last: int, resumed: Manifest | None
+    opened: OpenedRun, fit: Fit, sharded: ShardedModel, checked: CheckedModel, last: int, resumed: Manifest | None
 ) -> CheckedModel:
     """Adds the log-probabilities of the reference, the model before its first step, if the objective needs them.
 
@@ -112,18 +111,19 @@ def _with_references(
     objective = checked.objective
     if not objective.needs_references:
         return checked
-    _require_same_reference(sharded.inner, opened.recipe, resumed)
-    return replace(checked, data=_with_log_probabilities(opened, sharded, objective, checked.data, last))
+    _require_same_reference(fit, opened.recipe, resumed)
+    data = _with_log_probabilities(opened, fit.adapter, sharded, objective, checked.data, last)
+    return replace(checked, data=data)
 
 
-def _require_same_reference(inner: Any, recipe: Recipe, resumed: Manifest | None) -> None:
+def _require_same_reference(fit: Fit, recipe: Recipe, resumed: Manifest | None) -> None:
     """Records which files the reference is from, for the checkpoints of the run.
 
     Raises:
         BadInputError: if the checkpoint to resume from was trained against the weights of other files.
     """
-    inner.fit.fingerprint = inner.fit.origin
-    if resumed is not None and resumed.base not in (None, inner.fit.fingerprint):
+    fit.fingerprint = fit.origin
+    if resumed is not None and resumed.base not in (None, fit.fingerprint):
         raise BadInputError(
             f"checkpoint.resume: the reference of the run up to step {resumed.step} had other weights than "
             f"model.name_or_path ({recipe.model.name_or_path!r}) has now; bring them back (of a hub model: set "
@@ -132,7 +132,12 @@ def _require_same_reference(inner: Any, recipe: Recipe, resumed: Manifest | None
 
 
 def _with_log_probabilities(
-    opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData, last: int
+    opened: OpenedRun,
+    adapter: str | None,
+    sharded: ShardedModel,
+    objective: Objective,
+    data: TokenisedData,
+    last: int,
 ) -> TokenisedData:
     recipe, accelerator = opened.recipe, opened.accelerator
     progress = Pass(opened.console, "log-probabilities of the reference")
@@ -140,7 +145,8 @@ def _with_log_probabilities(
     for split, samples in (("train", data.train), ("validation", data.validation)):
         compared = None if samples is None else samples.compared
         if compared is not None:
-            identity = identity_of(recipe, sharded.inner, accelerator.mixed_precision, data.fingerprint, split)
+            precision = accelerator.mixed_precision
+            identity = identity_of(recipe, sharded.inner, adapter, precision, data.fingerprint, split)
             size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)
             if split == "train":
                 reached = EpochOrder(len(compared), recipe.training.seed, recipe.data.shuffle).first(last)

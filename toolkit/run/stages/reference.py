@@ -24,7 +24,6 @@ from toolkit.data.samples.sequence_parts import WHOLE, Part
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.load import fingerprint
 from toolkit.model.structure.without_dropout import without_dropout
-from toolkit.model.weights.weights import fit_of
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 
@@ -114,16 +113,19 @@ def _compute_missing(
         yield min(round_start + stride, len(missing))
 
 
-def identity_of(recipe: Recipe, model: nn.Module, mixed_precision: str, data: str, split: str) -> list[Any]:
+def identity_of(
+    recipe: Recipe, model: nn.Module, start: str | None, mixed_precision: str, data: str, split: str
+) -> list[Any]:
     """Returns all that decides a reference: model, weights, configuration, precision and rows. Collective.
 
     It includes the weights' fingerprint, because a hub name stands for other weights once its branch has moved.
 
     Args:
         model: the model without its wrappers.
+        start: the fingerprint of the adapter that training continues, or None.
     """
     told = base_of(model).config.to_json_string(use_diff=False)
-    section, start = recipe.model, fit_of(model).adapter
+    section = recipe.model
     # Only if there is one: what has been computed for full models stays known.
     of_adapter = [] if start is None else [start, recipe.adapter.model_dump(exclude={"start_from", "dropout"})]
     decided = [section.model_dump(), fingerprint(section), told, mixed_precision, data, recipe.training.seed, split]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from toolkit import ranks
 from toolkit.data.samples.image_samples import image_samples_of
 from toolkit.model.adapters.adapter_checks import require_kept
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attention_of
+from toolkit.model.load import LoadedModel
 from toolkit.model.structure.model_parts import may_leave_unused
 from toolkit.optim.build import build_optimizer
 from toolkit.planning.check import Planned, plan_run
@@ -55,7 +53,7 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
                 accelerator.mixed_precision,
                 on_meta.data.report.label_counts,
                 accelerator.device,
-                on_meta.teacher,
+                None if on_meta.teacher is None else on_meta.teacher.model,
                 image_samples_of(on_meta.data.train),
             )
         )
@@ -84,31 +82,33 @@ def shard_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned) -> Shar
     """
     recipe, accelerator = opened.recipe, opened.accelerator
     opened.plugin.checkpointing = planned.checkpointing
-    compilation = prepare_forwards(opened, on_meta.model)
+    compilation = prepare_forwards(opened, on_meta.loaded)
     made = build_optimizer(on_meta.model, recipe.optimizer, recipe.sharding.unit_classes)
     prepared: tuple[nn.Module, torch.optim.Optimizer] = accelerator.prepare(on_meta.model, made)
     model, optimizer = prepared
     inner = accelerator.unwrap_model(model)
-    require_kept(inner, recipe.export)
+    require_kept(inner, on_meta.loaded.fit, recipe.export)
     place_teacher(accelerator, recipe.sharding.unit_classes, on_meta.teacher, opened.plugin)
     return ShardedModel(model, inner, optimizer, compilation)
 
 
-def prepare_forwards(opened: OpenedRun, model: Any) -> Compilation | None:
-    """Compiles and checkpoints the blocks of a model for DDP; the plugin prepares those that it shards itself."""
-    if attention_of(base_of(model)) == "flex_attention" and opened.accelerator.is_main_process:
+def prepare_forwards(opened: OpenedRun, loaded: LoadedModel) -> Compilation | None:
+    """Prepares a model whole for DDP. The plugin loads the weights and prepares the blocks of one that it shards."""
+    if attention_of(base_of(loaded.model)) == "flex_attention" and opened.accelerator.is_main_process:
         Terminal().print("flex_attention compiles its kernels in the first forward, which can take minutes")
     if opened.plugin.strategy.sharded:
+        opened.plugin.load_weights = loaded.load_weights
         return opened.plugin.compilation
-    return _prepare_for_ddp(opened, model)
+    return _prepare_for_ddp(opened, loaded)
 
 
-def _prepare_for_ddp(opened: OpenedRun, model: PreTrainedModel) -> Compilation | None:
+def _prepare_for_ddp(opened: OpenedRun, loaded: LoadedModel) -> Compilation | None:
     """Does what the sharding plugin does in `prepare`, for a model that DDP wraps whole."""
-    model.materialize_weights()
+    model = loaded.model
+    loaded.load_weights(None)
     compilation, checkpointing = compilation_of(opened.recipe), opened.plugin.checkpointing
     if checkpointing is not None or compilation is not None:
         prepare_blocks(model, plan_units(model, opened.recipe.sharding.unit_classes), checkpointing, compilation)
     # It makes DDP walk the graph in every step, so only models that need it get it.
-    opened.accelerator.ddp_handler.find_unused_parameters = may_leave_unused(model)
+    opened.accelerator.ddp_handler.find_unused_parameters = may_leave_unused(model, loaded.trained)
     return compilation

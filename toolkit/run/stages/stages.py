@@ -26,6 +26,8 @@ from toolkit.data.report import DataReport
 from toolkit.data.samples.loader import TrainLoader
 from toolkit.data.stream import StreamLoader
 from toolkit.generation.text.rows import PromptRow
+from toolkit.model.load import LoadedModel
+from toolkit.model.weights.weights import Fit
 from toolkit.objectives.losses.balance import Balance
 from toolkit.objectives.objective import Objective
 from toolkit.pages.parts.side_by_side import SideBySide
@@ -83,14 +85,19 @@ class MetaModel:
         balance: counts the loads of a mixture of experts, and adds the routers' losses.
     """
 
-    model: nn.Module
+    loaded: LoadedModel
     tokenizer: PreTrainedTokenizerBase
     data: TokenisedData
     padded: str | None
     attention: str
-    teacher: nn.Module | None
+    teacher: LoadedModel | None
     objective: Objective
     balance: Balance
+
+    @property
+    def model(self) -> Any:
+        """transformers' or peft's model."""
+        return self.loaded.model
 
 
 @dataclass(frozen=True)
@@ -212,6 +219,11 @@ class PreparedRun:
         return self.sharded.inner
 
     @property
+    def fit(self) -> Fit:
+        """How the model's files fit it."""
+        return self.on_meta.loaded.fit
+
+    @property
     def objective(self) -> Objective:
         return self.checked.objective
 
@@ -228,12 +240,7 @@ class PreparedRun:
         return self.on_meta.balance
 
     @property
-    def teacher(self) -> nn.Module | None:
-        """The model that is learned from, if any."""
-        return None if self.objective.teacher is None else self.objective.teacher.model
-
-    @property
     def teacher_fingerprint(self) -> str | None:
         """Fingerprint of the teacher's weights, or None without a teacher."""
-        teacher: Any = self.teacher
+        teacher = self.on_meta.teacher
         return None if teacher is None else teacher.fit.fingerprint

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from accelerate import Accelerator
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.model.attention.attention import settle_attention
+from toolkit.model.load import LoadedModel
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.teacher import load_teacher, shard_teacher
 from toolkit.recipe.recipe import Recipe
@@ -20,28 +18,29 @@ from toolkit.sharding.plugin import ShardingPlugin
 
 def asked_teacher(
     accelerator: Accelerator, recipe: Recipe, tokens: PreTrainedTokenizerBase, packed: bool
-) -> nn.Module | None:
+) -> LoadedModel | None:
     """Returns the teacher on the meta device, with the attention of the run, or None without one.
 
     Raises:
         BadInputError: if it cannot be loaded, or its tokens differ from the student's.
     """
-    teacher: Any = load_teacher(recipe, tokens, accelerator.mixed_precision)
+    teacher = load_teacher(recipe, tokens, accelerator.mixed_precision)
     if teacher is not None:
         in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
-        settle_attention(teacher, recipe.model.attention, accelerator.device, in_16_bits, packed, compiled=False)
-    return teacher  # type: ignore[no-any-return]
+        settle_attention(teacher.model, recipe.model.attention, accelerator.device, in_16_bits, packed, compiled=False)
+    return teacher
 
 
 def place_teacher(
-    accelerator: Accelerator, unit_classes: list[str] | None, teacher: nn.Module | None, plugin: ShardingPlugin
+    accelerator: Accelerator, unit_classes: list[str] | None, teacher: LoadedModel | None, plugin: ShardingPlugin
 ) -> None:
     """Shards the teacher, if there is one, and loads its weights."""
     if teacher is None:
         return
     mesh = accelerator.state.device_mesh if plugin.strategy.sharded else None
-    shard_teacher(teacher, plugin.strategy, mesh, accelerator.mixed_precision, unit_classes)
-    teacher.to(accelerator.device)
+    precision = accelerator.mixed_precision
+    shard_teacher(teacher.model, plugin.strategy, mesh, precision, unit_classes, teacher.load_weights)
+    teacher.model.to(accelerator.device)
 
 
 def check_teacher(

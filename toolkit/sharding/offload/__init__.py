@@ -4,8 +4,8 @@ engine.py holds the schedule; capture.py, executors.py and worker.py are its par
 model, optimizer and `Accelerator`.
 """
 
-from toolkit.sharding.offload.engine import OffloadEngine
-from toolkit.sharding.offload.facade import connect, engine_of
+from toolkit.sharding.offload.engine import OffloadEngine, engine_of
+from toolkit.sharding.offload.facade import connect
 from toolkit.sharding.offload.settings import OffloadSettings, parse_offload
 
 __all__ = ["OffloadEngine", "OffloadSettings", "connect", "engine_of", "parse_offload"]

@@ -43,6 +43,15 @@ MEASURED_STEPS = 2
 DEVICE_SHARE = 0.9
 """The share of the device's memory that `device_state_gib: auto` uses."""
 
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
+"""Models whose state is offloaded -> their engines."""
+
+
+def engine_of(model: nn.Module) -> OffloadEngine | None:
+    """Returns the engine that steps a model's offloaded state, or None if nothing is offloaded."""
+    engine = _ENGINES.get(model)
+    return None if engine is None else engine()
+
 
 class OffloadEngine:
     """Steps the offloaded optimizer state of one model.
@@ -109,8 +118,8 @@ class OffloadEngine:
         self._worker = Worker(self._device, self.threads)
         self._used = UsedParameters(model)
         self._agreed = False
-        # The model holds its engine, so that dropping the model (as at the end of a Trainer) frees the host memory.
-        model.offload_engine = self  # type: ignore[assignment]
+        # Weakly: the model's hooks hold the engine, so dropping the model (as a Trainer's end does) frees host memory.
+        _ENGINES[model] = weakref.ref(self)
         self._end = weakref.finalize(self, _free_memory, self._worker, self._handle, self.state.slabs)
         # Not at the end of the process: the device may wait for a rank that is gone.
         self._end.atexit = False

@@ -33,11 +33,6 @@ def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
     accelerator.clip_grad_value_ = _refuse_clipping_by_value
 
 
-def engine_of(model: nn.Module) -> OffloadEngine | None:
-    """Returns the engine that steps a model's offloaded state, or None if nothing is offloaded."""
-    return getattr(model, "offload_engine", None)
-
-
 def _refuse_clipping_by_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     raise BadInputError(
         "clip_grad_value_: gradients are not on the device any more with offload; use clip_grad_norm_, or no offload"

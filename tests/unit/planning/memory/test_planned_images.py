@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.model.structure.fake_tensors import FakeTensorMode
-from toolkit.model.structure.model_parts import freeze_untrained, train_parts
+from toolkit.model.structure.model_parts import freeze_untrained
 from toolkit.model.structure.on_meta import build_on_meta
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.planning.memory.known import KnownValues
@@ -41,8 +41,7 @@ def workload(kind: str, samples: ImageSamples, parts: Sequence[str] = ALL) -> Wo
     model = build_on_meta(lambda: AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
     model.tie_weights()
     model.config.architectures = [type(model).__name__]
-    train_parts(model, parts)
-    freeze_untrained(model)
+    freeze_untrained(model, parts)
 
     def objective(model: Any, teacher: Any = None) -> CausalLM:
         return CausalLM(model, packed=samples.packed)
