@@ -35,12 +35,19 @@ class Combination:
 
     names: tuple[str, ...]
     reason: Reason
-    why: str
-    mend: str
+    why: str = ""
+    mend: str = "remove it"
     is_idle: bool = False
 
 
 DEFINITION, LIBRARY, NOT_BUILT = Reason.DEFINITION, Reason.LIBRARY, Reason.NOT_BUILT
+
+
+def _idle(first: str, last: str, why: str = "", mend: str = "remove it") -> Combination:
+    """Returns the combination of a feature that has no effect with another."""
+    return Combination((first, last), DEFINITION, why, mend, is_idle=True)
+
+
 _GATHERS_ONCE = "which gathers parameters once a step at most"
 _REMOVE_ONE = "remove one of them"
 _EACH_EVALUATED = "as each checkpoint is judged by an evaluation"
@@ -48,16 +55,13 @@ _EVALUATE_EACH = "set training.eval_every_steps to checkpoint.every_steps or a d
 
 COMBINATIONS = (
     # By block
-    Combination(("by block", "ddp"), DEFINITION, _GATHERS_ONCE, "remove it, or choose zero3 or hybrid", is_idle=True),
-    Combination(
-        ("by block", "zero1, zero2"), DEFINITION, _GATHERS_ONCE, "remove it, or choose zero3 or hybrid", is_idle=True
-    ),
-    Combination(
-        ("by block", "one micro-batch"),
-        DEFINITION,
+    _idle("by block", "ddp", _GATHERS_ONCE, "remove it, or choose zero3 or hybrid"),
+    _idle("by block", "zero1, zero2", _GATHERS_ONCE, "remove it, or choose zero3 or hybrid"),
+    _idle(
+        "by block",
+        "one micro-batch",
         "which already gathers each block once",
         "set training.gradient_accumulation_steps above 1, or remove it",
-        is_idle=True,
     ),
     Combination(
         ("by block", "fewer than all checkpoints"),
@@ -87,23 +91,9 @@ COMBINATIONS = (
         _REMOVE_ONE,
     ),
     # Gathers inside nodes
-    Combination(
-        ("hpZ", "ddp"), DEFINITION, "whose backward gathers nothing again", "remove it, or choose zero3", is_idle=True
-    ),
-    Combination(
-        ("hpZ", "zero1, zero2"),
-        DEFINITION,
-        "whose backward gathers nothing again",
-        "remove it, or choose zero3",
-        is_idle=True,
-    ),
-    Combination(
-        ("hpZ", "hybrid"),
-        DEFINITION,
-        "whose backward gathers inside its groups as it is",
-        "remove it, or choose zero3",
-        is_idle=True,
-    ),
+    _idle("hpZ", "ddp", "whose backward gathers nothing again", "remove it, or choose zero3"),
+    _idle("hpZ", "zero1, zero2", "whose backward gathers nothing again", "remove it, or choose zero3"),
+    _idle("hpZ", "hybrid", "whose backward gathers inside its groups as it is", "remove it, or choose zero3"),
     Combination(("hpZ", "experts"), NOT_BUILT, "whose units have ranks of their own", _REMOVE_ONE),
     # Experts
     Combination(("experts", "ddp"), DEFINITION, "which holds every expert on every rank", "remove it, or choose zero3"),
@@ -133,30 +123,17 @@ COMBINATIONS = (
         "in units that only some ranks share",
         "choose a strategy without offload, or mixed_precision no",
     ),
-    Combination(
-        ("offload's details", "no offload"),
-        DEFINITION,
+    _idle(
+        "offload's details",
+        "no offload",
         "",
         "set sharding.offload=optimizer, or the strategy zero3+offload in the Accelerate config",
-        is_idle=True,
     ),
     # Activations
-    Combination(
-        ("checkpoints on the host", "no checkpoints"),
-        DEFINITION,
-        "",
-        "remove it, or set sharding.activation_checkpointing=1",
-        is_idle=True,
-    ),
-    Combination(
-        ("chunks", "no checkpoints"),
-        DEFINITION,
-        "",
-        "remove it, or set sharding.activation_checkpointing=1",
-        is_idle=True,
-    ),
+    _idle("checkpoints on the host", "no checkpoints", "", "remove it, or set sharding.activation_checkpointing=1"),
+    _idle("chunks", "no checkpoints", "", "remove it, or set sharding.activation_checkpointing=1"),
     # Gathers ahead, compiled blocks, precision
-    Combination(("prefetch", "ddp"), DEFINITION, "which gathers nothing", "remove it", is_idle=True),
+    _idle("prefetch", "ddp", "which gathers nothing"),
     Combination(
         ("compile", "quantised base"),
         LIBRARY,
@@ -185,9 +162,9 @@ COMBINATIONS = (
         "call toolkit.sharding.compile_blocks(model, plan_units(model), Compilation()) before prepare, or choose zero3",
     ),
     # Objectives
-    Combination(("sequence", "seq2seq"), NOT_BUILT, "", "remove it"),
-    Combination(("by block", "seq2seq"), NOT_BUILT, "", "remove it"),
-    Combination(("chunks", "seq2seq"), NOT_BUILT, "whose blocks have no MLP among their children", "remove it"),
+    Combination(("sequence", "seq2seq"), NOT_BUILT),
+    Combination(("by block", "seq2seq"), NOT_BUILT),
+    Combination(("chunks", "seq2seq"), NOT_BUILT, "whose blocks have no MLP among their children"),
     Combination(
         ("quantised base", "seq2seq"),
         LIBRARY,
@@ -204,18 +181,12 @@ COMBINATIONS = (
         "remove sharding.accumulate",
     ),
     # Objectives and their rows
-    Combination(("packing", "padded rows"), DEFINITION, "", "remove it"),
-    Combination(("streaming", "padded rows"), NOT_BUILT, "", "remove it"),
+    Combination(("packing", "padded rows"), DEFINITION),
+    Combination(("streaming", "padded rows"), NOT_BUILT),
     Combination(("split rows", "padded rows"), DEFINITION, "", "allowed: error, drop, truncate"),
-    Combination(("targets", "padded rows"), DEFINITION, "", "remove it", is_idle=True),
-    Combination(("chat template", "padded rows"), DEFINITION, "", "remove it", is_idle=True),
-    Combination(
-        ("BOS", "padded rows"),
-        DEFINITION,
-        "whose texts get the model's own special tokens",
-        "remove it",
-        is_idle=True,
-    ),
+    _idle("targets", "padded rows"),
+    _idle("chat template", "padded rows"),
+    _idle("BOS", "padded rows", "whose texts get the model's own special tokens"),
     Combination(
         ("named sources", "no losses by source"),
         NOT_BUILT,
@@ -225,45 +196,28 @@ COMBINATIONS = (
     Combination(("named sources", "own loss"), NOT_BUILT, "which returns one sum for all rows", "remove the names"),
     Combination(("sequence", "own loss"), NOT_BUILT, "whose rows must lie on one rank", "remove it"),
     Combination(("named sources", "streaming"), NOT_BUILT, "", "remove the names, or data.streaming"),
-    Combination(("streaming", "compared completions"), NOT_BUILT, "", "remove it"),
+    Combination(("streaming", "compared completions"), NOT_BUILT),
     Combination(("split rows", "compared completions"), DEFINITION, "", "allowed: error, drop"),
     Combination(("truncated rows", "compared completions"), DEFINITION, "", "allowed: error, drop"),
-    Combination(
-        ("targets", "compared completions"), DEFINITION, "which compares completions", "remove it", is_idle=True
-    ),
-    Combination(
-        ("sources and targets", "objectives but seq2seq"),
-        DEFINITION,
-        "",
-        "remove it, or set objective.kind=seq2seq",
-        is_idle=True,
-    ),
-    Combination(("margins", "objectives but reward"), DEFINITION, "", "remove it", is_idle=True),
-    Combination(("samples", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
-    Combination(("answers", "no text written"), DEFINITION, "whose model writes no text", "remove it", is_idle=True),
+    _idle("targets", "compared completions", "which compares completions"),
+    _idle("sources and targets", "objectives but seq2seq", "", "remove it, or set objective.kind=seq2seq"),
+    _idle("margins", "objectives but reward"),
+    _idle("samples", "no text written", "whose model writes no text"),
+    _idle("answers", "no text written", "whose model writes no text"),
     Combination(("epochs", "streaming"), DEFINITION, "whose length is not known", "set training.max_steps"),
     # Evaluations
-    Combination(("evaluations", "no held-out rows"), DEFINITION, "", "remove it, or set one of these", is_idle=True),
-    Combination(
-        ("held-out samples", "no held-out rows"), DEFINITION, "", "remove it, or set one of these", is_idle=True
-    ),
-    Combination(
-        ("answers", "no held-out rows"),
-        DEFINITION,
-        "as answers are written at evaluations",
-        "set one of these",
-        is_idle=True,
-    ),
-    Combination(
-        ("early stopping", "no evaluations"),
-        DEFINITION,
+    _idle("evaluations", "no held-out rows", "", "remove it, or set one of these"),
+    _idle("held-out samples", "no held-out rows", "", "remove it, or set one of these"),
+    _idle("answers", "no held-out rows", "as answers are written at evaluations", "set one of these"),
+    _idle(
+        "early stopping",
+        "no evaluations",
         "as the run is evaluated at its start and its end alone",
         "set that, for example training.eval_every_steps=100",
-        is_idle=True,
     ),
     Combination(("best checkpoint", "no evaluations"), DEFINITION, _EACH_EVALUATED, _EVALUATE_EACH),
     Combination(("best checkpoint", "checkpoints between evaluations"), DEFINITION, _EACH_EVALUATED, _EVALUATE_EACH),
-    Combination(("best by answers", "no use of the best"), DEFINITION, "", "set one of these", is_idle=True),
+    _idle("best by answers", "no use of the best", "", "set one of these"),
     Combination(
         ("best by answers", "no answers"),
         DEFINITION,
@@ -278,12 +232,9 @@ COMBINATIONS = (
     ),
     # Adapters and the export
     Combination(
-        ("sample of the export", "no export"),
-        DEFINITION,
-        "as the sample is made from the export",
-        _REMOVE_ONE,
+        ("sample of the export", "no export"), DEFINITION, "as the sample is made from the export", _REMOVE_ONE
     ),
-    Combination(("merged export", "no adapters"), DEFINITION, "", "remove it, or set adapter.kind=lora", is_idle=True),
+    _idle("merged export", "no adapters", "", "remove it, or set adapter.kind=lora"),
     Combination(
         ("added tokens", "adapters unmerged"),
         DEFINITION,
@@ -306,16 +257,11 @@ COMBINATIONS = (
     # Images
     Combination(("sequence", "images"), NOT_BUILT, "which stand in one part of a row", "set sharding.sequence=1"),
     Combination(("experts", "images"), NOT_BUILT, "", "set sharding.experts=1"),
-    Combination(("chunks", "images"), NOT_BUILT, "", "remove it"),
-    Combination(("compile", "images"), NOT_BUILT, "whose sizes differ from one micro-batch to the next", "remove it"),
+    Combination(("chunks", "images"), NOT_BUILT),
+    Combination(("compile", "images"), NOT_BUILT, "whose sizes differ from one micro-batch to the next"),
     # Plans
     Combination(("longest row", "seq2seq"), DEFINITION, "whose samples are two rows", "plan without it"),
-    Combination(
-        ("longest row", "distillation"),
-        NOT_BUILT,
-        "",
-        "plan with several values of data.max_length",
-    ),
+    Combination(("longest row", "distillation"), NOT_BUILT, "", "plan with several values of data.max_length"),
     Combination(("longest row", "experts"), NOT_BUILT, "", "set sharding.experts=1"),
 )
 
