@@ -5,11 +5,14 @@ python docs/pictures.py
 
 from __future__ import annotations
 
-import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support.house import FILES, PACKAGE, imports, name_of, tree_of
 
 FOLDER = Path(__file__).parent / "pictures"
 COLOURS = {"forward": "#2f6fd0", "backward": "#7a52c7", "gather": "#b35309", "reduce": "#12805c", "update": "#5b6470"}
@@ -187,18 +190,15 @@ def sequence(ranks: int = 2, tokens: int = 8, heads: int = 4) -> str:
     return picture(20 + 3 * width + 2 * gap + 20, int(bottom) + 34, "What each rank has of a shared row", parts)
 
 
-PACKAGE = FOLDER.parents[1] / "toolkit"
-
-
 def imported_rooms() -> dict[str, set[str]]:
     """Room of toolkit/ -> the rooms that its files import, without those that another one imports for it."""
     rooms = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
-    pattern = re.compile(r"^\s*from toolkit(?:\.(\w+)[\w.]*)? import ([\w, ]+)", re.MULTILINE)
-    found: dict[str, set[str]] = {}
-    for room in rooms:
-        texts = "\n".join(path.read_text(encoding="utf-8") for path in (PACKAGE / room).rglob("*.py"))
-        names = {name for one, several in pattern.findall(texts) for name in ([one] if one else several.split(", "))}
-        found[room] = {name for name in names if name in rooms} - {room}
+    found: dict[str, set[str]] = {room: set() for room in rooms}
+    for path in FILES:
+        room = name_of(path).partition("/")[0]
+        if room in found:
+            read = {other.partition("/")[0] for _, other in imports(tree_of(path))}
+            found[room] |= read & found.keys() - {room}
     below = {room: _all_below(room, found) for room in rooms}
     return {room: {x for x in reads if not any(x in below[other] for other in reads)} for room, reads in found.items()}
 
