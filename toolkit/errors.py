@@ -159,6 +159,19 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def listed(names: Iterable[object], most: int = 5, count: int = 0) -> str:
+    """Lists the first names, and how many more there are: a, b and 3 more. Empty without names.
+
+    Args:
+        most: the largest number of names that are listed.
+        count: how many there are, if `names` has not all of them.
+    """
+    known = list(names)
+    shown = [str(name) for name in known[:most]]
+    more = max(count, len(known)) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more" if more and shown else "")
+
+
 def counted(count: int, noun: str) -> str:
     """Formats a count with its noun: 1 row, 2 rows, 1,000 rows."""
     return f"{count:,} {noun if count == 1 else noun + 's'}"

@@ -29,7 +29,7 @@ from toolkit import ranks
 from toolkit.checkpoint.beside_weights.model_files import write_adapter_files, write_model_files
 from toolkit.data.images.images import limits_of
 from toolkit.data.tokens.tokenizer import pad_id
-from toolkit.errors import ExportError, counted, first_line
+from toolkit.errors import ExportError, counted, first_line, listed
 from toolkit.model.adapters.adapters import (
     base_name,
     base_of,
@@ -43,7 +43,6 @@ from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised.quantised import dequantised, quantise_loaded
 from toolkit.model.structure.tying import config_of_export
 from toolkit.model.weights.file_names import FileNames
-from toolkit.model.weights.weight_values import some
 from toolkit.model.weights.weights import Fit, names_in_files
 from toolkit.paths import BASE_FILE, GIB, fingerprint_of
 from toolkit.sharding.fsdp2.shards import shard_group, shard_shape, sharded_dim, state_once
@@ -127,8 +126,8 @@ def _require_unread(fit: Fit) -> None:
             return
     raise ExportError(
         f"the base in {str(fit.folder)!r} has changed or gone since training began, and the export needs "
-        f"{counted(len(fit.unread), 'tensor')} of it that transformers does not load: {some(fit.unread)}; put the base "
-        "back, and start the same command again: it goes on from the last checkpoint, if there is one"
+        f"{counted(len(fit.unread), 'tensor')} of it that transformers does not load: {listed(fit.unread)}; put the "
+        "base back, and start the same command again: it goes on from the last checkpoint, if there is one"
     )
 
 
@@ -222,8 +221,8 @@ def names_fact(folder: Path, stored: Set[str] | None) -> str | None:
     if stored is None or found == stored:
         return None
     lost, added = sorted(stored - found), sorted(found - stored)
-    told = [f"lacks {counted(len(lost), 'tensor')} of the base: {some(lost)}"] if lost else []
-    return " and ".join(told + ([f"has {counted(len(added), 'new tensor')}: {some(added)}"] if added else []))
+    told = [f"lacks {counted(len(lost), 'tensor')} of the base: {listed(lost)}"] if lost else []
+    return " and ".join(told + ([f"has {counted(len(added), 'new tensor')}: {listed(added)}"] if added else []))
 
 
 def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -16,9 +16,10 @@ from toolkit.compare.compared import (
     setup_table,
     step_of,
 )
+from toolkit.errors import listed
 from toolkit.pages.parts.charts import Chart, Series, drawable, smoothed
 from toolkit.pages.parts.curves import SCRIPT, curve_card
-from toolkit.pages.parts.number_text import finite, format_names
+from toolkit.pages.parts.number_text import finite
 from toolkit.pages.parts.page import ChartCard, Key, Note, Table, render, script, script_policy, write_page
 from toolkit.pages.parts.run_metrics import Metrics, column
 from toolkit.pages.parts.svg import NARROW_PX, WIDE_PX
@@ -42,7 +43,7 @@ def render_comparison(runs: Sequence[ComparedRun], written: float) -> str:
     names, problems = [run.name for run in runs], problem_lines(runs)
     return render(
         "compare.html.jinja",
-        title=format_names(names, len(names), NAMED),
+        title=listed(names, NAMED),
         written=format_time(written),
         runs=[_legend_entry(run, color) for run, color in _with_colors(runs)],
         problems=Note("problems", "Look at these runs.", "", problems) if problems else None,

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolkit.errors import listed
 from toolkit.pages.parts.figures import Figure, figures_of
 from toolkit.pages.parts.number_text import (
     MISSING,
     finite,
     format_count,
-    format_names,
     format_seconds,
     format_short,
 )
@@ -147,10 +147,12 @@ def model_of(run: ComparedRun) -> str:
 
 def data_of(run: ComparedRun) -> str:
     sources = run.recipe.get("data.train")
-    listed = sources if isinstance(sources, list) else [sources]
-    paths = [str(item.get("path", "")) if isinstance(item, dict) else str(item or "") for item in listed]
+    paths = [
+        str(item.get("path", "")) if isinstance(item, dict) else str(item or "")
+        for item in (sources if isinstance(sources, list) else [sources])
+    ]
     names = [source_name(path) for path in paths if path]
-    return format_names(names, len(names), SOURCES_SHOWN)
+    return listed(names, SOURCES_SHOWN)
 
 
 def method_of(run: ComparedRun) -> str:

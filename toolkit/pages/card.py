@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from toolkit.data.layouts.template_arguments import OF_ROW
-from toolkit.pages.parts.number_text import format_names
+from toolkit.errors import listed
 from toolkit.paths import is_file_source, source_name
 from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
@@ -99,7 +99,7 @@ def _base_model_name(recipe: Recipe) -> str | None:
 def model_and_data(recipe: Recipe, class_name: str, is_done: bool = True) -> str:
     """Returns the name of the model, or its class if it begins with random weights, and the sources of the rows."""
     names = [source_name(source.path) for source in recipe.data.train]
-    base, data = _base_model_name(recipe), format_names(names, len(names), 2)
+    base, data = _base_model_name(recipe), listed(names, 2)
     if not is_done:
         return f"Fine-tuning {base} on {data}" if base else f"Training {class_name} on {data} from random weights"
     return f"{base} fine-tuned on {data}" if base else f"{class_name} trained on {data} from random weights"

@@ -15,8 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from toolkit.errors import listed
 from toolkit.pages.data_page import Report, by_count, count_of, splits, window_remark
-from toolkit.pages.parts.number_text import format_count, format_names, format_percent, format_short, number
+from toolkit.pages.parts.number_text import format_count, format_percent, format_short, number
 from toolkit.terminal import harmless
 
 MAX_LISTED_ROWS = 5
@@ -101,7 +102,7 @@ def _show_found(console: Console, title: str, found: Report | None, what: str) -
 def _show_labels(console: Console, labels: dict[str, int]) -> None:
     named = [f"{label} {count:,}" for label, count in sorted(labels.items(), key=lambda item: -item[1])]
     if named:
-        _print_line(console, "labels", format_names(named, len(named), MAX_LISTED_SOURCES))
+        _print_line(console, "labels", listed(named, MAX_LISTED_SOURCES))
 
 
 def _show_sources(console: Console, sources: list[Report]) -> None:
@@ -129,7 +130,7 @@ def _counted(count: Any, noun: str) -> str:
 
 
 def _names(found: Report) -> str:
-    names = format_names(found.get("rows") or [], count_of(found), MAX_LISTED_ROWS)
+    names = listed(found.get("rows") or [], MAX_LISTED_ROWS, count_of(found))
     return f"({names})" if names else ""
 
 

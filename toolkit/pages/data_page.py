@@ -11,11 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import counted
+from toolkit.errors import counted, listed
 from toolkit.pages.parts.number_text import (
     MISSING,
     format_count,
-    format_names,
     format_percent,
     format_short,
     format_tick,
@@ -111,7 +110,7 @@ def _count(split: Report, key: str) -> int:
 
 
 def _names(found: Report) -> str:
-    return format_names(found.get("rows") or [], count_of(found), MAX_LISTED_ROWS)
+    return listed(found.get("rows") or [], MAX_LISTED_ROWS, count_of(found))
 
 
 # ---- what both pages show ----

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 import torch
 
-from toolkit.errors import counted
+from toolkit.errors import counted, listed
 from toolkit.verify.results import FAILED, NOT_USED, REHEARSED_DROPOUT, Outcome, PlainRun, Row, ShardedRun, measured
 
 FLOAT32_LOSS, FLOAT32_NORM, FLOAT32_WEIGHTS = 1e-6, 1e-5, 1e-5
@@ -16,6 +16,9 @@ MIXED_LOSS, MIXED_NORM = 2e-2, 1e-1
 MIXED_SIZE, MIXED_LOAD, MIXED_FROZEN = 0.3, 0.05, 1e-2
 REPLAY_TOLERANCE = {"cpu": 0.0, "cuda": 1e-3}
 """Tolerances of gradients, as a share of the largest one. On GPUs attention's backward adds up in any order."""
+
+MOST_NAMES = 10
+"""The most parameters that a note names."""
 
 NEGLIGIBLE = {False: 1e-4, True: 1e-2}
 """Whether compute is in 16 bits -> the smallest gradient, as a share of the largest one, against which a difference is
@@ -96,14 +99,14 @@ def _weights_row(plain: PlainRun, found: dict[str, torch.Tensor], mixed: bool, d
         note += f"; {num_others:,} whose gradient is near rounding within {loose:.1e}"
     astray = [name for name, difference in others.items() if difference > loose]
     if astray:
-        note += f"; farther than that: {listed(astray)}"
+        note += f"; farther than that: {listed(astray, MOST_NAMES)}"
     return Row("weights", row.found, tolerance, FAILED if astray else row.verdict, note)
 
 
 def _mismatched_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
     """Names the tensors that are missing or have another shape, or returns None if there are none."""
     names = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
-    return f"missing in the sharded model, or of another shape: {listed(names)}" if names else None
+    return f"missing in the sharded model, or of another shape: {listed(names, MOST_NAMES)}" if names else None
 
 
 def _weight_differences(
@@ -151,7 +154,7 @@ def _gradients_row(found: Outcome, expected: Outcome, mixed: bool, towers: Set[s
         # While B is zero, A has no gradient.
         missing = [name for name in missing if ".lora_A." not in name and ".lora_embedding_B." not in name]
     if missing:
-        note = f"no gradient in any step: {listed(missing)}"
+        note = f"no gradient in any step: {listed(missing, MOST_NAMES)}"
         if set(missing) <= set(expected.without_gradient):
             note += "; nor in the plain loop: the model does not use them"
         return Row("gradients", None, None, FAILED, note)
@@ -163,7 +166,7 @@ def _gradients_row(found: Outcome, expected: Outcome, mixed: bool, towers: Set[s
     where = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
     note = f"size of each parameter's mean gradient, relative; in {where}"
     if left_out:
-        note += f"; the model leaves out {listed(sorted(left_out))}, in the plain loop, too"
+        note += f"; the model leaves out {listed(sorted(left_out), MOST_NAMES)}, in the plain loop, too"
     return measured("gradients", differences[where], MIXED_SIZE if mixed else FLOAT32_SIZE, note)
 
 
@@ -192,8 +195,3 @@ def _replay_row(replay: dict[str, float] | None, device: str) -> Row:
     num_blocks = counted(round(replay["blocks"]), "block")
     note = f"gradients with {num_blocks} checkpointed and with none, dropout {REHEARSED_DROPOUT}"
     return measured(check, replay["difference"], REPLAY_TOLERANCE[device], note)
-
-
-def listed(names: Sequence[str], shown: int = 10) -> str:
-    """Returns the first names, separated by commas, and how many more there are."""
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from toolkit.data.tokens.tokenizer import identity
-from toolkit.errors import ExportError
+from toolkit.errors import ExportError, listed
 from toolkit.model.beside_weights.base_files import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -18,7 +18,6 @@ from toolkit.model.beside_weights.base_files import (
     TOKENIZER_CONFIG,
     BaseFiles,
 )
-from toolkit.model.weights.weight_values import some
 
 DTYPE = "export.dtype"
 LABELS = "the classes of the data"
@@ -109,10 +108,10 @@ def compare_files(before: BaseFiles, export: Path) -> list[str]:
                     said.append(shown)
     if wrong:
         raise ExportError(
-            f"{str(export)!r} differs from its base in what training did not change: {some(wrong)}; other loaders may "
-            "read another model from it"
+            f"{str(export)!r} differs from its base in what training did not change: {listed(wrong)}; other loaders "
+            "may read another model from it"
         )
-    return [f"{name}: {some(changes)} ({reason})" for (name, reason), changes in explained.items()]
+    return [f"{name}: {listed(changes)} ({reason})" for (name, reason), changes in explained.items()]
 
 
 def require_same_tokenizer(tokenizer: PreTrainedTokenizerBase, export: Path, trust_remote_code: bool = False) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 from torch import nn
 
 from toolkit import ranks
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, listed
 from toolkit.model.adapters.adapter_names import names_in_file
 from toolkit.model.adapters.adapters import base_name, base_of, has_adapter, trained_names
 from toolkit.model.adapters.expert_adapters import as_peft_has_them
 from toolkit.model.structure.tying import has_own_head, is_tied
-from toolkit.model.weights.weight_values import some
 from toolkit.model.weights.weights import Fit
 from toolkit.recipe.schema import ExportSection
 
@@ -71,8 +70,8 @@ def require_new_rows_trained(model: nn.Module, tokens: Sequence[str]) -> None:
         mend = "set adapter.kind=none, or remove model.add_tokens"
     names = " and ".join(_last_name(base, layer) for layer in frozen)
     raise BadInputError(
-        f"model.add_tokens: the adapter does not train {names}, so the new rows of {some(tokens)} would stay the mean "
-        f"of the others; {mend}"
+        f"model.add_tokens: the adapter does not train {names}, so the new rows of {listed(tokens)} would stay the "
+        f"mean of the others; {mend}"
     )
 
 
@@ -136,6 +135,6 @@ def require_kept(model: Any, fit: Fit, export: ExportSection) -> None:
     if lost:
         modules = sorted({"pooler" if ".pooler." in f".{name}" else name.split(".")[-2] for name in lost})
         raise BadInputError(
-            f"adapter.modules_to_save: {some(lost)} of the base are drawn at random, and an adapter alone would not "
+            f"adapter.modules_to_save: {listed(lost)} of the base are drawn at random, and an adapter alone would not "
             f"hold them; set adapter.modules_to_save=[{', '.join(modules)}], or export.merge=true"
         )

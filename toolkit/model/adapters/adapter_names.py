@@ -14,8 +14,7 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from toolkit.errors import BadInputError
-from toolkit.model.weights.weight_values import some
+from toolkit.errors import BadInputError, listed
 
 if TYPE_CHECKING:
     import peft
@@ -44,7 +43,7 @@ def names_in_file(model: peft.PeftModel, tensors: dict[str, torch.Tensor]) -> di
     if len(set(names.values())) < len(names) or (lost := _not_found_again(model, empty, names)):
         raise BadInputError(
             f"adapter.target_modules: of {type(model.get_base_model()).__name__} peft would not read "
-            f"{some(lost)} again, as transformers gives them other names; leave them out of "
+            f"{listed(lost)} again, as transformers gives them other names; leave them out of "
             "adapter.target_modules, or set export.merge=true"
         )
     return names

@@ -15,10 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, first_line, listed
 from toolkit.model.adapters.adapter_names import names_in_file
 from toolkit.model.adapters.expert_adapters import as_peft_has_them, by_experts, peft_name
-from toolkit.model.weights.weight_values import some
 from toolkit.model.weights.weights import FLOATS
 from toolkit.paths import BASE_FILE, fingerprint_of, source_name
 from toolkit.recipe.adapter_file import CONFIG, WEIGHTS, started_config
@@ -60,7 +59,7 @@ class StartedAdapter:
         lost = sorted(name for name in self._files if self._files[name] not in stored)
         odd = sorted(stored.keys() - set(self._files.values()))
         if lost or odd:
-            what = f"lacks weights of {some(lost)}" if lost else f"has {some(odd)}, which nothing here takes"
+            what = f"lacks weights of {listed(lost)}" if lost else f"has {listed(odd)}, which nothing here takes"
             targets = json.dumps(self.config.get("target_modules"))
             raise BadInputError(
                 f"{self._place} {what}. Its {CONFIG} says target_modules {targets}, the recipe says "
@@ -79,7 +78,7 @@ class StartedAdapter:
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             if odd := {name: kind for name, each in stored.items() if (kind := each.get_dtype()) not in FLOATS}:
                 raise BadInputError(
-                    f"{self._place}: {some(odd)} are stored as {', '.join(sorted(set(odd.values())))} in {WEIGHTS}; "
+                    f"{self._place}: {listed(odd)} are stored as {', '.join(sorted(set(odd.values())))} in {WEIGHTS}; "
                     f"allowed: {', '.join(FLOATS)}. Save the adapter in one of these"
                 )
             return {name: list(each.get_shape()) for name, each in stored.items()}

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from toolkit import ranks
-from toolkit.errors import BadInputError
-
-NAMES_SHOWN = 5
-"""Number of tensors that a message lists."""
+from toolkit.errors import BadInputError, listed
 
 
 class Values:
@@ -53,7 +49,7 @@ class Values:
         if wrong:
             raise BadInputError(
                 f"model.name_or_path: {len(wrong)} of the weights of {self._source!r} hold numbers that are not "
-                f"finite: {some(wrong)}; no loss would be a number. Download them again, or name another model"
+                f"finite: {listed(wrong)}; no loss would be a number. Download them again, or name another model"
             )
         zero = [names for _, names, has_looked in found if has_looked]  # where one rank reads, it speaks for all
         return sorted(set.intersection(*zero)) if zero else []
@@ -61,9 +57,3 @@ class Values:
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.element_size() == 1 else tensor  # torch compares no 8-bit floats
-
-
-def some(names: Iterable[str]) -> str:
-    """Lists the first of the names."""
-    listed = list(names)
-    return ", ".join(listed[:NAMES_SHOWN]) + (", ..." if len(listed) > NAMES_SHOWN else "")

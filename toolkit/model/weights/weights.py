@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, in_words
+from toolkit.errors import BadInputError, in_words, listed
 from toolkit.model.beside_weights.base_files import BaseFiles
-from toolkit.model.weights.weight_values import some
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.sharding.fsdp2.shards import Rows, shard_rows
 
@@ -72,7 +71,7 @@ class Fit:
             return "all drawn at random (model.config)"
         told = {"drawn at random": self.drawn, "left unused": self.unused, "nothing but zeros": self.zero}
         told["left as they are, as transformers does not load them"] = self.unread
-        return "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in told.items() if names)
+        return "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in told.items() if names)
 
 
 class Weights(Protocol):
@@ -233,11 +232,11 @@ def require_fitting(
             if not any(fnmatchcase(name, pattern) for pattern in allowed)
         ],
     }
-    lines = [f"  - {len(names)} {what}: {some(names)}" for what, names in odd.items() if names]
+    lines = [f"  - {len(names)} {what}: {listed(names)}" for what, names in odd.items() if names]
     if lines:
-        listed = "\n".join(lines)
+        differences = "\n".join(lines)
         raise BadInputError(
-            f"model.name_or_path: the weights of {source!r} do not match its configuration:\n{listed}\n"
+            f"model.name_or_path: the weights of {source!r} do not match its configuration:\n{differences}\n"
             "Name another folder, correct its config.json, or, if this is intended, list them in "
             'model.allow_new_weights (for example ["lm_head.*"])'
         )
@@ -261,7 +260,7 @@ def require_values(
         if whole:
             raise BadInputError(
                 f"model.name_or_path: {len(whole)} of the weights of {source!r} are stored as integers or in 8 bits, "
-                f"as in quantised models, without the scales that they need: {some(whole)}; name the model that "
+                f"as in quantised models, without the scales that they need: {listed(whole)}; name the model that "
                 "they were quantised from"
             )
         require_some_values(source, _stored_pieces(stored for name, stored in files.items() if state[name].ndim > 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from toolkit.terminal import three_digits
@@ -36,13 +36,6 @@ def format_percent(share: Any) -> str:
     if not math.isfinite(value):
         return MISSING
     return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:,.1f} %"
-
-
-def format_names(names: Sequence[object], count: int, limit: int) -> str:
-    """Lists the first `limit` names, and how many more of `count` there are; empty without names."""
-    shown = [str(name) for name in names[:limit]]
-    more = max(count, len(names)) - len(shown)
-    return ", ".join(shown) + (f" and {more:,} more" if more and shown else "")
 
 
 def format_short(value: float) -> str:
