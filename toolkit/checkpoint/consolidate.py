@@ -152,8 +152,8 @@ def _compare_files(
         digests = {name: digests[name] for name in of_base}
     now = files.digests()
     changed = sorted(name for name in digests if now.get(name) != digests[name])
-    told = [f"{one} of {str(base)!r} has changed or gone since training began: not compared" for one in changed]
-    return *compare_files(compared(inner, files.without(changed), is_adapter), export), *told
+    not_compared = [f"{one} of {str(base)!r} has changed or gone since training began: not compared" for one in changed]
+    return *compare_files(compared(inner, files.without(changed), is_adapter), export), *not_compared
 
 
 def _load_configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
@@ -315,9 +315,9 @@ def _choose(run: P, step: int | None) -> tuple[int, Manifest, int | None]:
         every = list_checkpoints(run)
         finished = [one for one in every if not one.unfinished]
         if not finished:
-            told = told_of_checkpoint(run) if isinstance(run, Path) else None
+            problem = told_of_checkpoint(run) if isinstance(run, Path) else None
             shown = shlex.quote(str(run))
-            raise BadInputError(told or f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {shown}")
+            raise BadInputError(problem or f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {shown}")
         chosen, unfinished = finished[-1], every[-1].step if every[-1].unfinished else None
     if chosen.manifest is None or chosen.problem is not None:
         raise _not_whole(run, chosen.folder, str(chosen.problem))

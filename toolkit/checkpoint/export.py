@@ -221,8 +221,8 @@ def names_fact(folder: Path, stored: Set[str] | None) -> str | None:
     if stored is None or found == stored:
         return None
     lost, added = sorted(stored - found), sorted(found - stored)
-    told = [f"lacks {counted(len(lost), 'tensor')} of the base: {listed(lost)}"] if lost else []
-    return " and ".join(told + ([f"has {counted(len(added), 'new tensor')}: {listed(added)}"] if added else []))
+    differences = [f"lacks {counted(len(lost), 'tensor')} of the base: {listed(lost)}"] if lost else []
+    return " and ".join(differences + ([f"has {counted(len(added), 'new tensor')}: {listed(added)}"] if added else []))
 
 
 def whole_tensors(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor | None]]:

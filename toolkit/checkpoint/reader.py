@@ -132,7 +132,7 @@ def load_tensors(
     except CheckpointException as error:
         raise BadInputError(f"{str(folder)!r} cannot be read: {first_failure(error)}") from error
     problems = ranks.gather_objects(first_impossible(tensors))
-    if problem := next((told for told in problems if told is not None), None):
+    if problem := next((of_rank for of_rank in problems if of_rank is not None), None):
         raise BadInputError(
             f"{str(folder)!r} cannot be gone on from: {problem}; move it elsewhere, and the run goes on from the "
             "checkpoint before it"

@@ -309,8 +309,8 @@ def short_names(places: Sequence[str]) -> list[str]:
 
 
 def _table(name: str, title: str, runs: Sequence[ComparedRun], rows: Sequence[Row]) -> Table:
-    told = [(head, *(cell or MISSING for cell in cells)) for head, *cells in rows]
-    shown = [row for row in told if set(row[1:]) != {MISSING}]
+    filled = [(head, *(cell or MISSING for cell in cells)) for head, *cells in rows]
+    shown = [row for row in filled if set(row[1:]) != {MISSING}]
     return Table(name, title, ("", *(run.name for run in runs)), shown, "names")
 
 

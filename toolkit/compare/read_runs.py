@@ -166,9 +166,9 @@ def _parse(content: bytes, state: str, problems: list[str]) -> Metrics:
 def _read_environment(place: Place, checkpoint: Checkpoint | None) -> dict[str, str]:
     """Returns ranks, strategy, precision and versions from the export, or else from the last checkpoint."""
     try:
-        told: Any = parse_json(read_file(place / "export" / ORIGIN))
-        named = {key: str(told[key]) for key in ("ranks", "device", "strategy", "precision")}
-        return named | {str(name): str(version) for name, version in told["versions"].items()}
+        origin: Any = parse_json(read_file(place / "export" / ORIGIN))
+        named = {key: str(origin[key]) for key in ("ranks", "device", "strategy", "precision")}
+        return named | {str(name): str(version) for name, version in origin["versions"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     manifest = None if checkpoint is None else checkpoint.manifest

@@ -75,15 +75,15 @@ def adapter_fact(model: peft.PeftModel, trained: Sequence[str]) -> str:
     """
     adapted, sizes = _adapted_names(model), {base_name(name): size for name, size in _matrices(model)}
     missed = {name: size for name, size in sizes.items() if name not in adapted}
-    told = f"on {1 - sum(missed.values()) / sum(sizes.values()):.1%} of the blocks' weights"
+    fact = f"on {1 - sum(missed.values()) / sum(sizes.values()):.1%} of the blocks' weights"
     base = base_of(model)
     if parts := _parts_of_layers(base):
         shares = [f"{adapted_share(model, part):.1%} of {part}" for part in sorted(set(parts.values()))]
-        told += f" ({', '.join(shares)})"
+        fact += f" ({', '.join(shares)})"
     reached = {name for name in missed if not parts or parts[_layer_of(name)] in trained}
     # A matrix once, and not for each block.
     names = sorted({re.sub(r"^.*\.\d+\.", "", name).removesuffix(".weight") for name in reached})
-    return f"{told}; none on {', '.join(names)}" if names else told
+    return f"{fact}; none on {', '.join(names)}" if names else fact
 
 
 def adapted_share(model: peft.PeftModel, part: str) -> float:

@@ -107,8 +107,8 @@ def _recorded_modules(base: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Yields path, module and index of the logits for each module whose router logits transformers records."""
     names = {id(module): path for path, module in base.named_modules()}
     for owner in base.modules():
-        told = getattr(owner, "can_record_outputs", {}).get("router_logits", [])
-        for recorder in told if isinstance(told, list) else [told]:
+        recorders = getattr(owner, "can_record_outputs", {}).get("router_logits", [])
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
             kind, index, layer = _spelled_out(recorder)
             for path, module in owner.named_modules():
                 # An adapter that trains a router whole keeps the one of before, which no longer runs.

@@ -145,8 +145,8 @@ def errors_of_teacher() -> Iterator[None]:
     try:
         yield
     except BadInputError as error:
-        told = str(error).replace("model.name_or_path", "objective.teacher")
-        raise BadInputError(told.replace("model.revision", "objective.teacher_revision")) from error
+        text = str(error).replace("model.name_or_path", "objective.teacher")
+        raise BadInputError(text.replace("model.revision", "objective.teacher_revision")) from error
 
 
 def require_same_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
@@ -158,18 +158,20 @@ def require_same_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTok
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     differing = [(ours.get(token), theirs.get(token), token) for token in ours.keys() | theirs.keys()]
     differing = [found for found in differing if found[0] != found[1]]
-    told = None
+    difference = None
     if differing:
         mine, its, token = min(differing, key=lambda found: (min(n for n in found[:2] if n is not None), found[2]))
-        told = f"{token!r} is {_token_text(mine)} of the student's tokenizer and {_token_text(its)} of the teacher's"
+        difference = (
+            f"{token!r} is {_token_text(mine)} of the student's tokenizer and {_token_text(its)} of the teacher's"
+        )
     for name in ("bos_token", "eos_token", "unk_token"):
         pair = getattr(student, name), getattr(teacher, name)
-        if told is None and pair[0] != pair[1]:
-            told = f"{name} of the student's tokenizer is {pair[0]!r}, and of the teacher's {pair[1]!r}"
-    if told is not None:
+        if difference is None and pair[0] != pair[1]:
+            difference = f"{name} of the student's tokenizer is {pair[0]!r}, and of the teacher's {pair[1]!r}"
+    if difference is not None:
         raise BadInputError(
-            f"objective.teacher: it needs the tokenizer of the student, but {told}; name a teacher of the same family, "
-            "or, where the student's embeddings have rows for them, set model.tokenizer to the teacher's"
+            f"objective.teacher: it needs the tokenizer of the student, but {difference}; name a teacher of the same "
+            "family, or, where the student's embeddings have rows for them, set model.tokenizer to the teacher's"
         )
 
 

@@ -32,24 +32,24 @@ class SampledPrompt:
     completions: Sequence[tuple[float | None, str, bool]]
 
 
-def write_samples_page(path: Path, title: str, told: Sequence[str], prompts: Sequence[SampledPrompt]) -> None:
+def write_samples_page(path: Path, title: str, results: Sequence[str], prompts: Sequence[SampledPrompt]) -> None:
     """Writes the page.
 
     Args:
         title: of the page, such as the name of the folder.
-        told: what came of the samples, as lines.
+        results: what came of the samples, as lines.
         prompts: all of them; the page shows the first.
     """
-    write_page(path, render_samples(title, told, prompts))
+    write_page(path, render_samples(title, results, prompts))
 
 
-def render_samples(title: str, told: Sequence[str], prompts: Sequence[SampledPrompt]) -> str:
+def render_samples(title: str, results: Sequence[str], prompts: Sequence[SampledPrompt]) -> str:
     """Returns the whole page as HTML text."""
     left = len(prompts) - PROMPTS_SHOWN
     return render(
         "sampled.html.jinja",
         title=title,
-        told=[*told, *([f"{counted(left, 'prompt')} more in samples.jsonl"] if left > 0 else [])],
+        results=[*results, *([f"{counted(left, 'prompt')} more in samples.jsonl"] if left > 0 else [])],
         prompts=[
             (prompt.place, prompt.prompt[-LENGTH_SHOWN:], [_line(*each) for each in _sorted(prompt)])
             for prompt in prompts[:PROMPTS_SHOWN]
@@ -64,6 +64,6 @@ def _sorted(prompt: SampledPrompt) -> list[tuple[float | None, str, bool]]:
 
 def _line(score: float | None, text: str, stopped: bool) -> tuple[str, str]:
     """Returns what stands above a completion, and the text."""
-    told = "no score" if score is None else f"score {score:.4g}"
+    facts = "no score" if score is None else f"score {score:.4g}"
     cut = "" if stopped else ", cut"
-    return told + cut, text if len(text) <= LENGTH_SHOWN else f"{text[:LENGTH_SHOWN]} ..."
+    return facts + cut, text if len(text) <= LENGTH_SHOWN else f"{text[:LENGTH_SHOWN]} ..."

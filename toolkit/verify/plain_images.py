@@ -72,8 +72,8 @@ class PlainImages(PlainCausal):
         for row in rows:
             given = {name: tensor.to(device) for name, tensor in row.items()}
             labels, kinds = given.pop("labels")[0, 1:], given.pop("kinds")
-            told = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
-            logits = model(**given, **told, use_cache=False).logits[0, :-1]
+            types = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
+            logits = model(**given, **types, use_cache=False).logits[0, :-1]
             # Times 0: a row without targets still takes part in backward.
             total = total + 0.0 * logits.sum()
             if bool((labels != IGNORED).any()):

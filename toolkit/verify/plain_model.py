@@ -94,13 +94,13 @@ def _add_adapters(model: PreTrainedModel, recipe: Recipe, built: Any) -> nn.Modu
             model, Path(recipe.adapter.start_from).expanduser(), is_trainable=True
         )
         return started.float()
-    section, told = recipe.adapter, built.peft_config["default"]
+    section, built_config = recipe.adapter, built.peft_config["default"]
     config = peft.LoraConfig(
         task_type=recipe.objective.spec.peft_task,
         r=section.r,
         lora_alpha=2 * section.r if section.alpha is None else section.alpha,
-        target_modules=told.target_modules,
-        target_parameters=told.target_parameters,
+        target_modules=built_config.target_modules,
+        target_parameters=built_config.target_parameters,
         modules_to_save=section.modules_to_save,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,

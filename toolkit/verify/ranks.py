@@ -129,8 +129,8 @@ def _merge_results(results: list[dict[str, Any]], weights: dict[str, torch.Tenso
         name: _global_norm([result["moments"][name] for result in results], whole)
         for name, whole in first["numel"].items()
     }
-    told = (first["losses"], first["grad_norms"], weights, without, sizes, first["loads"], first["balance"])
-    outcome = Outcome(*told)
+    figures = (first["losses"], first["grad_norms"], weights, without, sizes, first["loads"], first["balance"])
+    outcome = Outcome(*figures)
     return ShardedRun(outcome, first["facts"], first["precision"], first["device"], replay)
 
 

@@ -117,11 +117,11 @@ def _with_tokens(tokenizer: PreTrainedTokenizerBase, files: BaseFiles) -> dict[s
     names = added_tokens(tokenizer)
     if not names:
         return {}
-    told: dict[int, dict[str, Any]] = {}
+    added: dict[int, dict[str, Any]] = {}
     for name in names:
         number = int(tokenizer.convert_tokens_to_ids(name))
         token = tokenizer.added_tokens_decoder[number]
-        told[number] = {
+        added[number] = {
             "content": token.content,
             "single_word": token.single_word,
             "lstrip": token.lstrip,
@@ -134,17 +134,17 @@ def _with_tokens(tokenizer: PreTrainedTokenizerBase, files: BaseFiles) -> dict[s
         if (fields := files.fields(name)) is not None:
             changed[name] = fields
     if TOKENIZER in changed:
-        kept = [each for each in changed[TOKENIZER].get("added_tokens") or [] if each["id"] not in told]
-        new = [{"id": number, **token} for number, token in told.items()]
+        kept = [each for each in changed[TOKENIZER].get("added_tokens") or [] if each["id"] not in added]
+        new = [{"id": number, **token} for number, token in added.items()]
         changed[TOKENIZER]["added_tokens"] = sorted(kept + new, key=lambda each: int(each["id"]))
     settings = changed[TOKENIZER_CONFIG]
-    decoder = {**(settings.get("added_tokens_decoder") or {}), **{str(number): told[number] for number in told}}
+    decoder = {**(settings.get("added_tokens_decoder") or {}), **{str(number): added[number] for number in added}}
     settings["added_tokens_decoder"] = dict(sorted(decoder.items(), key=lambda item: int(item[0])))
     _list_special(settings, names)
     if SPECIAL_TOKENS in changed:
         _list_special(changed[SPECIAL_TOKENS], names)
     if ADDED_TOKENS in changed:
-        changed[ADDED_TOKENS] |= {token["content"]: number for number, token in told.items()}
+        changed[ADDED_TOKENS] |= {token["content"]: number for number, token in added.items()}
     return {name: as_written(files.contents.get(name), fields) for name, fields in changed.items()}
 
 

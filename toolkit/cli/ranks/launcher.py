@@ -89,8 +89,8 @@ def _can_fork(arguments: Sequence[str]) -> bool:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--num_processes", type=int)
     parser.add_argument("--config_file", type=Path)
-    told, _ = parser.parse_known_args(arguments)
-    return (told.num_processes or read_accelerate_config(told.config_file).num_processes or 1) > 1
+    settings, _ = parser.parse_known_args(arguments)
+    return (settings.num_processes or read_accelerate_config(settings.config_file).num_processes or 1) > 1
 
 
 def _import_for_ranks() -> None:
@@ -154,6 +154,6 @@ def _exit_code(rank: int, code: int, output_dir: Path) -> int:
 
     name = signal_name(-code)
     hint = ": the machine may have run out of memory" if name == "SIGKILL" else ""
-    told = f"rank {rank} was ended by {name}{hint}"
-    mark_ended(output_dir / REPORT, "killed", f"{told[0].upper()}{told[1:]}.")  # the rank itself could not say so
-    raise RankLostError(told)
+    problem = f"rank {rank} was ended by {name}{hint}"
+    mark_ended(output_dir / REPORT, "killed", f"{problem[0].upper()}{problem[1:]}.")  # the rank itself could not say so
+    raise RankLostError(problem)

@@ -118,8 +118,8 @@ def print_failure(error: BaseException) -> int:
     if is_lost_peer(error) and (ended := list(getattr(error, "__notes__", []))):
         console.fail(f"{where} lost its connection: {', '.join(ended)}; look at what that rank ran last")
         return 1
-    if (told := address_problem(error)) is not None:
-        what = f"failed{when}: {told}"
+    if (problem := address_problem(error)) is not None:
+        what = f"failed{when}: {problem}"
     elif _is_out_of_memory(error):
         what = f"ran out of memory{when}: {first_line(error)}; {MORE_MEMORY}"
     else:

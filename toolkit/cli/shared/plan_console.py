@@ -76,8 +76,8 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
     if asked.dealing:
         console.print(f"  experts: {asked.dealing}", markup=False)
     if plan.uneven_peak is not None:
-        told = f"peak {gib(plan.uneven_peak.total)} GiB on a rank whose experts get twice their even share of tokens"
-        console.print(f"  experts: {told}", markup=False)
+        uneven = f"peak {gib(plan.uneven_peak.total)} GiB on a rank whose experts get twice their even share of tokens"
+        console.print(f"  experts: {uneven}", markup=False)
     for lever in plan.levers:
         speed = lever.row.tokens_per_second[1] / asked.tokens_per_second[1]
         console.print(

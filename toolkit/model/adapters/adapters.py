@@ -292,8 +292,8 @@ def _write_base(model: peft.PeftModel, fingerprint: str | None, folder: Path) ->
     # A base that was quantised in its files says so itself.
     is_ours = layer is not None and not layer.quantisation.stored
     how = layer.quantisation.for_transformers(layers_left_whole(base)) if layer is not None and is_ours else None
-    told = {"fingerprint": fingerprint, "quantization": how}
-    (folder / BASE_FILE).write_text(json.dumps(told, indent=2), encoding="utf-8")
+    base_facts = {"fingerprint": fingerprint, "quantization": how}
+    (folder / BASE_FILE).write_text(json.dumps(base_facts, indent=2), encoding="utf-8")
 
 
 def write_adapter(

@@ -189,8 +189,8 @@ def start_fact(started: StartedAdapter, section: AdapterSection) -> str:
     folder = started.folder.resolve()
     name = f"{folder.parent.name}/{folder.name}" if folder.name == "export" else folder.name
     alpha = section.alpha if section.alpha is not None else 2 * section.r
-    told = f"goes on from the adapter {name} (r {section.r}, alpha {alpha:g})"
+    fact = f"goes on from the adapter {name} (r {section.r}, alpha {alpha:g})"
     before = started.config.get("lora_dropout") or 0.0
     if before != section.dropout:
-        told += f"; dropout {section.dropout:g}, and {before:g} before"
-    return told if started.other_base is None else f"{told}; {started.other_base}"
+        fact += f"; dropout {section.dropout:g}, and {before:g} before"
+    return fact if started.other_base is None else f"{fact}; {started.other_base}"

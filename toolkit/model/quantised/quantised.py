@@ -365,9 +365,9 @@ def quantised_fact(model: nn.Module) -> str | None:
     # A matrix once, and not for each block.
     names = sorted({re.sub(r"^.*\.\d+\.|^base_model\.model\.", "", name.replace(".base_layer", "")) for name in others})
     names = [name.removesuffix(".weight") for name in names]
-    told = f"{how}: {num_weights:,} weights in {num_bytes / num_weights:.3f} bytes each"
+    fact = f"{how}: {num_weights:,} weights in {num_bytes / num_weights:.3f} bytes each"
     share = sum(others.values()) / (num_bytes + sum(others.values()))
-    return f"{told}; {share:.1%} of the base's bytes stay as they are: {', '.join(names)}" if names else told
+    return f"{fact}; {share:.1%} of the base's bytes stay as they are: {', '.join(names)}" if names else fact
 
 
 def dequantised(

@@ -49,23 +49,23 @@ def take_quantisation(config: PretrainedConfig, section: AdapterSection | None, 
         return None
     how: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
     method, kind = how.get("quant_method", "bitsandbytes"), how.get("bnb_4bit_quant_type")
-    told = f"model.name_or_path: the weights of {name!r} are quantised (quantization_config in its config.json: "
+    problem = f"model.name_or_path: the weights of {name!r} are quantised (quantization_config in its config.json: "
     if str(method) != "bitsandbytes" or not how.get("load_in_4bit") or kind != "nf4":
         bits = " in 8 bits" if how.get("load_in_8bit") else ""
         what = f"{method}{f' {kind}' if how.get('load_in_4bit') else bits}"
         raise BadInputError(
-            f"{told}{what}), and only bitsandbytes' nf4 can be read as it is; name the model that they were quantised "
-            "from, with adapter.quantize=nf4 to train in as little memory"
+            f"{problem}{what}), and only bitsandbytes' nf4 can be read as it is; name the model that they were "
+            "quantised from, with adapter.quantize=nf4 to train in as little memory"
         )
     if section is None or section.kind == "none":
         raise BadInputError(
-            f"{told}{method} {kind}), and only adapters can be trained on them; set adapter.kind=lora, or name the "
+            f"{problem}{method} {kind}), and only adapters can be trained on them; set adapter.kind=lora, or name the "
             "model that they were quantised from"
         )
     if section.quantize != "none":
         raise BadInputError(
-            f"{told}{method} {kind}), so adapter.quantize has no effect; remove it, or name the model that they were "
-            "quantised from"
+            f"{problem}{method} {kind}), so adapter.quantize has no effect; remove it, or name the model that they "
+            "were quantised from"
         )
     return how
 

@@ -69,9 +69,9 @@ class Fit:
         """Describes the differences; empty if the files hold exactly the model."""
         if self.all_drawn:
             return "all drawn at random (model.config)"
-        told = {"drawn at random": self.drawn, "left unused": self.unused, "nothing but zeros": self.zero}
-        told["left as they are, as transformers does not load them"] = self.unread
-        return "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in told.items() if names)
+        names_of = {"drawn at random": self.drawn, "left unused": self.unused, "nothing but zeros": self.zero}
+        names_of["left as they are, as transformers does not load them"] = self.unread
+        return "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in names_of.items() if names)
 
 
 class Weights(Protocol):

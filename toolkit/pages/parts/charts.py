@@ -149,14 +149,14 @@ def chart_card(chart: Chart) -> ChartCard:
 
 def _description(chart: Chart) -> str:
     """Describes where each curve begins and ends, and its lowest and highest value."""
-    told = []
+    ranges = []
     for series in chart.series:
         known = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
         if known and series.kind != "faint":
             (first, before), (last, after), ys = known[0], known[-1], [y for _, y in known]
             ends = f"{before:.4g} at step {first:,}, {after:.4g} at step {last:,}"
-            told.append(f"{series.name or 'values'}: {ends}, between {min(ys):.4g} and {max(ys):.4g}")
-    return f"{chart.title} by step. {'; '.join(told)}"
+            ranges.append(f"{series.name or 'values'}: {ends}, between {min(ys):.4g} and {max(ys):.4g}")
+    return f"{chart.title} by step. {'; '.join(ranges)}"
 
 
 def _values_table(chart: Chart) -> Table:

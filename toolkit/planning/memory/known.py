@@ -81,9 +81,11 @@ def known_batch(stack: ExitStack, batch: dict[str, Any], objective: Any) -> dict
         return batch
     with unset_fake_temporarily():
         # All tokens are planned as targets, as in batches without values.
-        told = {name: value for name, value in objective.on_host(batch).items() if name != "counted"}
+        uncounted = {name: value for name, value in objective.on_host(batch).items() if name != "counted"}
     known = stack.enter_context(KnownValues())
-    return {n: known.without_memory(value) if isinstance(value, torch.Tensor) else value for n, value in told.items()}
+    return {
+        n: known.without_memory(value) if isinstance(value, torch.Tensor) else value for n, value in uncounted.items()
+    }
 
 
 def _draws_values(func: Any) -> bool:

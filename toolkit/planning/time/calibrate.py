@@ -187,10 +187,10 @@ def _all_gather_rate(device_type: str, ranks: int) -> float | None:
             for rank in range(ranks)
         ]
         try:
-            told = [process.communicate(timeout=60)[0] for process in processes]
+            printed = [process.communicate(timeout=60)[0] for process in processes]
         except subprocess.TimeoutExpired:
             return None
         finally:
             for process in processes:
                 process.kill()
-    return float(told[0]) if processes[0].returncode == 0 else None
+    return float(printed[0]) if processes[0].returncode == 0 else None

@@ -40,10 +40,10 @@ class Accumulation:
 
     def describe(self) -> str | None:
         """Describes the choice for the run summary, or returns None for the default."""
-        told = "by block: a step gathers each unit twice and reduces it once" if self.by_block else "by micro-batch"
+        how = "by block: a step gathers each unit twice and reduces it once" if self.by_block else "by micro-batch"
         if self.why:
-            return f"auto: {told} ({self.why})"
-        return told if self.by_block else None
+            return f"auto: {how} ({self.why})"
+        return how if self.by_block else None
 
 
 def accumulation_of(

@@ -79,7 +79,7 @@ def changed_by_padding(
         if difference > TOLERANCE[in_16_bits]:
             why = f"padding changes the logits of a row by {difference:.1e} of the largest in {name}"
     # All or none: ranks whose rounding differs must run the same forwards.
-    return next((told for told in ranks.gather_objects(why) if told), None)
+    return next((of_rank for of_rank in ranks.gather_objects(why) if of_rank), None)
 
 
 def _short_and_long(samples: Samples) -> Batch:

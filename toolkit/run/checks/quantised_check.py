@@ -57,7 +57,7 @@ def check_quantised(
             if not read:
                 raise
             problem = f"{type(error).__name__}: {first_line(error)}"
-    if problem := next((told for told in ranks.gather_objects(problem) if told), ""):
+    if problem := next((of_rank for of_rank in ranks.gather_objects(problem) if of_rank), ""):
         named = f" The code reads the weights of {', '.join(sorted(read)[:4])}." if read else ""
         raise BadInputError(
             f"adapter.quantize: {class_name(base_of(inner))} does not compute with quantised layers ({problem}).{named}"

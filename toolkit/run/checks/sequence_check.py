@@ -109,7 +109,7 @@ def check_parts(
     except Exception as error:  # the code of a model may do anything with half a row
         problem = f"{type(error).__name__}: {first_line(error)}"
     outcomes = ranks.gather_objects((differences, problem))
-    problem = next((told for _, told in outcomes if told), "")
+    problem = next((problem for _, problem in outcomes if problem), "")
     # NaN is kept: the first step reports it.
     worst = {name: max((of_rank[name] for of_rank, _ in outcomes), default=0.0) for name in whole}
     name = max(worst, key=lambda name: worst[name])

@@ -80,15 +80,15 @@ class LiveReport:
 
     def failed(self, error: BaseException) -> None:
         """Writes the report after an error; on other ranks only if rank 0 may not know of it."""
-        told = f"{type(error).__name__}: {first_line(error)}."
+        problem = f"{type(error).__name__}: {first_line(error)}."
         is_lost = isinstance(error, Exception) and is_lost_peer(error)
         if is_lost:
-            told = f"Another rank is gone ({told.rstrip('.')})."
+            problem = f"Another rank is gone ({problem.rstrip('.')})."
         # The rank that failed first may have reported why, which says more than that its peers lost it.
         if ranks.rank() == 0 and not (is_lost and state_of(self._path) == "failed"):
-            self._write("failed", problem=told)
+            self._write("failed", problem=problem)
         elif ranks.fails_alone(error):
-            mark_ended(self._path, "failed", told if is_lost else f"Rank {ranks.rank()}: {told}")
+            mark_ended(self._path, "failed", problem if is_lost else f"Rank {ranks.rank()}: {problem}")
 
     def _step(self) -> int:
         return max((record["step"] for record in self._records), default=0)

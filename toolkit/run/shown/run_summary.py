@@ -36,22 +36,22 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         "rate": schedule_fact(recipe.schedule, recipe.optimizer.learning_rate, run.num_steps),
         "memory": run.planned.describe(),
     }
-    if (told := untrained_fact(base_of(inner), run.on_meta.loaded.trained)) is not None:
-        facts["parts"] = told
+    if (fact := untrained_fact(base_of(inner), run.on_meta.loaded.trained)) is not None:
+        facts["parts"] = fact
     if has_adapter(inner):
         facts["adapters"] = adapter_fact(inner, run.on_meta.loaded.trained)
     if run.on_meta.loaded.started is not None:
         facts["start"] = start_fact(run.on_meta.loaded.started, recipe.adapter)
-    if (told := quantised_fact(inner)) is not None:
-        facts["quantised"] = told
+    if (fact := quantised_fact(inner)) is not None:
+        facts["quantised"] = fact
     if run.ends is not None:
         facts["stop"] = run.ends
     if (told := code_fact(recipe, run.code)) is not None:
         facts["own code"] = told
     if run.on_meta.teacher is not None:
         facts["teacher"] = teacher_fact(recipe.objective, run.on_meta.teacher.model)
-    if told := run.fit.describe():
-        facts["weights"] = told
+    if fact := run.fit.describe():
+        facts["weights"] = fact
     if recipe.notes:
         facts["recipe"] = "; ".join(recipe.notes)
     if recipe.sharding.activation_checkpointing == "auto":
@@ -60,8 +60,8 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
     facts |= _long_row_facts(recipe.sharding.sequence, run)
     if recipe.training.ema is not None:
         facts["average"] = f"of the weights, decay {recipe.training.ema:g} a step; it is evaluated and exported"
-    if (told := run.accumulation.describe()) is not None:
-        facts["accumulate"] = told
+    if (fact := run.accumulation.describe()) is not None:
+        facts["accumulate"] = fact
     if checked.head_loss is not None:
         facts["loss"] = checked.head_loss
     if run.balance.routers:
@@ -103,10 +103,10 @@ def _long_row_facts(num_ranks: int, run: PreparedRun) -> dict[str, str]:
 
 def _model_fact(inner: Any) -> str:
     num_trained, num_parameters = trainable_share(inner)
-    told = f"{inner.config.architectures[0]}, {num_parameters:,} parameters"
+    fact = f"{inner.config.architectures[0]}, {num_parameters:,} parameters"
     if num_trained == num_parameters:
-        return told
-    return f"{told}, {num_trained:,} trained ({num_trained / num_parameters:.2%})"
+        return fact
+    return f"{fact}, {num_trained:,} trained ({num_trained / num_parameters:.2%})"
 
 
 def _packing_fact(check: PackingCheck) -> str:
@@ -123,8 +123,8 @@ def print_run_summary(opened: OpenedRun, run: PreparedRun, facts: dict[str, str]
     for name, fact in facts.items():
         # Not markup: names of models, files and folders may hold brackets.
         console.print(f"{name:>10}: {fact}", markup=False)
-    if (told := without_peak(recipe.schedule, recipe.optimizer.learning_rate, run.num_steps)) is not None:
-        console.warn(told)
+    if (warning := without_peak(recipe.schedule, recipe.optimizer.learning_rate, run.num_steps)) is not None:
+        console.warn(warning)
     show_report(console, run.data.report.to_dict())
     if plugin.unit_plan is not None:
         console.print(plugin.unit_plan.table(), markup=False)

@@ -174,11 +174,11 @@ def teach_to_stop(model: Any, tokenizer: PreTrainedTokenizerBase, samples: Sampl
     settings = model.generation_config
     configured = settings.eos_token_id
     before = configured if isinstance(configured, list) else [] if configured is None else [configured]
-    told = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in sorted(learned))
+    ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in sorted(learned))
     missing = sorted(learned - set(before))
     if not missing:
-        return f"{told} is learned as an end, and generation_config.eos_token_id has it"
+        return f"{ends} is learned as an end, and generation_config.eos_token_id has it"
     settings.eos_token_id = [*before, *missing] if before else missing[0] if len(missing) == 1 else missing
-    return f"{told} is learned as an end; generation_config.eos_token_id of the export is {settings.eos_token_id}, " + (
+    return f"{ends} is learned as an end; generation_config.eos_token_id of the export is {settings.eos_token_id}, " + (
         f"and not {configured} as before"
     )

@@ -124,9 +124,17 @@ def identity_of(
         model: the model without its wrappers.
         start: the fingerprint of the adapter that training continues, or None.
     """
-    told = base_of(model).config.to_json_string(use_diff=False)
+    configuration = base_of(model).config.to_json_string(use_diff=False)
     section = recipe.model
     # Only if there is one: what has been computed for full models stays known.
     of_adapter = [] if start is None else [start, recipe.adapter.model_dump(exclude={"start_from", "dropout"})]
-    decided = [section.model_dump(), fingerprint(section), told, mixed_precision, data, recipe.training.seed, split]
+    decided = [
+        section.model_dump(),
+        fingerprint(section),
+        configuration,
+        mixed_precision,
+        data,
+        recipe.training.seed,
+        split,
+    ]
     return [*decided, *of_adapter]

@@ -291,11 +291,12 @@ def check_versions() -> None:
         _check_private_names("; ".join(newer))
 
 
-def _check_private_names(told: str) -> None:
+def _check_private_names(versions: str) -> None:
     moved = [problem for name in PRIVATE_NAMES if (problem := name.problem()) is not None]
     if moved:
         raise BadInputError(
-            f"{told}, and private names that the toolkit uses have moved: {'; '.join(moved)}; install a tested version"
+            f"{versions}, and private names that the toolkit uses have moved: {'; '.join(moved)}; install a "
+            "tested version"
         )
     if rank() == 0:
-        warnings.warn(f"{told}; all private names are in place, so it is tried", stacklevel=3)
+        warnings.warn(f"{versions}; all private names are in place, so it is tried", stacklevel=3)

@@ -70,8 +70,8 @@ def choose(
         return candidates[0], f"cpu_fused: {problem}"
     rates = _measure_rates(candidates, optimizer, device, threads)
     best = max(rates, key=rates.__getitem__)
-    told = ", ".join(f"{name} {rate / 1e6:.0f}M" for name, rate in rates.items())
-    return best, f"parameters per second and rank: {told}"
+    measured = ", ".join(f"{name} {rate / 1e6:.0f}M" for name, rate in rates.items())
+    return best, f"parameters per second and rank: {measured}"
 
 
 def make_executor(

@@ -96,14 +96,14 @@ def require_host_memory(plan: HostPlan) -> None:
     """
     if _alive:
         gc.collect()  # a dropped model still holds its memory, because its hooks form reference cycles with it
-    told = ranks.gather_objects((plan.total, _memory_limits(), held_bytes()))
+    of_ranks = ranks.gather_objects((plan.total, _memory_limits(), held_bytes()))
     needed: dict[tuple[object, ...], int] = defaultdict(int)
-    for total, rooms, _ in told:
+    for total, rooms, _ in of_ranks:
         for room in rooms:
             # Ranks share a host's memory: each one may fit, but not all together.
             needed[room.key] += total
     # Every rank looks at the figures of all, so that all raise the same error and none is left in a collective.
-    for _, rooms, held in told:
+    for _, rooms, held in of_ranks:
         for room in rooms:
             if needed[room.key] > room.num_bytes:
                 raise BadInputError(
@@ -285,9 +285,9 @@ def processor_features() -> str:
     except OSError:
         return platform.processor()
     # Reversed, so that of each field the first processor's line is kept.
-    told = {line.partition(":")[0].strip(): line for line in reversed(lines)}
+    fields = {line.partition(":")[0].strip(): line for line in reversed(lines)}
     # `Features` is what ARM has in place of `flags`.
-    return " ".join(told.get(field, "") for field in ("model name", "flags", "Features"))
+    return " ".join(fields.get(field, "") for field in ("model name", "flags", "Features"))
 
 
 def multiplies_in_bf16() -> bool:

@@ -114,14 +114,14 @@ def _placement_message(shape: torch.Size, num_shards: int) -> str:
     number, rows = shape[0], -(-shape[0] // num_shards) * num_shards
     if shard_dim(shape, num_shards):
         return f"{number} of a layer are sharded along their matrices' rows, as {num_shards} ranks do not divide them"
-    told = (
+    padding = (
         f"{number} of a layer are padded to {rows} for {num_shards} ranks, {rows / number - 1:.0%} more of their bytes"
     )
     if rows - number <= MAX_PADDING * number:
-        return told
+        return padding
     size = math.gcd(number, num_shards)
     mend = f"hybrid with dp_shard_size {size}" if size > 1 else "a number of ranks that divides them"
-    return f"{told}; {mend} pads none"
+    return f"{padding}; {mend} pads none"
 
 
 @torch.no_grad()
