@@ -83,7 +83,7 @@ def read_foreign(path: Path, most_bytes: int = GIB) -> bytes:
     """Reads a file that somebody else may have written, or replaced by something that has no end.
 
     Raises:
-        OSError: if it cannot be read, is not a regular file (opening a FIFO would wait for ever), or is larger.
+        OSError: if it cannot be read, is not a regular file (opening a FIFO would wait forever), or is larger.
     """
     # Windows has neither FIFOs in folders nor this flag.
     no_wait = getattr(os, "O_NONBLOCK", 0)

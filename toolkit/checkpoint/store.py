@@ -100,7 +100,7 @@ class StorePath:
             if self.url.startswith("file://"):
                 first = next(folder for folder in (Path(path), *Path(path).parents) if folder.exists())
                 if not first.is_dir():
-                    raise BadInputError(f"checkpoint.to: {str(first)!r} is no folder; name another place")
+                    raise BadInputError(f"checkpoint.to: {str(first)!r} is not a folder; name another place")
 
     def exists(self) -> bool:
         """Returns whether it exists."""

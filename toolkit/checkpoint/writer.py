@@ -86,7 +86,7 @@ class Checkpointer:
         settings: the settings of checkpoints.
         warn: called if a save fails. The run goes on, and the last whole checkpoint stays.
         store: the store to which a thread copies each rank's files, or None to keep the checkpoints in `run`.
-        waits: called while this rank waits for a save that makes progress, so that the wait is no stall.
+        waits: called while this rank waits for a save that makes progress, so that the wait is not a stall.
         device_type: torch's type of the ranks' devices.
 
     Attributes:
@@ -142,7 +142,7 @@ class Checkpointer:
         seen: tuple[int, int] | None = None
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(WAIT_SECONDS)
-            # A slow disk is no stall, but one that hangs is.
+            # A slow disk is not a stall, but one that hangs is.
             if (progress := (self._num_done, _bytes_in(self._place))) != seen:
                 seen = progress
                 self._waits()

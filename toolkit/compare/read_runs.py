@@ -52,7 +52,7 @@ def _require_run(place: Place) -> Checkpoint | None:
     checkpoint = latest(place)
     if checkpoint is None and not any((place / name).exists() for name in (RECIPE, METRICS)):
         raise BadInputError(
-            f"{str(place)!r} is no run: it has no {RECIPE}, no {METRICS} and no whole checkpoint; name the "
+            f"{str(place)!r} is not a run: it has no {RECIPE}, no {METRICS} and no whole checkpoint; name the "
             "training.output_dir or the store of a run"
         )
     return checkpoint
@@ -115,7 +115,7 @@ def _read_recipe(place: Place, checkpoint: Checkpoint | None, problems: list[str
     try:
         values = yaml_value(read_file(place / RECIPE).decode("utf-8"))
         if not isinstance(values, dict):
-            problems.append(f"{RECIPE} is no mapping of sections")
+            problems.append(f"{RECIPE} is not a mapping of sections")
     except FileNotFoundError:
         if checkpoint is None:
             problems.append(f"{RECIPE} is missing")

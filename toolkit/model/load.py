@@ -62,8 +62,8 @@ from toolkit.model.weights.weights import (
     require_some_values,
     require_values,
     stored_names,
-    told_by_us,
     unused_names,
+    without_load_report,
 )
 from toolkit.paths import fingerprint_of, folder_on_this_machine, require_folder
 from toolkit.recipe.objectives.registry import SPECS
@@ -321,8 +321,8 @@ def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialT
     config.label2id = {name: number for number, name in enumerate(names)}
     # With "regression" a pipeline gives a single score as it is, without a logistic function.
     config.problem_type = "single_label_classification" if len(names) > 1 else "regression"
-    # Decoders look for the last token that is no padding, which has to be what rows are padded with. Encoders are told
-    # by a mask, and RoBERTa's family counts positions from its own.
+    # Decoders look for the last token that is not padding, so padding has to be the token that rows are padded with.
+    # Encoders have a mask, and RoBERTa's family counts positions from its own padding token.
     text = config.get_text_config()
     is_unset = getattr(text, "pad_token_id", None) is None
     if is_unset or (not config.is_encoder_decoder and getattr(config, "is_decoder", True)):
@@ -379,7 +379,7 @@ def _whole_model(
             whole: nn.Module = auto.from_config(config, **settings)
         else:
             name, revision = model.name_or_path, model.revision
-            with readable(name), told_by_us():
+            with readable(name), without_load_report():
                 whole, found = auto.from_pretrained(
                     name,
                     config=config,

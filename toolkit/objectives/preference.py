@@ -30,7 +30,7 @@ class Preference(Objective):
 
     Args:
         apart: whether each completion has a row of its own; otherwise those of a pair share one.
-        continued: whether the model's adapters were trained before, so that the model without them is no reference.
+        continued: whether the model's adapters were trained before, so that the model without them is not a reference.
     """
 
     unit = "pairs"

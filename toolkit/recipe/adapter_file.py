@@ -74,7 +74,7 @@ def read_config(folder: Path, place: str) -> dict[str, Any]:
     except OSError as error:
         raise BadInputError(f"{place}: {CONFIG} cannot be read: {first_line(error)}; save it again") from error
     if not isinstance(config, dict):
-        raise BadInputError(f"{place}: {CONFIG} is no object; save the adapter again")
+        raise BadInputError(f"{place}: {CONFIG} is not an object; save the adapter again")
     return config
 
 

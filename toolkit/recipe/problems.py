@@ -125,7 +125,7 @@ def _type_name(value: Any) -> str:
 
 def _allowed_text(root: type[Section], location: Location) -> str:
     """Returns the words, types and ranges that a field takes; empty if the location names no field."""
-    # An item of a list is told what the whole list takes.
+    # The error of an item names what the whole list takes.
     named = location[:-1] if location and isinstance(location[-1], int) else location
     section = _section_at(root, named)
     field = section.model_fields.get(str(named[-1])) if section is not None and named else None

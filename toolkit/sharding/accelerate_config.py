@@ -141,7 +141,7 @@ class AccelerateConfig:
     def _section(self, key: str) -> dict[str, Any]:
         section = self.values.get(key) or {}
         if not isinstance(section, dict):
-            raise self.error(f"{key} is no mapping; needs keys below it")
+            raise self.error(f"{key} is not a mapping; needs keys below it")
         return section
 
 

@@ -1,6 +1,6 @@
 """Runs a guard process that watches over the ranks of its host. Only it can end a stopped rank that is alone there.
 
-The launcher waits for a stopped rank for ever. The ranks of other hosts can name it, but cannot end it.
+The launcher waits forever for a stopped rank. The ranks of other hosts can name it, but cannot end it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat
 
     Args:
         output_dir: the output folder, which all ranks see.
-        stall_minutes: how long a rank may make no progress. None means for ever.
+        stall_minutes: how long a rank may make no progress. None means no limit.
     """
     limit = 60 * stall_minutes if stall_minutes is not None else float("inf")
     interval = min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, limit / 20))

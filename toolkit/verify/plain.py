@@ -136,7 +136,7 @@ def plain_loop(
     for rate, window in zip(rates, windows, strict=False):
         losses.append(_accumulate(model, loss, window, routers))
         norms.append(_global_norm(named))
-        with_gradient |= {name for name, p in named.items() if is_felt(p.grad)}
+        with_gradient |= {name for name, p in named.items() if is_nonzero(p.grad)}
         for p in named.values():
             if p.grad is not None and limit is not None and norms[-1] > limit:
                 # 1e-6 as in torch.nn.utils.clip_grad_norm_.
@@ -180,7 +180,7 @@ def _global_norm(named: Mapping[str, nn.Parameter]) -> float:
     return math.sqrt(sum(p.grad.double().square().sum().item() for p in named.values() if p.grad is not None))
 
 
-def is_felt(gradient: torch.Tensor | None) -> bool:
+def is_nonzero(gradient: torch.Tensor | None) -> bool:
     """Returns whether this rank's part of a gradient (any shape) exists and is not all zero."""
     return gradient is not None and bool(local_tensor(gradient).any())
 

@@ -37,7 +37,7 @@ from toolkit.sharding.offload import engine_of
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.terminal import Terminal
 from toolkit.training.trainer import Trainer
-from toolkit.verify.plain import is_felt, set_dropout
+from toolkit.verify.plain import is_nonzero, set_dropout
 from toolkit.verify.ranks import outcome_path
 from toolkit.verify.results import REHEARSED_DROPOUT
 
@@ -129,7 +129,7 @@ def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) ->
         "losses": [step.loss for step in found],
         "grad_norms": [step.grad_norm for step in found],
         "trainable": sorted(named),
-        "with_gradient": sorted(name for name, moment in moments.items() if is_felt(moment)),
+        "with_gradient": sorted(name for name, moment in moments.items() if is_nonzero(moment)),
         "numel": {name: named[name].numel() for name in held},
         "moments": {name: (part.numel(), float(part.square().sum())) for name, part in held.items()},
         "loads": [layers for layers, _ in loads if layers],

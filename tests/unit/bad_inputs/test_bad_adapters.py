@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [], "adapter_config.json without adapter_model"),
     "a pointer of Git LFS": (written(WEIGHTS, b"version https://git-lfs"), [], "adapter_model.safetensors cannot be"),
     "configuration is cut": (written(CONFIG, b'{"r": 3'), [], "adapter_config.json is not JSON"),
-    "configuration is a list": (written(CONFIG, b"[]"), [], "adapter_config.json is no object"),
+    "configuration is a list": (written(CONFIG, b"[]"), [], "adapter_config.json is not an object"),
     "another kind": (configured(peft_type="IA3"), [], "is of peft_type 'IA3'"),
     "no kind": (configured(peft_type=...), [], "is of peft_type None"),
     "biases": (configured(bias="all"), [], 'bias is "all"'),

@@ -105,7 +105,7 @@ ASKED: list[tuple[str, str]] = [
     ("checkpoints {rows}", "no such folder"),
     ("status {rows}", "no such folder"),
     ("compare {run} {run}", "is named twice"),
-    ("compare {run} {run}/model", "is no run"),
+    ("compare {run} {run}/model", "is not a run"),
     ("reproduce {run} --to out", "has no training.json"),
     ("sample {run}/export {prompts} --to {run}", "holds files of something else"),
     ("sample {run}/export {prompts} --to {rows}", "--to"),
@@ -166,7 +166,7 @@ def test_commands_on_a_run(good: Path, place: Path, elsewhere: Path) -> None:
 
 def test_a_file_where_a_store_is_meant_to_be(place: Path) -> None:
     outcome = finetune(str(place / "recipe.yaml"), f"checkpoint.to=file://{place}/rows.jsonl/x", "--dry-run")
-    assert outcome.problems("rows.jsonl' is no folder; name another place") == [], outcome.told
+    assert outcome.problems("rows.jsonl' is not a folder; name another place") == [], outcome.told
 
 
 def test_json_without_a_bottom_and_a_file_without_an_end(tmp_path: Path) -> None:

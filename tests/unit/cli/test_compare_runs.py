@@ -225,7 +225,7 @@ def test_a_store_of_checkpoints_has_what_its_last_one_knows(tmp_path: Path) -> N
         ((), "name two or more"),
         (("run",), "named twice"),
         (("nowhere",), "nowhere': no such folder"),
-        (("empty",), "empty' is no run"),
+        (("empty",), "empty' is not a run"),
         (("run/recipe.yaml",), "recipe.yaml': no such folder"),
         (("file://{place}/nowhere",), "nowhere': no such folder"),
     ],

@@ -568,7 +568,7 @@ def test_choices_are_scored_by_their_log_probability(
             "--numeric has no effect on rows",
         ),
         ([{"prompt": "?", "answer": "four"}], ["--numeric"], "rows.jsonl:1 holds no number"),
-        ([{"prompt": "?", "answer": "four"}], ["--structured"], "rows.jsonl:1 is no JSON; leave --structured out"),
+        ([{"prompt": "?", "answer": "four"}], ["--structured"], "rows.jsonl:1 is not JSON; leave --structured out"),
         ([{"prompt": "?", "answer": "four"}], ["--numeric", "--strict"], "compared as numbers; leave --strict out"),
         ([{"prompt": "?", "answer": "four"}], ["--extract", "("], "is no regular expression"),
     ],
@@ -878,8 +878,8 @@ def test_bad_files(
         (("--eval", lines), "of an unknown kind; allowed: .jsonl"),
         (("--file", empty), "empty.txt' holds no prompt"),
         (("--file", lines, "--output", lines), "is the file of --file; name another one"),
-        (("--file", lines, "--output", tmp_path / "folder.txt"), "cannot be written: it exists and is no file"),
-        (("--file", lines, "--output", "/dev/null"), "cannot be written: it exists and is no file"),
+        (("--file", lines, "--output", tmp_path / "folder.txt"), "cannot be written: it exists and is not a file"),
+        (("--file", lines, "--output", "/dev/null"), "cannot be written: it exists and is not a file"),
         (("--file", lines, "--output", lines / "out"), "cannot be written: "),
     ]:
         assert command(monkeypatch, plain, *arguments) == 2, message

@@ -19,7 +19,7 @@ from toolkit.cli.app import main
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling import sampling
 from toolkit.generation.sampling.sample_options import SampleOptions
-from toolkit.generation.sampling.sampled_rows import Asked, write_rows
+from toolkit.generation.sampling.sampled_rows import PromptForm, write_rows
 from toolkit.generation.sampling.samples import Sample
 from toolkit.generation.text.draws import Drawn
 from toolkit.generation.text.rows import PromptRow
@@ -239,7 +239,7 @@ def test_rows_of_scores(
 ) -> None:
     for name in FILES:
         (tmp_path / f"{name}.jsonl").write_text("of an earlier call\n")
-    found = write_rows(tmp_path, [PromptRow("x:1", "q", "q")], samples, Asked(False), by_reward)
+    found = write_rows(tmp_path, [PromptRow("x:1", "q", "q")], samples, PromptForm(False), by_reward)
     kept = {
         f"{name}.jsonl": rows(tmp_path / f"{name}.jsonl") for name in FILES if (tmp_path / f"{name}.jsonl").exists()
     }
@@ -260,7 +260,7 @@ def test_rows_of_scores(
 def test_a_system_text_and_tools_stay_with_their_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     row = PromptRow("x:1", "q", "q", tools, {"enable_thinking": False})
-    assert Asked(True, "Be brief.").row(row, completion="a") == {
+    assert PromptForm(True, "Be brief.").row(row, completion="a") == {
         "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}],
         "completion": [{"role": "assistant", "content": "a"}],
         "tools": tools,

@@ -38,7 +38,7 @@ def bert() -> Any:
             2,
             r"the rotary embeddings of LlamaForCausalLM \(dynamic\) change .*; lower data.max_length to 64",
         ),
-        (bert, 2, "BertForSequenceClassification is no decoder with a head called `score`: .*; remove it"),
+        (bert, 2, "BertForSequenceClassification is not a decoder with a head called `score`: .*; remove it"),
     ],
 )
 def test_a_model_whose_rows_cannot_be_shared_is_refused_by_name(model: Any, parts: int, told: str) -> None:

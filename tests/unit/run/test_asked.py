@@ -115,7 +115,7 @@ def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
         (
             {"prompt": "?", "answer": "a"},
             ["answers.structured=true"],
-            "answers.structured: the answer of .*:1 is no JSON",
+            "answers.structured: the answer of .*:1 is not JSON",
         ),
         (
             {"prompt": "?", "choices": ["a", "b"], "answer": "a"},

@@ -43,8 +43,8 @@ def test_what_it_does_not_say() -> None:
         ({"num_processes": True}, "num_processes", "num_processes is True"),
         ({"mixed_precision": "fp8"}, "mixed_precision", "mixed_precision is 'fp8'; allowed are no, bf16, fp16"),
         ({"mixed_precision": True}, "mixed_precision", "mixed_precision is True"),
-        ({"fsdp_config": ["zero3"]}, "strategy", "fsdp_config is no mapping"),
-        ({"parallelism_config": 4}, "shard_size", "parallelism_config is no mapping"),
+        ({"fsdp_config": ["zero3"]}, "strategy", "fsdp_config is not a mapping"),
+        ({"parallelism_config": 4}, "shard_size", "parallelism_config is not a mapping"),
         (
             {"parallelism_config": {"parallelism_config_dp_shard_size": "all"}},
             "shard_size",

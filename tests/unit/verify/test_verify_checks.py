@@ -365,7 +365,7 @@ def recipe() -> Recipe:
         ("a: [", "not readable as YAML"),
         ("distributed_type: FSDP\n", "num_processes is not set"),
         ("num_processes: two\n", "num_processes is 'two'"),
-        ("num_processes: 2\nfsdp_config: zero3\n", "fsdp_config is no mapping"),
+        ("num_processes: 2\nfsdp_config: zero3\n", "fsdp_config is not a mapping"),
         ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),
         ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: hybrid\n", "strategy hybrid needs equal groups"),
     ],

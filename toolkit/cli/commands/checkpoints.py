@@ -39,7 +39,7 @@ def checkpoints(
     else:
         cells = [[_cell_text(column, row.get(column)) for column in COLUMNS] for row in rows]
         print_table([{"bytes": "size", "problem": "state"}.get(column, column) for column in COLUMNS], cells)
-    # One without a marker is no damage: it may be being written.
+    # One without a marker is not damage: it may be being written.
     if any(row["problem"] is not None and not c.unfinished for row, c in zip(rows, found, strict=True)):
         raise typer.Exit(1)
 

@@ -61,7 +61,7 @@ def compare(
 def _require_new(to: Path) -> None:
     """Raises BadInputError for a file that is there, or whose name a browser would not take for a page's."""
     if to.suffix not in (".html", ".htm"):
-        raise BadInputError(f"--to: {str(to)!r} is no name of a page; end it in .html")
+        raise BadInputError(f"--to: {str(to)!r} must end in .html")
     if to.exists():
         raise BadInputError(f"--to: {str(to)!r} exists; name a new file, or delete it")
 

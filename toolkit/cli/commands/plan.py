@@ -153,7 +153,7 @@ def plan(
         return
     with Pass(Terminal(), "planning"):
         found = _plan_recipe(loaded, device, cpu or gpus, accelerated)
-    _print_plan(found, *split_arguments(arguments, recipe), Shown(every_row, explain, trace, plot, as_json))
+    _print_plan(found, *split_arguments(arguments, recipe), PlanOutput(every_row, explain, trace, plot, as_json))
     if found.recommended is None:
         raise typer.Exit(1)
 
@@ -194,7 +194,7 @@ def _memory_per_rank(num_ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PlanOutput:
     """Options of what is printed besides the table."""
 
     every_row: bool = False
@@ -219,7 +219,7 @@ def accelerated_by(path: Path) -> Accelerated:
     """Reads the settings of an Accelerate config.
 
     Raises:
-        BadInputError: if the file does not exist, or is no Accelerate config.
+        BadInputError: if the file does not exist, or is not an Accelerate config.
     """
     from toolkit.sharding.accelerate_config import read_accelerate_config
     from toolkit.sharding.plan.strategy import asks_for_offload, parse_strategy
@@ -266,7 +266,7 @@ def _print_longest(recipe: Recipe, hardware: Hardware, ranks: int, accelerated: 
         print(f"{verdict}: {found.describe()}")
 
 
-def _print_plan(found: Plan, name: str, overrides: list[str], shown: Shown) -> None:
+def _print_plan(found: Plan, name: str, overrides: list[str], shown: PlanOutput) -> None:
     from toolkit.cli.shared import plan_console
     from toolkit.planning.launch import launch_of
 

@@ -45,7 +45,7 @@ def start(options: SampleOptions, gpus: int | None, cpu: int | None, as_json: bo
     from toolkit.generation.sampling.sampling import read_prompts
     from toolkit.generation.text.load import find_model
 
-    # Before the ranks: what is wrong is told in a moment.
+    # Before the ranks start: what is wrong is reported within a second.
     find_model(options.source)
     read_prompts(options)
     job = json.dumps({"options": dataclasses.asdict(options), "json": as_json}, default=str)

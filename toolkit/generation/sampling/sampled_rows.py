@@ -17,7 +17,7 @@ from toolkit.paths import atomic_write
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptForm:
     """The form of the prompts.
 
     Attributes:
@@ -91,7 +91,7 @@ class Sampled:
 
 
 def write_rows(
-    folder: Path, rows: Sequence[PromptRow], samples: Sequence[Sample], asked: Asked, by_reward: bool
+    folder: Path, rows: Sequence[PromptRow], samples: Sequence[Sample], form: PromptForm, by_reward: bool
 ) -> Sampled:
     """Writes a file of rows for each kind of training, and removes files that would have none."""
     of_rows: list[list[Sample]] = [[] for _ in rows]
@@ -101,7 +101,7 @@ def write_rows(
     for row, drawn in zip(rows, of_rows, strict=True):
         # Behind the end of a text that was cut, an end would be learned that the model has not written there.
         usable = [sample for sample in drawn if sample.stopped and not sample.is_empty]
-        for name, made in _rows_of_prompt(row, usable, asked, by_reward):
+        for name, made in _rows_of_prompt(row, usable, form, by_reward):
             files[name].append(made)
     for name, lines in files.items():
         if lines:
@@ -123,7 +123,7 @@ def write_rows(
 
 
 def _rows_of_prompt(
-    row: PromptRow, samples: Sequence[Sample], asked: Asked, by_reward: bool
+    row: PromptRow, samples: Sequence[Sample], form: PromptForm, by_reward: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the rows of one prompt, each with its file. Of samples with equal scores the first counts."""
     if not samples:
@@ -131,14 +131,14 @@ def _rows_of_prompt(
     best, worst = max(samples, key=_score_of), min(samples, key=_score_of)
     differ = _score_of(best) > _score_of(worst) and best.completion != worst.completion
     if by_reward or _score_of(best) == 1:
-        yield SFT, asked.row(row, completion=best.completion)
+        yield SFT, form.row(row, completion=best.completion)
     if differ:
-        yield PAIRS, asked.row(row, chosen=best.completion, rejected=worst.completion)
+        yield PAIRS, form.row(row, chosen=best.completion, rejected=worst.completion)
     # Rewards are comparable for one prompt alone: good is what is above its mean.
     bar = _mean([_score_of(sample) for sample in samples]) if by_reward else 0.5
     if differ or not by_reward:
         for sample in samples:
-            yield LABELS, {**asked.row(row, completion=sample.completion), "label": _score_of(sample) > bar}
+            yield LABELS, {**form.row(row, completion=sample.completion), "label": _score_of(sample) > bar}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -163,7 +163,7 @@ def _require_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> 
 
 
 def _read_sample(folder: Path, number: int, line: bytes, rows: Sequence[PromptRow], samples: int) -> Sample:
-    """Reads a line of the file. Raises BadInputError if it is no sample, or one of another prompt."""
+    """Reads a line of the file. Raises BadInputError if it is not a sample, or one of another prompt."""
     place = f"{folder / SAMPLES}:{number + 1}"
     try:
         found = Sample(**_read_object(place, line))

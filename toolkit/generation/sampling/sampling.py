@@ -14,7 +14,7 @@ from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling.reward import find_reward_model, reward_model
 from toolkit.generation.sampling.sample_options import SampleOptions
-from toolkit.generation.sampling.sampled_rows import Asked, Sampled, write_rows
+from toolkit.generation.sampling.sampled_rows import PromptForm, Sampled, write_rows
 from toolkit.generation.sampling.samples import Sample, append, begin, give_back, rows_at_a_time, start_file, write
 from toolkit.generation.text.command import load_for
 from toolkit.generation.text.evaluation import scoring_of
@@ -59,12 +59,12 @@ def sample(options: SampleOptions) -> Sampled:
         if ranks.rank() == 0:
             give_back(options.to)
     assert chat_template is not None
-    asked = Asked(chat_template, options.system)
-    scored = _score_all(options, rows, found, asked)
+    form = PromptForm(chat_template, options.system)
+    scored = _score_all(options, rows, found, form)
 
     def files() -> Sampled:
         write(options.to, scored)
-        written = write_rows(options.to, rows, scored, asked, options.reward is not None)
+        written = write_rows(options.to, rows, scored, form, options.reward is not None)
         write_samples_page(
             options.to / SAMPLES_PAGE, options.to.name, written.summary().splitlines(), _by_prompt(rows, scored)
         )
@@ -112,10 +112,10 @@ def _complete_missing(options: SampleOptions, rows: list[PromptRow], found: list
     return found, chat_template
 
 
-def _score_all(options: SampleOptions, rows: list[PromptRow], found: list[Sample], asked: Asked) -> list[Sample]:
+def _score_all(options: SampleOptions, rows: list[PromptRow], found: list[Sample], form: PromptForm) -> list[Sample]:
     """Returns the samples with their scores. Collective."""
     if options.reward is not None:
-        return _reward_all(options, options.reward, rows, found, asked)
+        return _reward_all(options, options.reward, rows, found, form)
 
     def scored() -> list[Sample]:
         scoring = scoring_of(rows, options.comparing)
@@ -125,7 +125,7 @@ def _score_all(options: SampleOptions, rows: list[PromptRow], found: list[Sample
 
 
 def _reward_all(
-    options: SampleOptions, reward: str, rows: list[PromptRow], found: list[Sample], asked: Asked
+    options: SampleOptions, reward: str, rows: list[PromptRow], found: list[Sample], form: PromptForm
 ) -> list[Sample]:
     """Returns the samples with their rewards; each rank computes a share. Collective."""
     # An empty completion is none that a reward model knows.
@@ -134,7 +134,7 @@ def _reward_all(
 
         def scores(start: int) -> list[float]:
             batch = texts[start : start + size]
-            read = [asked.row(rows[sample.row], completion=sample.completion) for sample in batch]
+            read = [form.row(rows[sample.row], completion=sample.completion) for sample in batch]
             return judge.rewards(judge.encode(read), size)
 
         each = (score for done in in_rounds(range(0, len(texts), size), scores, "scoring") for score in done)

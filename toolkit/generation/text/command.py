@@ -43,7 +43,7 @@ def run(options: Options) -> None:
     """
     place = find_model(options.source)
     path = options.file or options.evaluation
-    # Before the model: a bad row or image is told in a moment, and loading takes much longer.
+    # Before the model: a bad row or image is reported within a second, and loading takes much longer.
     is_scored = options.score is not None
     rows = [] if path is None else read_rows(path, _mode_of(options), options.evaluation is not None, is_scored)
     images = require_images(options.images)
@@ -218,7 +218,7 @@ def _open_output(output: Path | None, source: Path | None) -> Iterator[Callable[
     unfinished = output.with_name(f".{output.name}.unfinished")
     try:
         if output.exists() and not output.is_file():
-            raise OSError(errno.EEXIST, "it exists and is no file")
+            raise OSError(errno.EEXIST, "it exists and is not a file")
         output.parent.mkdir(parents=True, exist_ok=True)
         file = unfinished.open("w", encoding="utf-8")
     except OSError as error:

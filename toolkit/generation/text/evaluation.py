@@ -108,7 +108,7 @@ def scoring_of(rows: list[PromptRow], how: Compares, prefix: str = "--") -> Scor
     lacking = [row.place for row in rows if None in map(comparison.of_answer, row.answers)]
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        name, lacks = ("numeric", "holds no number") if how.numeric else ("structured", "is no JSON")
+        name, lacks = ("numeric", "holds no number") if how.numeric else ("structured", "is not JSON")
         raise BadInputError(f"{prefix}{name}: the answer of {lacking[0]}{more} {lacks}; leave {prefix}{name} out")
     return comparison
 
@@ -136,7 +136,7 @@ def _comparable_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _with_kind(value: Any) -> Any:

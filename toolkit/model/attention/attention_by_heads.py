@@ -45,8 +45,8 @@ def require_sequence(model: nn.Module, parts: int, max_length: int) -> None:
     name, config = class_name(base_of(model)), base_of(model).config.get_text_config()
     if "Classification" in name and not hasattr(base_of(model), "score"):
         raise BadInputError(
-            f"sharding.sequence: {name} is no decoder with a head called `score`: it may need the padding's mask, or "
-            "the first token or the mean of a row, of which each rank has a part; remove it"
+            f"sharding.sequence: {name} is not a decoder with a head called `score`: it may need the padding's mask, "
+            "or the first token or the mean of a row, of which each rank has a part; remove it"
         )
     if not takes_positions(model):
         raise BadInputError(

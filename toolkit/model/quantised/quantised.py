@@ -537,5 +537,5 @@ def make_exact_on_cpu(model: nn.Module) -> None:
             model.set_submodule(path, plain_layer(layer, layer.compute_dtype or torch.float32))
         else:
             # The kernel for AVX-512 rounds scales and products to bfloat16, where training has float32, and fails for
-            # outputs that are no multiple of 32.
+            # outputs that are not multiples of 32.
             layer.support_avx512bf16_for_cpu = False

@@ -322,7 +322,7 @@ def _is_same(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
 
 
 @contextmanager
-def told_by_us() -> Iterator[None]:
+def without_load_report() -> Iterator[None]:
     """Hides transformers' report of missing tensors: an error here lists them, or they may be missing."""
     logger = logging.getLogger("transformers")
     before = logger.level
@@ -436,7 +436,7 @@ def _indexed_files(folder: Path, index: object) -> dict[str, Path]:
     if not isinstance(named, dict) or not named:
         wrong = "it has no weight_map that names any tensor"
     elif odd := [file for file in named.values() if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+", file)]:
-        wrong = f"it names {odd[0]!r}, which is no file beside it"
+        wrong = f"it names {odd[0]!r}, which is not a file beside it"
     elif missing := [file for file in dict.fromkeys(named.values()) if not (folder / file).is_file()]:
         wrong = f"it names {missing[0]!r}, which is not there"
     if wrong is not None:

@@ -259,7 +259,7 @@ def log_probabilities_by_document(
 def summed_by_document(
     each: torch.Tensor, owners: torch.Tensor, num_segments: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns sums (S,) and counts (S,) of values (N,) by their owners (N,); -1 is no document."""
+    """Returns sums (S,) and counts (S,) of values (N,) by their owners (N,); -1 for no document."""
     # Compared and summed, not scattered: atomic additions on a GPU come in another order each time.
     mine = owners == torch.arange(num_segments, device=owners.device)[:, None]  # (S, N)
     return torch.where(mine, each, 0.0).sum(dim=1), mine.sum(dim=1)

@@ -124,7 +124,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def __enter__(self) -> Ledger:
-        # FSDP2 frees a gathered parameter by `resize_(0)` on its storage, which is no operator and is not dispatched.
+        # FSDP2 frees a gathered parameter by `resize_(0)` on its storage: not an operator, so it is not dispatched.
         original = self._original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:

@@ -101,7 +101,7 @@ def check_leaks(
 
 @contextlib.contextmanager
 def _on_shared_samples(inner: nn.Module, mend: str) -> Iterator[None]:
-    """Says of an error of a forward that the model cannot take rows that share a sample.
+    """Turns an error of a forward into: this model cannot take rows that share a sample.
 
     Raises:
         BadInputError: in place of what the forward raised.

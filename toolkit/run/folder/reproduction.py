@@ -129,7 +129,7 @@ def _files_of_tensors(export: Path) -> dict[str, Path]:
     """Returns the file of each tensor by its name."""
     found: dict[str, Path] = {}
     for path in sorted(export.glob("*.safetensors")):
-        if not path.is_file():  # opening a FIFO would wait for ever
+        if not path.is_file():  # opening a FIFO would wait forever
             raise OSError(f"{path.name} is not a regular file")
         with safe_open(path, "pt") as file:
             found |= dict.fromkeys(file.keys(), path)

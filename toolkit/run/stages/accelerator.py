@@ -153,7 +153,7 @@ def _mixed_precision(recipe: Recipe) -> str | None:
         raise BadInputError(
             f"mixed_precision: the Accelerate config says {configured!r}; allowed: {', '.join(PRECISIONS)}"
         )
-    # The launcher exports "no" if its config says nothing, so "no" is no contradiction.
+    # The launcher exports "no" if its config says nothing, so "no" is not a contradiction.
     if asked is not None and configured not in ("no", asked):
         raise BadInputError(
             f"training.mixed_precision is {asked}, but the Accelerate config's mixed_precision is {configured}; "

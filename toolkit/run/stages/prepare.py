@@ -29,7 +29,7 @@ from toolkit.run.stages.model_on_meta import build_on_meta, read_rows
 from toolkit.run.stages.reference import identity_of, with_reference
 from toolkit.run.stages.rows import build_windows, last_position, rest_of_run
 from toolkit.run.stages.sharded_model import plan_memory, shard_model
-from toolkit.run.stages.stages import CheckedModel, OpenedRun, PreparedRun, ShardedModel, Shown
+from toolkit.run.stages.stages import CheckedModel, OpenedRun, PreparedRun, ReportExtras, ShardedModel
 from toolkit.terminal import Pass
 from toolkit.training.extension import Extension
 
@@ -71,7 +71,7 @@ def prepare_run(
     if resumed is not None:
         num_steps, num_positions = rest_of_run(recipe, num_steps, size, num_positions, resumed)
     accumulation = accumulation_of(recipe, planned, opened.plugin, sharded.model, opened.device, checked.alone)
-    shown = Shown(checked.data.report, [])
+    shown = ReportExtras(checked.data.report, [])
     ends = teach_to_stop(base_of(sharded.inner), on_meta.tokenizer, checked.data.train)
     return PreparedRun(
         on_meta,

@@ -154,7 +154,7 @@ class CheckedModel:
 
 
 @dataclass
-class Shown:
+class ReportExtras:
     """What the report shows of a run beside its records. Training adds to it.
 
     Attributes:
@@ -202,7 +202,7 @@ class PreparedRun:
     num_steps: int
     num_positions: int
     accumulation: Accumulation
-    shown: Shown
+    shown: ReportExtras
     ends: str | None
     asked: Asked
     code: dict[str, str]

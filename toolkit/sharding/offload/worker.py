@@ -88,7 +88,7 @@ def _run_all(
             worker = owner()
             if worker is not None:
                 worker.error = error
-        # Without this, whoever waits for the unit would wait for ever.
+        # Without this, whoever waits for the unit would wait forever.
         if failed:
             abandon()
         del task, run, abandon  # they hold gradients

@@ -83,7 +83,7 @@ class ExpertLoads(Extension):
         """Warns, once for each router, if its loads have collapsed."""
         top_k = self.balance.experts_of_a_token(number)
         spread = math.exp(entropy(layer) * math.log(len(layer)))
-        # A router that sends all to the same k experts spreads over k; where k is more than half, that is no sign.
+        # A router that sends all to the same k experts spreads over k; where k is more than half, that is not a sign.
         if number in self._told or spread >= COLLAPSED * len(layer) or top_k >= COLLAPSED * len(layer):
             return
         self._told.add(number)
