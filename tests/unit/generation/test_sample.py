@@ -93,7 +93,7 @@ def test_a_page_shows_every_sample(folder: Path, whole: Path) -> None:
         assert f"score {sample['score']:g}" in shown
         # Codes that steer a terminal are shown as images of themselves.
         assert sample["completion"] in shown or not sample["completion"].replace("\n", "").isprintable()
-    assert "right: " in page.text_of["told"]
+    assert "right: " in page.text_of["results"]
 
 
 def test_noise_draws_from_the_softmax() -> None:

@@ -31,7 +31,7 @@ def test_texts_are_escaped_and_the_page_loads_nothing(tmp_path: Path) -> None:
     page = Page((tmp_path / "page.html").read_text())
     assert page.elements["script"] == 0
     assert page.text_of["prompt-1"].count(HOSTILE) == 3
-    assert HOSTILE in page.text_of["told"]
+    assert HOSTILE in page.text_of["results"]
     assert not [value for _, name, value in page.attributes if name in ("src", "href") and value != "data:,"]
 
 
@@ -41,6 +41,6 @@ def test_of_many_prompts_the_first_are_shown(tmp_path: Path) -> None:
     page = Page((tmp_path / "page.html").read_text())
     assert "prompt-100" in page.text_of
     assert "prompt-101" not in page.text_of
-    assert "20 prompts more in samples.jsonl" in page.text_of["told"]
+    assert "20 prompts more in samples.jsonl" in page.text_of["results"]
     assert page.text_of["prompt-1"].count("?") == 2000
     assert page.text_of["prompt-1"].count("!") == 2000
