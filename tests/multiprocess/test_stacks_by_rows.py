@@ -11,10 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.moe import mixture, plain_step
-from support.moe_steps import compare_step, sharded_step, windows_of
+from support.moe import mixture
+from support.moe_steps import Case, require_plain, sharded_step, steps_of
 from support.ranks import meet, run_on_ranks
-from support.tiny import recipe_values, save_llama
+from support.tiny import recipe_values, save_llama, with_sections
 from support.traffic import Traffic
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoTokenizer
@@ -31,22 +31,21 @@ from toolkit.sharding.fsdp2.fsdp import fsdp_groups
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 from toolkit.sharding.plugin import reset_accelerate
 
-COEF, Z = 0.3, 0.05
 EXPERTS = {"mixtral": {"num_local_experts": 3}, "gpt_oss": {"num_local_experts": 3}, "qwen3_moe": {"num_experts": 3}}
 """Along experts a third of what 2 or 4 ranks hold, gather and reduce would be padding."""
 
+
+def three(kind: str, *case: Any) -> Case:
+    return Case(kind, *case, fields=tuple(EXPERTS[kind].items()))
+
+
 CASES = [
-    ("mixtral", "zero3", 1, True, "by_micro_batch"),
-    ("gpt_oss", "zero2", 3, False, "by_micro_batch"),
-    ("qwen3_moe", "zero1", 3, True, "by_micro_batch"),
-    ("mixtral", "hybrid", 2, False, "by_micro_batch"),
-    ("gpt_oss", "zero3", 2, True, "by_block"),
+    three("mixtral", "zero3", 1, True),
+    three("gpt_oss", "zero2", 3),
+    three("qwen3_moe", "zero1", 3, True),
+    three("mixtral", "hybrid", 2),
+    three("gpt_oss", "zero3", 2, True, True),
 ]
-
-
-def three_experts(model: Any) -> Any:
-    kind = model.config.model_type
-    return mixture(kind, **EXPERTS[kind])
 
 
 def prepared(strategy: str, model: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -58,16 +57,10 @@ def prepared(strategy: str, model: Any, optimizer: torch.optim.Optimizer) -> Any
     return accelerator.prepare(model, optimizer)[0]
 
 
-def step_of(case: Any) -> Any:
-    meet()
-    os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if case[1] == "hybrid" else "1"
-    return sharded_step(case, COEF, Z, None, 1, three_experts)
-
-
 def held() -> tuple[int, bool]:
     """Bytes that this rank holds of the parameters, padding included; whether rank 0 gathers them as they were."""
-    plain = three_experts(mixture("mixtral"))
-    model = three_experts(mixture("mixtral"))
+    plain = CASES[0].model()
+    model = CASES[0].model()
     model = prepared("zero3", model, torch.optim.AdamW(model.parameters()))
     whole = [gather_on_rank_zero(parameter) for parameter in model.parameters()]
     same = all(a is None or torch.equal(a, b) for a, b in zip(whole, plain.parameters(), strict=True))
@@ -80,7 +73,7 @@ def held() -> tuple[int, bool]:
 def muon_steps() -> dict[str, torch.Tensor]:
     """Weights after three steps on given gradients."""
     section = OptimizerSection(kind="muon", learning_rate=1e-3, weight_decay=0.1)
-    model = three_experts(mixture("mixtral"))
+    model = CASES[0].model()
     optimizer = build_optimizer(model, section)
     model = prepared("zero3", model, optimizer)
     for step in range(3):
@@ -101,24 +94,17 @@ def gradient_of(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
 
 def first_job() -> Any:
     with Traffic() as found:
-        first = step_of(CASES[0])
-    steps = [first, *map(step_of, CASES[1:])]
+        first = sharded_step(CASES[0])
+    steps = [first, *steps_of(CASES[1:])]
     del os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"]
     return steps, dict(found.bytes), held(), muon_steps()
-
-
-def compare(case: Any, num_ranks: int, found: dict[str, Any]) -> None:
-    kind, _, accumulation, _, accumulate = case
-    model = mixture(kind, **EXPERTS[kind])
-    plain = plain_step(model, windows_of(num_ranks, accumulation), COEF, Z, whole=accumulate == "by_block")
-    compare_step(found, plain)
 
 
 def test_a_step_is_that_of_a_plain_loop_and_each_rank_holds_and_sends_its_share() -> None:
     results = run_on_ranks(first_job, 4)
     steps, sent, (_, same), stepped = results[0]
     for case, found in zip(CASES, steps, strict=True):
-        compare(case, 4, found)
+        require_plain(case, found, 4)
     assert same
     model = mixture("mixtral", **EXPERTS["mixtral"])
     # The vocabulary of 67 and the router's 3 rows are padded.
@@ -159,10 +145,9 @@ def losses_of(folder: Path, data: Path, name: str, changes: dict[str, dict[str, 
     values = recipe_values(folder / "model", data, folder / name, folder / "cache", max_steps=5, max_grad_norm=None)
     values["sharding"] = {"strategy": "zero3"}
     values["checkpoint"] = {"every_steps": 3}
-    for section, fields in changes.items():
-        values[section] = {**values.get(section, {}), **fields}
     meet()
-    return [record["loss"] for record in finetune(Recipe.from_mapping(values)).metrics]
+    records = finetune(Recipe.from_mapping(with_sections(values, changes))).metrics
+    return [record["loss"] for record in records]
 
 
 def runs(folder: Path, data: Path, ways: list[str]) -> dict[str, list[float]]:

@@ -183,6 +183,11 @@ def recipe_values(model: Path, data: Path, output: Path, cache: Path, **training
     }
 
 
+def with_sections(values: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A recipe's values, with fields of its sections added or replaced."""
+    return {**values, **{name: {**values.get(name, {}), **fields} for name, fields in sections.items()}}
+
+
 def unfinish(run: Path) -> None:
     """Makes a finished run one that was cut off behind its last checkpoint."""
     for name in ("finished.json", "report.html"):
