@@ -7,7 +7,6 @@ process; for all objectives, with adapters, quantised bases and other optimizers
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from support import plain_objectives
 from support.covering import Row, covering_array, pairs_of
+from support.plain_loop import Trained, plain_loop
 from support.plain_rows import plain_rows
 from support.ranks import meet, run_on_ranks
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama
@@ -83,37 +83,24 @@ def is_allowed(row: Row) -> bool:
     return not refusals(settings_of(row)) and not is_idle
 
 
-def plain_losses(folder: Path, rows: torch.Tensor, size: int, max_norm: float | None) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step: the mean over all targets, clipping, AdamW with decay of matrices alone.
+def plain_losses(folder: Path, rows: torch.Tensor, size: int, max_norm: float | None) -> Trained:
+    """The mean over all targets, clipping, AdamW with decay of matrices alone.
 
     Args:
         size: rows of a step.
     """
-    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").train()
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, foreach=False)
-    found = []
-    for step in range(STEPS):
-        batch = rows[step * size : (step + 1) * size]
-        ids, labels, positions = batch[:, 0], batch[:, 1], batch[:, 2]
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        ids, labels, positions = batch.unbind(1)
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        loss.backward()
-        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-        if max_norm is not None and norm > max_norm:
-            for p in model.parameters():
-                p.grad.mul_(max_norm / (norm + 1e-6))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((loss.item(), norm))
-    return found
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+    return plain_loop(model, rows.split(size)[:STEPS], loss_of, rates=LEARNING_RATE, decay=DECAY, max_norm=max_norm)
 
 
-def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[tuple[float, float]]]:
-    """Loss and gradient norm of each step of each row."""
+def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[dict[str, Any]]]:
+    """The records of each row's run."""
     from toolkit import Recipe, finetune
 
     ranks, found = int(os.environ["WORLD_SIZE"]), []
@@ -152,8 +139,7 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[tuple[float, fl
             "experts": max(1, row["experts"]),
             "reshard_after_forward": row.get("reshard_after_forward"),
         }
-        records = finetune(Recipe.from_mapping(values)).metrics
-        found.append([(record["loss"], record["grad_norm"]) for record in records if record["split"] == "train"])
+        found.append(finetune(Recipe.from_mapping(values)).metrics)
     return found
 
 
@@ -162,10 +148,13 @@ def add_objective(values: dict[str, Any], folder: Path, row: Row) -> None:
     kind = row["objective"]
     rows, _, _, settings = plain_objectives.OBJECTIVES[kind]
     if "teacher" in settings:
-        settings = {"teacher": str(folder / "teacher")}
+        settings = {**settings, "teacher": str(folder / "teacher")}
     values["objective"] = {"kind": kind, **settings, **values.get("objective", {})}
     values["model"] = {"name_or_path": str(folder / f"{'experts' if row['experts'] else 'dense'}-{kind}")}
-    values["data"] |= {"train": str(folder / f"{rows}.jsonl"), "max_length": 96}
+    values["data"] |= {"train": str(folder / f"{rows}.jsonl"), "validation": str(folder / f"{rows}-held-out.jsonl")}
+    values["data"]["max_length"] = 96
+    if kind == "seq2seq":
+        values["data"]["source_prefix"] = plain_objectives.PREFIX
     if kind not in ("sequence_classification", "token_classification", "seq2seq"):
         values["data"]["packing"] = False
     values["training"] |= {"seed": plain_objectives.SEED, "compile": row["compile"]}
@@ -223,42 +212,59 @@ def test_every_allowed_pair_is_the_plain_loop(
     found = run_on_ranks(runs, ranks, folder, text_file, rows)[0]
     for row, steps in zip(rows, found, strict=True):
         expected = plain[bool(row["experts"]), row["max_grad_norm"]]
-        assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in expected], rel=2e-6), row
-        assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in expected], rel=1e-5), row
-
-
-@pytest.fixture(scope="module")
-def with_objectives(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("objectives")
-    plain_objectives.save_models(folder)
-    return folder
+        assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=2e-6), row
+        assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5), row
 
 
 TOLERANCES = {"adamw": 1e-5, "adamw_8bit": 1e-2, "muon": 1e-3}
 """Optimizer -> of losses. Moments of few bits are compared with whole ones; Newton-Schulz rounds to 16 bits."""
 
+OF_HELD_OUT_ROWS = ("accuracy", "f1")
+"""Figures that a training step does not report."""
+
+
+def wrong_figures(row: Row, records: list[dict[str, Any]], expected: plain_objectives.Expected) -> list[str]:
+    """What a run reports otherwise than the plain loop does: of its steps, and of held-out rows before and after."""
+    exact, kind = TOLERANCES[row["optimizer"]], row["objective"]
+    steps, held_out = ([record for record in records if record["split"] == split] for split in ("train", "eval"))
+    pairs = [
+        (step, {"loss": loss, "grad_norm": norm, **figures})
+        for step, loss, norm, figures in zip(steps, expected.losses, expected.norms, expected.figures, strict=True)
+    ]
+    # After the steps, those of averaged weights are others; and KTO's KL is of rows beside each other in a batch.
+    compared = slice(1 if row["ema"] or kind == "kto" else 2)
+    pairs += list(zip(held_out[compared], expected.held_out[compared], strict=True))
+    wrong = []
+    for record, figures in pairs:
+        for name, figure in figures.items():
+            if name in OF_HELD_OUT_ROWS and record["split"] == "train":
+                continue
+            tolerance = exact if name == "loss" else 10 * exact  # a margin is a small difference of large sums
+            if record.get(name) != pytest.approx(figure, rel=tolerance, abs=1e-5):
+                wrong.append(f"{record['split']} {record['step']} {name}: {record.get(name)}, not {figure}")
+    return wrong
+
 
 @pytest.mark.parametrize(
-    "compiled",
-    [pytest.param((False,), marks=pytest.mark.first), pytest.param((False, True), marks=pytest.mark.grid)],
-    ids=["eager", "compiled"],
+    ("ranks", "more"),
+    [
+        pytest.param(2, {"compile": (False,)}, marks=pytest.mark.first),
+        pytest.param(2, {}, marks=pytest.mark.grid),
+        pytest.param(4, {**ON_FOUR, "compile": (False,)}, marks=pytest.mark.grid),
+    ],
+    ids=["eager", "compiled", "4 ranks"],
 )
 def test_every_allowed_pair_of_objectives_adapters_and_optimizers_is_the_plain_loop(
-    compiled: tuple[bool, ...], with_objectives: Path
+    ranks: int, more: dict[str, tuple[Any, ...]], with_objectives: Path
 ) -> None:
-    rows = covering_array({**WITH_OBJECTIVES, "compile": compiled}, is_allowed)
-    found = run_on_ranks(runs, 2, with_objectives, with_objectives / "text.jsonl", rows)[0]
+    rows = covering_array({**WITH_OBJECTIVES, **more}, is_allowed)
+    found = run_on_ranks(runs, ranks, with_objectives, with_objectives / "text.jsonl", rows)[0]
     wrong = []
-    for row, steps in zip(rows, found, strict=True):
+    for row, records in zip(rows, found, strict=True):
         model = "experts" if row["experts"] else "dense"
-        expected = plain_objectives.losses_and_norms(
-            with_objectives, row["objective"], model, row["adapter"], row["optimizer"], row["max_grad_norm"], STEPS
+        expected = plain_objectives.expected_run(
+            *(with_objectives, row["objective"], model, row["adapter"], row["optimizer"], row["max_grad_norm"]),
+            *(STEPS, ROWS_PER_STEP[ranks]),
         )
-        exact = TOLERANCES[row["optimizer"]]
-        losses, norms = zip(*steps, strict=True)
-        expected_losses, expected_norms = zip(*expected, strict=True)
-        if losses != pytest.approx(expected_losses, rel=exact) or norms != pytest.approx(
-            expected_norms, rel=10 * exact
-        ):
-            wrong.append((row, steps, expected))
-    assert not wrong, "\n".join(map(str, wrong))
+        wrong += [f"{row}: {each}" for each in wrong_figures(row, records, expected)]
+    assert not wrong, "\n".join(wrong)

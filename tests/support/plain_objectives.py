@@ -1,32 +1,43 @@
-"""Every objective as its paper has it, each text alone in a forward, with adapters and optimizers of the libraries."""
+"""Every objective as its paper has it, each text alone in a forward, with adapters and optimizers of the libraries.
+
+Each objective has settings that are not its defaults: weights of classes and labels, margins, a temperature.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
+from seqeval.metrics import f1_score
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 
 from support.four_bits import read_by_hand
 from support.peft_by_hand import adapted
+from support.plain_loop import adamw, in_turn, plain_loop
 from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, save_llama
 
-SEED, LEARNING_RATE, DECAY, EPS, ROWS_PER_STEP = 3, 2e-3, 0.1, 1e-4, 4
-CLASSES = ["few", "many", "none"]
-BETA = 0.3
+SEED, LEARNING_RATE, DECAY, EPS = 3, 2e-3, 0.1, 1e-4
+CLASSES, CLASS_WEIGHTS = ["O", "B-FEW", "I-FEW"], [0.5, 2.0, 1.0]
+BETA, GOOD_WEIGHT, BAD_WEIGHT, CENTERING, PREFIX = 0.3, 1.5, 0.75, 0.05, "turn: "
+TEMPERATURE, RATIO, MIXED = 1.5, 0.7, 0.4
 TEXTS = [" ".join(text.split()[: 3 + i % 7]) for i, text in enumerate(make_texts(60, seed=3))]
 ASKED, GOOD, BAD = TEXTS[:20], [" " + text for text in TEXTS[20:40]], [" " + text for text in TEXTS[40:]]
+PAIRS = [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in zip(ASKED, GOOD, BAD, strict=True)]
+HELD_OUT = 5
+"""The first rows of each file, which are held out, too."""
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": text} for text in TEXTS[:20]],
-    "pairs": [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in zip(ASKED, GOOD, BAD, strict=True)],
+    "pairs": PAIRS,
+    "margins": [{**pair, "margin": (i % 3) / 4} for i, pair in enumerate(PAIRS)],
     "judged": [
         {"prompt": a, "completion": (b, c)[i % 2], "label": i % 2 == 0}
         for i, (a, b, c) in enumerate(zip(ASKED, GOOD, BAD, strict=True))
@@ -38,19 +49,18 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "translated": [{"document": a, "summary": b.strip()} for a, b in zip(ASKED, GOOD, strict=True)],
 }
 
+_LABELS = {"labels": CLASSES, "class_weights": CLASS_WEIGHTS}
+_TEACHER = {"teacher": "teacher", "divergence": "jsd", "beta": MIXED, "temperature": TEMPERATURE, "kd_ratio": RATIO}
+_KTO = {"beta": BETA, "desirable_weight": GOOD_WEIGHT, "undesirable_weight": BAD_WEIGHT}
+_SCORES = "AutoModelForSequenceClassification"
 OBJECTIVES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "causal_lm": ("text", "AutoModelForCausalLM", "CAUSAL_LM", {}),
-    "distillation": ("text", "AutoModelForCausalLM", "CAUSAL_LM", {"teacher": "teacher"}),
+    "distillation": ("text", "AutoModelForCausalLM", "CAUSAL_LM", _TEACHER),
     "preference": ("pairs", "AutoModelForCausalLM", "CAUSAL_LM", {"beta": BETA}),
-    "kto": ("judged", "AutoModelForCausalLM", "CAUSAL_LM", {"beta": BETA}),
-    "reward": ("pairs", "AutoModelForSequenceClassification", "SEQ_CLS", {}),
-    "sequence_classification": (
-        "labelled",
-        "AutoModelForSequenceClassification",
-        "SEQ_CLS",
-        {"labels": CLASSES},
-    ),
-    "token_classification": ("tagged", "AutoModelForTokenClassification", "TOKEN_CLS", {"labels": CLASSES}),
+    "kto": ("judged", "AutoModelForCausalLM", "CAUSAL_LM", _KTO),
+    "reward": ("margins", _SCORES, "SEQ_CLS", {"center_rewards_coefficient": CENTERING}),
+    "sequence_classification": ("labelled", _SCORES, "SEQ_CLS", _LABELS),
+    "token_classification": ("tagged", "AutoModelForTokenClassification", "TOKEN_CLS", _LABELS),
     "seq2seq": ("translated", "AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM", {}),
 }
 """Objective -> its rows, transformers' class, peft's task, and settings of its own."""
@@ -59,6 +69,10 @@ OBJECTIVES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 def save_models(folder: Path) -> None:
     """A dense model and a mixture of experts for each objective, a teacher, and the rows."""
     tokens = AutoTokenizer.from_pretrained(save_llama(folder / "teacher", TEXTS, tied=False, layers=3, seed=7))
+    # Drawn weights give every token nearly the same probability, which any student has, too.
+    teacher = transformers.AutoModelForCausalLM.from_pretrained(folder / "teacher")
+    nn.init.normal_(teacher.lm_head.weight, std=0.5)
+    teacher.save_pretrained(folder / "teacher")
     ends = {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id, "bos_token_id": None}
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
@@ -80,14 +94,20 @@ def save_models(folder: Path) -> None:
             getattr(transformers, auto_class).from_config(config).save_pretrained(folder / f"{name}-{kind}")
             tokens.save_pretrained(folder / f"{name}-{kind}")
     for name, rows in ROWS.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for file, kept in ((name, rows), (f"{name}-held-out", rows[:HELD_OUT])):
+            (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
 class Losses:
-    """The loss of a step of each objective, for a model and a copy of it before the first step."""
+    """The loss of a step of each objective, for a model and a copy of it before the first step.
+
+    Attributes:
+        figures: what the objective reports with the loss of the last step.
+    """
 
     def __init__(self, model: Any, reference: Any, teacher: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> None:
         self.model, self.reference, self.teacher, self.tokenizer, self.all = model, reference, teacher, tokenizer, rows
+        self.figures: dict[str, float] = {}
 
     def __call__(self, kind: str, numbers: list[int]) -> torch.Tensor:
         loss: Callable[[list[int]], torch.Tensor] = getattr(self, kind)
@@ -104,16 +124,20 @@ class Losses:
         return total / count
 
     def distillation(self, numbers: list[int]) -> torch.Tensor:
-        """Half cross-entropy, half KL(teacher, student), of all targets."""
-        total, count = torch.tensor(0.0), 0
+        """Cross-entropy, and generalised JSD of teacher and student at a temperature, of all targets."""
+        divergence, cross_entropy, count = torch.tensor(0.0), torch.tensor(0.0), 0
         for ids in (self.ids(self.all[n]["text"]) for n in numbers):
             z = self.model(input_ids=ids).logits[0, :-1]
             with torch.no_grad():
-                q = self.teacher(input_ids=ids).logits[0, :-1].softmax(1)
-            divergence = (q * (q.log() - z.log_softmax(1))).sum()
-            total = total + 0.5 * divergence + 0.5 * F.cross_entropy(z, ids[0, 1:], reduction="sum")
+                q = (self.teacher(input_ids=ids).logits[0, :-1] / TEMPERATURE).softmax(1)
+            p = (z / TEMPERATURE).softmax(1)
+            mixture = MIXED * q + (1 - MIXED) * p
+            divergence = divergence + MIXED * (q * (q / mixture).log()).sum()
+            divergence = divergence + (1 - MIXED) * (p * (p / mixture).log()).sum()
+            cross_entropy = cross_entropy + F.cross_entropy(z, ids[0, 1:], reduction="sum")
             count += ids.shape[1] - 1
-        return total / count
+        self.figures = {"divergence": divergence.item() / count, "cross_entropy": cross_entropy.item() / count}
+        return ((1 - RATIO) * cross_entropy + RATIO * TEMPERATURE**2 * divergence) / count
 
     def log_ratio(self, prompt: str, completion: str) -> torch.Tensor:
         """Of the model's probability of a completion to the reference's."""
@@ -130,55 +154,88 @@ class Losses:
     def preference(self, numbers: list[int]) -> torch.Tensor:
         pairs = [self.all[n] for n in numbers]
         margins = [self.log_ratio(p["prompt"], p["chosen"]) - self.log_ratio(p["prompt"], p["rejected"]) for p in pairs]
+        self.figures = {"margin": BETA * torch.stack(margins).mean().item()}
         return -F.logsigmoid(BETA * torch.stack(margins)).mean()
 
     def kto(self, numbers: list[int]) -> torch.Tensor:
+        """The KL is of the step's prompts with the completions of the rows after them."""
         others = [(self.all[n]["prompt"], self.all[(n + 1) % len(self.all)]["completion"]) for n in numbers]
         with torch.no_grad():
             kl = torch.stack([self.log_ratio(*other) for other in others]).mean().clamp(min=0)
-        ratios = [
-            (self.all[n]["label"], self.log_ratio(self.all[n]["prompt"], self.all[n]["completion"])) for n in numbers
-        ]
-        return torch.stack([1 - torch.sigmoid(BETA * (r - kl) * (1 if good else -1)) for good, r in ratios]).mean()
+        self.figures = {"kl": kl.item()}
+        losses = []
+        for row in (self.all[n] for n in numbers):
+            weight, sign = (GOOD_WEIGHT, 1) if row["label"] else (BAD_WEIGHT, -1)
+            distance = sign * (self.log_ratio(row["prompt"], row["completion"]) - kl)
+            losses.append(weight * (1 - torch.sigmoid(BETA * distance)))
+        return torch.stack(losses).mean()
 
     def reward(self, numbers: list[int]) -> torch.Tensor:
+        """Bradley-Terry with margins and centring."""
+
         def score(pair: dict[str, Any], side: str) -> torch.Tensor:
             return self.model(input_ids=self.ids(pair["prompt"] + pair[side])).logits[0, 0]
 
         pairs = [self.all[n] for n in numbers]
-        return -F.logsigmoid(torch.stack([score(p, "chosen") - score(p, "rejected") for p in pairs])).mean()
+        chosen, rejected = (torch.stack([score(pair, side) for pair in pairs]) for side in ("chosen", "rejected"))
+        margins = torch.tensor([pair["margin"] for pair in pairs])
+        self.figures = {"margin": (chosen - rejected).mean().item()}
+        return (-F.logsigmoid(chosen - rejected - margins) + CENTERING * (chosen + rejected) ** 2).mean()
 
     def sequence_classification(self, numbers: list[int]) -> torch.Tensor:
-        logits = [self.model(input_ids=self.ids(self.all[n]["text"], end=False)).logits[0] for n in numbers]
-        return F.cross_entropy(
-            torch.stack(logits), torch.tensor([CLASSES.index(self.all[n]["label"]) for n in numbers])
+        logits = torch.stack(
+            [self.model(input_ids=self.ids(self.all[n]["text"], end=False)).logits[0] for n in numbers]
         )
+        right = torch.tensor([CLASSES.index(self.all[n]["label"]) for n in numbers])
+        self.figures = {"accuracy": (logits.argmax(1) == right).float().mean().item()}
+        return F.cross_entropy(logits, right, torch.tensor(CLASS_WEIGHTS), reduction="sum") / len(numbers)
 
     def token_classification(self, numbers: list[int]) -> torch.Tensor:
         """Each word by its first token; where that is tell ever longer beginnings of the text."""
         total, count = torch.tensor(0.0), 0
+        tags: tuple[list[list[str]], list[list[str]]] = ([], [])
         for row in (self.all[n] for n in numbers):
             words = row["tokens"]
             places = [self.ids(" ".join(words[:n]), end=False).shape[1] if n else 0 for n in range(len(words))]
             logits = self.model(input_ids=self.ids(" ".join(words), end=False)).logits[0, places]
             right = torch.tensor([CLASSES.index(tag) for tag in row["tags"]])
-            total, count = total + F.cross_entropy(logits, right, reduction="sum"), count + len(words)
+            total = total + F.cross_entropy(logits, right, torch.tensor(CLASS_WEIGHTS), reduction="sum")
+            count += len(words)
+            tags[0].append(row["tags"])
+            tags[1].append([CLASSES[number] for number in logits.argmax(1).tolist()])
+        self.figures = {"f1": float(f1_score(*tags))}
         return total / count
 
     def seq2seq(self, numbers: list[int]) -> torch.Tensor:
         total, count = torch.tensor(0.0), 0
         for row in (self.all[n] for n in numbers):
-            source, labels = self.ids(row["document"], end=False), self.ids(row["summary"])
+            source, labels = self.ids(PREFIX + row["document"], end=False), self.ids(row["summary"])
             logits = self.model(input_ids=source, labels=labels).logits[0]  # the model shifts the labels itself
             total, count = total + F.cross_entropy(logits, labels[0], reduction="sum"), count + labels.shape[1]
         return total / count
 
 
-def losses_and_norms(
-    folder: Path, kind: str, model: str, adapter: str, optimizer: str, max_norm: float | None, steps: int
-) -> list[tuple[float, float]]:
-    """Of each step, by the libraries' own models, adapters, quantised layers and optimizers, on one process."""
-    torch.set_num_threads(1)
+@dataclass(frozen=True)
+class Expected:
+    """What the run of an objective has to report: for each step, and before and after all of them on held-out rows."""
+
+    losses: list[float]
+    norms: list[float]
+    figures: list[dict[str, float]]
+    held_out: list[dict[str, float]]
+
+
+def expected_run(
+    folder: Path,
+    kind: str,
+    model: str,
+    adapter: str,
+    optimizer: str,
+    max_norm: float | None,
+    steps: int,
+    rows_per_step: int,
+) -> Expected:
+    """By the libraries' own models, adapters, quantised layers and optimizers, on one process."""
     rows, auto_class, task, _ = OBJECTIVES[kind]
     # bitsandbytes' layers cannot be copied, and have a way of their own for evaluation on CPUs.
     trained_model, reference = (
@@ -190,18 +247,26 @@ def losses_and_norms(
         trained_model = adapted(trained_model, {**settings, "task_type": task}, SEED)
     teacher = transformers.AutoModelForCausalLM.from_pretrained(folder / "teacher", dtype=torch.float32)
     tokens = AutoTokenizer.from_pretrained(folder / "teacher")
-    losses = Losses(trained_model, reference, teacher, tokens, ROWS[rows])
-    named = {name: p for name, p in trained_model.named_parameters() if p.requires_grad}
-    stepped = _Optimizers(named, optimizer)
-    found = []
-    for step in range(steps):
-        numbers = [(step * ROWS_PER_STEP + i) % len(ROWS[rows]) for i in range(ROWS_PER_STEP)]
-        loss = losses(kind, numbers)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(named.values(), max_norm or float("inf"), foreach=False)
-        stepped.step()
-        found.append((loss.item(), norm.item()))
-    return found
+    losses, held_out = (
+        Losses(trained_model, reference, teacher, tokens, each) for each in (ROWS[rows], ROWS[rows][:HELD_OUT])
+    )
+    figures: list[dict[str, float]] = []
+
+    def evaluated() -> dict[str, float]:
+        with torch.no_grad():
+            loss = held_out(kind, list(range(HELD_OUT))).item()
+        return {"loss": loss, **held_out.figures}
+
+    before = evaluated()
+    found = plain_loop(
+        trained_model,
+        in_turn(range(len(ROWS[rows])), rows_per_step, steps),
+        lambda numbers: losses(kind, numbers),
+        max_norm=max_norm,
+        optimizer=_Optimizers({n: p for n, p in trained_model.named_parameters() if p.requires_grad}, optimizer),
+        after_step=lambda _: figures.append(losses.figures),
+    )
+    return Expected(found.losses, found.norms, figures, [before, evaluated()])
 
 
 def _base(path: Path, auto_class: str, in_4_bits: bool) -> Any:
@@ -226,14 +291,10 @@ class _Optimizers:
         in_blocks = [name for name in named if ".layers." in name or ".block." in name]
         by_muon = {name for name in in_blocks if named[name].ndim >= 2} if kind == "muon" else set()
         others = [p for name, p in named.items() if name not in by_muon]
-        groups = [
-            {"params": [p for p in others if p.ndim > 1], "weight_decay": DECAY},
-            {"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0},
-        ]
         self._parameters = list(named.values())
         self._all: list[torch.optim.Optimizer] = []
         if others:
-            self._all.append(torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPS, foreach=False))
+            self._all.append(adamw(others, LEARNING_RATE, DECAY, EPS))
         # A view of each matrix, whose gradient is the view of its stack's.
         self._matrices = [
             (nn.Parameter(matrix), named[name], number)
