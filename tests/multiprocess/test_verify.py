@@ -1,10 +1,10 @@
-"""`toolkit verify` for real: right runs pass, runs made wrong on a rank are told, nothing is left behind."""
+"""`toolkit verify` for real: right runs pass, runs made wrong are reported as such, nothing is left behind."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,40 +14,97 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 from support.launches import clean_environment
 from support.moe import mixture
+from support.plain_objectives import OBJECTIVES, PREFIX
 from support.ranks import LIMIT_SECONDS
-from support.tiny import recipe_values, save_llama
+from support.sights import save_all
+from support.texts import make_texts
+from support.tiny import recipe_values, save_llama, with_sections
+from transformers import AutoTokenizer
 
 from toolkit.cli import app as cli
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.errors import ToolkitError
+from toolkit.model import load
+from toolkit.model.quantised import quantised
+from toolkit.objectives.losses.divergence import Divergence
+from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.recipe.recipe import Recipe
-from toolkit.verify import FAILED, NOT_USED, OK, Report, Row, verify
+from toolkit.verify import FAILED, NOT_USED, OK, Report, Row, ShardedRun, ranks, verify
+from toolkit.verify.sharded import _run_sharded
 
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
 Main = Callable[..., tuple[int, str, str]]
+Spoil = Callable[[pytest.MonkeyPatch], None]
 CHECKS = ["loss", "gradient norm", "weights", "gradients", "dropout replay", "packing"]
+IMAGES = [1, 0, 2, 0, 0, 0, 0, 0, 0, 1, 1, 3, 0, 1]
+"""Of each row; the second step has none."""
+
+QLORA = {"kind": "lora", "r": 4, "quantize": "nf4", "double_quantization": True}
+DORA = {"use_dora": True, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}
+TOWERS = ["language", "projector", "vision"]
+ROUTED = {"router_aux_coef": 0.1, "router_z_coef": 0.01, "router_bias_rate": 0.01}
+"""DeepSeek V3's routers have all losses that routers can have, and biases that move."""
+
+RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "text": ("llama", "texts", {}),
+    "qlora": ("llama", "texts", {"adapter": {**QLORA, **DORA}, "sharding": {"offload": "optimizer"}}),
+    "lora": ("llama", "texts", {"adapter": {"kind": "lora", "r": 4}}),
+    "int8": ("llama", "texts", {"adapter": {"kind": "lora", "r": 4, "quantize": "int8"}}),
+    "dora": ("llama", "texts", {"adapter": {"kind": "lora", "r": 4, **DORA}}),
+    "distillation": ("dense-distillation", "text", {"objective": {"kind": "distillation", "teacher": "teacher"}}),
+    "seq2seq": (
+        "dense-seq2seq",
+        "translated",
+        {"objective": {"kind": "seq2seq"}, "data": {"max_target_length": 32, "source_prefix": PREFIX}},
+    ),
+    "images": ("llava", "rows", {"model": {"train": TOWERS}, "data": {"packing": False}}),
+    "packed images": ("llava", "rows", {}),
+    "packed tiles": ("idefics3", "rows", {"model": {"train": TOWERS}}),
+    "experts": ("experts", "texts", {"objective": ROUTED, "data": {"max_length": 64}}),
+    "spread experts": (
+        "experts",
+        "texts",
+        {"objective": ROUTED, "data": {"max_length": 64}, "sharding": {"experts": 2, "activation_checkpointing": 1}},
+    ),
+    "adapters of spread experts": (
+        "experts",
+        "texts",
+        {
+            "objective": {**ROUTED, "router_bias_rate": 0.0},
+            "data": {"max_length": 64},
+            "sharding": {"experts": 2},
+            "adapter": QLORA,
+        },
+    ),
+}
+"""Name -> its model, its rows, and what else its recipe has."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
-    """A Llama of three blocks, its recipe, and a config of two CPU ranks for every strategy used."""
-    folder = tmp_path_factory.mktemp("verify")
-    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
-    save_llama(folder / "model", texts, tied=True, layers=3)
-    training = {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
-    values = recipe_values(folder / "model", text_file, folder / "out", folder / "cache", **training)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+def folder(tmp_path_factory: pytest.TempPathFactory, with_objectives: Path, text_file: Path) -> Path:
+    """The models, the rows, and a config of one rank and of two for each strategy."""
+    texts = [" ".join(text.split()[: 3 + i % 6]) for i, text in enumerate(make_texts(len(IMAGES), seed=4))]
+    folder = save_all(tmp_path_factory.mktemp("verify"), ("llava", "idefics3"), texts, IMAGES)
+    for path in with_objectives.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "texts.jsonl").symlink_to(text_file)
+    lines = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(save_llama(folder / "llama", lines, tied=True, layers=3))
+    experts = mixture("deepseek_v3", vocab_size=len(tokenizer), max_position_embeddings=128)
+    for model in (experts, tokenizer):
+        model.save_pretrained(folder / "experts")
     for strategy in ("zero3", "ddp", "hybrid"):
-        config = {
-            "distributed_type": "FSDP",
-            "use_cpu": True,
-            "num_processes": 2,
-            "mixed_precision": "no",
-            "fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": strategy},
-        }
-        (folder / f"{strategy}.yaml").write_text(yaml.safe_dump(config))
+        for count in (1, 2):
+            config = {"distributed_type": "FSDP", "use_cpu": True, "num_processes": count, "mixed_precision": "no"}
+            config["fsdp_config"] = {"fsdp_version": 2, "fsdp_sharding_strategy": strategy}
+            (folder / f"{strategy}-{count}.yaml").write_text(yaml.safe_dump(config))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values_of(folder, "text")))
+    (folder / "spread.yaml").write_text(yaml.safe_dump(values_of(folder, "spread experts")))
     return folder
 
 
@@ -58,16 +115,6 @@ def temporary(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     yield
     assert not list(tmp_path.glob("toolkit-verify-*"))
     assert not (folder / "out").exists()
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [TOOLKIT, "verify", *arguments],
-        text=True,
-        capture_output=True,
-        timeout=LIMIT_SECONDS,
-        env=clean_environment(COLUMNS="200"),
-    )
 
 
 @pytest.fixture
@@ -85,8 +132,25 @@ def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def here(folder: Path, strategy: str = "zero3", *overrides: str, **settings: Any) -> Report:
-    return verify(Recipe.load(folder / "recipe.yaml", overrides), folder / f"{strategy}.yaml", **settings)
+def values_of(folder: Path, name: str) -> dict[str, Any]:
+    model, rows, sections = RECIPES[name]
+    training = {"micro_batch_size": 1 if model == "experts" else 2, "gradient_accumulation_steps": 2}
+    values = recipe_values(folder / model, folder / f"{rows}.jsonl", folder / "out", folder / "cache", **training)
+    if rows != "texts":
+        values["data"]["max_length"] = 128
+    values = with_sections(values, sections)
+    if name == "distillation":
+        settings = {**OBJECTIVES[name][3], "teacher": str(folder / "teacher")}
+        values["objective"] |= settings
+    return values
+
+
+def report_of(folder: Path, name: str, config: str = "zero3-1", **settings: Any) -> Report:
+    return verify(Recipe.from_mapping(values_of(folder, name)), folder / f"{config}.yaml", **settings)
+
+
+def failed(report: Report) -> set[str]:
+    return {row.check for row in report.rows if row.verdict == FAILED}
 
 
 def break_ranks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,31 +161,96 @@ def break_ranks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
 
 
-@pytest.mark.parametrize("sequence", [1, pytest.param(2, marks=pytest.mark.grid)])
-def test_the_command_passes_on_two_ranks(sequence: int, folder: Path) -> None:
-    done = command(
-        *("--recipe", str(folder / "recipe.yaml"), "--config", str(folder / "zero3.yaml"), "--json"),
-        *("--steps", "4", "sharding.activation_checkpointing=1", f"sharding.sequence={sequence}"),
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["verdict"] == OK
-    assert [row["check"] for row in told["rows"]] == CHECKS
-    assert {row["verdict"] for row in told["rows"]} == {OK}
-    assert all(row["found"] <= row["tolerance"] for row in told["rows"] if row["tolerance"] is not None)
-    assert told["facts"]["compared"] == "4 optimizer steps"
-    assert told["facts"]["ranks"] == "2 on cpu"
-    assert "zero3" in told["facts"]["strategy"]
-    assert "3 blocks checkpointed" in told["rows"][4]["note"]
+# On one rank, in this process
 
 
-def test_a_model_cut_to_its_first_blocks(folder: Path, tmp_path: Path) -> None:
+def run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `verify` run its one rank here, so that what a test has changed holds there, too."""
+
+    def run(recipe: Recipe, _launch: Any, steps: int, folder: Path, _seconds: float) -> ShardedRun:
+        return ranks._merge_results([_run_sharded(recipe, steps, folder)], load_file(folder / "weights.safetensors"))
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)  # what another test left behind
+    monkeypatch.setattr("toolkit.verify.run_ranks", run)
+
+
+def twice_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Divergence.compare
+
+    def compare(self: Divergence, z: torch.Tensor, y: torch.Tensor, targets: torch.Tensor) -> Any:
+        return right(dataclasses.replace(self, temperature=self.temperature**2), z, y, targets)
+
+    monkeypatch.setattr(Divergence, "compare", compare)
+
+
+def shifted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Seq2Seq.decoder_inputs
+    monkeypatch.setattr(Seq2Seq, "decoder_inputs", lambda self, labels: right(self, labels).roll(1, dims=1))
+
+
+def mixed_up_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ImageSamples.batch
+
+    def mixed_up(self: ImageSamples, numbers: Any) -> Any:
+        batch = right(self, numbers)
+        return {**batch, "picture/pixel_values": batch["picture/pixel_values"].flip(0)}
+
+    monkeypatch.setattr(ImageSamples, "batch", mixed_up)
+
+
+def wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last scale of each matrix is that of the block before, and the adapters' products are scaled wrong."""
+    in_4_bits, add = quantised._in_4_bits, load.add_adapter
+
+    def shifted(flat: torch.Tensor) -> Any:
+        weight, absmax = in_4_bits(flat)
+        absmax[-1] = absmax[-2]
+        return weight, absmax
+
+    def scaled(model: Any, section: Any, *given: Any) -> Any:
+        return add(model, section.model_copy(update={"alpha": 9}), *given)
+
+    monkeypatch.setattr(quantised, "_in_4_bits", shifted)
+    monkeypatch.setattr(load, "add_adapter", scaled)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "wrong"),
+    [
+        ("distillation", twice_the_temperature, {"loss", "gradients"}),
+        ("seq2seq", shifted_twice, {"loss", "gradients"}),
+        ("images", mixed_up_images, {"gradient norm", "weights"}),
+        ("qlora", wrong_scales, {"frozen weights", "gradients", "gradient norm"}),
+    ],
+)
+def test_a_right_run_passes_and_a_wrong_one_fails(
+    name: str, spoil: Spoil, wrong: set[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_in_this_process(monkeypatch)
+    report = report_of(folder, name, steps=3 if name == "images" else 2)
+    assert report.verdict == OK, report
+    rows = {row.check: row for row in report.rows}
+    if name == "images":
+        assert "the model leaves out" in rows["gradients"].note, "the last layer of the tower"
+    if name == "qlora":
+        assert rows["frozen weights"].found == 0.0, "they are bitsandbytes' own of whole matrices, to the last bit"
+        assert "nf4, double quantisation" in str(report.facts)
+    spoil(monkeypatch)
+    assert failed(report_of(folder, name, steps=1 if name == "images" else 2)) >= wrong
+
+
+def test_a_model_cut_to_its_first_blocks(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration alone, whose blocks get random weights; DDP; documents in a bf16 run."""
+    run_in_this_process(monkeypatch)
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (bare / name).write_text((folder / "model" / name).read_text())
-    report = here(folder, "ddp", f"model.name_or_path={bare}", "training.mixed_precision=bf16", layers=2, steps=2)
+        (bare / name).write_text((folder / "llama" / name).read_text())
+    values = with_sections(
+        values_of(folder, "text"), {"model": {"name_or_path": str(bare)}, "training": {"mixed_precision": "bf16"}}
+    )
+    report = verify(Recipe.from_mapping(values), folder / "ddp-1.yaml", layers=2, steps=2)
     assert report.verdict == OK, report
     assert report.facts["weights"] == f"random: {bare} holds no weights that fit its first 2 blocks"
     assert report.facts["precision"] == "bf16"
@@ -132,7 +261,30 @@ def test_a_model_cut_to_its_first_blocks(folder: Path, tmp_path: Path) -> None:
     assert len(list(bare.iterdir())) == 3, "nothing is written into the model's folder"
 
 
-def test_a_run_that_is_wrong_on_one_rank_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# On ranks that a launcher starts
+
+
+def test_the_command_passes_on_two_ranks_that_spread_experts(folder: Path) -> None:
+    done = subprocess.run(
+        [TOOLKIT, "verify", "--recipe", "spread.yaml", "--config", "zero3-2.yaml", "--json", "--steps", "3"],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        timeout=LIMIT_SECONDS,
+        env=clean_environment(COLUMNS="200"),
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["verdict"] == OK
+    assert [row["check"] for row in told["rows"]] == [*CHECKS, "expert load", "balance loss"]
+    assert {row["verdict"] for row in told["rows"]} == {OK}
+    assert all(row["found"] <= row["tolerance"] for row in told["rows"] if row["tolerance"] is not None)
+    assert (told["facts"]["compared"], told["facts"]["ranks"]) == ("3 optimizer steps", "2 on cpu")
+    assert "zero3" in told["facts"]["strategy"]
+    assert "2 blocks checkpointed" in told["rows"][4]["note"]
+
+
+def test_a_run_that_is_wrong_on_one_rank_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 trains on doubled losses, and one norm is never trained at all."""
     break_ranks(
         "from toolkit.objectives.causal_lm import CausalLM\n"
@@ -150,131 +302,10 @@ def test_a_run_that_is_wrong_on_one_rank_is_told(folder: Path, tmp_path: Path, m
         tmp_path,
         monkeypatch,
     )
-    report = here(folder, steps=2)
+    report = report_of(folder, "text", "zero3-2", steps=2)
     assert report.verdict == FAILED
-    rows = {row.check: row for row in report.rows}
-    assert {check for check, row in rows.items() if row.verdict == FAILED} == {
-        "loss",
-        "gradient norm",
-        "weights",
-        "gradients",
-    }
-    assert rows["gradients"].note == "no gradient in any step: model.norm.weight"
-
-
-QLORA = ["adapter.kind=lora", "adapter.r=4", "adapter.quantize=nf4", "adapter.double_quantization=true"]
-DORA = ["adapter.use_dora=true", "adapter.use_rslora=true", "adapter.target_modules=[q_proj, down_proj]"]
-
-
-def test_adapters_on_a_quantised_base_pass(folder: Path) -> None:
-    report = here(folder, "zero3", *QLORA, *DORA, "sharding.offload=optimizer", steps=2)
-    assert report.verdict == OK, report
-    rows = {row.check: row for row in report.rows}
-    assert rows["frozen weights"].found == 0.0, "they are bitsandbytes' own of whole matrices, to the last bit"
-    assert "nf4, double quantisation" in str(report.facts)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("adapter", [[], ["adapter.quantize=int8"], DORA])
-def test_adapters_under_ddp_pass(adapter: list[str], folder: Path) -> None:
-    report = here(folder, "ddp", "adapter.kind=lora", "adapter.r=4", *adapter, steps=3)
-    assert report.verdict == OK, report
-
-
-def test_adapters_that_are_wrong_are_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last scale of each matrix is that of the block before, and the adapters' products are scaled wrong."""
-    break_ranks(
-        "from toolkit.model import load; from toolkit.model.quantised import quantised\n"
-        "in_4_bits, add = quantised._in_4_bits, load.add_adapter\n"
-        "def shifted(flat):\n"
-        "    weight, absmax = in_4_bits(flat)\n"
-        "    absmax[-1] = absmax[-2]\n"
-        "    return weight, absmax\n"
-        "quantised._in_4_bits = shifted\n"
-        "def scaled(model, section, *given):\n"
-        "    return add(model, section.model_copy(update={'alpha': 9}), *given)\n"
-        "load.add_adapter = scaled\n",
-        tmp_path,
-        monkeypatch,
-    )
-    report = here(folder, "zero3", *QLORA, steps=2)
-    rows = {row.check: row.verdict for row in report.rows}
-    assert rows["frozen weights"] == FAILED
-    assert rows["gradients"] == FAILED
-    assert rows["gradient norm"] == FAILED
-
-
-@pytest.fixture(scope="module")
-def experts(folder: Path) -> Path:
-    """DeepSeek V3's routers, whose biases move; its recipe has all losses that a router can have."""
-    path = folder / "experts"
-    shutil.copytree(folder / "model", path)
-    (path / "model.safetensors").unlink()
-    vocabulary = json.loads((folder / "model/config.json").read_text())["vocab_size"]
-    mixture("deepseek_v3", vocab_size=vocabulary, max_position_embeddings=128).save_pretrained(path)
-    return path
-
-
-def with_experts(folder: Path, experts: Path, *overrides: str) -> Report:
-    losses = ["objective.router_aux_coef=0.1", "objective.router_z_coef=0.01", "objective.router_bias_rate=0.01"]
-    shape = ["data.max_length=64", "training.micro_batch_size=1"]
-    return here(folder, "zero3", f"model.name_or_path={experts}", *losses, *shape, *overrides, steps=2)
-
-
-@pytest.mark.parametrize("spread", [pytest.param([], marks=pytest.mark.grid), ["sharding.experts=2"]])
-def test_a_mixture_of_experts_passes(spread: list[str], folder: Path, experts: Path) -> None:
-    report = with_experts(folder, experts, *spread)
-    assert report.verdict == OK, report
-    assert [row.check for row in report.rows] == [*CHECKS, "expert load", "balance loss"]
-
-
-@pytest.mark.grid
-def test_a_mixture_of_experts_that_is_wrong_is_told(
-    folder: Path, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The balance loss's gradient is a tenth too large, and rank 1 counts no choices."""
-    break_ranks(
-        "from toolkit.objectives.losses import balance\n"
-        "gradient, exchange = balance.Balance.gradient, balance.Balance._exchange\n"
-        "balance.Balance.gradient = lambda self, *given: 1.1 * gradient(self, *given)\n"
-        "def deaf(self):\n"
-        "    self._mine = {n: found * (os.environ['RANK'] == '0') for n, found in self._mine.items()}\n"
-        "    exchange(self)\n"
-        "balance.Balance._exchange = deaf\n",
-        tmp_path,
-        monkeypatch,
-    )
-    report = with_experts(folder, experts)
-    rows = {row.check: row for row in report.rows}
-    assert rows["expert load"].verdict == rows["balance loss"].verdict == rows["gradients"].verdict == FAILED
-
-
-@pytest.mark.grid
-def test_adapters_of_spread_experts_on_a_quantised_base_pass(folder: Path, experts: Path) -> None:
-    report = with_experts(folder, experts, "sharding.experts=2", *QLORA, "objective.router_bias_rate=0")
-    assert report.verdict == OK, report
-    checks = [*CHECKS[:3], "frozen weights", *CHECKS[3:], "expert load", "balance loss"]
-    assert [row.check for row in report.rows] == checks
-
-
-@pytest.mark.grid
-def test_a_gradient_of_spread_experts_that_is_wrong_is_told(
-    folder: Path, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is divided by the ranks that hold the expert, and not by all of them."""
-    break_ranks(
-        "from toolkit.sharding import apply\n"
-        "hold = apply.wrap_as_dtensor\n"
-        "def by_row(module, *given):\n"
-        "    hold(module, *given)\n"
-        "    module.set_gradient_divide_factor(1)\n"
-        "apply.wrap_as_dtensor = by_row\n",
-        tmp_path,
-        monkeypatch,
-    )
-    rows = {row.check: row for row in with_experts(folder, experts, "sharding.experts=2").rows}
-    assert rows["gradients"].verdict == rows["gradient norm"].verdict == FAILED
-    assert ".experts." in rows["gradients"].note
+    assert failed(report) == {"loss", "gradient norm", "weights", "gradients"}
+    assert {row.check: row for row in report.rows}["gradients"].note == "no gradient in any step: model.norm.weight"
 
 
 def test_a_rank_that_dies_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +318,7 @@ def test_a_rank_that_dies_is_named(folder: Path, tmp_path: Path, monkeypatch: py
         monkeypatch,
     )
     with pytest.raises(ToolkitError, match="rank 1 was ended by SIGKILL") as found:
-        here(folder, steps=1)
+        report_of(folder, "text", "zero3-2", steps=1)
     assert "no memory left" in str(found.value)
     assert found.value.exit_code == 1
 
@@ -295,7 +326,7 @@ def test_a_rank_that_dies_is_named(folder: Path, tmp_path: Path, monkeypatch: py
 def test_ranks_that_hang_are_ended(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     break_ranks(f"import time\nopen(r'{tmp_path}/' + str(os.getpid()), 'w')\ntime.sleep(600)\n", tmp_path, monkeypatch)
     with pytest.raises(ToolkitError, match="rank 0, 1: not done in 2 s"):
-        here(folder, steps=1, time_limit_seconds=2)
+        report_of(folder, "text", "zero3-2", steps=1, time_limit_seconds=2)
     started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(started) == 2
     for pid in started:
@@ -303,34 +334,78 @@ def test_ranks_that_hang_are_ended(folder: Path, tmp_path: Path, monkeypatch: py
             os.kill(pid, 0)
 
 
-def test_hybrid_on_two_ranks_is_bad_input(folder: Path, main: Main) -> None:
-    config = str(folder / "hybrid.yaml")
-    code, _, told = main("--recipe", str(folder / "recipe.yaml"), "--config", config)
-    assert code == 2
-    assert f"--config: {config}: strategy hybrid needs equal groups" in told
-
-
+@pytest.mark.grid
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "config"),
     [
+        *(
+            (name, "zero3-2")
+            for name in ("text", "distillation", "seq2seq", "packed images", "packed tiles", "experts")
+        ),
+        *((name, "zero3-2") for name in ("qlora", "adapters of spread experts")),
+        *((name, "ddp-2") for name in ("lora", "int8", "dora")),
+    ],
+)
+def test_right_runs_pass_on_two_ranks(name: str, config: str, folder: Path) -> None:
+    report = report_of(folder, name, config, steps=3)
+    assert report.verdict == OK, report
+
+
+WRONG_EXPERTS = {
+    # The balance loss's gradient is a tenth too large, and rank 1 counts no choices.
+    "experts": (
+        {"expert load", "balance loss", "gradients"},
+        "from toolkit.objectives.losses import balance\n"
+        "gradient, exchange = balance.Balance.gradient, balance.Balance._exchange\n"
+        "balance.Balance.gradient = lambda self, *given: 1.1 * gradient(self, *given)\n"
+        "def deaf(self):\n"
+        "    self._mine = {n: found * (os.environ['RANK'] == '0') for n, found in self._mine.items()}\n"
+        "    exchange(self)\n"
+        "balance.Balance._exchange = deaf\n",
+    ),
+    # A gradient is divided by the ranks that hold the expert, and not by all of them.
+    "spread experts": (
+        {"gradient norm", "gradients"},
+        "from toolkit.sharding import apply\n"
+        "hold = apply.wrap_as_dtensor\n"
+        "def by_row(module, *given):\n"
+        "    hold(module, *given)\n"
+        "    module.set_gradient_divide_factor(1)\n"
+        "apply.wrap_as_dtensor = by_row\n",
+    ),
+}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", WRONG_EXPERTS)
+def test_mixtures_of_experts_that_are_wrong_fail(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, code = WRONG_EXPERTS[name]
+    break_ranks(code, tmp_path, monkeypatch)
+    assert failed(report_of(folder, name, "zero3-2", steps=2)) >= wrong
+
+
+# What the command says
+
+
+def test_bad_input(folder: Path, main: Main) -> None:
+    hybrid = str(folder / "hybrid-2.yaml")
+    for arguments, message in (
         (["--steps", "0"], "--steps: found 0"),
         (["--layers", "0"], "--layers: found 0"),
         (["--layers", "9"], "--layers: found 9, but the model has 3 blocks"),
         (["--config", "nowhere.yaml"], "--config: there is no file 'nowhere.yaml'"),
+        (["--config", hybrid], f"--config: {hybrid}: strategy hybrid needs equal groups"),
         (["training.max_step=3"], "did you mean 'max_steps'"),
-    ],
-)
-def test_bad_input(arguments: list[str], message: str, folder: Path, main: Main) -> None:
-    code, _, told = main("--recipe", str(folder / "recipe.yaml"), *arguments)
-    assert code == 2
-    assert message in told
+    ):
+        code, _, told = main("--recipe", str(folder / "recipe.yaml"), *arguments)
+        assert (code, message in told) == (2, True), (arguments, told)
 
 
 def test_a_failed_check_is_exit_code_1(folder: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Report(
-        {"ranks": "2 on cpu"}, [Row("loss", 0.25, 1e-6, FAILED, "[at] step 3"), Row("packing", None, None, OK)]
-    )
-    monkeypatch.setattr("toolkit.verify.verify", lambda *_, **__: failed)
+    rows = [Row("loss", 0.25, 1e-6, FAILED, "[at] step 3"), Row("packing", None, None, OK)]
+    monkeypatch.setattr("toolkit.verify.verify", lambda *_, **__: Report({"ranks": "2 on cpu"}, rows))
     code, table, _ = main("--recipe", str(folder / "recipe.yaml"))
     assert code == 1
     assert "ranks: 2 on cpu" in table
