@@ -7,15 +7,16 @@ import json
 import os
 import platform
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path, PurePath
 from unittest import mock
 
 import pytest
 from support.texts import make_texts
-from support.tiers import is_left_out, is_slow, room_of
+from support.tiers import is_left_out, is_slow, keep_last_runs, room_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: xdist's workers share the cores
 gc.disable()  # what the collection of tests imports is never garbage
@@ -26,7 +27,10 @@ PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft")
 """Packages whose versions a report of several rooms names."""
 
 _seconds: defaultdict[str, list[float]] = defaultdict(list)
-"""Room -> the seconds that each setup, test and teardown took."""
+"""File -> the seconds that each setup, test and teardown took."""
+
+_outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+"""File -> how often each outcome came out."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,15 +81,27 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Adds a test's seconds to those of its room."""
-    _seconds[room_of(PurePath(report.nodeid.partition("::")[0]))].append(report.duration)
+    """Notes a test's seconds and outcome; what failed outside the test counts as well."""
+    file = report.nodeid.partition("::")[0]
+    _seconds[file].append(report.duration)
+    if report.when == "call" or report.outcome != "passed":
+        _outcomes[file][report.outcome] += 1
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what each room took, summed over the workers, and on which versions, where several rooms ran."""
-    if len(_seconds) > 1:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says what each room took, summed over the workers, and on which versions, where several rooms ran.
+
+    Of a run of the grid, the table of last runs gets the rows.
+    """
+    rooms: defaultdict[str, float] = defaultdict(float)
+    for file, seconds in _seconds.items():
+        rooms[room_of(PurePath(file))] += sum(seconds)
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    if len(rooms) > 1:
         terminalreporter.section("seconds of each room")
-        for room, seconds in sorted(_seconds.items(), key=lambda one: -sum(one[1])):
-            terminalreporter.line(f"{sum(seconds):8.0f} {room}")
-        versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+        for room, sum_of_seconds in sorted(rooms.items(), key=lambda one: -one[1]):
+            terminalreporter.line(f"{sum_of_seconds:8.0f} {room}")
         terminalreporter.line(f"Python {platform.python_version()}, {versions}")
+    if config.option.markexpr == "grid" and _seconds:
+        runs = {file: (_outcomes[file], sum(seconds)) for file, seconds in _seconds.items()}
+        keep_last_runs(Path(__file__).with_name("grid.md"), runs, f"{date.today()}", versions)
