@@ -25,7 +25,10 @@ ON_PAGES = [list(group) for _, group in itertools.groupby(PRINTED, lambda comman
 
 
 def train_a_little(folder: Path) -> None:
-    """Leaves `model` and the finished run `outputs/notes`, with checkpoints after steps 2 and 4; and that run again."""
+    """Leaves `model` and the finished run `outputs/notes`, with checkpoints after steps 2 and 4; and that run again.
+
+    And a folder `llama.cpp` with a converter that does nothing.
+    """
     from toolkit import Recipe, finetune
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -47,6 +50,10 @@ def train_a_little(folder: Path) -> None:
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), config)
     adapted.save_pretrained(folder / "outputs/lora/export")
+    (folder / "llama.cpp").mkdir()
+    (folder / "llama.cpp/convert_hf_to_gguf.py").write_text(
+        "import pathlib, sys\npathlib.Path(sys.argv[sys.argv.index('--outfile') + 1]).touch()\n"
+    )
 
 
 @pytest.fixture(scope="module")

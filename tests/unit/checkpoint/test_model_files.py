@@ -276,7 +276,8 @@ def test_a_run_says_what_differs_and_how_to_serve_it(
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
     lora = {"kind": "lora", "r": 20}
-    served = f"vllm serve {base} --enable-lora --max-lora-rank 32 --lora-modules tuned="
+    tokenizer = f"--tokenizer {tmp_path / 'adapter' / 'export'}"
+    served = f"vllm serve {base} {tokenizer} --enable-lora --max-lora-rank 32 --lora-modules tuned="
     cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "whole": ({}, {}, "vllm serve "),
         "merged": (lora, {"merge": True, "dtype": "bfloat16"}, "vllm serve "),

@@ -1,24 +1,35 @@
-"""`toolkit export`: make a Hugging Face folder of a checkpoint."""
+"""`toolkit export`: make a Hugging Face folder of a checkpoint, or files for llama.cpp and Ollama."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, RunPlace, parse_dtype
-from toolkit.errors import BadInputError
+from toolkit.cli.shared.arguments import AsJson, parse_dtype
+from toolkit.errors import BadInputError, did_you_mean
 from toolkit.recipe.schema import ExportSection
+
+if TYPE_CHECKING:
+    from toolkit.checkpoint.consolidate import Exported
 
 MAX_SHARD_GIB = ExportSection().max_shard_gib
 """The same default as in a recipe (GiB)."""
 
 
+FORMATS = ("huggingface", "gguf", "ollama")
+
+
 def export(
-    run: RunPlace,
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of a run, or its store (s3://bucket/runs/first). With --format also the folder of an export."
+        ),
+    ],
     to: Annotated[Path, typer.Option(help="New folder, which `from_pretrained` loads.")],
     checkpoint: Annotated[
         int | None, typer.Option(help="Export the checkpoint of this step. By default the last.")
@@ -26,6 +37,21 @@ def export(
     dtype: Annotated[
         str, typer.Option(help="Store the weights in this type: float32, bfloat16 (bf16) or float16 (fp16).")
     ] = "float32",
+    file_format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="Write this into the folder: huggingface, gguf (for llama.cpp, by its converter) or ollama (gguf and "
+            "a Modelfile).",
+        ),
+    ] = FORMATS[0],
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option(
+            "--llama-cpp",
+            help="Folder of llama.cpp's sources, for its converter. By default the one on the PATH.",
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Reload the folder and compare its logits.")
     ] = True,
@@ -38,25 +64,68 @@ def export(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time."""
+    """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time.
+
+    Prints how vLLM and SGLang serve it. With --format it makes files for llama.cpp or Ollama instead.
+    """
     type_name = parse_dtype(dtype)
+    if file_format not in FORMATS:
+        servers = "; vLLM and SGLang read huggingface" if file_format in ("vllm", "sglang") else ""
+        close = did_you_mean(file_format, FORMATS)
+        raise BadInputError(f"--format: unknown {file_format!r}{close}; allowed: {', '.join(FORMATS)}{servers}")
+    if llama_cpp is not None and file_format == FORMATS[0]:
+        raise BadInputError("--llama-cpp has no effect without --format gguf or ollama; leave it out")
     from toolkit.checkpoint.manifest import place_named
 
     place = place_named(run)
     if not place.is_dir():  # before torch is imported
         raise BadInputError(f"there is no folder {run!r}; name the training.output_dir or the store of a run")
-    from toolkit.checkpoint.consolidate import export_run
+    how = {"checkpoint": checkpoint, "verify": check, "max_shard_gib": max_shard_gib, "average": average}
+    if file_format == FORMATS[0]:
+        _export(str(place), to, type_name, how, as_json)
+    else:
+        _make_gguf(str(place), to, type_name, how, as_json, file_format == "ollama", llama_cpp)
 
-    done = export_run(str(place), to, checkpoint, type_name, check, max_shard_gib, average)
+
+def _export(run: str, to: Path, dtype: str, how: dict[str, Any], as_json: bool) -> None:
+    from toolkit.checkpoint.consolidate import export_run
+    from toolkit.serving.servers import how_to_serve
+
+    done = export_run(run, to, dtype=dtype, **how)
     if as_json:
-        print(json.dumps({**dataclasses.asdict(done), "folder": str(done.folder), "dtype": type_name}, indent=1))
+        print(json.dumps({**dataclasses.asdict(done), "folder": str(done.folder), "dtype": dtype}, indent=1))
         return
+    for note in done.notes:
+        print(note)
+    print(_summary(to, done, dtype, how["verify"]))
+    for line in how_to_serve(to):
+        print(line)
+
+
+def _make_gguf(
+    run: str, to: Path, dtype: str, how: dict[str, Any], as_json: bool, for_ollama: bool, llama_cpp: Path | None
+) -> None:
+    from toolkit.serving.llama_cpp import make_gguf
+
+    made = make_gguf(run, to, llama_cpp, dtype, for_ollama, how)
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(made), "dtype": dtype}, indent=1, default=str))
+        return
+    done = made.exported
+    for note in [*(done.notes if done else ()), *made.notes]:
+        print(note)
+    print(f"{to}: {run} in {dtype}" if done is None else _summary(to, done, dtype, how["verify"]))
+    print("start it:")
+    for command in made.commands:
+        print(f"  {command}")
+
+
+def _summary(to: Path, done: Exported, dtype: str, check: bool) -> str:
+    """Returns the line about the exported checkpoint."""
     checked = ""
     if done.logits_difference is not None:
         checked = f"; logits differ by {done.logits_difference:.1e} of the largest"
     elif check and done.is_adapter:
         checked = "; an adapter, whose logits were not compared"
     later = "" if done.unfinished is None else f"; the later checkpoint of step {done.unfinished} was not finished"
-    for note in done.notes:
-        print(note)
-    print(f"{to}: step {done.step} in {type_name}{checked}{later}")
+    return f"{to}: step {done.step} in {dtype}{checked}{later}"

@@ -78,7 +78,7 @@ def find_model(source: str) -> Place:
     if not folder.is_dir():
         _require_hub_name(source, folder)
         return Place(source, on_hub=True)
-    found = _find_in_folder(folder) or _find_in_folder(folder / "export")
+    found = model_in(folder) or model_in(folder / "export")
     if found is not None:
         return found
     if (told := told_of_checkpoint(folder)) is not None:
@@ -101,7 +101,8 @@ def _require_hub_name(source: str, folder: Path) -> None:
         raise BadInputError(f"SOURCE: the folder {source!r} does not exist; name a model's folder or a hub name")
 
 
-def _find_in_folder(folder: Path) -> Place | None:
+def model_in(folder: Path) -> Place | None:
+    """Returns the model or the adapter that a folder holds, or None."""
     if (folder / "adapter_config.json").is_file():
         return Place(str(folder), is_adapter=True)
     return Place(str(folder)) if (folder / "config.json").is_file() else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from toolkit.run.folder.export_origin import origin_of, own_command
 from toolkit.run.folder.finished import write_finished
 from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.serving.servers import adapter_problem, vllm_command
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.supervise.rank_status import REPORT
@@ -51,10 +51,6 @@ from toolkit.training.durable_writes import patiently
 from toolkit.training.extensions.early_stopping import patience_is_over
 from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.phase import Phase
-
-VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that vLLM's `--max-lora-rank` takes, from its default on."""
-
 
 MOST_SHOWN = 160
 """Characters of a prompt, or of an answer to it, in the last lines of a run."""
@@ -249,8 +245,8 @@ def print_result(
         print(f"model: {_how_to_load(result.export_dir, recipe)}", flush=True)
         spec = recipe.objective.spec
         if spec.writes_text and not spec.encoder_decoder:
-            served = _how_to_serve(result.export_dir, recipe)
-            console.print(f"to serve it: {served} (docs/serving.md has other servers)")
+            told = adapter_problem(result.export_dir) or f"to serve it: {vllm_command(result.export_dir)}"
+            console.print(f"{told} (docs/serving.md has other servers)")
 
 
 def _print_answers(console: Terminal, sample: SideBySide) -> None:
@@ -269,16 +265,6 @@ def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
         return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
     auto = auto_class(AutoConfig.from_pretrained(export_dir, trust_remote_code=recipe.model.trust_remote_code)).__name__
     return f"{auto}.from_pretrained({str(export_dir)!r})"
-
-
-def _how_to_serve(export_dir: Path, recipe: Recipe) -> str:
-    """Returns vLLM's command: of the model, or of the base with the adapter."""
-    if not (export_dir / "adapter_config.json").is_file():
-        return shlex.join(["vllm", "serve", str(export_dir)])
-    rank = min((one for one in VLLM_RANKS if one >= recipe.adapter.r), default=VLLM_RANKS[-1])
-    limit = [] if rank == VLLM_RANKS[0] else ["--max-lora-rank", str(rank)]
-    adapter = ["--enable-lora", *limit, "--lora-modules", f"tuned={export_dir}"]
-    return shlex.join(["vllm", "serve", str(recipe.model.name_or_path), *adapter])
 
 
 def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:

@@ -1,0 +1,208 @@
+"""From an export to a server: commands with the options a model needs, and the files of llama.cpp and Ollama."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from support.chat_templates import CHAT_TEMPLATES, ChatTemplate, tokenizer_for
+from support.conversations import assistant, system, user
+from support.texts import make_texts
+from support.tiny import save_llama
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.cli.app import main
+from toolkit.data.templates.templates import use_template
+from toolkit.data.tokens.tokenizer import _train_byte_pairs
+from toolkit.serving.ollama import write_modelfile
+from toolkit.serving.servers import how_to_serve
+
+CONVERTER = """
+import json, pathlib, sys
+given = sys.argv[1:]
+folder, to = pathlib.Path(given[0]), pathlib.Path(given[given.index("--outfile") + 1])
+if "refuse" in (folder / "tokenizer_config.json").read_text():
+    sys.exit("INFO: reading\\nModel OwnForCausalLM is not supported")
+to.write_text(json.dumps(given))
+"""
+"""In place of llama.cpp's converter: writes what it was asked."""
+
+
+@pytest.fixture
+def llama_cpp(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama.cpp"
+    folder.mkdir()
+    (folder / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("served") / "base", make_texts(60), tied=True)
+
+
+def save_adapter(folder: Path, base: Path, **fields: Any) -> Path:
+    config = {"base_model_name_or_path": str(base), "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def run_export(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """Returns the exit code."""
+    monkeypatch.setattr("sys.argv", ["toolkit", "export", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+def test_servers_get_the_options_that_an_export_needs(base: Path, tmp_path: Path) -> None:
+    model = "python -m sglang.launch_server --model-path"
+    assert how_to_serve(base) == [
+        f"serve it: vllm serve {base}",
+        f"      or: {model} {base}",
+        "its cache has room for 64 tokens of a request; --max-model-len N (vLLM) or --context-length N (SGLang) takes "
+        "less memory",
+    ]
+    for rank, option in ((8, ""), (16, ""), (17, " --max-lora-rank 32"), (200, " --max-lora-rank 256")):
+        adapter = save_adapter(tmp_path / str(rank), base, r=rank)
+        assert how_to_serve(adapter) == [
+            f"serve it: vllm serve {base} --tokenizer {adapter} --enable-lora{option} --lora-modules tuned={adapter}",
+            f"      or: {model} {base} --tokenizer-path {adapter} --lora-paths tuned={adapter}",
+        ]
+    for name, fields in {"DoRA": {"use_dora": True}, "modules_to_save": {"modules_to_save": ["lm_head"]}}.items():
+        (line,) = how_to_serve(save_adapter(tmp_path / name, base, **fields))
+        assert f"toolkit merge {tmp_path / name} --to merged" in line
+        assert line.endswith(f"load no adapter with {name}")
+    assert how_to_serve(save_adapter(tmp_path / "scores", base, task_type="SEQ_CLS")) == []
+
+
+IN_JINJA = {
+    r'\$last := ""': '% set seen = namespace(last="") %',
+    r"range \.Messages": "% for message in messages %",
+    r'(else )?if eq (\S+) ("\w*")': r"% \1if \2 == \3 %",
+    r"else": "% else %",
+    r"\$last = \.Role": "% set seen.last = message.role %",
+    r"\.Content": "{ message.content }",
+    r'(".*")': r"{ \1 }",
+}
+"""Actions of the Go templates that are written, and what they are in Jinja."""
+
+
+def run_go(template: str, messages: list[dict[str, Any]]) -> str:
+    """What Ollama writes, by a translation of the template into Jinja."""
+    blocks: list[str] = []
+
+    def translated(action: re.Match[str]) -> str:
+        if action[1] == "end":
+            return f"{{% end{blocks.pop()} %}}"
+        blocks.extend({"range": ["for"], "if": ["if"]}.get(action[1].split()[0], []))
+        ours = next(re.sub(go, jinja, action[1]) for go, jinja in IN_JINJA.items() if re.fullmatch(go, action[1]))
+        ours = ours.replace("else if", "elif").replace(".Role", "message.role").replace("$last", "seen.last")
+        return f"{{{ours}}}"
+
+    whole = re.sub(r'\{\{ ((?:"(?:[^"\\]|\\.)*"|[^}"]|"[^"]*")*?) \}\}', translated, template)
+    return jinja2.Environment().from_string(whole).render(messages=messages)
+
+
+CONVERSATIONS = {
+    "one": [user("What is it?")],
+    "system": [system("Be brief."), user("What is it?")],
+    "turns": [user("a"), assistant("b"), user('"c" {{ .System }} \\'), assistant("d"), user("数字 🎉")],
+    "system and turns": [system("s"), user("a"), assistant("b"), user("c")],
+}
+TAKEN = {"llama 3.1", "qwen 2.5", "qwen 3", "mistral v1", "gemma", "phi 3", "phi 4", "chatml", "chatml with generation"}
+TAKEN |= {"generation with end", "zephyr", "deepseek v3", "deepseek r1"}
+"""Chat templates that only put words around messages."""
+
+
+@pytest.mark.parametrize("chosen", CHAT_TEMPLATES, ids=lambda template: template.name)
+def test_ollamas_template_writes_what_the_chat_template_writes(chosen: ChatTemplate, tmp_path: Path) -> None:
+    """And without the begin-of-text token where llama.cpp writes it."""
+    tokenizer = tokenizer_for(chosen)
+    written, notes = modelfile_of(tokenizer, tmp_path)
+    if chosen.name not in TAKEN:
+        assert "TEMPLATE" not in written
+        assert "write a TEMPLATE" in notes[0]
+        return
+    (template,) = re.findall('TEMPLATE """(.+)"""', written)
+    assert ["takes no system message" in note for note in notes] == [True] * (chosen.name == "gemma")
+    for messages in CONVERSATIONS.values():
+        if messages[0]["role"] == "user" or not notes:
+            expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            assert run_go(template, messages) == expected
+    assert f"PARAMETER stop {json.dumps(chosen.eos, ensure_ascii=False)}" in written
+
+
+def test_a_begin_of_text_token_is_written_once(base: Path, tmp_path: Path) -> None:
+    tokenizer = _train_byte_pairs(iter(make_texts(60)), 320, ["<s>"])
+    tokenizer.bos_token = "<s>"
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    assert '{{ "<s>[user]" }}' in modelfile_of(tokenizer, tmp_path)[0]
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    assert '{{ "<s>' not in modelfile_of(tokenizer, tmp_path)[0]
+
+
+def test_plain_text_has_no_template_and_dates_are_not_frozen(tmp_path: Path) -> None:
+    tokenizer = _train_byte_pairs(iter(make_texts(60)), 320)
+    assert 'TEMPLATE """{{ .Prompt }}"""' in modelfile_of(tokenizer, tmp_path)[0]
+    use_template(tokenizer, "chatml")
+    assert '{{ "<|im_start|>user\\n" }}' in modelfile_of(tokenizer, tmp_path)[0]
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}" + tokenizer.chat_template
+    assert "TEMPLATE" not in modelfile_of(tokenizer, tmp_path)[0]
+
+
+def modelfile_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[str, list[str]]:
+    tokenizer.save_pretrained(folder)
+    notes = write_modelfile(folder, folder)
+    return (folder / "Modelfile").read_text(), notes
+
+
+def test_an_export_is_converted(
+    base: Path, llama_cpp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "Ours"
+    made = ["--format", "ollama", "--llama-cpp", str(llama_cpp)]
+    assert not run_export(monkeypatch, str(base), "--to", str(to), "--dtype", "fp16", *made)
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "start it:",
+        f"  ollama create ours -f {to}/Modelfile",
+        "  ollama run ours",
+    ]
+    assert sorted(path.name for path in to.iterdir()) == ["Modelfile", "model.gguf"]
+    given = json.loads((to / "model.gguf").read_text())
+    assert (given[0], given[3:]) == (str(base), ["--outtype", "f16", "--model-name", "Ours"])
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_what_cannot_be_converted_is_said(
+    base: Path, llama_cpp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_text("{}")
+    (odd / "tokenizer_config.json").write_text('"refuse"')
+    adapter = save_adapter(tmp_path / "adapter", base)
+    there = ["--llama-cpp", str(llama_cpp)]
+    cases: list[tuple[Path, list[str], str]] = [
+        (base, ["--format", "vllm"], "allowed: huggingface, gguf, ollama; vLLM and SGLang read huggingface"),
+        (base, ["--format", "guff"], "did you mean 'gguf'"),
+        (base, there, "--llama-cpp has no effect without --format gguf or ollama"),
+        (base, ["--format", "gguf"], "convert_hf_to_gguf.py is not installed; run git clone"),
+        (base, ["--format", "gguf", "--llama-cpp", str(base)], "has no convert_hf_to_gguf.py"),
+        (base, ["--format", "gguf", *there, "--checkpoint", "3"], "--checkpoint has no effect on an export"),
+        (odd, ["--format", "gguf", *there], "refuses it: Model OwnForCausalLM is not supported. transformers, vLLM"),
+        (adapter, ["--format", "gguf", *there], f"run `toolkit merge {adapter} --to merged`, and export that folder"),
+    ]
+    for source, options, said in cases:
+        assert run_export(monkeypatch, str(source), "--to", str(tmp_path / "to"), *options) in (1, 2)
+        assert said in " ".join(capsys.readouterr().err.split()), options
+        assert not (tmp_path / "to").exists()

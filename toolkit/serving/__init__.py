@@ -1,0 +1,1 @@
+"""From an export to a server: commands of vLLM and SGLang, files of llama.cpp and Ollama."""

@@ -1,0 +1,141 @@
+"""Makes a GGUF file of an export by llama.cpp's own converter, and for Ollama a Modelfile."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.consolidate import EXPORT_TYPES, MODEL_FILES, Exported, export_run
+from toolkit.checkpoint.export import let_others_read
+from toolkit.errors import BadInputError, ExportError
+from toolkit.generation.text.load import model_in
+from toolkit.serving.ollama import GGUF, MODELFILE, write_modelfile
+
+OUTTYPES = dict(zip(EXPORT_TYPES, ("f32", "bf16", "f16"), strict=True))
+"""Types of weights, in the converter's words."""
+
+SCRIPT = "convert_hf_to_gguf.py"
+
+HOW_TO_INSTALL = (
+    "git clone --depth 1 https://github.com/ggml-org/llama.cpp && pip install sentencepiece, and add "
+    "--llama-cpp llama.cpp"
+)
+
+
+def find_converter(folder: Path | None) -> list[str]:
+    """Returns the command line of llama.cpp's converter.
+
+    Args:
+        folder: the folder of llama.cpp's sources; None looks on the PATH.
+
+    Raises:
+        BadInputError: if it is not there.
+    """
+    if folder is not None:
+        if not (folder / SCRIPT).is_file():
+            raise BadInputError(f"--llama-cpp: {str(folder)!r} has no {SCRIPT}; name the folder of llama.cpp's sources")
+        return [sys.executable, str(folder / SCRIPT)]
+    if program := shutil.which("llama-convert-hf-to-gguf"):
+        return [program]
+    if program := shutil.which(SCRIPT):
+        return [sys.executable, program]
+    raise BadInputError(f"--format: llama.cpp's {SCRIPT} is not installed; run {HOW_TO_INSTALL}")
+
+
+def convert(converter: list[str], model: Path, to: Path, *options: str) -> None:
+    """Converts a model's folder to a file. Raises ExportError in the converter's words, if it refuses the model."""
+    command = [*converter, str(model), "--outfile", str(to), *options]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)  # noqa: S603
+    if done.returncode != 0:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise ExportError(
+            f"llama.cpp's converter refuses it: {said[-1] if said else f'exit code {done.returncode}'}. "
+            "transformers, vLLM and SGLang read the Hugging Face folder: leave --format out"
+        )
+
+
+@dataclass(frozen=True)
+class Made:
+    """A folder that llama.cpp and Ollama read.
+
+    Attributes:
+        folder: the folder.
+        exported: the checkpoint that was exported, or None if an export was converted.
+        notes: what Ollama's template lacks, a sentence each.
+        commands: commands that start a server and a conversation.
+    """
+
+    folder: Path
+    exported: Exported | None
+    notes: list[str]
+    commands: list[str]
+
+
+def make_gguf(
+    source: str, to: Path, llama_cpp: Path | None, dtype: str, for_ollama: bool, checkpoint: dict[str, Any]
+) -> Made:
+    """Makes a folder with `model.gguf`, and for Ollama a `Modelfile`.
+
+    Args:
+        source: a run, its store, or the folder of an export.
+        to: the new folder.
+        llama_cpp: as in `Converter`.
+        dtype: the type of the weights, one of EXPORT_TYPES.
+        for_ollama: whether to write a Modelfile.
+        checkpoint: the other arguments of `export_run`, by name.
+
+    Raises:
+        BadInputError: if the converter is not installed, the folder exists, or the source is an adapter.
+        ExportError: if llama.cpp does not know the model, in its words.
+    """
+    if to.exists():
+        raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
+    converter, place = find_converter(llama_cpp), model_in(Path(source).expanduser())
+    if place is not None and checkpoint.get("checkpoint") is not None:
+        raise BadInputError(f"--checkpoint has no effect on an export, which {source!r} is; leave it out")
+    if place is not None and place.is_adapter:
+        raise _adapter_error(source)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
+        scratch, exported = Path(folder), None
+        if place is None:
+            kept = Path(source).expanduser() / MODEL_FILES
+            if kept.is_dir():  # its type and its tokenizer, before the weights are written, which takes longer
+                convert(converter, kept, scratch / GGUF, "--vocab-only")
+            exported = export_run(source, scratch / "export", dtype=dtype, **checkpoint)
+            if exported.is_adapter:
+                raise _adapter_error(source)
+        whole = scratch / "export" if place is None else Path(place.name)
+        made = scratch / "made"
+        made.mkdir()
+        convert(converter, whole, made / GGUF, "--outtype", OUTTYPES[dtype], "--model-name", to.name)
+        notes = write_modelfile(whole, made) if for_ollama else []
+        let_others_read(made)
+        made.rename(to)
+    return Made(to, exported, notes, _commands(to, for_ollama))
+
+
+def _adapter_error(source: str) -> BadInputError:
+    whole = model_in(Path(source).expanduser() / "export")
+    merge = shlex.join(["toolkit", "merge", source, "--to", "merged"])
+    mend = f"run `{merge}`, and export that folder"
+    if whole is not None and not whole.is_adapter:
+        mend = f"export {whole.name!r}, which is merged"
+    return BadInputError(f"{source!r} holds an adapter, and llama.cpp's converter takes whole models; {mend}")
+
+
+def _commands(folder: Path, for_ollama: bool) -> list[str]:
+    if for_ollama:
+        name = folder.name.lower()
+        lines = [["ollama", "create", name, "-f", str(folder / MODELFILE)], ["ollama", "run", name]]
+    else:
+        lines = [[program, "-m", str(folder / GGUF), "--jinja"] for program in ("llama-server", "llama-cli")]
+    return [shlex.join(line) for line in lines]

@@ -1,0 +1,173 @@
+"""Writes Ollama's Modelfile: the GGUF file, the chat template in Ollama's language, and where answers stop.
+
+Ollama ignores a chat template in a GGUF file that is not close to one of its own list, and then writes none. Its
+templates are in Go's language, so ours is derived from what the chat template writes, and compared with it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from toolkit.data.rows.examples import Message
+from toolkit.data.templates.stops import end_texts
+from toolkit.data.templates.template_date import writes_date
+from toolkit.data.templates.templates import rendered
+from toolkit.data.tokens.tokenizer import bos_of
+
+GGUF, MODELFILE = "model.gguf", "Modelfile"
+
+SYSTEM, USERS, ANSWERS = "Systemword", ("Firstword", "Secondword", "Thirdword"), ("Onereply", "Tworeply")
+"""Words that are found again in what a chat template writes."""
+
+
+def write_modelfile(export: Path, folder: Path) -> list[str]:
+    """Writes the Modelfile of a GGUF file in `folder`, of the model in `export`. Returns notes, a sentence each."""
+    tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
+    lines, notes = [f"FROM ./{GGUF}"], []
+    turns = Turns.of(tokenizer)
+    if tokenizer.chat_template is None:
+        lines.append('TEMPLATE """{{ .Prompt }}"""')
+    elif turns is None:
+        notes.append(
+            "the chat template does more than put words around messages: write a TEMPLATE for Ollama into the Modelfile"
+        )
+    else:
+        lines.append(f'TEMPLATE """{turns.in_go()}"""')
+        if not turns.takes_system:
+            notes.append(
+                "the chat template takes no system message: the Modelfile puts one before the first user's, with a "
+                "blank line between them"
+            )
+    stops = dict.fromkeys([*end_texts(tokenizer), *_configured_ends(export, tokenizer)])
+    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    (folder / MODELFILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return notes
+
+
+def _configured_ends(export: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Returns the tokens that end a text by generation_config.json, as they are written."""
+    if not (export / "generation_config.json").is_file():
+        return []
+    ends = GenerationConfig.from_pretrained(export).eos_token_id
+    texts: list[str] = tokenizer.convert_ids_to_tokens(ends if isinstance(ends, list) else [ends] if ends else [])
+    return texts
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a chat template writes around the messages of a conversation.
+
+    Attributes:
+        system: before a system message, which is the first.
+        first: before a user's message that is the first.
+        after_system: before a user's message that follows a system message.
+        answer: before an assistant's message.
+        after_answer: before a user's message that follows an assistant's.
+        end: after the last message of a user, up to the beginning of the answer.
+        takes_system: whether the chat template takes a system message.
+    """
+
+    system: str
+    first: str
+    after_system: str
+    answer: str
+    after_answer: str
+    end: str
+    takes_system: bool = True
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Turns | None:
+        """Returns what a tokenizer's chat template writes, or None if it writes more than that, or has no template."""
+        if tokenizer.chat_template is None or writes_date(tokenizer):
+            return None
+        plain, after_system = conversation(False, 3), conversation(True, 3)
+        try:
+            first, answer, after_answer, *_, end = _around(rendered(tokenizer, plain, prompt=True), plain)
+            if takes_system := _takes(tokenizer, after_system):
+                system, second, *_ = _around(rendered(tokenizer, after_system, prompt=True), after_system)
+            else:
+                system, second = first, "\n\n"
+            found = cls(system, first, second, answer, after_answer, end, takes_system)
+            systems = (False, True) if takes_system else (False,)
+            probes = [conversation(has_system, users) for has_system in systems for users in (1, 2, 3)]
+            if any(found.write(probe) != rendered(tokenizer, probe, prompt=True) for probe in probes):
+                return None
+        except Exception:  # a template is a program, and may refuse a conversation in any way
+            return None
+        bos = bos_of(tokenizer, None)
+        # llama.cpp puts it before the whole text if the tokenizer does.
+        return found if bos is None else found.without(str(tokenizer.convert_ids_to_tokens(bos)))
+
+    def without(self, bos: str) -> Turns:
+        """Returns the same without a begin-of-text token at the beginning."""
+        return replace(self, system=self.system.removeprefix(bos), first=self.first.removeprefix(bos))
+
+    def write(self, messages: list[Message]) -> str:
+        """Writes a conversation that ends with a user's message, as `in_go` does."""
+        before = {
+            ("", "system"): self.system,
+            ("", "user"): self.first,
+            ("system", "user"): self.after_system,
+            ("user", "assistant"): self.answer,
+            ("assistant", "user"): self.after_answer,
+        }
+        roles = ["", *(str(message["role"]) for message in messages)]
+        texts = [
+            before[pair] + str(message["content"]) for pair, message in zip(pairwise(roles), messages, strict=True)
+        ]
+        return "".join(texts) + self.end
+
+    def in_go(self) -> str:
+        """Returns a template of Ollama's, in one line: all its texts are quoted, so no space is trimmed."""
+        system, first, second, answer, later, end = map(_quoted, astuple(self)[:6])
+        user = _chosen({'eq $last ""': first, 'eq $last "system"': second}, later)
+        before = _chosen({'eq .Role "system"': system, 'eq .Role "user"': user}, answer)
+        after = _chosen({'eq $last "user"': end}, "")
+        each = f"{before}{{{{ .Content }}}}{{{{ $last = .Role }}}}"
+        return f'{{{{ $last := "" }}}}{{{{ range .Messages }}}}{each}{{{{ end }}}}{after}'
+
+
+def _takes(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> bool:
+    """Tells whether a chat template takes these messages."""
+    try:
+        rendered(tokenizer, messages, prompt=True)
+    except Exception:  # as above
+        return False
+    return True
+
+
+def conversation(has_system: bool, users: int) -> list[Message]:
+    """Returns a conversation that ends with a user's message, of this many of them."""
+    messages: list[Message] = [{"role": "system", "content": SYSTEM}] if has_system else []
+    for number in range(users):
+        messages.append({"role": "user", "content": USERS[number]})
+        if number + 1 < users:
+            messages.append({"role": "assistant", "content": ANSWERS[number]})
+    return messages
+
+
+def _around(text: str, messages: list[Message]) -> list[str]:
+    """Returns the pieces before, between and after the messages of a text. Raises ValueError if one is missing."""
+    pieces = []
+    for message in messages:
+        before, found, text = text.partition(str(message["content"]))
+        if not found:
+            raise ValueError(message["content"])
+        pieces.append(before)
+    return [*pieces, text]
+
+
+def _quoted(text: str) -> str:
+    """Returns an action of a Go template that writes a text: JSON's escapes are Go's, too."""
+    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""
+
+
+def _chosen(texts: dict[str, str], otherwise: str) -> str:
+    """Returns an action of a Go template that writes the text of the first condition that holds, or the other one."""
+    first, *more = [f"if {condition} }}}}{text}" for condition, text in texts.items()]
+    return "{{ " + "{{ else ".join([first, *more]) + f"{{{{ else }}}}{otherwise}{{{{ end }}}}"
