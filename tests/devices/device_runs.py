@@ -24,7 +24,7 @@ from transformers import (
 
 from toolkit.checkpoint import state
 from toolkit.checkpoint.export import whole_tensors
-from toolkit.data.samples.sequence_parts import Part
+from toolkit.data.samples.sequence_parts import KL_PREFIX, Part
 from toolkit.model.attention.attention_by_heads import attend_by_heads
 from toolkit.model.weights.weights import materialize
 from toolkit.objectives.causal_lm import CausalLM
@@ -40,7 +40,6 @@ from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.objectives.tagging import TokenClassification
 from toolkit.objectives.teacher import shard_teacher
 from toolkit.optim.build import build_optimizer
-from toolkit.recipe.objectives.batches import KL_PREFIX
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import OptimizerSection, TrainingSection
 from toolkit.sharding import Checkpointing, OffloadSettings, sharding_kwargs

@@ -19,11 +19,11 @@ import torch
 from support.texts import make_texts
 
 from toolkit.data import build, stream
+from toolkit.data.documents.encode import Encoder
 from toolkit.data.samples.loader import TrainLoader
 from toolkit.data.stream import StreamLoader
 from toolkit.data.templates.templates import use_template
 from toolkit.data.tokens import tokenizer
-from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.optim.schedule import build_schedule
 from toolkit.recipe.objectives.objective_section import ObjectiveSection

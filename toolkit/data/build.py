@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +14,25 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.data import report as reports
+from toolkit.data.documents.documents import Named, image_root, read_documents, write_documents
+from toolkit.data.documents.encode import FEATURES, Encoder
 from toolkit.data.images.image_settings import require_built, require_effect, require_root, why_unread
 from toolkit.data.images.images import Images, image_tokens_of
-from toolkit.data.layouts.layouts import Layout, recognise
+from toolkit.data.kinds.recognise import recognise
+from toolkit.data.kinds.registry import LAYOUTS, rows_of
+from toolkit.data.kinds.text import TextRows
+from toolkit.data.layouts.layout import ColumnLayout, Layout
 from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.rows.cache import cache_folder, digest, kept
 from toolkit.data.rows.files import local_path, paths_of
 from toolkit.data.rows.sources import Source, glimpse, has_images, identify, map_of, open_source, sampled, short_names
-from toolkit.data.samples.image_samples import ImageSamples, identify_images
-from toolkit.data.samples.packing import Pieces, best_fit, by_sample, is_packed
-from toolkit.data.samples.samples import (
-    JudgedSamples,
-    LabelledSamples,
-    PairSamples,
-    Rows,
-    Samples,
-    SourceTargetSamples,
-    TaggedSamples,
-    TextSamples,
-)
-from toolkit.data.selection import (
-    Selection,
-    class_names,
-    cut,
-    hold_out,
-    judgements,
-    one_pass,
-    require_both,
-    select,
-    ways_of_long_rows,
-)
+from toolkit.data.samples.image_samples import identify_images
+from toolkit.data.samples.samples import Rows, Samples
+from toolkit.data.selection import Selection, class_names, hold_out, one_pass, select
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.templates.stops import next_turn_of, require_turn_end
 from toolkit.data.templates.template_date import date_of
-from toolkit.data.templates.turns import is_asked_otherwise
-from toolkit.data.tokens.documents import FEATURES, Named, image_root, read_documents, write_documents
-from toolkit.data.tokens.encode import EACH_TURN, Encoder
-from toolkit.data.tokens.tokenizer import bos_of, identity, languages, pad_id
+from toolkit.data.tokens.tokenizer import bos_of, identity, pad_id
 from toolkit.errors import DataError
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
@@ -124,6 +107,10 @@ DOCUMENTS = "documents-4-"
 older versions are made again. Runs of older versions resume, because their fingerprint uses the rest of the name."""
 
 
+COLUMNS_OF_KEYS = (*FEATURES, "label", "tags", "split", "margin", "shard")
+"""The columns of all documents in version 0.2, of which the names of their folders are digests, too; they stay."""
+
+
 class Builder:
     """Makes samples for one recipe."""
 
@@ -134,14 +121,7 @@ class Builder:
         self.tokenizer = tokenizer
         self.seed = seed
         self.objective = objective
-        self.classification = objective.spec.has_classes
-        self.tagged = objective.spec.row_form == "tagged"
-        self.seq2seq = objective.spec.encoder_decoder
-        self.max_target = (data.max_target_length or data.max_length) if self.seq2seq else None
-        self.paired = objective.spec.row_form == "pairs"
-        self.judged = objective.spec.row_form == "judged"
-        self.packed = is_packed(data, objective)
-        self.targets = data.targets or "assistant"
+        self.kind = rows_of(data, objective)
         self.cache = cache_folder(data)
         self.images = Images.of(tokenizer, self.cache)
 
@@ -153,18 +133,8 @@ class Builder:
         train = self._tokenised([] if self.data.streaming else self.data.train, "data.train", names)
         validation = self._tokenised(self.data.validation or [], "data.validation", names)
         require_effect(self.data, (named for part in (train, validation) for named in part))
-        fields = self.data.model_dump(
-            include={
-                "validation_fraction",
-                "max_length",
-                "max_target_length",
-                "long_rows",
-                "packing",
-                "targets",
-                "streaming",
-                "max_dropped_fraction",
-            }
-        )
+        limits = {"max_length", "max_target_length", "long_rows", "max_dropped_fraction"}
+        fields = self.data.model_dump(include={*limits, "validation_fraction", "packing", "targets", "streaming"})
         keys = [[named["folder"].removeprefix(DOCUMENTS) for named in part] for part in (train, validation)]
         folders = [[f"documents-{key}" for key in part] for part in keys]
         weights = [source.weight for source in self.data.train]
@@ -202,18 +172,13 @@ class Builder:
         encoder = replace(self._encoder(source, layout), images=images, image_root=self._image_root())
         key = digest(
             "documents",
-            list(FEATURES),
+            COLUMNS_OF_KEYS,
             identify(section, field, source),
             *self._map_source(),
             identity(self.tokenizer),
-            [layout.kind, layout.columns, layout.label_names],
-            [encoder.targets, encoder.truncate_to, encoder.objective, encoder.bos_id],
-            *([encoder.truncate_target_to, encoder.prefix, languages(self.tokenizer)] if self.seq2seq else []),
-            # A run that learned these prompts as text, or answers behind other prompts, must not resume.
-            *(["templated"] if layout.templated else []),
-            *(["prompted"] if self.objective.spec.compares_answers and is_asked_otherwise(self.tokenizer) else []),
-            *(self._template_day() if layout.has_conversations else []),
-            *([] if encoder.next_turn is None else [astuple(encoder.next_turn)]),
+            [layout.name, layout.columns, layout.label_names],
+            *encoder.key(layout),
+            *self.kind.key(source),
             *([] if images is None else [images.identity, self.data.image_root]),
         )
         with Pass(Terminal(quiet=ranks.rank() != 0), f"tokenising {source.name}"):
@@ -237,17 +202,17 @@ class Builder:
 
     def _layout(self, source: Source) -> Layout:
         layout = recognise(source, self.data.columns, self.objective.kind)
-        return replace(layout, templated=True) if self.paired and self._renders_pairs else layout
+        return self.kind.agreed(layout, lambda: self._other_layouts)
 
     @functools.cached_property
-    def _renders_pairs(self) -> bool:
-        """Whether pairs of text are conversations: in all sources, held-out ones too, if they are in one."""
+    def _other_layouts(self) -> list[Layout]:
+        """The layouts of all sources, held-out ones too, or none if there is a single one, which is open already."""
         sections = [("data.train", section) for section in self.data.train]
         sections += [("data.validation", section) for section in self.data.validation or []]
-        if len(sections) == 1:  # whose own layout says it, and which need not be opened twice
-            return False
+        if len(sections) == 1:
+            return []
         opened = (self._open(section, field, streaming=self.data.streaming) for field, section in sections)
-        return any(recognise(source, self.data.columns, self.objective.kind).templated for source in opened)
+        return [recognise(source, self.data.columns, self.objective.kind) for source in opened]
 
     def _image_root(self) -> Path | None:
         return None if self.data.image_root is None else local_path(self.data.image_root).resolve()
@@ -273,12 +238,12 @@ class Builder:
         conversation = layout.has_conversations
         if conversation and not getattr(self.tokenizer, "chat_template", None):
             raise DataError(
-                f"{source.field}: {source.name!r} holds conversations ({layout.kind}), and the tokenizer has no chat "
+                f"{source.field}: {source.name!r} holds conversations ({layout.name}), and the tokenizer has no chat "
                 "template; set data.chat_template=chatml, or alpaca if the vocabulary lacks its markers"
             )
         if conversation and self.objective.spec.predicts_next_tokens:
             require_turn_end(self.tokenizer, f"{source.field}: {source.name!r}")
-        if layout.kind == "text" and self.data.targets not in (None, "all"):
+        if layout.form.is_plain and self.data.targets not in (None, "all"):
             raise DataError(
                 f"data.targets: {self.data.targets} has no effect on {source.name!r}, which holds plain text; remove it"
             )
@@ -287,24 +252,12 @@ class Builder:
                 f"data.add_bos has no effect on {source.name!r}, which holds conversations: the chat template says how "
                 "they begin; remove it"
             )
-        # Only the tokenizer can cut a text and keep the special tokens that a classifier expects around it.
-        if self.seq2seq and self.tokenizer.eos_token_id is None:
-            raise DataError("model.tokenizer: it has no end-of-text token, so no target would end; use another one")
-        cuts = (self.classification or self.seq2seq) and self.data.long_rows == "truncate"
-        limits = (self.data.max_length, self.max_target) if cuts else (None, None)
-        # Both sides of a pair are the same up to the last turn (see pairs.py), so only that is compared. Judged
-        # completions are last turns, too.
-        targets = "last_turn" if self.paired or self.judged else self.targets
-        bos, prefix = bos_of(self.tokenizer, self.data.add_bos), self.data.source_prefix or ""
-        following = next_turn_of(self.tokenizer) if conversation else None
-        more = (limits[0], bos, limits[1], prefix, following)
-        in_text = image_tokens_of(self.tokenizer)
-        return Encoder(self.tokenizer, targets, self.objective.kind, *more, image_tokens=in_text)
-
-    def _template_day(self) -> list[str]:
-        """Returns the date that the chat template writes; most write none, so that their rows stay cached."""
-        day = date_of(self.tokenizer)
-        return [] if day is None else [str(day)]
+        return self.kind.encoder(
+            self.tokenizer,
+            bos_id=bos_of(self.tokenizer, self.data.add_bos),
+            next_turn=next_turn_of(self.tokenizer) if conversation else None,
+            image_tokens=image_tokens_of(self.tokenizer),
+        )
 
     def _rows(self, named: list[Named], weighted: bool) -> Rows:
         weights = [source.weight for source in self.data.train] if weighted and named else [None] * len(named)
@@ -312,19 +265,17 @@ class Builder:
 
     def _write_samples(self, folder: Path, train: Rows, validation: Rows) -> None:
         # A stream has no training rows here; then the held-out rows decide.
-        policy = self._long_rows({source.layout for source in (train if train.sources else validation).sources})
-        names = None
-        if self.classification:
-            names = list(self.objective.labels or class_names(train, self.tagged))
-        kept_rows = self._select(train, "data.train", policy, names) if train.sources else None
+        policy = self._long_rows(LAYOUTS[source.layout] for source in (train if train.sources else validation).sources)
+        names = class_names(self.kind, train)
+        kept_rows = select(self.kind, train, "data.train", policy, names) if train.sources else None
         held_out = None
         # After the selection, so that rows that cannot be used are never held out.
         if self.data.validation_fraction is not None and kept_rows is not None:
             kept_rows, held_out = hold_out(kept_rows, self.data.validation_fraction, self.seed)
         elif validation.sources:
-            held_out = self._select(validation, "data.validation", policy, names)
-        if self.judged and kept_rows is not None:  # without those that are held out
-            require_both(kept_rows)
+            held_out = select(self.kind, validation, "data.validation", policy, names)
+        if kept_rows is not None:  # without those that are held out
+            self.kind.require(kept_rows.rows, kept_rows.kept)
         splits: dict[str, SplitReport] = {}
         if kept_rows is not None:
             splits["train"] = self._write_split(folder / "train.npz", kept_rows, one_pass(kept_rows), policy, names)
@@ -337,38 +288,25 @@ class Builder:
         facts = {"report": report.to_dict(), "label_names": names}
         (folder / "report.json").write_text(json.dumps(facts), encoding="utf-8")
 
-    def _select(self, rows: Rows, field: str, policy: str, names: list[str] | None) -> Selection:
-        return select(
-            rows,
-            field,
-            policy,
-            self.data.max_length,
-            names,
-            already_cut=self.classification or self.seq2seq,
-            max_dropped=self.data.max_dropped_fraction,
-            max_target_length=self.max_target,
-            ways=ways_of_long_rows(self.objective.spec, rows.have_images or self.targets == EACH_TURN),
-        )
-
-    def _long_rows(self, layouts: set[str]) -> str:
-        return self.data.long_rows or ("split" if layouts <= {"text"} else "error")
+    def _long_rows(self, layouts: Iterable[ColumnLayout]) -> str:
+        return self.data.long_rows or ("split" if all(form.is_plain for form in layouts) else "error")
 
     def _report(self, policy: str, splits: dict[str, SplitReport], train: Selection | None) -> DataReport:
         own = "the tokenizer's own" if getattr(self.tokenizer, "chat_template", None) else None
         warnings = reports.warnings(splits)
         # A classifier writes nothing, nor does a reward model, so they need no token to stop at.
         # A target ends with one in any case.
-        if train is not None and self.objective.spec.predicts_next_tokens:
-            warnings += reports.unclosed(self.tokenizer, train.rows, train.kept, self.targets != "all")
-        examples, length = {}, self.data.max_length + (self.max_target or 0)
+        spec = self.objective.spec
+        if train is not None and spec.predicts_next_tokens:
+            warnings += reports.unclosed(self.tokenizer, train.rows, train.kept, self.kind.targets != "all")
+        examples = {}
         if train is not None:
-            found = reports.examples(self.tokenizer, train.rows, train.kept, length, self.images)
-            examples = {"examples": found}
+            examples["examples"] = reports.examples(self.kind, self.tokenizer, train.rows, train.kept, self.images)
         return DataReport(
             max_length=self.data.max_length,
-            packing=self.packed,
+            packing=self.kind.packed,
             long_rows=policy,
-            targets=None if self.max_target or self.classification or self.paired or self.judged else self.targets,
+            targets=None if spec.padded or spec.compares_completions else self.kind.targets,
             chat_template=self.data.chat_template or own,
             streaming=self.data.streaming,
             warnings=warnings,
@@ -392,49 +330,24 @@ class Builder:
             train: for a held-out split, the rows that are trained on.
         """
         rows = chosen.rows
-        if names is not None:
-            samples = self._write_labelled(file, rows, order, names)
-        elif self.seq2seq:
-            np.savez(file, row=order)
-            samples = {"samples": len(order)}
-        else:
-            samples = self._write_pieces(file, rows, order, policy)
+        arrays, samples = self.kind.arrays(rows, order, policy, names)
+        np.savez(file, **arrays)
         cut_tokens = samples.pop("cut_tokens", 0)
         if train is not None:
             samples["also_in_train"] = reports.repeated_in(rows, chosen.kept, train.rows, train.kept)
         described = reports.describe_rows(rows, chosen.kept)
-        if names is not None:  # every token of a text to classify is read, none is learned
+        if not self.kind.learns_tokens:
             described = {key: value for key, value in described.items() if not key.startswith("target")}
         return SplitReport(
             **reports.count_rows(rows, chosen.kept, chosen.dropped),
             **described,
             **({"noted": noted} if (noted := reports.notes(rows, chosen.kept)) else {}),
-            **(reports.repeated_tokens(rows, chosen.kept) if self.targets == EACH_TURN else {}),
+            **(reports.repeated_tokens(rows, chosen.kept) if self.kind.by_turn else {}),
             duplicates=reports.named(rows, reports.duplicates(rows, chosen.kept)),
             sources=reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
             long=Found(count=len(chosen.long), rows=reports.names_of(rows, chosen.long), cut_tokens=cut_tokens),
             **samples,
         )
-
-    def _write_labelled(self, file: Path, rows: Rows, order: Any, names: list[str]) -> dict[str, Any]:
-        numbers = {name: number for number, name in enumerate(names)}
-        label_of, tags_of = rows.labels(), rows.tags()
-        found = [tags_of[row] if self.tagged else [label_of[row] or ""] for row in order.tolist()]
-        labels = np.array([numbers[name] for names in found for name in names], dtype=np.int64)
-        np.savez(file, row=order, label=labels, ends=np.cumsum([len(names) for names in found]))
-        by_class = dict(zip(names, np.bincount(labels, minlength=len(names)).tolist(), strict=True))
-        return {"samples": len(order), "labels": by_class}
-
-    def _write_pieces(self, file: Path, rows: Rows, order: Any, policy: str) -> dict[str, Any]:
-        lengths, max_length = rows.column("length").astype(np.int64), self.data.max_length
-        pieces, cut_tokens = cut(rows, order, lengths, policy, max_length, self.targets == EACH_TURN)
-        sample_of = best_fit(pieces.lengths(), max_length) if self.packed else np.arange(len(pieces))
-        in_order, ends = by_sample(pieces, sample_of)
-        np.savez(file, row=in_order.row, start=in_order.start, stop=in_order.stop, ends=ends)
-        # With padding it is not known yet, because padding depends on which rows meet in a batch.
-        fill = float(pieces.lengths().sum() / (len(ends) * max_length)) if self.packed else None
-        by_judgement = {"labels": judgements(rows, order)} if self.judged else {}
-        return {"samples": len(ends), "fill_rate": fill, "cut_tokens": cut_tokens, **by_judgement}
 
     # ---- on every rank ----
 
@@ -456,17 +369,15 @@ class Builder:
         sources = [(source, replace(layout, blind=blind)) for source, layout in found]
         # Made for each source, because that checks it; what they encode is alike, and the stream takes the first.
         encoders = [self._encoder(source, layout) for source, layout in sources]
+        assert isinstance(self.kind, TextRows), "the recipe refuses streams of others"
         stream = Stream(
+            self.kind,
             sources,
             encoders[0],
-            self._long_rows({layout.kind for _, layout in sources}),
-            self.data.max_length,
-            self.packed,
+            self._long_rows(layout.form for _, layout in sources),
             pad_id(self.tokenizer),
             self.seed if self.data.shuffle else None,
-            self.data.max_dropped_fraction,
             held_out,
-            ways_of_long_rows(self.objective.spec, self.targets == EACH_TURN),
         )
         # Read now, so that data that cannot be used ends the run before its first step.
         first = next(stream.windows())
@@ -481,7 +392,7 @@ class Builder:
                 include={"columns", "targets", "long_rows", "packing", "max_length", "shuffle", "add_bos"}
             ),
             self.seed,
-            *self._template_day(),
+            *([] if (day := date_of(self.tokenizer)) is None else [str(day)]),
             *self._map_source(),
         ]
 
@@ -505,26 +416,4 @@ class Builder:
     def _samples(self, file: Path, rows: Rows) -> Samples | None:
         if not file.exists():
             return None
-        arrays = np.load(file, allow_pickle=False)
-        pad, length = pad_id(self.tokenizer), self.data.max_length
-        if self.tagged:
-            labels = np.split(arrays["label"], arrays["ends"][:-1])
-            return TaggedSamples(rows, arrays["row"], labels, length, pad)
-        if self.classification:
-            return LabelledSamples(rows, arrays["row"], arrays["label"], length, pad)
-        if self.max_target is not None:
-            return SourceTargetSamples(rows, arrays["row"], length, self.max_target, pad)
-        pieces = Pieces(arrays["row"], arrays["start"], arrays["stop"])
-        if self.paired:
-            splits = rows.column("split")
-            margins = rows.column("margin") if self.objective.spec.has_margins else None
-            return PairSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, splits, margins=margins)
-        if self.judged:
-            good = np.array([label == "true" for label in rows.labels()])
-            return JudgedSamples(rows, pieces, arrays["ends"].tolist(), length, self.packed, pad, good)
-        sources = rows.told_as(self.data.source_names) if self.data.source_names else None
-        settings = (rows, pieces, arrays["ends"].tolist(), length, self.packed, pad)
-        if rows.have_images:
-            assert self.images is not None
-            return ImageSamples(*settings, images=self.images, source_of=sources)
-        return TextSamples(*settings, source_of=sources)
+        return self.kind.samples(rows, np.load(file, allow_pickle=False), pad_id(self.tokenizer), self.images)

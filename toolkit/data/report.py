@@ -10,13 +10,15 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.documents.documents import Documents
 from toolkit.data.images.image_files import preview
 from toolkit.data.images.images import Images
+from toolkit.data.kinds.kind import RowKind
+from toolkit.data.kinds.registry import LAYOUTS
 from toolkit.data.layouts.row_flags import IN_PARTS
 from toolkit.data.samples.samples import Rows
 from toolkit.data.samples.turn_ends import without_end
 from toolkit.data.templates.chat import special_ids
-from toolkit.data.tokens.documents import Documents
 from toolkit.errors import counted
 
 ROWS_NAMED = 20
@@ -275,19 +277,18 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
 
 
 def examples(
-    tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, cut: int, images: Images | None = None
+    kind: RowKind, tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, images: Images | None = None
 ) -> list[dict[str, Any]]:
     """Decodes the first rows of the first sources in stretches that are targets or not, with small images.
 
     Args:
-        cut: tokens to which rows are cut.
         images: reads the images of rows, or None if they have none.
     """
     source_of = np.searchsorted(rows.starts, kept, side="right")
     # A row of each source before a second row of any, because each source has its own layout.
     firsts = [kept[int(np.argmax(source_of == source))] for source in dict.fromkeys(source_of.tolist())]
     chosen = list(dict.fromkeys([*firsts, *kept[:EXAMPLES].tolist()]))[:EXAMPLES]
-    return [_example(tokenizer, rows, row, cut) | _previews(rows, row, images) for row in sorted(map(int, chosen))]
+    return [_example(kind, tokenizer, rows, row) | _previews(rows, row, images) for row in sorted(map(int, chosen))]
 
 
 def _previews(rows: Rows, row: int, images: Images | None) -> dict[str, Any]:
@@ -298,14 +299,10 @@ def _previews(rows: Rows, row: int, images: Images | None) -> dict[str, Any]:
     return {"images": found} if found else {}
 
 
-def _example(tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, cut: int) -> dict[str, Any]:
-    ids, targets = rows.tokens(row, 0, min(EXAMPLE_TOKENS, cut))
-    source, number = rows.where(row)
-    label = source.table.column("label")[number].as_py()
-    if label is None:
-        return {"row": rows.name(row), **decoded(tokenizer, ids, targets)}
-    # Here `targets` marks the tokens of a pair's second text.
-    return {"row": rows.name(row), **decoded(tokenizer, ids, np.zeros_like(targets)), "label": label}
+def _example(kind: RowKind, tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int) -> dict[str, Any]:
+    ids, targets = rows.tokens(row, 0, min(EXAMPLE_TOKENS, sum(kind.lengths)))
+    targets, facts = kind.shown(rows, row, targets)
+    return {"row": rows.name(row), **decoded(tokenizer, ids, targets), **facts}
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[str, Any]:
@@ -347,9 +344,9 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, by_answe
     found = []
     for source, start in zip(rows.sources, rows.starts, strict=False):
         mine = kept[(kept >= start) & (kept < start + len(source.table))]
-        if len(mine) == 0 or source.layout == "text and label":
+        if len(mine) == 0:
             continue
-        if source.layout == "text":
+        if LAYOUTS[source.layout].is_plain:
             if tokenizer.eos_token_id is None:
                 found.append(
                     f"{source.name}: the tokenizer has no eos_token, so nothing ends a text and the model does not "

@@ -16,24 +16,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import report as reports
-from toolkit.data.layouts.layouts import Layout
+from toolkit.data.documents.encode import Document, Encoder, ends_of, notes_in
+from toolkit.data.kinds.kind import TOO_LONG
+from toolkit.data.kinds.text import TextRows
+from toolkit.data.layouts.layout import Layout
 from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.sources import Source, named_rows
 from toolkit.data.samples.loader import ahead, first_positions
-from toolkit.data.samples.packing import best_fit, by_sample
+from toolkit.data.samples.packing import by_sample
 from toolkit.data.samples.samples import Batch, Samples, TextSamples, batch_of
 from toolkit.data.samples.sequence_parts import WHOLE, Part
-from toolkit.data.selection import (
-    LONG_SHARE,
-    TOO_LONG,
-    cut,
-    nothing_within,
-    reasons_in_words,
-    too_many_dropped,
-    too_many_long,
-)
-from toolkit.data.tokens.encode import EACH_TURN, Document, Encoder, ends_of, notes_in
+from toolkit.data.selection import LONG_SHARE, nothing_within, reasons_in_words, too_many_dropped
 from toolkit.errors import DataError
 
 WINDOW_SAMPLES = 256
@@ -144,39 +138,32 @@ class Stream:
     """Reads sources window by window, without end: a source that ends starts again.
 
     Args:
+        kind: the kind of the rows.
         sources: with the layout of each.
-        policy: what happens to rows longer than `max_length` (tokens): error, drop, truncate or split.
-        packed: whether rows share samples.
+        policy: what happens to rows longer than `data.max_length`: error, drop, truncate or split.
         pad_id: token of padding.
         seed: seed of the order of a window's samples, or None for the order of the rows.
-        max_dropped: share of the rows that may be dropped, not counting those that are too long.
         held_out: digests of the rows that are evaluated, which should not be trained on.
-        ways: the values of `data.long_rows` that an error may advise.
     """
 
     def __init__(
         self,
+        kind: TextRows,
         sources: list[tuple[Source, Layout]],
         encoder: Encoder,
         policy: str,
-        max_length: int,
-        packed: bool,
         pad_id: int,
         seed: int | None,
-        max_dropped: float,
         held_out: frozenset[int] = frozenset(),
-        ways: tuple[str, ...] = ("drop",),
     ) -> None:
+        self.kind = kind
         self.sources = sources
         self.encoder = encoder
         self.policy = policy
-        self.max_length = max_length
-        self.packed = packed
+        self.max_length = kind.data.max_length
         self.pad_id = pad_id
         self.seed = seed
-        self.max_dropped = max_dropped
         self.held_out = held_out
-        self.ways = ways
         self.counts = StreamCounts()
 
     def windows(self, state: State | None = None) -> Iterator[Window]:
@@ -232,8 +219,9 @@ class Stream:
         """Raises DataError if more rows could not be used than may be dropped."""
         counts = self.counts
         reasons = {why: found for why, found in counts.reasons.items() if why != TOO_LONG}
-        if sum(number for number, _ in reasons.values()) > self.max_dropped * counts.read:
-            raise DataError(too_many_dropped("data.train", counts.read, self.max_dropped, reasons))
+        if sum(number for number, _ in reasons.values()) > self.kind.data.max_dropped_fraction * counts.read:
+            allowed = self.kind.data.max_dropped_fraction
+            raise DataError(too_many_dropped("data.train", counts.read, allowed, reasons))
 
     def _read_documents(self, cursors: list[_Cursor]) -> list[Document]:
         """Returns the next rows in the sources' order, tokenised."""
@@ -274,7 +262,7 @@ class Stream:
             and counts.long > LONG_SHARE * max(counts.good, ROWS_MEASURED // 100)
         ):
             lengths = np.array([*counts.lengths, document["length"]])
-            raise DataError(too_many_long("data.train", lengths, counts.good, counts.long, self.max_length, self.ways))
+            raise DataError(self.kind.too_many_long("data.train", [lengths], counts.good, counts.long, self.kind.ways))
         if self.policy in ("error", "drop"):
             return TOO_LONG
         if self.policy == "truncate":
@@ -286,16 +274,15 @@ class Stream:
     def _samples(self, documents: list[Document], window: int) -> TextSamples:
         rows = WindowRows(documents)
         lengths = np.array([document["length"] for document in documents], dtype=np.int64)
-        by_turn = self.encoder.targets == EACH_TURN
-        pieces, _ = cut(rows, np.arange(len(documents)), lengths, self.policy, self.max_length, by_turn)
-        sample_of_piece = best_fit(pieces.lengths(), self.max_length) if self.packed else np.arange(len(pieces))
+        pieces, _ = self.kind.pieces(rows, np.arange(len(documents)), lengths, self.policy)
+        sample_of_piece = self.kind.sample_of(pieces)
         if self.seed is not None:
             num_samples = int(sample_of_piece.max()) + 1
             # The seed has the window's number, so that a resumed run shuffles its window the same way.
             mixed_up = hashlib.sha256(f"{self.seed}/{window}".encode()).digest()[:8]
             sample_of_piece = np.random.default_rng(int.from_bytes(mixed_up)).permutation(num_samples)[sample_of_piece]
         in_order, ends = by_sample(pieces, sample_of_piece)
-        return TextSamples(rows, in_order, ends, self.max_length, self.packed, self.pad_id)
+        return TextSamples(rows, in_order, ends, self.max_length, self.kind.packed, self.pad_id)
 
 
 class _Cursor:
@@ -428,7 +415,7 @@ class StreamLoader:
                 sample = next(samples)
                 if any(position in micro_batch for micro_batch in mine):
                     taken[position] = sample
-            shape = (stream.max_length, stream.packed, stream.pad_id)
+            shape = (stream.max_length, stream.kind.packed, stream.pad_id)
             yield [self._part.of(batch_of([taken[p] for p in micro_batch], *shape)) for micro_batch in mine]
 
     def _samples(self) -> Iterator[list[tuple[Any, Any]]]:
@@ -464,11 +451,11 @@ def describe_stream(
         dropped={reason: Found(**found) for reason, found in counts.dropped.items()},
         long=Found(count=counts.long, rows=[], cut_tokens=counts.cut_tokens),
         **({"noted": noted} if noted else {}),
-        **({"repeated_tokens": counts.repeated_tokens} if stream.encoder.targets == EACH_TURN else {}),
+        **({"repeated_tokens": counts.repeated_tokens} if stream.kind.by_turn else {}),
         **{**described, "tokens": counts.tokens, "target_tokens": counts.target_tokens},
         longest={"row": counts.longest[1], "tokens": counts.longest[0]},
         samples=len(samples),
-        fill_rate=used / (len(samples) * stream.max_length) if stream.packed else None,
+        fill_rate=used / (len(samples) * stream.max_length) if stream.kind.packed else None,
     )
     examples = [
         reports.decoded(tokenizer, *samples.rows.tokens(row, 0, stream.max_length))

@@ -10,14 +10,13 @@ from torch import nn
 
 from toolkit.data.samples.documents_apart import documents_apart
 from toolkit.data.samples.samples import IGNORED, Batch
-from toolkit.data.samples.sequence_parts import counts_here
+from toolkit.data.samples.sequence_parts import KL_PREFIX, counts_here
 from toolkit.model.adapters.adapters import adapters_off, has_adapter
 from toolkit.model.structure.fake_tensors import has_values
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.losses.preference_losses import share_won
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
-from toolkit.recipe.objectives.batches import KL_PREFIX
 
 SUMS = "window_sums"
 """Key of a batch's precomputed `Kto.window_sums`."""

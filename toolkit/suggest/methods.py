@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from toolkit.data.layouts.layouts import KINDS, Layout, recognise
+from toolkit.data.kinds.recognise import recognise
+from toolkit.data.kinds.registry import kind_for
+from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.sources import Source
 from toolkit.errors import BadInputError, DataError, did_you_mean
 from toolkit.recipe.objectives.method import Method
@@ -56,10 +58,14 @@ def method_of(
         # The rows may be for another method: layouts of the named one are still tried first.
         layout = recognise(source, columns, *objectives, *SPECS)
     for method in candidates:
-        if layout.kind in method.layouts:
+        if _learns_from(method, layout):
             return method, layout
-    others = [other.name for other in METHODS.values() if layout.kind in other.layouts]
+    others = [other.name for other in METHODS.values() if _learns_from(other, layout)]
     raise BadInputError(
-        f"--method {name} does not learn from rows with {' + '.join(KINDS[layout.kind])}; "
+        f"--method {name} does not learn from rows with {' + '.join(layout.form.needed)}; "
         f"allowed for these: {', '.join(others)}"
     )
+
+
+def _learns_from(method: Method, layout: Layout) -> bool:
+    return layout.name in (method.layouts or [form.name for form in kind_for(SPEC_OF[method.name].kind).layouts])

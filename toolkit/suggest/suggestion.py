@@ -209,7 +209,7 @@ def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tupl
         draft.set("data.chat_template", template, "The tokenizer has no chat template of its own.")
         data = _data_section(draft, spec)
         tokens = tokenizers.load(model, data, spec.kind)
-    tell(f"reading {source.name}: {layout.kind}")
+    tell(f"reading {source.name}: {layout.name}")
     rows = measure(data, tokens, ObjectiveSection(kind=spec.kind))
     if (rows.earlier_thoughts or rows.other_prompts) and spec.may_pad:
         told = f"The chat template leaves out thoughts of earlier turns in {counted(rows.earlier_thoughts, 'row')}."
@@ -222,7 +222,7 @@ def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tupl
         rows = measure(data, tokens, ObjectiveSection(kind=spec.kind))
     prompt = first_words(source, layout) if spec.writes_text else ""
     prompt = f"{data.source_prefix or ''}{prompt}" if prompt else ""
-    return method, layout.kind, rows, look_at(model, tokens, rows.labels, spec.kind), prompt
+    return method, layout.name, rows, look_at(model, tokens, rows.labels, spec.kind), prompt
 
 
 def _reads_sources(method: str) -> bool:

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import build
-from toolkit.data.layouts.layouts import Layout
-from toolkit.data.rows.examples import Answer, Conversation, Example, Judged, Pair, SourceTarget, Text, is_conversation
+from toolkit.data.kinds.registry import kind_for
+from toolkit.data.layouts.layout import Layout
+from toolkit.data.rows.examples import Example
 from toolkit.data.rows.readers import read
 from toolkit.data.rows.sources import Source
 from toolkit.data.rows.values import RowProblem
@@ -92,10 +92,10 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     Raises:
         DataError: if rows cannot be read, or too many cannot be used.
     """
+    kind = kind_for(objective.kind)
     whole = data.model_copy(
         update={
-            "max_length": UNCUT,
-            "max_target_length": UNCUT if objective.spec.encoder_decoder else None,
+            **dict.fromkeys(kind.limits, UNCUT),
             "packing": None if objective.spec.padded else False,
             "long_rows": None,
             "streaming": False,
@@ -105,16 +105,13 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     found = build.build(whole, tokenizer, 0, objective)
     rows = found.train.rows
     assert isinstance(rows, TokenisedRows), "nothing is streamed"
-    lengths, targets = (rows.column(name).astype(np.int64) for name in ("length", "num_targets"))
-    if objective.spec.encoder_decoder:
-        usable = lengths > targets
-        return Rows((lengths - targets)[usable], None, targets[usable])
-    if data.targets == "each_turn":
-        lengths = found.train.lengths()
+    usable = np.flatnonzero(rows.column("length"))
+    sizes = (found.train.lengths(),) if data.targets == "each_turn" else kind.sizes(rows, usable)
+    lengths, *targets = (size.astype(np.int64) for size in sizes)
     noted = found.report.train.noted if found.report.train is not None else {}
     earlier = max((rows.count for what, rows in noted.items() if what.endswith(OF_EARLIER_TURNS)), default=0)
     other = noted[OTHER_PROMPT].count if OTHER_PROMPT in noted else 0
-    return Rows(lengths[lengths > 0], found.label_names, earlier_thoughts=earlier, other_prompts=other)
+    return Rows(lengths, found.label_names, targets[0] if targets else None, earlier, other)
 
 
 def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None, objective: str) -> Model:
@@ -134,7 +131,8 @@ def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: lis
 
 def template_for(tokenizer: PreTrainedTokenizerBase, source: Source, layout: Layout) -> str | None:
     """Returns our chat template that the rows need, or None if the tokenizer has one or no row is a dialogue."""
-    if getattr(tokenizer, "chat_template", None) or not any(map(is_conversation, _examples(source, layout))):
+    has_template = getattr(tokenizer, "chat_template", None)
+    if has_template or not any(example.is_conversation for example in _examples(source, layout)):
         return None
     # chatml's markers would be several tokens each in a vocabulary that does not hold them.
     return "chatml" if set(MARKERS["chatml"]) <= set(tokenizer.get_vocab()) else "alpaca"
@@ -143,7 +141,7 @@ def template_for(tokenizer: PreTrainedTokenizerBase, source: Source, layout: Lay
 def first_words(source: Source, layout: Layout) -> str:
     """Returns the first words of the first usable row or its prompt, or an empty text if no row has any."""
     for example in _examples(source, layout):
-        words = _prompt_of(example).split()[:PROMPT_WORDS]
+        words = example.question().split()[:PROMPT_WORDS]
         if words:
             return " ".join(words)
     return ""
@@ -156,18 +154,3 @@ def _examples(source: Source, layout: Layout) -> Iterator[Example]:
             yield layout.example(row)
         except RowProblem:
             continue
-
-
-def _prompt_of(example: Any) -> str:
-    if isinstance(example, Pair):
-        return _prompt_of(example.chosen)
-    if isinstance(example, Judged):
-        return _prompt_of(example.answer)
-    if isinstance(example, Conversation):
-        return next((str(m["content"] or "") for m in example.messages if m["role"] == "user"), "")
-    if isinstance(example, Answer):
-        return example.prompt
-    if isinstance(example, SourceTarget):
-        return example.source
-    assert isinstance(example, Text)
-    return example.text

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit import Recipe, finetune
 from toolkit.checkpoint.consolidate import MODEL_FILES
 from toolkit.data import build
+from toolkit.data.kinds.source_target import SourceTargetSamples
 from toolkit.data.samples.packing import whole
-from toolkit.data.samples.samples import SourceTargetSamples, TextSamples
+from toolkit.data.samples.samples import TextSamples
 from toolkit.data.templates.templates import MARKERS
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.recipe.schema import DataSection

@@ -21,9 +21,10 @@ import pytest
 
 from toolkit import Recipe
 from toolkit.data import build
+from toolkit.data.documents import documents
 from toolkit.data.rows import files, readers, sources
 from toolkit.data.templates.templates import use_template
-from toolkit.data.tokens import documents, tokenizer
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import ColumnsSection, DataSection, SourceSection

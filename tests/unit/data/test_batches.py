@@ -1,4 +1,4 @@
-"""toolkit.recipe.objectives.batches lists the tensors that the data's batches have, and planning plans with."""
+"""Each kind of row lists the tensors that its batches have, and planning plans with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from toolkit.data import build
+from toolkit.data.kinds.kind import BatchSpec
+from toolkit.data.kinds.registry import rows_of
 from toolkit.data.samples.samples import Batch
 from toolkit.data.tokens import tokenizer
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
@@ -39,9 +41,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(tokenizer.train(data, 300))
 
 
-def sizes_of(kind: str, batch: Batch) -> dict[str, int]:
+def sizes_of(spec: BatchSpec, batch: Batch) -> dict[str, int]:
     """The size of each letter of the spec in a batch; asserts that names, types and shapes are those of the spec."""
-    spec, dims = SPECS[kind].batch, {}
+    dims: dict[str, int] = {}
     assert {name for name, field in spec.items() if not field.optional} <= set(batch) <= set(spec)
     for name, tensor in batch.items():
         field = spec[name]
@@ -66,6 +68,6 @@ def test_the_batches_of_the_data_are_those_of_the_spec(tmp_path: Path, words: An
         **padded,
     )
     samples = build.build(data, words, 0, section).train
-    found = sizes_of(kind, samples.batch([0, 1]))
+    found = sizes_of(rows_of(data, section).batch, samples.batch([0, 1]))
     assert found["B"] == 2
     assert found.get("R", 2) == 2  # a row to a sample, as nothing is packed

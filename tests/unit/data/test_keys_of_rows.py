@@ -12,14 +12,16 @@ import pytest
 from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, ChatTemplate, of_trl, tokenizer_for
 
 from toolkit.data import build
-from toolkit.data.layouts.layouts import Layout, recognise
+from toolkit.data.documents.encode import Encoder
+from toolkit.data.kinds.recognise import recognise
+from toolkit.data.kinds.registry import LAYOUTS, kind_for
+from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.sources import open_source
 from toolkit.data.templates.templates import use_template
-from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ColumnsSection, DataSection, SourceSection
 
-MESSAGES = Layout("messages", {"messages": "messages", "system": "system", "tools": "tools"})
+MESSAGES = Layout(LAYOUTS["messages"], {"messages": "messages", "system": "system", "tools": "tools"})
 ASKED = {"role": "user", "content": "why"}
 
 
@@ -293,15 +295,14 @@ def learned_of(folder: Path, row: dict[str, Any], objective: str, **columns: str
     """What is learned of the only row of a file, or None if it is refused; what is noted of it."""
     (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     source = open_source(SourceSection(path=str(folder / "rows.jsonl")), "data.train")
-    encoder = Encoder(
-        with_tools(), "assistant" if objective in ("causal_lm", "distillation") else "last_turn", objective
-    )
+    targets = "assistant" if objective in ("causal_lm", "distillation") else "last_turn"
+    encoder = kind_for(objective).encodes(with_tools(), targets, objective)
     try:
         layout = recognise(source, ColumnsSection.model_validate(columns), objective)
         [document] = encoder.documents([row], layout)
     except DataError:
         return None, ""
-    learned = [document[name] for name in ("input_ids", "targets", "split", "margin", "label", "tags")]
+    learned = [document.get(name) for name in ("input_ids", "targets", "split", "margin", "label", "tags")]
     return (learned if document["problem"] is None else None), document["note"] or ""
 
 

@@ -16,8 +16,9 @@ from support.ranks import LIMIT_SECONDS
 from test_build import TEXTS, jsonl, rows_of, section
 
 from toolkit.data import build
+from toolkit.data.documents import documents
 from toolkit.data.rows import sources
-from toolkit.data.tokens import documents, tokenizer
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import DataError
 from toolkit.recipe.schema import SourceSection
 

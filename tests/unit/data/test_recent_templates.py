@@ -26,11 +26,12 @@ from support.chat_templates import (
 from support.chat_templates import tokenizer_for as new_tokenizer
 from support.conversations import assistant, system, user
 
-from toolkit.data.layouts.layouts import Layout
+from toolkit.data.documents.encode import Encoder
+from toolkit.data.kinds.registry import LAYOUTS
+from toolkit.data.layouts.layout import Layout
 from toolkit.data.templates.stops import NextTurn, next_turn_of, require_turn_end, turn_ends
-from toolkit.data.tokens.encode import Encoder
 
-LAYOUT = Layout("messages", {"messages": "messages", "tools": "tools"})
+LAYOUT = Layout(LAYOUTS["messages"], {"messages": "messages", "tools": "tools"})
 Message = dict[str, Any]
 
 

@@ -11,9 +11,10 @@ from support.chat_templates import CHATML, LLAMA_31, tokenizer_for
 from support.conversations import assistant, user
 from transformers import AutoTokenizer
 
-from toolkit.data.layouts.layouts import Layout
+from toolkit.data.documents.encode import Encoder
+from toolkit.data.kinds.registry import LAYOUTS
+from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.template_arguments import set_defaults, variables
-from toolkit.data.tokens.encode import Encoder
 from toolkit.errors import BadInputError
 from toolkit.generation.text.complete import Message
 from toolkit.recipe.recipe import Recipe
@@ -33,7 +34,7 @@ THINKING = replace(
 {%- endif %}""",
 )
 MESSAGES: list[Message] = [user("why"), assistant("so")]
-LAYOUT = Layout("messages", {"messages": "messages"})
+LAYOUT = Layout(LAYOUTS["messages"], {"messages": "messages"})
 
 
 def encoded(arguments: dict[str, Any] | None, row: dict[str, Any], targets: Any = "assistant") -> tuple[str, str, Any]:

@@ -14,11 +14,12 @@ from support.chat_templates import CHATML, DEEPSEEK_R1, GEMMA, QWEN_3, ChatTempl
 from support.conversations import ALL_TEMPLATES, CONVERSATIONS, TOOLS, WRITTEN, assistant, cases, tokenizer_for, user
 
 from toolkit.data import build
-from toolkit.data.layouts.layouts import Layout
-from toolkit.data.tokens.encode import Encoder
+from toolkit.data.documents.encode import Encoder
+from toolkit.data.kinds.registry import LAYOUTS, kind_for
+from toolkit.data.layouts.layout import Layout
 from toolkit.recipe.schema import DataSection
 
-MESSAGES = Layout("messages", {"messages": "messages", "system": "system", "tools": "tools"})
+MESSAGES = Layout(LAYOUTS["messages"], {"messages": "messages", "system": "system", "tools": "tools"})
 
 
 def samples_of(template: ChatTemplate, row: dict[str, Any]) -> tuple[list[tuple[list[int], list[bool]]], Any]:
@@ -256,13 +257,13 @@ def test_compared_answers_stand_behind_one_prompt(objective: str) -> None:
     """Thoughts in the chosen answer alone; a reward model reads what the template writes of both."""
     thought, plain = assistant("<think>\na king\n</think>\n\nso"), assistant("no")
     names = {name: name for name in ("prompt", "chosen", "rejected", "completion", "label", "system", "tools")}
-    encoder = Encoder(tokenizer_for(OPENS), "last_turn", objective)
+    encoder = kind_for(objective).encodes(tokenizer_for(OPENS), "last_turn", objective)
     if objective == "kto":
         rows = [{"prompt": [user("why")], "completion": [answer], "label": True} for answer in (thought, plain)]
-        sides = encoder.documents(rows, Layout("judged prompt and completion", names))
+        sides = encoder.documents(rows, Layout(LAYOUTS["judged prompt and completion"], names))
     else:
         pair = {"prompt": [user("why")], "chosen": [thought], "rejected": [plain]}
-        [both] = encoder.documents([pair], Layout("chosen and rejected", names))
+        [both] = encoder.documents([pair], Layout(LAYOUTS["chosen and rejected"], names))
         halves = (slice(both["split"]), slice(both["split"], None))
         sides = [{**both, **{key: both[key][half] for key in ("input_ids", "targets")}} for half in halves]
     tokens, prompt = tokenizer_for(OPENS), asked(OPENS, [user("why")])

@@ -14,8 +14,8 @@ from support.tiny import save_llama
 from transformers import AutoTokenizer, LlamaForCausalLM
 from trl import KTOConfig, KTOTrainer
 
+from toolkit.data.kinds.judged import JudgedSamples
 from toolkit.data.samples.packing import Pieces
-from toolkit.data.samples.samples import JudgedSamples
 from toolkit.objectives.kto import Kto, signed_distances
 
 ROWS = 6

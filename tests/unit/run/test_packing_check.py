@@ -16,8 +16,9 @@ from support.tiny import llama
 from torch import nn
 from transformers import RobertaConfig, RobertaForCausalLM
 
+from toolkit.data.kinds.pairs import PairSamples
 from toolkit.data.samples.packing import whole
-from toolkit.data.samples.samples import PairSamples, TextSamples
+from toolkit.data.samples.samples import TextSamples
 from toolkit.errors import BadInputError
 from toolkit.model.attention.document_attention import BY_DOCUMENT, register_by_document
 from toolkit.objectives.causal_lm import CausalLM

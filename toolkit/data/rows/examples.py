@@ -1,38 +1,61 @@
-"""Types of training examples: a text, an answer, a conversation, a class, or one completion over another."""
+"""Types of examples that several kinds of rows share: a text, an answer, a conversation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 Message = dict[str, Any]
 
 
+class Example(ABC):
+    """What is learned from a row, whatever file it is in."""
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether a chat template writes it."""
+        return False
+
+    @abstractmethod
+    def texts(self) -> list[str]:
+        """Returns its texts, to train a tokenizer on."""
+
+    def question(self) -> str:
+        """Returns what a model is asked, or the text that it continues."""
+        return self.texts()[0]
+
+    def with_arguments(self, arguments: dict[str, Any]) -> Self:
+        """Returns the example with the row's arguments of the chat template, if one writes it."""
+        return self
+
+
 @dataclass(frozen=True)
-class Text:
+class Text(Example):
     """A text that is learned whole."""
 
     text: str
 
+    def texts(self) -> list[str]:
+        return [self.text]
+
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Example):
     """A completion that is learned, given a prompt; both are used verbatim, without a chat template."""
 
     prompt: str
     completion: str
 
+    def texts(self) -> list[str]:
+        return [self.prompt + self.completion]
 
-@dataclass(frozen=True)
-class SourceTarget:
-    """A target that an encoder-decoder learns, given a source."""
-
-    source: str
-    target: str
+    def question(self) -> str:
+        return self.prompt
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Conversation(Example):
     """A conversation whose assistant turns are learned. Messages have `role` and `content`.
 
     Attributes:
@@ -51,69 +74,15 @@ class Conversation:
     arguments: dict[str, Any] = field(default_factory=dict)
     images: tuple[Any, ...] = ()
 
+    @property
+    def is_conversation(self) -> bool:
+        return True
 
-@dataclass(frozen=True)
-class Labelled:
-    """The class of a text, or of a pair of texts; a number that names a class comes as text."""
+    def texts(self) -> list[str]:
+        return [message["content"] for message in self.messages if message["content"]]
 
-    text: str
-    text_pair: str | None
-    label: str
+    def question(self) -> str:
+        return next((str(m["content"] or "") for m in self.messages if m["role"] == "user"), "")
 
-
-@dataclass(frozen=True)
-class Tagged:
-    """Words, and the tag of each; a number that names a tag comes as text."""
-
-    words: tuple[str, ...]
-    tags: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One completion preferred over the other; what comes before them is the same.
-
-    Attributes:
-        margin: by how much the chosen one is better, as the row says; otherwise 0.
-    """
-
-    chosen: Answer | Conversation
-    rejected: Answer | Conversation
-    margin: float = 0.0
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A completion that is good or bad; in a conversation it is the last turn."""
-
-    answer: Answer | Conversation
-    good: bool
-
-
-Example = Text | Answer | SourceTarget | Conversation | Labelled | Tagged | Pair | Judged
-
-
-def is_conversation(example: Example) -> bool:
-    """Returns whether a chat template writes the example."""
-    if isinstance(example, Judged):
-        return isinstance(example.answer, Conversation)
-    return isinstance(example.chosen if isinstance(example, Pair) else example, Conversation)
-
-
-def texts_of(example: Example) -> list[str]:
-    """Returns the texts of a row, to train a tokenizer on."""
-    if isinstance(example, Text):
-        return [example.text]
-    if isinstance(example, Answer):
-        return [example.prompt + example.completion]
-    if isinstance(example, SourceTarget):
-        return [example.source, example.target]
-    if isinstance(example, Labelled):
-        return [example.text, *([example.text_pair] if example.text_pair is not None else [])]
-    if isinstance(example, Tagged):
-        return [" ".join(example.words)]
-    if isinstance(example, Pair):
-        return [*texts_of(example.chosen), *texts_of(example.rejected)]
-    if isinstance(example, Judged):
-        return texts_of(example.answer)
-    return [message["content"] for message in example.messages if message["content"]]
+    def with_arguments(self, arguments: dict[str, Any]) -> Conversation:
+        return replace(self, arguments=arguments)

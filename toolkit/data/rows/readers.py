@@ -21,7 +21,6 @@ import datasets
 import fsspec
 
 from toolkit.data.rows.hub_refusals import DATA_SET, hub_error
-from toolkit.data.rows.json_list import values_of
 from toolkit.data.rows.tar_rows import rows_of_tar
 from toolkit.data.rows.values import RowProblem, listed
 from toolkit.errors import BadInputError, DataError, ToolkitError, first_line
@@ -37,6 +36,12 @@ MAX_TEXT_BYTES = 256 * 2**20
 
 MAPPED_ROWS = 100
 """Rows that a user's function maps in one fence."""
+
+MAX_LIST_BYTES = 512 * 2**20
+"""The largest JSON file that is one list, which is read as a whole; a file of a few kB may unpack to more."""
+
+WRAPPERS = ("data", "rows", "examples")
+"""Keys under which a JSON file may hold its list of rows."""
 
 JOINED_ROWS = "a record of several lines, each with as many fields as the header: a stray quote joins rows"
 
@@ -179,8 +184,46 @@ def _json_type(value: Any) -> str:
 
 
 def _read_list(shard: Shard) -> Iterator[Row]:
-    with opened(shard.path) as file:
-        yield from map(_as_row, values_of(file, shard.path, MAX_ROW_BYTES))
+    """Yields the values of a JSON file's list, bare or under one of `WRAPPERS`."""
+    text = _whole_text(shard.path, MAX_LIST_BYTES, "a list", "write an object on each line (.jsonl)")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise DataError(f"data: {shard.path!r} is not JSON: {error.msg} ({place}); correct it there") from error
+    except (ValueError, RecursionError) as error:  # Python reads whole numbers of up to 4300 digits
+        raise DataError(
+            f"data: {shard.path!r} is not JSON: nested too deeply, or with a number that is too long; correct it"
+        ) from error
+    yield from map(_as_row, _list_in(value, shard.path))
+
+
+def _list_in(value: Any, path: str) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise DataError(f"data: {path!r} is neither a list of objects nor an object on each line; write one of them")
+    found = [key for key in value if key in WRAPPERS and isinstance(value[key], list)]
+    if len(found) > 1:
+        raise DataError(f"data: {path!r} holds two lists, {found[0]} and {found[1]}; leave one of them")
+    if not found:
+        raise DataError(
+            f"data: {path!r} holds one object with the keys {listed(list(value))}; allowed: a list of objects, bare or "
+            f"under one of {', '.join(WRAPPERS)}, or an object on each line"
+        )
+    return value[found[0]]  # type: ignore[no-any-return]
+
+
+def _whole_text(path: str, most: int, what: str, instead: str) -> str:
+    """Reads a file of at most `most` bytes; `what` it is and what to write `instead` are for the error."""
+    with opened(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise DataError(f"data: {path!r} is {what} of more than {most // 2**20} MiB; {instead}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"data: {path!r} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
 
 
 def _read_csv(shard: Shard) -> Iterator[Row]:
@@ -304,17 +347,8 @@ def _has_surrogate(text: str) -> bool:
 
 def _read_text(shard: Shard) -> Iterator[Row]:
     """Yields one row, because a text file is one document."""
-    with opened(shard.path) as file:
-        content = file.read(MAX_TEXT_BYTES + 1)
-        if len(content) > MAX_TEXT_BYTES:
-            raise DataError(
-                f"data: {shard.path!r} is one document of more than {MAX_TEXT_BYTES // 2**20} MiB; cut it into several "
-                "files, or write an object on each line (.jsonl)"
-            )
-        try:
-            yield {"text": content.decode("utf-8-sig")}
-        except UnicodeDecodeError as error:
-            raise DataError(f"data: {shard.path!r} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    instead = "cut it into several files, or write an object on each line (.jsonl)"
+    yield {"text": _whole_text(shard.path, MAX_TEXT_BYTES, "one document", instead)}
 
 
 def _read_tar(shard: Shard) -> Iterator[Row]:

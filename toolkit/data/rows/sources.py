@@ -18,8 +18,7 @@ import datasets
 
 from toolkit.data.rows.files import TABLES, expand_files, is_saved_dataset, local_path, suffix_of
 from toolkit.data.rows.image_places import COLUMNS, is_image
-from toolkit.data.rows.json_list import WRAPPERS
-from toolkit.data.rows.readers import Row, Shard, opened, read, unreadable
+from toolkit.data.rows.readers import WRAPPERS, Row, Shard, opened, read, unreadable
 from toolkit.data.rows.values import RowProblem, is_empty
 from toolkit.errors import DataError
 from toolkit.paths import COMPRESSIONS, is_file_source, source_name

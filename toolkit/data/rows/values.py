@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_LEVELS = 100
@@ -26,12 +26,25 @@ class RowValues:
     Attributes:
         row: the row as it was read.
         columns: meaning of a column -> its name.
+        label_names: names of the numbers in the column of labels, if the source has them.
+        images: images of the row's own column, or None if rows have no images.
+        templated: whether a prompt that is text is a user's message, which the chat template writes.
         taken: names of the columns whose values were taken.
     """
 
-    def __init__(self, row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        columns: Mapping[str, str],
+        label_names: Sequence[str] = (),
+        images: list[Any] | None = None,
+        templated: bool = False,
+    ) -> None:
         self.row = row
         self.columns = columns
+        self.label_names = label_names
+        self.images = images
+        self.templated = templated
         self.taken: set[str] = set()
 
     def __getitem__(self, what: str) -> Any:

@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.recipe.objectives.objective_section import ObjectiveSection
-from toolkit.recipe.schema import DataSection
-
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -44,11 +41,6 @@ class Pieces:
 
     def take(self, numbers: Any) -> Pieces:
         return Pieces(self.row[numbers], self.start[numbers], self.stop[numbers])
-
-
-def is_packed(data: DataSection, objective: ObjectiveSection) -> bool:
-    """Returns whether rows share samples: as the recipe says, else unless the objective pads."""
-    return not objective.spec.padded if data.packing is None else data.packing
 
 
 def whole(rows: Ints, lengths: Ints, max_length: int) -> Pieces:

@@ -12,12 +12,10 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
+from toolkit.data.documents.documents import Documents
+from toolkit.data.documents.prompts import RowPrompt, prompt_of
 from toolkit.data.samples.packing import Pieces
-from toolkit.data.tokens.documents import Documents
-from toolkit.data.tokens.prompts import RowPrompt, prompt_of
-from toolkit.recipe.objectives.batches import KL_PREFIX
 
 IGNORED = -100
 """The label of a token that is not a target; torch's cross-entropy skips it."""
@@ -141,13 +139,14 @@ class Rows:
         """Returns a column of numbers over all rows, (rows,)."""
         return np.concatenate([source.column(name) for source in self.sources])
 
-    def labels(self) -> list[str | None]:
-        """Returns the class of each row, or None for a row without one."""
-        return [label for source in self.sources for label in source.table.column("label").to_pylist()]
+    def values(self, name: str) -> list[Any]:
+        """Returns a column of other values over all rows."""
+        return [value for source in self.sources for value in source.table.column(name).to_pylist()]
 
-    def tags(self) -> list[list[str]]:
-        """Returns the tags of each row's words, in the order of its targets; empty if words have no tags."""
-        return [tags for source in self.sources for tags in source.table.column("tags").to_pylist()]
+    def value(self, name: str, row: int) -> Any:
+        """Returns the value of one row in a column."""
+        source, number = self.where(row)
+        return source.table.column(name)[number].as_py()
 
     def told_as(self, names: Sequence[str]) -> Any:
         """Returns the number of each row's source among these names, (rows,), int64; -1 if it has none of them."""
@@ -338,108 +337,7 @@ class ComparedSamples(TextSamples):
         return torch.from_numpy(self.reference[rows])
 
 
-@dataclass(frozen=True)
-class PairSamples(ComparedSamples):
-    """For preferences: `TextSamples` with both completions of a pair in one sample, and `segments` (B, T).
-
-    A segment is a completion with its prompt: in the batch's i-th pair, 2 i is the chosen one and 2 i + 1 the
-    rejected one; padding is -1. `reference` is (P, 2) for P pairs, and NaN without a reference. `margin` is (P,).
-
-    Attributes:
-        splits: tokens of the chosen completion of each row, (rows,).
-        margins: by how much the chosen completion of each row is better, (rows,), or None if batches have no `margin`.
-    """
-
-    keep_apart: ClassVar[str] = (
-        "Both completions of a pair share a sample: remove data.packing, or set another model.attention"
-    )
-    splits: Any = None
-    margins: Any = None
-
-    @property
-    def shares_samples(self) -> bool:
-        return True
-
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        batch = super().batch(numbers)
-        batch["segments"] = segments_of([self.tokens(number) for number in numbers], batch["input_ids"])
-        rows = [row for number in numbers for row in self.rows_of(number)]
-        batch["reference"] = self.references(rows)
-        if self.margins is not None:
-            batch["margin"] = torch.from_numpy(self.margins[rows])
-        return batch
-
-    def tokens(self, number: int) -> list[tuple[Any, Any]]:
-        """Returns `(input_ids, targets)` of the chosen and the rejected completion of each pair, each (length,)."""
-        parts = []
-        for row in self.rows_of(number):
-            # Two pieces, so that positions restart at the second: the rejected side does not see the chosen one.
-            (ids, targets), split = self.rows.tokens(row), int(self.splits[row])
-            parts += [(ids[:split], targets[:split]), (ids[split:], targets[split:])]
-        return parts
-
-    def asked(self, number: int) -> list[tuple[Any, Any]]:
-        return self.tokens(number)[::2]
-
-    def few(self, tokens: int) -> Batch:
-        """Returns a row (1, T) of the ends of both completions of a pair; see `TextSamples.few`."""
-        chosen, rejected = self.tokens(0)[:2]
-        batch = _last_tokens_of([(chosen, tokens // 3), (rejected, tokens - tokens // 3)], self.pad_id)
-        return {**batch, "reference": torch.zeros(1, 2), "margin": torch.zeros(1)}
-
-
-@dataclass(frozen=True)
-class JudgedSamples(ComparedSamples):
-    """For KTO: `TextSamples` with `segments` (B, T), the number of the row in the batch; padding is -1.
-
-    `good` (R,) are the judgements of its R rows. Keys that begin with `kl_` are the same for mismatched completions:
-    within a sample each prompt gets the completion of the row before it, the first that of the last, so that both have
-    the same number of tokens. A row alone in its sample gets the completion of the next sample's first row, cut to what
-    is left of `max_length`. None of this depends on ranks, micro-batches or the order of samples.
-    `reference` is (R, 2), for a prompt with its own and with the mismatched completion, and NaN without a reference.
-
-    Attributes:
-        good: whether the completion of each row is good, (rows,), bool.
-    """
-
-    good: Any = None
-
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        own, other = (self._batch([tokens(number) for number in numbers]) for tokens in (self.tokens, self.mismatched))
-        rows = [row for number in numbers for row in self.rows_of(number)]
-        return {
-            **own,
-            **{f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()},
-            "good": torch.from_numpy(self.good[rows]),
-            "reference": self.references(rows),
-        }
-
-    def _batch(self, samples: list[list[tuple[Any, Any]]]) -> Batch:
-        batch = batch_of(samples, self.max_length, self.packed, self.pad_id)
-        return {**batch, "segments": segments_of(samples, batch["input_ids"])}
-
-    def mismatched(self, number: int) -> list[tuple[Any, Any]]:
-        """Returns `(input_ids, targets)` of each prompt of a sample with the completion of another row."""
-        own = self.tokens(number)
-        others = [own[-1], *own[:-1]] if len(own) > 1 else [self.tokens((number + 1) % len(self))[0]]
-        return [self._with_completion_of(*pair) for pair in zip(own, others, strict=True)]
-
-    def _with_completion_of(self, own: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-        starts = [int(np.argmax(targets)) for _, targets in (own, other)]
-        parts = [(mine[: starts[0]], theirs[starts[1] :]) for mine, theirs in zip(own, other, strict=True)]
-        ids, targets = (np.concatenate(part)[: self.max_length] for part in parts)
-        return ids, targets
-
-    def few(self, tokens: int) -> Batch:
-        """Returns the end of a row (1, T), with its own and with another completion; see `TextSamples.few`."""
-        own, other = (
-            _last_tokens_of([(row, tokens)], self.pad_id) for row in (self.tokens(0)[0], self.mismatched(0)[0])
-        )
-        others = {f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()}
-        return {**own, **others, "good": torch.ones(1, dtype=torch.bool), "reference": torch.zeros(1, 2)}
-
-
-def _last_tokens_of(pieces: list[tuple[tuple[Any, Any], int]], pad_id: int) -> Batch:
+def last_tokens_of(pieces: list[tuple[tuple[Any, Any], int]], pad_id: int) -> Batch:
     """Returns a row (1, T) of the last tokens of pieces, as many as each entry says; targets are at the end."""
     short = [(ids[-tokens:], targets[-tokens:]) for (ids, targets), tokens in pieces]
     batch = stack([sample_of(short, sum(len(ids) for ids, _ in short), pad_id)])
@@ -461,143 +359,3 @@ def segments_of(samples: list[list[tuple[Any, Any]]], input_ids: torch.Tensor) -
         segments[i, : len(owners)] = owners
         first += len(pieces)
     return segments
-
-
-@dataclass(frozen=True)
-class LabelledSamples(Samples):
-    """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels`, `lengths` (B,).
-
-    Token types that are all 0 are left out: most models assume 0 then, and GPT-2 would add the embedding of word 0.
-
-    Attributes:
-        rows: the rows that hold the tokens.
-        numbers: numbers of the rows that are samples.
-        labels: the class of each of these.
-        max_length: the most tokens of a row.
-        pad_id: token of padding.
-    """
-
-    rows: Rows
-    numbers: Any
-    labels: Any
-    max_length: int
-    pad_id: int
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
-        return {**self._padded_batch(tokens), "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}
-
-    def few(self, tokens: int) -> Batch:
-        """Returns a micro-batch of one row of at most `tokens` tokens and its padding, to try a model on."""
-        batch = {name: tensor[:, :tokens] if tensor.dim() == 2 else tensor for name, tensor in self.batch([0]).items()}
-        padded = [name for name in batch if name in ("attention_mask", "token_type_ids")]
-        cut = {name: F.pad(batch[name], (0, MULTIPLE)) for name in padded}
-        ids = F.pad(batch["input_ids"], (0, MULTIPLE), value=self.pad_id)
-        labels = batch["labels"]
-        if labels.dim() == 2:
-            labels = F.pad(labels, (0, MULTIPLE), value=IGNORED)
-        return {**cut, "input_ids": ids, "labels": labels, "lengths": batch["lengths"].clamp_max(tokens)}
-
-    def lengths(self) -> Any:
-        return self.rows.column("length")[self.numbers].astype(np.int64)
-
-    def _padded_batch(self, tokens: list[tuple[Any, Any]]) -> Batch:
-        """Returns a batch without labels, (B, T), whose rows have these ids and token types."""
-        shape = (len(tokens), padded_length(max(len(ids) for ids, _ in tokens), self.max_length))
-        batch = {
-            "input_ids": torch.full(shape, self.pad_id),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
-            "token_type_ids": torch.zeros(shape, dtype=torch.long),
-        }
-        for i, (ids, kinds) in enumerate(tokens):
-            batch["input_ids"][i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
-            batch["attention_mask"][i, : len(ids)] = 1
-            batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
-        if not batch["token_type_ids"].any():
-            del batch["token_type_ids"]
-        return {**batch, "lengths": torch.tensor([len(ids) for ids, _ in tokens])}
-
-
-@dataclass(frozen=True)
-class SourceTargetSamples(Samples):
-    """For sequence to sequence: `input_ids` and `attention_mask` of sources (B, S), and `labels` (B, T) of targets.
-
-    Labels are IGNORED in padding; `lengths` and `target_lengths` (B,) are without it.
-
-    Attributes:
-        rows: the rows that hold the tokens: a source's, which are not targets, and then its target's.
-        numbers: numbers of the rows that are samples.
-        max_length: the most tokens of a source.
-        max_target_length: the most tokens of a target.
-        pad_id: token of padding.
-    """
-
-    rows: Rows
-    numbers: Any
-    max_length: int
-    max_target_length: int
-    pad_id: int
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    @property
-    def most_answer_tokens(self) -> int:
-        return self.max_target_length - 1
-
-    def tokens(self, number: int) -> list[tuple[Any, Any]]:
-        return [self.rows.tokens(int(self.numbers[number]))]
-
-    def lengths(self) -> Any:
-        return self.rows.column("length")[self.numbers].astype(np.int64)
-
-    def prompts(self, number: int) -> Iterator[RowPrompt]:
-        source, target = self.parts(number)
-        yield RowPrompt(source.tolist(), target.tolist())
-
-    def parts(self, number: int) -> tuple[Any, Any]:
-        """Returns the tokens of a sample's source, and of its target, each (length,)."""
-        ids, is_target = self.tokens(number)[0]
-        return ids[~is_target], ids[is_target]
-
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        sources, targets = zip(*(self.parts(number) for number in numbers), strict=True)
-        input_ids, lengths = filled_up(sources, self.pad_id, self.max_length)
-        labels, target_lengths = filled_up(targets, IGNORED, self.max_target_length)
-        mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
-        return {
-            "input_ids": input_ids,
-            "attention_mask": mask,
-            "labels": labels,
-            "lengths": lengths,
-            "target_lengths": target_lengths,
-        }
-
-
-def filled_up(rows: Sequence[Any], filling: int, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows of tokens to one tensor (B, T), int64, and returns it with their lengths (B,)."""
-    lengths = torch.tensor([len(row) for row in rows])
-    whole = torch.full((len(rows), padded_length(int(lengths.max()), max_length)), filling)
-    for i, row in enumerate(rows):
-        whole[i, : len(row)] = torch.from_numpy(np.asarray(row, dtype=np.int64))
-    return whole, lengths
-
-
-@dataclass(frozen=True)
-class TaggedSamples(LabelledSamples):
-    """For words with tags: `LabelledSamples` with `labels` (B, T), IGNORED except at the first token of each word.
-
-    Attributes:
-        labels: the numbers of the tags of each sample's words.
-    """
-
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
-        batch = self._padded_batch([(ids, np.zeros_like(ids)) for ids, _ in tokens])
-        labels = torch.full_like(batch["input_ids"], IGNORED)
-        for i, (number, (_, firsts)) in enumerate(zip(numbers, tokens, strict=True)):
-            labels[i, np.flatnonzero(firsts)] = torch.tensor(self.labels[number], dtype=torch.long)
-        return {**batch, "labels": labels}

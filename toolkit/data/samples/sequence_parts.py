@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from toolkit.data.samples.samples import IGNORED, Batch
-from toolkit.recipe.objectives.batches import KL_PREFIX
+
+KL_PREFIX = "kl_"
+"""Key prefix of the mismatched (KL) completions in a KTO batch: prompts with completions of other rows."""
 
 
 @dataclass(frozen=True)

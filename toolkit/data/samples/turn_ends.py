@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.documents.documents import Documents
 from toolkit.data.samples.samples import Samples
 from toolkit.data.templates.stops import turn_ends
-from toolkit.data.tokens.documents import Documents
 
 SAMPLES_LOOKED_AT = 256
 """Number of samples in which these tokens are searched: a template has one or two."""

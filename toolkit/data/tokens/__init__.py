@@ -1,1 +1,1 @@
-"""Turns examples into tokens and targets."""
+"""Loads and trains tokenizers."""

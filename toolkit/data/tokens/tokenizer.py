@@ -17,10 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from toolkit import ranks
 from toolkit.data.images.images import set_source
 from toolkit.data.images.pixel_limits import PixelLimits
-from toolkit.data.layouts.layouts import recognise
+from toolkit.data.kinds.recognise import recognise
 from toolkit.data.layouts.template_arguments import set_defaults
 from toolkit.data.rows.cache import cache_folder, digest, kept
-from toolkit.data.rows.examples import texts_of
 from toolkit.data.rows.hub_refusals import hub_error
 from toolkit.data.rows.readers import read
 from toolkit.data.rows.sources import identify_rows, map_of, open_source
@@ -141,7 +140,7 @@ def _texts_of_rows(data: DataSection, objective: str) -> Iterator[str]:
         layout = recognise(source, data.columns, objective)
         for row in (row for shard in source.shards for row in read(shard)):
             try:
-                yield from texts_of(layout.example(row))
+                yield from layout.example(row).texts()
             # Counted and named later, when the rows are tokenised.
             except RowProblem:
                 continue
@@ -161,11 +160,6 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
     ways = [tokenizer.truncation_side, getattr(tokenizer, "split_special_tokens", False)]
     content = json.dumps([rules, template, special, ways], sort_keys=True)
     return f"{hashlib.sha256(content.encode()).hexdigest()}:{tokenizer.bos_token_id}:{tokenizer.eos_token_id}"
-
-
-def languages(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
-    """Returns the languages of sources and of targets, if the tokenizer marks them, as mBART's does."""
-    return [getattr(tokenizer, name, None) for name in ("src_lang", "tgt_lang")]
 
 
 def bos_of(tokenizer: PreTrainedTokenizerBase, wanted: bool | None) -> int | None:

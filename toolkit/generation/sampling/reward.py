@@ -35,14 +35,15 @@ class RewardModel:
         Raises:
             BadInputError: if a row cannot be used; it says why.
         """
-        from toolkit.data.layouts.layouts import Layout
-        from toolkit.data.tokens.encode import Encoder
+        from toolkit.data.documents.encode import Encoder
+        from toolkit.data.kinds.registry import LAYOUTS
+        from toolkit.data.layouts.layout import Layout
         from toolkit.data.tokens.tokenizer import bos_of
 
         names = {name: name for name in ("prompt", "completion", "tools")}
         encoder = Encoder(self.tokenizer, "last_turn", bos_id=bos_of(self.tokenizer, None))
         found = []
-        for document in encoder.documents(list(rows), Layout("prompt and completion", names)):
+        for document in encoder.documents(list(rows), Layout(LAYOUTS["prompt and completion"], names)):
             if document["problem"] is not None:
                 raise BadInputError(f"--reward: {self.name!r} cannot be given a sample: {document['problem']}")
             found.append([int(token) for token in document["input_ids"]])

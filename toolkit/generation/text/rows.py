@@ -193,7 +193,8 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
         BadInputError: if training would refuse the row.
     """
     from toolkit.data.images.image_files import file_or_content
-    from toolkit.data.layouts.layouts import Layout
+    from toolkit.data.kinds.registry import LAYOUTS
+    from toolkit.data.layouts.layout import Layout
     from toolkit.data.layouts.row_flags import MEDIA
     from toolkit.data.layouts.template_arguments import COLUMN, arguments_of
     from toolkit.data.rows.examples import Conversation
@@ -202,7 +203,7 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
     from toolkit.data.rows.values import RowProblem
 
     names = {"prompt": column, "completion": "completion", "tools": "tools"}
-    layout = Layout("prompt and completion", names, images=True)
+    layout = Layout(LAYOUTS["prompt and completion"], names, images=True)
     try:
         # Images stand in a user's turn.
         asked = [{"role": "user", "content": value}] if isinstance(value, str) and column_of(fields) else value

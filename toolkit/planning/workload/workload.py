@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from toolkit.data.samples.packing import is_packed
+from toolkit.data.kinds.registry import rows_of
 from toolkit.data.samples.sequence_parts import Part
 from toolkit.data.tokens import tokenizer
 from toolkit.model.adapters.adapters import base_of
@@ -147,7 +147,8 @@ def workload_of_model(
     """
     if recipe.sharding.sequence > 1:
         require_sequence(model, recipe.sharding.sequence, recipe.data.max_length)
-    packed = is_packed(recipe.data, recipe.objective)
+    rows = rows_of(recipe.data, recipe.objective)
+    packed = rows.packed
     if recipe.data.packing is None and recipe.objective.spec.may_pad:
         packed = takes_positions(model)  # a run pads its rows then
 
@@ -160,7 +161,7 @@ def workload_of_model(
         objective,
         lambda size: _empty_batch(recipe, size),
         mixed_precision,
-        _tokens_of_sample(recipe.data, recipe.objective.spec),
+        sum(rows.lengths),
         recipe.sharding.unit_classes,
         recipe.sharding.sequence,
         _attention(recipe.objective.spec, attention_of(base_of(model)), packed),
@@ -186,18 +187,9 @@ def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
     return replace(
         workload,
         batch=lambda size: _empty_batch(recipe, size),
-        tokens=_tokens_of_sample(recipe.data, recipe.objective.spec),
+        tokens=sum(rows_of(recipe.data, recipe.objective).lengths),
         sequence=sequence,
     )
-
-
-def _tokens_of_sample(data: DataSection, spec: ObjectiveSpec) -> int:
-    """Returns the tokens of one full sample, or of a source and its target together."""
-    return data.max_length + (_target_length(data) if spec.encoder_decoder else 0)
-
-
-def _target_length(data: DataSection) -> int:
-    return data.max_target_length or data.max_length
 
 
 def _labels(section: ObjectiveSection) -> list[str] | None:
@@ -227,9 +219,9 @@ def _attention(spec: ObjectiveSpec, chosen: str, packed: bool) -> str | None:
 
 def _empty_batch(recipe: Recipe, size: int) -> dict[str, torch.Tensor]:
     """Returns an uninitialised micro-batch of full rows, shaped as the data's samples make it."""
-    dims = {"B": size, "R": size, "T": recipe.data.max_length, "U": _target_length(recipe.data)}
+    rows = rows_of(recipe.data, recipe.objective)
+    dims = {"B": size, "R": size, **dict(zip("TU", rows.lengths, strict=False))}
     batch = {
-        name: torch.empty(field.sizes(dims), dtype=getattr(torch, field.dtype))
-        for name, field in recipe.objective.spec.batch.items()
+        name: torch.empty(field.sizes(dims), dtype=getattr(torch, field.dtype)) for name, field in rows.batch.items()
     }
     return Part(0, recipe.sharding.sequence).of(batch)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from toolkit.recipe.objectives.batches import TOLD_APART
 from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
 from toolkit.recipe.objectives.section import contradiction, function_problem
 from toolkit.recipe.objectives.spec import ObjectiveSettings, ObjectiveSpec
 
-LAYOUTS = ("messages", "conversations", "prompt and completion", "instruction and output", "text")
-
 _LORA = Method(
     "lora",
     "LoRA adapters on answers or text",
-    LAYOUTS,
     (
         Rate(20e9, 2e-4, "QLoRA 7B and 13B, arXiv 2305.14314, table 9"),
         Rate(ANY_SIZE, 1e-4, "QLoRA 33B and 65B, arXiv 2305.14314, table 9"),
@@ -28,7 +24,6 @@ _LORA = Method(
 _FULL = Method(
     "full",
     "every parameter on answers",
-    LAYOUTS,
     (
         Rate(10e9, 2e-5, "TRL's sft.py; alignment-handbook, zephyr-7b-beta sft"),
         Rate(40e9, 1e-5, "Stanford Alpaca 13B"),
@@ -43,7 +38,6 @@ _FULL = Method(
 _PRETRAIN = Method(
     "pretrain",
     "every parameter on plain text",
-    ("text",),
     (
         Rate(1e9, 2e-4, "alignment-handbook, gpt2-nl cpt"),
         Rate(20e9, 1e-4, "Llemma 7B, arXiv 2310.10631"),
@@ -53,6 +47,7 @@ _PRETRAIN = Method(
     epochs=1,
     smaller="lora",
     by_rows=3,
+    layouts=("text",),
 )
 
 
@@ -71,9 +66,7 @@ class _CausalLM(ObjectiveSpec):
 CAUSAL_LM = _CausalLM(
     "causal_lm",
     about="next-token cross-entropy",
-    layouts=LAYOUTS,
-    row_form="text",
-    batch=TOLD_APART,
+    rows="text",
     settings=("loss",),
     methods=(
         _FULL,
@@ -83,4 +76,5 @@ CAUSAL_LM = _CausalLM(
     ),
     may_pad=True,
     sees_images=True,
+    tells_sources=True,
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.recipe.objectives.batches import TEXT
-from toolkit.recipe.objectives.causal_lm import LAYOUTS
 from toolkit.recipe.objectives.section import contradiction
 from toolkit.recipe.objectives.spec import ObjectiveSettings, ObjectiveSpec
 
@@ -32,9 +30,7 @@ class _Distillation(ObjectiveSpec):
 DISTILLATION = _Distillation(
     "distillation",
     about="match the next-token probabilities of a frozen teacher",
-    layouts=LAYOUTS,
-    row_form="text",
-    batch=TEXT,
+    rows="text",
     settings=("teacher", "teacher_revision", "divergence", "beta", "temperature", "kd_ratio"),
     may_pad=True,
     has_teacher=True,

@@ -28,7 +28,6 @@ class Method:
 
     Attributes:
         about: describes it in a few words.
-        layouts: the layouts that it learns from.
         rates: learning rates by size of the model, the smallest first.
         rows_per_step: rows of an optimizer step; not used by pretraining, whose samples are full.
         loss: `objective.loss` of preferences.
@@ -37,11 +36,11 @@ class Method:
         smaller: the method that learns from the same rows in less memory.
         by_rows: its rank among the methods that the rows may choose if none is named, or None if it must be named.
         for_encoder_decoders: whether the rows may choose it for a model with an encoder and a decoder.
+        layouts: the layouts that it learns from; empty: all of its objective's rows.
     """
 
     name: str
     about: str
-    layouts: tuple[str, ...]
     rates: tuple[Rate, ...]
     rows_per_step: int
     epochs: float
@@ -51,6 +50,7 @@ class Method:
     smaller: str | None = None
     by_rows: int | None = None
     for_encoder_decoders: bool = False
+    layouts: tuple[str, ...] = ()
 
     def rate(self, num_parameters: int) -> Rate:
         """Returns the learning rate for a model of this size."""

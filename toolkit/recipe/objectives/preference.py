@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from toolkit.recipe.objectives.batches import PAIRS
 from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
 from toolkit.recipe.objectives.section import contradiction
 from toolkit.recipe.objectives.spec import ObjectiveSettings, ObjectiveSpec
@@ -16,8 +15,6 @@ SETTINGS_OF_LOSSES = {
     "orpo": ("odds_weight",),
 }
 """Preference loss -> the settings that have an effect on it; their defaults stand beside the losses."""
-
-LAYOUTS = ("chosen and rejected",)
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,6 @@ _RATES = (
 _DPO = Method(
     "dpo",
     "every parameter on preference pairs",
-    LAYOUTS,
     _RATES,
     rows_per_step=128,
     epochs=1,
@@ -58,7 +54,6 @@ _DPO = Method(
 _LORA_DPO = Method(
     "lora-dpo",
     "LoRA adapters on preference pairs",
-    LAYOUTS,
     (Rate(ANY_SIZE, 5e-6, "TRL's dpo.py; alignment-handbook, zephyr-7b-beta dpo with adapters"),),
     rows_per_step=32,
     epochs=1,
@@ -73,7 +68,6 @@ _METHODS = (
     Method(
         "simpo",
         "every parameter on preference pairs",
-        LAYOUTS,
         (Rate(ANY_SIZE, 5e-7, "SimPO's training_configs: 3e-7 to 1e-6 at 7B to 9B"),),
         rows_per_step=128,
         epochs=1,
@@ -82,7 +76,6 @@ _METHODS = (
     Method(
         "orpo",
         "every parameter on preference pairs",
-        LAYOUTS,
         (Rate(ANY_SIZE, 5e-6, "alignment-handbook, mistral-capybara orpo"),),
         rows_per_step=64,
         epochs=3,
@@ -97,9 +90,7 @@ _METHODS = (
 PREFERENCE = _Preference(
     "preference",
     about="prefer chosen completions to rejected ones",
-    layouts=LAYOUTS,
-    row_form="pairs",
-    batch=PAIRS,
+    rows="pairs",
     settings=("loss", "beta", "label_smoothing", "gamma", "odds_weight"),
     methods=_METHODS,
     trained_turns="last_turn",

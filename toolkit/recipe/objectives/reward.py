@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from toolkit.recipe.objectives.batches import PAIRS, BatchSpec, Field
 from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
 from toolkit.recipe.objectives.spec import ObjectiveSpec
-
-BATCH: BatchSpec = {
-    **PAIRS,
-    "margin": Field("R", "float32"),  # by how much the chosen completion is better
-}
-
-LAYOUTS = ("chosen and rejected",)
 
 REWARD = ObjectiveSpec(
     "reward",
     about="score chosen completions above rejected ones (Bradley-Terry)",
-    layouts=LAYOUTS,
-    row_form="pairs",
-    batch=BATCH,
+    rows="pairs",
     pipeline_task="text-classification",
     settings=("center_rewards_coefficient",),
     auto_class="AutoModelForSequenceClassification",
@@ -28,7 +18,6 @@ REWARD = ObjectiveSpec(
         Method(
             "reward",
             "a reward model on preference pairs",
-            LAYOUTS,
             (Rate(ANY_SIZE, 9e-6, "OpenRLHF's train_rm for Llama 3 8B"),),
             rows_per_step=128,
             epochs=1,
@@ -36,4 +25,5 @@ REWARD = ObjectiveSpec(
     ),
     trained_turns="last_turn",
     writes_text=False,
+    has_margins=True,
 )

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit.recipe.objectives.batches import PADDED_TEXT, BatchSpec, Field
 from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
 from toolkit.recipe.objectives.spec import ObjectiveSpec
-
-BATCH: BatchSpec = {**PADDED_TEXT, "labels": Field("B")}  # the class of each row
-
-LAYOUTS = ("text and label",)
 
 CLASSIFIER_RATES = (
     # BERT's rates are for 110 million parameters and more.
@@ -20,9 +15,7 @@ CLASSIFIER_RATES = (
 SEQUENCE_CLASSIFICATION = ObjectiveSpec(
     "sequence_classification",
     about="cross-entropy of a text's class",
-    layouts=LAYOUTS,
-    row_form="labelled",
-    batch=BATCH,
+    rows="labelled",
     pipeline_task="text-classification",
     settings=("labels", "class_weights"),
     auto_class="AutoModelForSequenceClassification",
@@ -31,7 +24,6 @@ SEQUENCE_CLASSIFICATION = ObjectiveSpec(
         Method(
             "classify",
             "every parameter on labelled texts",
-            LAYOUTS,
             CLASSIFIER_RATES,
             rows_per_step=32,
             epochs=3,

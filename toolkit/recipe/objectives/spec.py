@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from toolkit.recipe.objectives.batches import BatchSpec
 from toolkit.recipe.objectives.method import Method
 
 
@@ -38,9 +37,7 @@ class ObjectiveSpec:
     Attributes:
         kind: `objective.kind` of a recipe.
         about: what it minimises, in the words of the recipe's documentation.
-        layouts: column layouts of rows that it learns from, in the order in which they are tried.
-        row_form: how these rows become samples and batches, see `toolkit.data.build`.
-        batch: the tensors of a micro-batch.
+        rows: the kind of rows that it learns from, a name in `toolkit.data.kinds.registry`.
         pipeline_task: the hub's name of its models' task, for the model card.
         settings: fields of `ObjectiveSection` that have an effect.
         auto_class: transformers' class of the model. If it is None, the configuration decides which class writes text.
@@ -55,13 +52,13 @@ class ObjectiveSpec:
         may_pad: whether rows may be padded instead of packed if nobody asked for either.
         has_teacher: whether a second, frozen model is loaded.
         sees_images: whether rows may have images, for models that take them.
+        tells_sources: whether its losses are also reported by named sources of rows.
+        has_margins: whether it uses by how much the chosen completion of a pair is better.
     """
 
     kind: str
     about: str
-    layouts: tuple[str, ...]
-    row_form: str
-    batch: BatchSpec
+    rows: str
     pipeline_task: str = "text-generation"
     settings: tuple[str, ...] = ()
     auto_class: str | None = None
@@ -76,6 +73,8 @@ class ObjectiveSpec:
     may_pad: bool = False
     has_teacher: bool = False
     sees_images: bool = False
+    tells_sources: bool = False
+    has_margins: bool = False
 
     @property
     def predicts_next_tokens(self) -> bool:
@@ -91,16 +90,6 @@ class ObjectiveSpec:
     def compares_answers(self) -> bool:
         """Whether these completions are answers of a model that writes; a reward model reads what is written."""
         return self.compares_completions and self.predicts_next_tokens
-
-    @property
-    def tells_sources(self) -> bool:
-        """Whether its losses are also reported by named sources of rows."""
-        return "sources" in self.batch
-
-    @property
-    def has_margins(self) -> bool:
-        """Whether pairs say by how much the chosen completion is better."""
-        return "margin" in self.batch
 
     def check(self, section: ObjectiveSettings) -> None:
         """Checks that the objective's own settings fit each other.

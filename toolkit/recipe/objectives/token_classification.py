@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from toolkit.recipe.objectives.batches import PADDED_TEXT, BatchSpec, Field
 from toolkit.recipe.objectives.method import Method
 from toolkit.recipe.objectives.sequence_classification import CLASSIFIER_RATES
 from toolkit.recipe.objectives.spec import ObjectiveSpec
 
-BATCH: BatchSpec = {**PADDED_TEXT, "labels": Field("BT")}  # the tag at the first token of each word, else -100
-
-LAYOUTS = ("tokens and tags",)
-
 TOKEN_CLASSIFICATION = ObjectiveSpec(
     "token_classification",
     about="cross-entropy of each word's tag, for example of named entities",
-    layouts=LAYOUTS,
-    row_form="tagged",
-    batch=BATCH,
+    rows="tagged",
     pipeline_task="token-classification",
     settings=("labels", "class_weights"),
     auto_class="AutoModelForTokenClassification",
     peft_task="TOKEN_CLS",
     methods=(
-        Method(
-            "tag", "every parameter on tagged words", LAYOUTS, CLASSIFIER_RATES, rows_per_step=32, epochs=3, by_rows=2
-        ),
+        Method("tag", "every parameter on tagged words", CLASSIFIER_RATES, rows_per_step=32, epochs=3, by_rows=2),
     ),
     has_classes=True,
     writes_text=False,

@@ -19,42 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from toolkit.data.documents.encode import FEATURES, Encoder, batches, notes_in
 from toolkit.data.images.images import parse
-from toolkit.data.layouts.layouts import Layout
+from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.cache import digest
 from toolkit.data.rows.readers import Shard, read
 from toolkit.data.rows.sources import Source
 from toolkit.data.rows.values import RowProblem
-from toolkit.data.tokens.encode import EACH_TURN, Encoder, batches, notes_in
 from toolkit.errors import DataError, ToolkitError
-from toolkit.recipe.objectives.registry import SPECS
-
-# Given, not inferred: a column that begins with nulls, such as `problem`, would become a column of nulls.
-FEATURES = datasets.Features(
-    {
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "targets": datasets.List(datasets.Value("bool")),
-        "length": datasets.Value("int32"),
-        "num_targets": datasets.Value("int32"),
-        "problem": datasets.Value("string"),
-        "note": datasets.Value("string"),
-        "digest": datasets.Value("int64"),
-        "label": datasets.Value("string"),
-        "tags": datasets.List(datasets.Value("string")),
-        "split": datasets.Value("int32"),
-        "margin": datasets.Value("float32"),
-        "shard": datasets.Value("int32"),
-    }
-)
-
-TYPED = datasets.Features({**FEATURES, "targets": datasets.List(datasets.Value("uint8"))})
-"""Features of texts with a class: their `targets` are token types, of which Funnel and XLNet have three."""
-
-TURNS = datasets.Features({**FEATURES, "ends": datasets.List(datasets.Value("int32"))})
-"""Features with a sample for each answer: `ends` are one after the last token of each, `length` is the longest's."""
-
-WITH_IMAGES = datasets.Features({**FEATURES, "pictures": datasets.List(datasets.Value("string"))})
-"""Features of conversations with images: the record of each image, in the order of their places."""
 
 BATCH_ROWS = 64
 """Number of rows that are tokenised in one call."""
@@ -87,7 +59,7 @@ class Documents:
         weight: the source's weight in the mix.
         paths: the file of each shard, with as few parts of its path as distinguish it from the run's others.
         label_names: in the order of their numbers, if the source has them.
-        table: rows of `FEATURES`, or `TYPED`.
+        table: rows of the encoder's columns.
         folder: the folder in the cache that holds them.
         told_as: the name under which the loss of its rows is reported, if it has one.
         roots: folder of the images of each shard's rows.
@@ -185,19 +157,13 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
     # The data set maps its files, so it is deleted before their folder is removed.
     del made
     shutil.rmtree(work)
-    facts = {
-        "layout": layout.kind,
-        "label_names": list(layout.label_names),
-    }
+    facts = {"layout": layout.name, "label_names": list(layout.label_names)}
     (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 def _features(encoder: Encoder) -> datasets.Features:
-    if SPECS[encoder.objective].row_form == "labelled":
-        return TYPED
-    if encoder.images is not None:
-        return WITH_IMAGES
-    return TURNS if encoder.targets == EACH_TURN else FEATURES
+    own = {name: kind for name, (kind, _) in encoder.columns.items()}
+    return datasets.Features({**FEATURES, **own, "shard": datasets.Value("int32")})
 
 
 @contextmanager

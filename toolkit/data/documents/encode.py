@@ -5,37 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.images.images import Images
-from toolkit.data.layouts.layouts import Layout
+from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.messages import without_system
-from toolkit.data.layouts.pairs import SIDES
 from toolkit.data.layouts.row_flags import Span, without
 from toolkit.data.layouts.template_arguments import note_of, require_taken, takes_tools
 from toolkit.data.layouts.thoughts import left_out
-from toolkit.data.rows.examples import (
-    Answer,
-    Conversation,
-    Example,
-    Judged,
-    Labelled,
-    Message,
-    SourceTarget,
-    Tagged,
-    Text,
-)
+from toolkit.data.rows.examples import Answer, Conversation, Example, Message, Text
 from toolkit.data.rows.image_places import MARK, WITH_IMAGES
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, target_mask
 from toolkit.data.templates.stops import NextTurn, end_texts
+from toolkit.data.templates.template_date import date_of
 from toolkit.data.templates.turns import (
     ASKED_OTHERWISE,
     GREETING,
@@ -44,6 +35,7 @@ from toolkit.data.templates.turns import (
     Turn,
     encode_turns,
     has_thoughts_at_inference,
+    is_asked_otherwise,
     parts_in,
     parts_in_turn,
     turns_of,
@@ -63,10 +55,22 @@ ENDS_INSIDE = "an answer holds {}, which ends it: the model learns to stop there
 
 DEVELOPER = "developer is written as system: the chat template has no developer role"
 
-SOURCE_CUT, TARGET_CUT = "the source was cut to data.max_length", "the target was cut to data.max_target_length"
-
 Document = dict[str, Any]
-"""A row of `toolkit.data.tokens.documents.FEATURES`, without its shard."""
+"""A row of `FEATURES` and of the encoder's own columns, without its shard."""
+
+Columns = dict[str, tuple[Any, Any]]
+"""Column -> its type, and its value for a row that cannot be used."""
+
+# Given, not inferred: a column that begins with nulls, such as `problem`, would become a column of nulls.
+FEATURES = {
+    "input_ids": datasets.List(datasets.Value("int32")),
+    "targets": datasets.List(datasets.Value("bool")),
+    "length": datasets.Value("int32"),
+    "num_targets": datasets.Value("int32"),
+    "problem": datasets.Value("string"),
+    "note": datasets.Value("string"),
+    "digest": datasets.Value("int64"),
+}
 
 
 @dataclass(frozen=True)
@@ -95,15 +99,13 @@ class _Turns:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes rows with one tokenizer.
+    """Encodes rows with one tokenizer: those of text, answers and conversations. Other kinds of rows derive theirs.
 
     Attributes:
         targets: what is learned of a conversation, or of a prompt and its completion.
-        objective: `objective.kind` of the recipe. Texts to classify get the model's own special tokens.
+        objective: `objective.kind` of the recipe.
         bos_id: the token that is added before plain text, or None if no BOS token is added.
         truncate_to: tokens to which a text to classify, or a source, is cut, special tokens kept; None for no cut.
-        truncate_target_to: tokens to which a target is cut.
-        prefix: text before each source.
         next_turn: ends answers that the chat template does not end, or None if it ends them.
         images: reads the images of conversations, or None if rows have none.
         image_root: folder that the paths of images start from.
@@ -115,12 +117,37 @@ class Encoder:
     objective: str = "causal_lm"
     truncate_to: int | None = None
     bos_id: int | None = None
-    truncate_target_to: int | None = None
-    prefix: str = ""
     next_turn: NextTurn | None = None
     images: Images | None = None
     image_root: Path | None = None
     image_tokens: frozenset[int] = frozenset()
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of its documents besides `FEATURES`: the type of each, and its value for a row that cannot be used.
+
+        `pictures` are the records of a row's images, in the order of their places. `ends` are one after the last token
+        of each of its samples, if each answer is one; `length` is the longest one's then.
+        """
+        strings, numbers = datasets.List(datasets.Value("string")), datasets.List(datasets.Value("int32"))
+        images: Columns = {} if self.images is None else {"pictures": (strings, [])}
+        return {**images, "ends": (numbers, [0])} if self.targets == EACH_TURN else images
+
+    def key(self, layout: Layout) -> list[Any]:
+        """Returns what decides the documents of rows besides the tokenizer and the layout."""
+        day = date_of(self.tokenizer) if layout.has_conversations else None  # most templates write none
+        return [
+            [self.targets, self.truncate_to, self.objective, self.bos_id],
+            *self.own_key(layout),
+            *([] if day is None else [str(day)]),
+            *([] if self.next_turn is None else [astuple(self.next_turn)]),
+        ]
+
+    def own_key(self, layout: Layout) -> list[Any]:
+        """Returns the part of the key that few rows have."""
+        # A run that learned these prompts as text, or answers behind other prompts, must not resume.
+        prompted = SPECS[self.objective].compares_answers and is_asked_otherwise(self.tokenizer)
+        return [*(["templated"] if layout.templated else []), *(["prompted"] if prompted else [])]
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """Returns a document for each row; that of a row that cannot be used has a reason instead of tokens."""
@@ -129,14 +156,13 @@ class Encoder:
         for document, item in zip(documents, read, strict=True):
             if document["problem"] is None and (unread := item[1]):
                 document["note"] = joined_notes([document["note"], *unread])
-        if self.images is not None:
-            return [{"pictures": [], **document} for document in documents]
-        return documents
+        blank = {name: value for name, (_, value) in self.columns.items()}
+        return [{**blank, **document} for document in documents]
 
     def _documents_or_data_error(self, examples: list[Example | RowProblem]) -> list[Document]:
-        """Runs `_documents`; a panic of a tokenizer's Rust code, as for an endless expression, is a DataError."""
+        """Runs `encode`; a panic of a tokenizer's Rust code, as for an endless expression, is a DataError."""
         try:
-            return self._documents(examples)
+            return self.encode(examples)
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # its class is not exported, and is not an Exception
                 raise
@@ -144,25 +170,6 @@ class Encoder:
                 f"model.tokenizer: the tokenizer of {self.tokenizer.name_or_path!r} cannot read a row: "
                 f"{first_line(error)}; correct its tokenizer.json, or name another one"
             ) from None
-
-    def _documents(self, examples: list[Example | RowProblem]) -> list[Document]:
-        form = SPECS[self.objective].row_form
-        if form == "labelled":
-            return self._class_documents(examples)
-        if form == "tagged":
-            return [
-                _unusable(item) if isinstance(item, RowProblem) else self._tagged_document(item) for item in examples
-            ]
-        if form == "source and target":
-            return [
-                _unusable(item) if isinstance(item, RowProblem) else self._source_target_document(item)
-                for item in examples
-            ]
-        if form == "pairs":
-            return self._pair_documents(examples)
-        if form == "judged":
-            return self._judged_documents(examples)
-        return self._encode_examples(examples)
 
     def _prepare_example(self, example: Example) -> _Prepared | _Turns | RowProblem:
         if isinstance(example, Conversation):
@@ -294,152 +301,40 @@ class Encoder:
             ids, targets = [*ids, eos], [*targets, True]
         image_tokens = self.images.token_ids if self.images is not None else self.image_tokens
         if not item.images and image_tokens.intersection(ids):
-            return _unusable(RowProblem("the text contains the model's image token, but the row has no image"))
+            return unusable(RowProblem("the text contains the model's image token, but the row has no image"))
         if offsets is not None and item.starts and not _begin_tokens(item.starts, offsets):
             note = joined_notes([note, ASKED_OTHERWISE if SPECS[self.objective].compares_completions else OTHER_PROMPT])
         # Nothing precedes the first token.
-        document = {**document_of(ids, [False, *targets[1:]], images=item.images), "note": note}
+        digests = "".join(json.loads(record)["digest"] for record in item.images)
+        document = {**document_of(ids, [False, *targets[1:]], digests), "note": note}
         return {**document, "pictures": list(item.images)} if item.images else document
 
-    def _pair_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
-        """Returns a document for each pair: the chosen one's tokens, and after `split` of them the rejected one's."""
-        sides = [[pair if isinstance(pair, RowProblem) else getattr(pair, side) for pair in examples] for side in SIDES]
-        chosen, rejected = (self._encode_examples(side) for side in sides)
-        margins = [getattr(pair, "margin", 0.0) for pair in examples]
-        return [_pair_document(*pair) for pair in zip(chosen, rejected, margins, strict=True)]
-
-    def _judged_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
-        """Returns a document for each completion with its prompt; `label` says whether it is good."""
-        answers: list[Example | RowProblem] = [
-            example.answer if isinstance(example, Judged) else example for example in examples
-        ]
-        good = [str(example.good).lower() if isinstance(example, Judged) else None for example in examples]
-        documents = self._encode_examples(answers)
-        return [{**document, "label": label} for document, label in zip(documents, good, strict=True)]
-
-    def _encode_examples(self, examples: list[Example | RowProblem]) -> list[Document]:
+    def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
+        """Returns a document for each example, without `columns` that have the value of a row that cannot be used."""
         prepared = [item if isinstance(item, RowProblem) else self._prepare_example(item) for item in examples]
         prepared = [
             _result_or_problem(self._encode_turns, item) if isinstance(item, _Turns) else item for item in prepared
         ]
         encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
         documents = [
-            _unusable(item) if isinstance(item, RowProblem) else item if isinstance(item, dict) else next(encoded)
+            unusable(item) if isinstance(item, RowProblem) else item if isinstance(item, dict) else next(encoded)
             for item in prepared
         ]
         by_turn = self.targets == EACH_TURN
         return [{**document, "ends": ends_of(document)} if by_turn else document for document in documents]
 
-    def _class_documents(self, examples: list[Example | RowProblem]) -> list[Document]:
-        good = [example for example in examples if isinstance(example, Labelled)]
-        encoded = iter(self._encode_texts(good))
-        return [_unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in examples]
 
-    def _source_target_document(self, example: Example) -> Document:
-        """Returns a document of a source's tokens and, after `split` of them, its target's, which are learned."""
-        assert isinstance(example, SourceTarget)
-        source, source_cut = self._token_ids(self.prefix + example.source, "text", self.truncate_to)
-        target, target_cut = self._token_ids(example.target, "text_target", self.truncate_target_to)
-        if not source:  # attention over nothing would give NaN
-            return _unusable(RowProblem("the source makes no token"))
-        end = self.tokenizer.eos_token_id
-        # Some tokenizers add the end themselves; with the others the model would not learn to stop. mBART's languages
-        # come behind the end.
-        if end not in target:
-            room = None if self.truncate_target_to is None else self.truncate_target_to - 1
-            target = [*target[:room], end]
-        cut = [what for what, is_cut in ((SOURCE_CUT, source_cut), (TARGET_CUT, target_cut)) if is_cut]
-        targets = [False] * len(source) + [True] * len(target)
-        return {**document_of(source + target, targets), "split": len(source), "note": joined_notes(cut)}
-
-    def _token_ids(self, text: str, mode: str, limit: int | None) -> tuple[list[int], bool]:
-        """Returns the tokens of a text, special ones included, at most `limit`, and whether it was cut.
-
-        Args:
-            mode: the tokenizer's argument for it: `text`, or `text_target`, which some tokenise differently.
-        """
-        settings = {mode: text, "return_attention_mask": False, "verbose": False}
-        ids: list[int] = self.tokenizer(**settings)["input_ids"]
-        if limit is None or len(ids) <= limit:
-            return ids, False
-        return self.tokenizer(**settings, truncation=True, max_length=limit)["input_ids"], True
-
-    def _tagged_document(self, example: Example) -> Document:
-        """Returns a document whose targets are the first token of each word, with the words' tags.
-
-        The words are joined by spaces, so that they are tokenised like a text given to a pipeline. A word without a
-        token of its own, for example of characters that the tokenizer drops, has no target.
-        """
-        assert isinstance(example, Tagged)
-        if not self.tokenizer.is_fast:
-            raise DataError(
-                f"model.tokenizer: {type(self.tokenizer).__name__} does not report where in the text its tokens are, "
-                "so words' tags cannot be given to them; use a model with a fast tokenizer"
-            )
-        cut = {} if self.truncate_to is None else {"truncation": True, "max_length": self.truncate_to}
-        text = " ".join(example.words)
-        encoded = self.tokenizer(
-            text,
-            return_offsets_mapping=True,
-            return_special_tokens_mask=True,
-            return_attention_mask=False,
-            verbose=False,
-            **cut,
-        )
-        # One past each word. The space before a word belongs to it: its token may begin there, or be only that.
-        ends = np.cumsum([len(word) + 1 for word in example.words]) - 1
-        targets, tags, last = [False] * len(encoded["input_ids"]), [], -1
-        for token, (start, end) in enumerate(encoded["offset_mapping"]):
-            word = int(np.searchsorted(ends, max(start, end - 1), side="right"))
-            begins = start + len(text[start:end]) - len(text[start:end].lstrip())
-            if begins < end and int(np.searchsorted(ends, begins, side="right")) < word:
-                return _unusable(RowProblem("a token of the tokenizer spans two words, and can carry one tag alone"))
-            if word > last and not encoded["special_tokens_mask"][token]:
-                targets[token], last = True, word
-                tags.append(example.tags[word])
-        return document_of(encoded["input_ids"], targets, tags=tags)
-
-    def _encode_texts(self, examples: list[Labelled]) -> list[Document]:
-        if not examples:
-            return []
-        pairs = [example.text_pair for example in examples]
-        cut = {} if self.truncate_to is None else {"truncation": "longest_first", "max_length": self.truncate_to}
-        encoded = self.tokenizer(
-            [example.text for example in examples],
-            pairs if pairs[0] is not None else None,
-            return_attention_mask=False,
-            # As in inference: a tokenizer may know token types although its model was trained without them.
-            return_token_type_ids="token_type_ids" in self.tokenizer.model_input_names,
-            verbose=False,
-            **cut,
-        )
-        # Tokenizers without token types give none: then both texts of a pair are of type 0.
-        kinds = encoded.get("token_type_ids") or [[0] * len(ids) for ids in encoded["input_ids"]]
-        return [
-            document_of(ids, row_kinds, example.label)
-            for ids, row_kinds, example in zip(encoded["input_ids"], kinds, examples, strict=True)
-        ]
-
-
-def document_of(
-    ids: list[int],
-    targets: Sequence[int],
-    label: str | None = None,
-    tags: Sequence[str] = (),
-    images: Sequence[str] = (),
-) -> Document:
-    """Returns a document. With a label, `targets` holds the tokens' types (`token_type_ids`): 1 for a second text.
+def document_of(ids: list[int], targets: Sequence[int], label: str = "", num_targets: int | None = None) -> Document:
+    """Returns a document.
 
     Args:
-        tags: tags of the targets, in order, if words are tagged.
-        images: records of the images.
+        label: what is learned of the row besides its tokens, by which rows with the same tokens differ.
+        num_targets: the number of targets if `targets` are something else.
     """
     # Eight bytes, which the int64 column of `FEATURES` holds.
     content = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=8)
-    content.update((label or "\n".join(tags)).encode())
-    content.update("".join(json.loads(record)["digest"] for record in images).encode())
-    # A label is learned from the whole text. Counted as 0, the row would be dropped for having nothing to learn.
-    num_targets = len(ids) if label is not None else sum(targets)
+    content.update(label.encode())
+    num_targets = sum(targets) if num_targets is None else num_targets
     return {
         "input_ids": ids,
         "targets": targets,
@@ -448,10 +343,6 @@ def document_of(
         "problem": None if num_targets else "nothing to learn",
         "note": None,
         "digest": int.from_bytes(content.digest(), signed=True),
-        "label": label,
-        "tags": list(tags),
-        "split": 0,
-        "margin": 0.0,
     }
 
 
@@ -478,16 +369,8 @@ def notes_in(text: str) -> list[str]:
     return text.split(NOTE_END)
 
 
-def _pair_document(chosen: Document, rejected: Document, margin: float) -> Document:
-    problem = chosen["problem"] or rejected["problem"]
-    if problem is not None:
-        return _unusable(RowProblem(problem))
-    both = [chosen[key] + rejected[key] for key in ("input_ids", "targets")]
-    note = joined_notes([chosen["note"], rejected["note"]])
-    return {**document_of(*both), "note": note, "split": chosen["length"], "margin": margin}
-
-
-def _unusable(problem: RowProblem) -> Document:
+def unusable(problem: RowProblem | Example) -> Document:
+    """Returns the document of a row that cannot be used."""
     return {**document_of([], []), "problem": str(problem)}
 
 

@@ -1,0 +1,1 @@
+"""Turns examples into documents: tokens and which of them are targets."""

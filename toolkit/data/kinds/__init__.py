@@ -1,0 +1,1 @@
+"""What the kinds of rows are: from columns to batches, a file for each."""

@@ -1,0 +1,228 @@
+"""Texts, or pairs of texts, with a class each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import datasets
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, unusable
+from toolkit.data.images.images import Images
+from toolkit.data.kinds.kind import Arrays, BatchSpec, Field, RowKind
+from toolkit.data.layouts.layout import ColumnLayout
+from toolkit.data.rows.examples import Example
+from toolkit.data.rows.values import RowProblem, RowValues, numbers_first, text_of
+from toolkit.data.samples.packing import Ints
+from toolkit.data.samples.samples import IGNORED, MULTIPLE, Batch, Rows, Samples, padded_length
+from toolkit.errors import DataError
+
+NO_CLASS = "the label is not one of the classes"
+
+PADDED_TEXT: BatchSpec = {
+    "input_ids": Field("BT"),
+    "attention_mask": Field("BT"),  # 0 for padding
+    "token_type_ids": Field("BT", optional=True),  # 1 for the second text of a pair; left out if all are 0
+    "lengths": Field("B"),
+}
+
+
+@dataclass(frozen=True)
+class Labelled(Example):
+    """The class of a text, or of a pair of texts; a number that names a class comes as text."""
+
+    text: str
+    text_pair: str | None
+    label: str
+
+    def texts(self) -> list[str]:
+        return [self.text, *([self.text_pair] if self.text_pair is not None else [])]
+
+
+def read_labelled(values: RowValues) -> Labelled:
+    """Reads a text and its class; raises RowProblem."""
+    second = values.text("text_pair") if "text_pair" in values.columns else None
+    label = class_name(values["label"], values.columns["label"], values.label_names)
+    return Labelled(values.text("text"), second, label)
+
+
+def class_name(value: Any, column: str, names: Sequence[str]) -> str:
+    """Returns the name of a class that a column names or numbers; raises RowProblem."""
+    # Before int: in Python True is an int, and `true` is a name of its own.
+    if isinstance(value, bool):
+        return str(value).lower()
+    # 1.0 and 1 are the same class.
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int):
+        if names and not 0 <= value < len(names):
+            raise RowProblem(f"{column} is a number that has no class name")
+        return names[value] if names else str(value)
+    if isinstance(value, float):
+        raise RowProblem(f"{column} is a number, but not a whole one")
+    return text_of(value, column).strip()
+
+
+class LabelledEncoder(Encoder):
+    """Encodes texts with the model's own special tokens; `targets` hold token types, of which XLNet has three."""
+
+    @property
+    def columns(self) -> Columns:
+        return {"targets": (datasets.List(datasets.Value("uint8")), []), "label": (datasets.Value("string"), None)}
+
+    def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
+        encoded = iter(self._encode_texts([example for example in examples if isinstance(example, Labelled)]))
+        return [unusable(item) if isinstance(item, RowProblem) else next(encoded) for item in examples]
+
+    def _encode_texts(self, examples: list[Labelled]) -> list[Document]:
+        if not examples:
+            return []
+        pairs = [example.text_pair for example in examples]
+        cut = {} if self.truncate_to is None else {"truncation": "longest_first", "max_length": self.truncate_to}
+        encoded = self.tokenizer(
+            [example.text for example in examples],
+            pairs if pairs[0] is not None else None,
+            return_attention_mask=False,
+            # As in inference: a tokenizer may know token types although its model was trained without them.
+            return_token_type_ids="token_type_ids" in self.tokenizer.model_input_names,
+            verbose=False,
+            **cut,
+        )
+        # Tokenizers without token types give none: then both texts of a pair are of type 0.
+        kinds = encoded.get("token_type_ids") or [[0] * len(ids) for ids in encoded["input_ids"]]
+        return [
+            # A label is learned from the whole text. Without targets, the row would be dropped.
+            {**document_of(ids, row_kinds, example.label, num_targets=len(ids)), "label": example.label}
+            for ids, row_kinds, example in zip(encoded["input_ids"], kinds, examples, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class LabelledSamples(Samples):
+    """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels`, `lengths` (B,).
+
+    Token types that are all 0 are left out: most models assume 0 then, and GPT-2 would add the embedding of word 0.
+
+    Attributes:
+        rows: the rows that hold the tokens.
+        numbers: numbers of the rows that are samples.
+        labels: the class of each of these.
+        max_length: the most tokens of a row.
+        pad_id: token of padding.
+    """
+
+    rows: Rows
+    numbers: Any
+    labels: Any
+    max_length: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
+        return {**self._padded_batch(tokens), "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}
+
+    def few(self, tokens: int) -> Batch:
+        """Returns a micro-batch of one row of at most `tokens` tokens and its padding, to try a model on."""
+        batch = {name: tensor[:, :tokens] if tensor.dim() == 2 else tensor for name, tensor in self.batch([0]).items()}
+        padded = [name for name in batch if name in ("attention_mask", "token_type_ids")]
+        cut = {name: F.pad(batch[name], (0, MULTIPLE)) for name in padded}
+        ids = F.pad(batch["input_ids"], (0, MULTIPLE), value=self.pad_id)
+        labels = batch["labels"]
+        if labels.dim() == 2:
+            labels = F.pad(labels, (0, MULTIPLE), value=IGNORED)
+        return {**cut, "input_ids": ids, "labels": labels, "lengths": batch["lengths"].clamp_max(tokens)}
+
+    def lengths(self) -> Any:
+        return self.rows.column("length")[self.numbers].astype(np.int64)
+
+    def _padded_batch(self, tokens: list[tuple[Any, Any]]) -> Batch:
+        """Returns a batch without labels, (B, T), whose rows have these ids and token types."""
+        shape = (len(tokens), padded_length(max(len(ids) for ids, _ in tokens), self.max_length))
+        batch = {
+            "input_ids": torch.full(shape, self.pad_id),
+            "attention_mask": torch.zeros(shape, dtype=torch.long),
+            "token_type_ids": torch.zeros(shape, dtype=torch.long),
+        }
+        for i, (ids, kinds) in enumerate(tokens):
+            batch["input_ids"][i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
+            batch["attention_mask"][i, : len(ids)] = 1
+            batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
+        if not batch["token_type_ids"].any():
+            del batch["token_type_ids"]
+        return {**batch, "lengths": torch.tensor([len(ids) for ids, _ in tokens])}
+
+
+class LabelledRows(RowKind):
+    """Rows with a class each, which are padded."""
+
+    name = "labelled"
+    encodes: ClassVar[type[Encoder]] = LabelledEncoder
+    layouts: ClassVar = (
+        ColumnLayout("text and label", ("text", "label"), read_labelled, ("text_pair",), of_all_rows=("text_pair",)),
+    )
+    also_called: ClassVar = {
+        "text": ("body", "content", "document", "sentence", "review", "passage"),
+        "label": ("class", "category", "sentiment", "target", "stars"),
+    }
+    learns_tokens = False
+    keeps_beginning = True
+
+    def class_names(self, train: Rows) -> list[str]:
+        """Returns the names of the classes: those of the recipe, of the data set, or of the rows.
+
+        Raises:
+            DataError: if the rows have a single one, or some are numbers and others names.
+        """
+        if self.objective.labels is not None:
+            return list(self.objective.labels)
+        named = [source.label_names for source in train.sources if source.label_names]
+        # If sources name their numbers differently, one number would mean two classes: the rows' names decide.
+        if named and len(named) == len(train.sources) and all(names == named[0] for names in named):
+            return named[0]
+        names = sorted({name for found in self.labels(train) for name in found}, key=numbers_first)
+        self.require_names(names)
+        if len(names) == 1:
+            raise DataError(f"data.train: all rows are of one class ({names[0]}); a classifier needs two or more")
+        return names
+
+    def require_names(self, names: list[str]) -> None:
+        """Raises DataError if one of these classes, which are sorted, would be taken for two."""
+
+    def labels(self, rows: Rows) -> list[list[str]]:
+        """Returns the classes of each row; none of a row that cannot be used."""
+        return [[] if label is None else [label] for label in rows.values("label")]
+
+    def without_class(self, rows: Rows, names: list[str], dropped: Mapping[int, str]) -> dict[int, str]:
+        known = set(names)
+        return {
+            row: NO_CLASS
+            for row, found in enumerate(self.labels(rows))
+            if row not in dropped and not known.issuperset(found)
+        }
+
+    def arrays(self, rows: Rows, order: Ints, policy: str, names: list[str] | None) -> Arrays:
+        assert names is not None
+        numbers, of_row = {name: number for number, name in enumerate(names)}, self.labels(rows)
+        found = [of_row[row] for row in order.tolist()]
+        labels = np.array([numbers[name] for names in found for name in names], dtype=np.int64)
+        by_class = dict(zip(names, np.bincount(labels, minlength=len(names)).tolist(), strict=True))
+        arrays = {"row": order, "label": labels, "ends": np.cumsum([len(names) for names in found])}
+        return arrays, {"samples": len(order), "labels": by_class}
+
+    def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
+        return LabelledSamples(rows, arrays["row"], arrays["label"], self.data.max_length, pad_id)
+
+    @property
+    def batch(self) -> BatchSpec:
+        return {**PADDED_TEXT, "labels": Field("B")}  # the class of each row
+
+    def shown(self, rows: Rows, row: int, targets: Any) -> tuple[Any, dict[str, Any]]:
+        # Here `targets` marks the tokens of a pair's second text.
+        return np.zeros_like(targets), {"label": rows.value("label", row)}
