@@ -8,6 +8,8 @@ from collections import Counter
 
 from support.house import FILES, PACKAGE, circles, folder_of, folders, graph, imports, name_of, room_of, tree_of
 
+from toolkit.data.kinds.registry import KINDS
+
 READS = {
     "errors": [],
     "terminal": [],
@@ -104,6 +106,63 @@ def test_samples_answer_for_their_kind() -> None:
     assert [line for path in outside for line in asked_for_kinds(name_of(path), tree_of(path))] == []
     asked = ast.parse("isinstance(rows,\n    TextSamples | samples.PairSamples)\nisinstance(rows, Rows)\n")
     assert asked_for_kinds("a", asked) == ["a:1", "a:1"]
+
+
+KINDS_OF_ROWS = {
+    *("pairs", "judged", "labelled", "tagged", "source and target"),
+    *("text and label", "tokens and tags", "chosen and rejected", "judged messages"),
+}
+"""Names of kinds of rows and of their layouts that are no common words; `text` and `messages` are."""
+
+OF_KINDS = {"has_classes", "encoder_decoder", "padded", "trained_turns"}
+"""What an objective says of its rows. In toolkit/data a kind answers for it."""
+
+
+def branches_on_kinds(name: str, tree: ast.Module) -> list[str]:
+    """The lines that compare something with the name of a kind of row, or ask for its class."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in OF_KINDS and name.startswith("data/"):
+            found.append(node.lineno)
+        elif isinstance(node, ast.Compare):
+            words = {getattr(of, "value", None) for of in ast.walk(node) if isinstance(of, ast.Constant)}
+            asked = [ast.unparse(side).split(".")[-2:] for side in (node.left, *node.comparators)]
+            by_name = any(
+                (side[-1] == "name" and side[0].endswith(("kind", "form", "layout"))) or side == ["spec", "rows"]
+                for side in asked
+            )
+            # An objective's unit may be pairs.
+            if by_name or (words & KINDS_OF_ROWS and "rows" not in words):
+                found.append(node.lineno)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+            names = {getattr(of, "id", getattr(of, "attr", "")) for of in ast.walk(node)}
+            found += [node.lineno] if names & {kind.__name__ for kind in KINDS.values()} else []
+    return [f"{name}:{line}" for line in found]
+
+
+def test_no_room_branches_on_the_kind_of_rows() -> None:
+    others = [path for path in FILES if not name_of(path).startswith(("data/kinds/", "recipe/objectives/"))]
+    assert [line for path in others for line in branches_on_kinds(name_of(path), tree_of(path))] == []
+
+
+def test_a_branch_on_the_kind_of_rows_is_found() -> None:
+    source = """
+if spec.rows == "text": pass
+if self.kind.name in NAMES: pass
+if layout.name == "text": pass
+if form == "tagged": pass
+if isinstance(kind, PairRows): pass
+self.tagged = objective.spec.padded
+if source.name == "text": pass
+"""
+    assert branches_on_kinds("data/build", ast.parse(source)) == [f"data/build:{line}" for line in range(2, 8)]
+
+
+def test_the_builder_has_no_flag_of_a_kind() -> None:
+    nodes = list(ast.walk(tree_of(PACKAGE / "data/build.py")))
+    [builder] = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == "Builder"]
+    kept = [node.attr for node in ast.walk(builder) if isinstance(node, ast.Attribute) and type(node.ctx) is ast.Store]
+    assert kept == ["data", "tokenizer", "seed", "objective", "kind", "cache", "images"]
 
 
 def test_few_modules_stand_outside_a_room() -> None:

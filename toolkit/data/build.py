@@ -16,12 +16,18 @@ from toolkit import ranks
 from toolkit.data import report as reports
 from toolkit.data.documents.documents import Named, image_root, read_documents, write_documents
 from toolkit.data.documents.encode import FEATURES, Encoder
-from toolkit.data.images.image_settings import require_built, require_effect, require_root, why_unread
-from toolkit.data.images.images import Images, image_tokens_of
+from toolkit.data.images.images import (
+    Images,
+    image_tokens_of,
+    require_built,
+    require_effect,
+    require_root,
+    why_unread,
+)
 from toolkit.data.kinds.recognise import recognise
 from toolkit.data.kinds.registry import LAYOUTS, rows_of
-from toolkit.data.kinds.text import TextRows
 from toolkit.data.layouts.layout import ColumnLayout, Layout
+from toolkit.data.layouts.template_arguments import date_of
 from toolkit.data.report import DataReport, Found, SplitReport
 from toolkit.data.rows.cache import cache_folder, digest, kept
 from toolkit.data.rows.files import local_path, paths_of
@@ -31,7 +37,6 @@ from toolkit.data.samples.samples import Rows, Samples
 from toolkit.data.selection import Selection, class_names, hold_out, one_pass, select
 from toolkit.data.stream import Stream, Window, describe_stream
 from toolkit.data.templates.stops import next_turn_of, require_turn_end
-from toolkit.data.templates.template_date import date_of
 from toolkit.data.tokens.tokenizer import bos_of, identity, pad_id
 from toolkit.errors import DataError
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
@@ -296,8 +301,7 @@ class Builder:
         warnings = reports.warnings(splits)
         # A classifier writes nothing, nor does a reward model, so they need no token to stop at.
         # A target ends with one in any case.
-        spec = self.objective.spec
-        if train is not None and spec.predicts_next_tokens:
+        if train is not None and self.objective.spec.predicts_next_tokens:
             warnings += reports.unclosed(self.tokenizer, train.rows, train.kept, self.kind.targets != "all")
         examples = {}
         if train is not None:
@@ -306,7 +310,7 @@ class Builder:
             max_length=self.data.max_length,
             packing=self.kind.packed,
             long_rows=policy,
-            targets=None if spec.padded or spec.compares_completions else self.kind.targets,
+            targets=self.kind.chosen_targets,
             chat_template=self.data.chat_template or own,
             streaming=self.data.streaming,
             warnings=warnings,
@@ -369,7 +373,6 @@ class Builder:
         sources = [(source, replace(layout, blind=blind)) for source, layout in found]
         # Made for each source, because that checks it; what they encode is alike, and the stream takes the first.
         encoders = [self._encoder(source, layout) for source, layout in sources]
-        assert isinstance(self.kind, TextRows), "the recipe refuses streams of others"
         stream = Stream(
             self.kind,
             sources,

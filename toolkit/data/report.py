@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -17,7 +18,6 @@ from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.registry import LAYOUTS
 from toolkit.data.layouts.row_flags import IN_PARTS
 from toolkit.data.samples.samples import Rows
-from toolkit.data.samples.turn_ends import without_end
 from toolkit.data.templates.chat import special_ids
 from toolkit.errors import counted
 
@@ -374,6 +374,28 @@ def _with_open_answers(source: Documents, special: set[int], mine: Any) -> list[
     notes = source.notes()
     open_ones = np.intersect1d(without_end(source, special), mine).tolist()
     return [row for row in open_ones if IN_PARTS not in notes.get(row, [])]
+
+
+def without_end(source: Documents, special: Set[int]) -> Any:
+    """Returns the numbers of the rows with an answer whose last token is not in `special`.
+
+    The targets of the rows must be whole answers.
+    """
+    found, before = [], 0
+    for batch in source.table.to_batches():
+        ids, targets = (batch.column(name) for name in ("input_ids", "targets"))
+        edges = targets.offsets.to_numpy() - targets.offsets[0].as_py()
+        learned = targets.flatten().to_numpy(zero_copy_only=False)
+        last = learned.copy()
+        last[:-1] &= ~learned[1:]
+        rows = np.flatnonzero(edges[1:] > edges[:-1])
+        ends = edges[1:][rows] - 1
+        last[ends] = learned[ends]  # the next row's first token continues nothing
+        places = np.flatnonzero(last)
+        unclosed = places[~np.isin(ids.flatten().to_numpy()[places], list(special))]
+        found.append(before + np.unique(np.searchsorted(edges, unclosed, side="right") - 1))
+        before += len(batch)
+    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
 
 UNREAD = re.compile(r"column (.*) is not read")

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import report as reports
 from toolkit.data.documents.encode import Document, Encoder, ends_of, notes_in
-from toolkit.data.kinds.kind import TOO_LONG
-from toolkit.data.kinds.text import TextRows
+from toolkit.data.kinds.kind import TOO_LONG, RowKind
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
 from toolkit.data.rows.readers import Row
@@ -148,7 +147,7 @@ class Stream:
 
     def __init__(
         self,
-        kind: TextRows,
+        kind: RowKind,
         sources: list[tuple[Source, Layout]],
         encoder: Encoder,
         policy: str,

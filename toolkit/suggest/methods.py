@@ -68,4 +68,4 @@ def method_of(
 
 
 def _learns_from(method: Method, layout: Layout) -> bool:
-    return layout.name in (method.layouts or [form.name for form in kind_for(SPEC_OF[method.name].kind).layouts])
+    return layout.form in kind_for(SPEC_OF[method.name].kind).layouts and method.takes(layout.name)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
 from toolkit.data import build
-from toolkit.data.templates import template_date
+from toolkit.data.layouts import template_arguments
 from toolkit.data.templates.templates import rendered
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
@@ -34,7 +34,7 @@ def test_every_directive_is_written_as_python_writes_it() -> None:
         "\n" + "{%- macro day() -%}{{ strftime_now(formats[0]) }}{%- endmacro -%}"
         "{{ day() }}{% for format in formats %}{{ ';' + strftime_now(format) }}{% endfor %}"
     )
-    template_date.set_date(tokens, FIRST_DAY)
+    template_arguments.set_date(tokens, FIRST_DAY)
     found = rendered(tokens, MESSAGES, arguments={"formats": formats})
     written = [datetime(2024, 2, 9).strftime(wanted) for wanted in formats]
     assert found == ";".join([written[0], *written])
@@ -45,7 +45,7 @@ def test_every_directive_is_written_as_python_writes_it() -> None:
 
 def test_what_is_exported_goes_on_to_write_the_day_on_which_it_is_asked(tmp_path: Path) -> None:
     tokens = tokenizer_for(SMOLLM_3)
-    template_date.set_date(tokens, FIRST_DAY)
+    template_arguments.set_date(tokens, FIRST_DAY)
     assert "Today Date: 09 February 2024\n" in rendered(tokens, MESSAGES)
     tokens.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == SMOLLM_3.template.strip()
@@ -64,7 +64,7 @@ def test_rows_are_tokenised_anew_on_another_day_only_if_they_have_it(tmp_path: P
 
     def texts_on(day: date, file: str) -> tuple[str, str]:
         tokens = tokenizer_for(SMOLLM_3)
-        template_date.set_date(tokens, day)
+        template_arguments.set_date(tokens, day)
         data = DataSection(train=[str(tmp_path / file)], max_length=128, cache_dir=str(tmp_path / "cache"))  # type: ignore[list-item]
         found = build.build(data, tokens, seed=0)
         return tokens.decode(found.train.batch([0])["input_ids"][0]), found.fingerprint
@@ -91,7 +91,7 @@ def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pyte
     values["checkpoint"] = {"every_steps": 2}
 
     def run(day: date, **data: Any) -> list[float]:
-        monkeypatch.setattr(template_date, "today", lambda: day)
+        monkeypatch.setattr(template_arguments, "today", lambda: day)
         monkeypatch.setattr("toolkit.run.stages.model_on_meta.today", lambda: day)
         result = finetune(Recipe.from_mapping(values | {"data": values["data"] | data}))
         lines = (result.output_dir / "metrics.jsonl").read_text().splitlines()

@@ -33,8 +33,8 @@ from transformers import (
 )
 
 from toolkit.cli.app import main
-from toolkit.data.samples.turn_ends import turn_ends
 from toolkit.data.templates.chat import render
+from toolkit.data.templates.stops import turn_ends
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError, ToolkitError

@@ -13,9 +13,8 @@ from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, llama
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
-from toolkit.data.documents.prompts import RowPrompt
 from toolkit.data.kinds.source_target import SourceTargetSamples
-from toolkit.data.samples.samples import TextSamples
+from toolkit.data.samples.samples import RowPrompt, TextSamples
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.run.stages.held_out_samples import _unanswered, continuations, steps_between
 

@@ -18,7 +18,7 @@ from toolkit.data.images.images import Images
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.messages import without_system
 from toolkit.data.layouts.row_flags import Span, without
-from toolkit.data.layouts.template_arguments import note_of, require_taken, takes_tools
+from toolkit.data.layouts.template_arguments import date_of, note_of, require_taken, takes_tools
 from toolkit.data.layouts.thoughts import left_out
 from toolkit.data.rows.examples import Answer, Conversation, Example, Message, Text
 from toolkit.data.rows.image_places import MARK, WITH_IMAGES
@@ -26,7 +26,6 @@ from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, target_mask
 from toolkit.data.templates.stops import NextTurn, end_texts
-from toolkit.data.templates.template_date import date_of
 from toolkit.data.templates.turns import (
     ASKED_OTHERWISE,
     GREETING,

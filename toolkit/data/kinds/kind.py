@@ -14,8 +14,8 @@ from toolkit.data.documents.encode import EACH_TURN, Encoder
 from toolkit.data.images.images import Images
 from toolkit.data.layouts.layout import ColumnLayout, Layout
 from toolkit.data.rows.sources import Source
-from toolkit.data.samples.packing import Ints
-from toolkit.data.samples.samples import Rows, Samples
+from toolkit.data.samples.packing import Ints, Pieces, best_fit
+from toolkit.data.samples.samples import Rows, Samples, TokenRows
 from toolkit.errors import counted
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.spec import ObjectiveSpec
@@ -116,6 +116,12 @@ class RowKind(ABC):
         return self.objective.spec.trained_turns or self.data.targets or "assistant"
 
     @property
+    def chosen_targets(self) -> str | None:
+        """`targets` if the recipe chooses them, else None."""
+        spec = self.objective.spec
+        return None if spec.padded or spec.compares_completions else self.targets
+
+    @property
     def by_turn(self) -> bool:
         """Whether each answer is a sample of its own."""
         return bool(self.targets == EACH_TURN)
@@ -196,6 +202,18 @@ class RowKind(ABC):
     def packed(self) -> bool:
         """Whether rows share samples: as the recipe says, else unless the objective pads."""
         return not self.objective.spec.padded if self.data.packing is None else self.data.packing
+
+    def pieces(self, rows: TokenRows, order: Ints, lengths: Ints, policy: str) -> tuple[Pieces, int]:
+        """Returns the pieces of rows in order, and how many tokens are cut off.
+
+        Args:
+            lengths: tokens of all rows, (rows,).
+        """
+        raise NotImplementedError("rows of this kind are not cut into pieces, nor read from a stream")
+
+    def sample_of(self, pieces: Pieces) -> Ints:
+        """Returns the number of the sample of each piece, (N,)."""
+        return best_fit(pieces.lengths(), self.data.max_length) if self.packed else np.arange(len(pieces))
 
     @abstractmethod
     def arrays(self, rows: Rows, order: Ints, policy: str, names: list[str] | None) -> Arrays:

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, joined_notes, unusable
-from toolkit.data.documents.prompts import RowPrompt
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import TOO_LONG, Arrays, BatchSpec, Field, RowKind
 from toolkit.data.layouts.layout import ColumnLayout, Layout
@@ -20,7 +19,7 @@ from toolkit.data.rows.examples import Example
 from toolkit.data.rows.sources import Source
 from toolkit.data.rows.values import RowProblem, RowValues
 from toolkit.data.samples.packing import Ints
-from toolkit.data.samples.samples import IGNORED, Batch, Rows, Samples, padded_length
+from toolkit.data.samples.samples import IGNORED, Batch, RowPrompt, Rows, Samples, padded_length
 from toolkit.errors import DataError, counted
 
 USUAL_NAMES = (

@@ -16,7 +16,7 @@ from toolkit.data.layouts.messages import asked_of, conversation, messages_of, t
 from toolkit.data.rows.examples import Answer, Example, Text
 from toolkit.data.rows.values import RowValues, text_of
 from toolkit.data.samples.image_samples import ImageSamples
-from toolkit.data.samples.packing import Ints, Pieces, best_fit, by_sample, of_turns, split, whole
+from toolkit.data.samples.packing import Ints, Pieces, by_sample, of_turns, split, whole
 from toolkit.data.samples.samples import Rows, Samples, TextSamples, TokenRows
 from toolkit.errors import DataError
 
@@ -119,11 +119,6 @@ class TextRows(RowKind):
     }
 
     def pieces(self, rows: TokenRows, order: Ints, lengths: Ints, policy: str) -> tuple[Pieces, int]:
-        """Returns the pieces of rows in order, and how many tokens are cut off.
-
-        Args:
-            lengths: tokens of all rows, (rows,).
-        """
         if self.by_turn:
             return of_turns(order, [rows.ends(row) for row in order.tolist()]), 0
         max_length = self.data.max_length
@@ -135,10 +130,6 @@ class TextRows(RowKind):
         # A long prompt makes pieces without a target. Rows that are not cut have a target, or were dropped before.
         useless = [i for i in of_long if not rows.tokens(*pieces.place(i))[1][1:].any()]
         return pieces.take(np.setdiff1d(np.arange(len(pieces)), useless)), 0
-
-    def sample_of(self, pieces: Pieces) -> Ints:
-        """Returns the number of the sample of each piece, (N,)."""
-        return best_fit(pieces.lengths(), self.data.max_length) if self.packed else np.arange(len(pieces))
 
     def arrays(self, rows: Rows, order: Ints, policy: str, names: list[str] | None) -> Arrays:
         pieces, cut_tokens = self.pieces(rows, order, rows.column("length").astype(np.int64), policy)

@@ -1,4 +1,6 @@
-"""Arguments of chat templates, such as `enable_thinking`: the recipe sets them for every row, and a row may override.
+"""What chat templates get besides a conversation: arguments such as `enable_thinking`, and the date.
+
+The recipe sets arguments for every row, and a row may override them.
 
 The recipe's become defaults in the template itself. So rows, samples, the export and its server render alike without
 further settings, and an explicit argument still overrides the default.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from datetime import date, datetime, time
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -139,3 +142,57 @@ def note_of(arguments: Mapping[str, Any]) -> str:
     """Describes a row's own arguments for the report."""
     told = ", ".join(f"{key_shown(name)}={key_shown(json.dumps(value))}" for name, value in sorted(arguments.items()))
     return OF_ROW + told
+
+
+# ---- the date that a template writes, which is the same for a whole run, on every host ----
+
+CALL = "strftime_now"
+"""The function by which a chat template gets the present time; transformers' name."""
+
+DIRECTIVES = [f"%{letter}" for letter in "aAwdbBmyYHIpMSfjUWcxXe"] + ["%-d", "%-m"]
+"""Directives in the format of a date, as Python's `strftime` takes them."""
+
+_ATTRIBUTE = "template_date"
+
+
+def today() -> date:
+    """Returns the day on this host, in its own time zone, as transformers passes it to templates."""
+    return datetime.now().date()
+
+
+def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Returns whether the tokenizer's chat template, or one of several, uses the present time."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return any(CALL in text for text in (template.values() if isinstance(template, dict) else [template]))
+
+
+def set_date(tokenizer: PreTrainedTokenizerBase, day: date | None) -> None:
+    """Sets the day that `rendered` makes the tokenizer's chat template write, or today if it is None.
+
+    Raises:
+        BadInputError: if a day is given, and the chat template writes none.
+    """
+    if writes_date(tokenizer):
+        setattr(tokenizer, _ATTRIBUTE, day or today())
+    elif day is not None:
+        raise BadInputError("data.template_date has no effect: the chat template writes no date; remove it")
+
+
+def date_of(tokenizer: PreTrainedTokenizerBase) -> date | None:
+    """Returns the date that was set, or None if the chat template writes none or no date was set."""
+    found: date | None = getattr(tokenizer, _ATTRIBUTE, None)
+    return found if writes_date(tokenizer) else None
+
+
+@cache
+def with_date(template: str, day: date) -> str:
+    """Returns the chat template with this day's midnight as the present time.
+
+    The date is written into the template, because transformers turns functions passed to a template into texts. The
+    export keeps the original template.
+    """
+    midnight = datetime.combine(day, time())
+    replaced = "".join(f".replace({d!r}, {midnight.strftime(d)!r})" for d in DIRECTIVES)
+    # `%%` writes a percent sign and does not begin a directive.
+    written = f"format.replace('%%', '\\0'){replaced}.replace('\\0', '%')"
+    return f"{{%- macro {CALL}(format) -%}}{{{{ {written} }}}}{{%- endmacro +%}}{template}"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
+from PIL import Image
 
 from toolkit.data.documents.documents import Documents
-from toolkit.data.documents.prompts import RowPrompt, prompt_of
 from toolkit.data.samples.packing import Pieces
 
 IGNORED = -100
@@ -23,7 +23,37 @@ IGNORED = -100
 MULTIPLE = 8
 """Padded batches are as long as their longest row, rounded up to a multiple of this many tokens."""
 
+SAMPLES_LOOKED_AT = 256
+"""Number of samples in which the ends of answers are searched: a template has one or two."""
+
 Batch = dict[str, torch.Tensor]
+
+
+PLAIN_PROMPT = 16
+"""Tokens of a row that are its prompt if all of it is learned, as in plain text."""
+
+
+@dataclass(frozen=True)
+class RowPrompt:
+    """Tokens of a row: the prompt, with its images, and the answer behind it, or the target."""
+
+    asked: list[int]
+    answer: list[int]
+    images: tuple[Image.Image, ...] = ()
+
+
+def prompt_of(ids: Any, targets: Any) -> RowPrompt | None:
+    """Returns what comes before the first target, and the targets from there on; None if either is empty.
+
+    `ids` and `targets` are (length,).
+    """
+    learned = np.asarray(targets, dtype=bool)
+    first = PLAIN_PROMPT if learned[1:].all() else int(learned.argmax())
+    if first == 0 or first >= len(ids):
+        return None
+    ends = np.flatnonzero(~learned[first:])
+    end = first + int(ends[0]) if len(ends) else len(ids)
+    return RowPrompt([int(token) for token in ids[:first]], [int(token) for token in ids[first:end]])
 
 
 class TokenRows(Protocol):
@@ -102,6 +132,15 @@ class Samples(ABC):
     def tokens(self, number: int) -> list[tuple[Any, Any]]:
         """Returns `(input_ids, targets)` of each piece of a sample, each (length,); empty if no token is learned."""
         return []
+
+    def learned_ends(self, possible: Set[int]) -> frozenset[int]:
+        """Returns the tokens that the first samples teach as the end of a text or of a turn.
+
+        The last target is not enough to know: in Harmony's earlier turns it may be a token that ends a channel, and a
+        long text is cut anywhere. So only tokens in `possible` count.
+        """
+        pieces = (piece for number in range(min(len(self), SAMPLES_LOOKED_AT)) for piece in self.tokens(number))
+        return frozenset({int(ids[targets.nonzero()[0][-1]]) for ids, targets in pieces if targets.any()} & possible)
 
     def documents(self, number: int) -> list[list[int]]:
         """Returns the token ids of each piece of a sample."""

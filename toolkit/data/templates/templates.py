@@ -12,10 +12,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.layouts import thoughts
-from toolkit.data.layouts.template_arguments import NO_ARGUMENTS
+from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of, with_date
 from toolkit.data.rows import image_places
 from toolkit.data.templates import calls, template_trial
-from toolkit.data.templates.template_date import date_of, with_date
 from toolkit.data.templates.template_trial import LONGEST, NUM_MESSAGES
 from toolkit.errors import BadInputError, DataError, ToolkitError, did_you_mean
 from toolkit.paths import GIB

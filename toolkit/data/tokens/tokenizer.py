@@ -18,13 +18,12 @@ from toolkit import ranks
 from toolkit.data.images.images import set_source
 from toolkit.data.images.pixel_limits import PixelLimits
 from toolkit.data.kinds.recognise import recognise
-from toolkit.data.layouts.template_arguments import set_defaults
+from toolkit.data.layouts.template_arguments import set_date, set_defaults
 from toolkit.data.rows.cache import cache_folder, digest, kept
 from toolkit.data.rows.hub_refusals import hub_error
 from toolkit.data.rows.readers import read
 from toolkit.data.rows.sources import identify_rows, map_of, open_source
 from toolkit.data.rows.values import RowProblem
-from toolkit.data.templates.template_date import set_date
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens.layer_limit import require_safe_stored
 from toolkit.errors import BadInputError, first_line, in_words

@@ -52,6 +52,10 @@ class Method:
     for_encoder_decoders: bool = False
     layouts: tuple[str, ...] = ()
 
+    def takes(self, layout: str) -> bool:
+        """Returns whether it learns from this layout of its objective's rows."""
+        return not self.layouts or layout in self.layouts
+
     def rate(self, num_parameters: int) -> Rate:
         """Returns the learning rate for a model of this size."""
         return next(rate for rate in self.rates if num_parameters <= rate.up_to)

@@ -26,8 +26,8 @@ from toolkit.checkpoint.reader import same_run
 from toolkit.checkpoint.resume import Resumption, set_aside
 from toolkit.checkpoint.store import StorePath
 from toolkit.data.images.images import limits_of
+from toolkit.data.layouts.template_arguments import date_of
 from toolkit.data.report import DataReport
-from toolkit.data.templates.template_date import date_of
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.weights.weights import Fit

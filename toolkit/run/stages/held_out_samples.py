@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from toolkit import ranks
-from toolkit.data.documents.prompts import RowPrompt
 from toolkit.data.images.image_files import preview
 from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, image_samples_of
+from toolkit.data.samples.samples import RowPrompt
 from toolkit.generation.text.complete import Prompt, continued
 from toolkit.generation.text.options import Sampling
 from toolkit.model.attention.image_inputs import Sight

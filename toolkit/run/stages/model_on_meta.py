@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build
-from toolkit.data.templates.template_date import set_date, today, writes_date
+from toolkit.data.layouts.template_arguments import set_date, today, writes_date
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapter_checks import (

@@ -13,7 +13,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.rows.cache import cache_folder
 from toolkit.data.samples.loader import EpochOrder
 from toolkit.data.samples.samples import Samples
-from toolkit.data.samples.turn_ends import learned_ends
+from toolkit.data.templates.stops import turn_ends
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.weights.weights import Fit
@@ -168,7 +168,7 @@ def teach_to_stop(model: Any, tokenizer: PreTrainedTokenizerBase, samples: Sampl
     """
     if not samples.continues_text or not model.can_generate():
         return None
-    learned = learned_ends(samples, tokenizer)
+    learned = samples.learned_ends(turn_ends(tokenizer) | {tokenizer.eos_token_id})
     if not learned:
         return "no special token is learned as an end; generation stops where the model's settings say"
     settings = model.generation_config
