@@ -388,12 +388,11 @@ class Builder:
 
     def glimpse(self) -> list[Any]:
         """Returns what identifies the streamed sources and settings, without reading the rows."""
+        fields = {"targets", "long_rows", "packing", "max_length", "shuffle", "add_bos"}
         return [
             [glimpse(section, "data.train") for section in self.data.train],
             identity(self.tokenizer),
-            self.data.model_dump(
-                include={"columns", "targets", "long_rows", "packing", "max_length", "shuffle", "add_bos"}
-            ),
+            {"columns": self.data.columns.key(), **self.data.model_dump(include=fields)},
             self.seed,
             *([] if (day := date_of(self.tokenizer)) is None else [str(day)]),
             *self._map_source(),

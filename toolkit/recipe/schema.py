@@ -146,6 +146,13 @@ class SourceSection(Section):
         return self
 
 
+COLUMNS_OF_KEYS = (
+    "messages prompt completion instruction input history output chosen rejected text text_pair label source target "
+    "tokens tags margin system tools"
+)
+"""The columns that recipes of version 0.2 may name. Digests hold each of them, also if it is not named."""
+
+
 class ColumnsSection(Section):
     """Names of the columns to read, if they are not the usual ones. The names that you set decide the layout."""
 
@@ -183,6 +190,10 @@ class ColumnsSection(Section):
     tools: str | None = Field(
         None, description="Tools that the conversation may call: a list, or JSON text. Null: `tools`."
     )
+
+    def key(self) -> dict[str, str | None]:
+        """Returns the columns that are named, for a digest. A column of a new kind of row changes no other digest."""
+        return dict.fromkeys(COLUMNS_OF_KEYS.split()) | self.model_dump(exclude_none=True)
 
 
 _Sources = str | SourceSection | list[str | SourceSection] | None

@@ -164,7 +164,7 @@ def identify_rows(data: DataSection) -> list[Any]:
     """Returns what decides which rows are read to train on, and from which columns."""
     mapped = map_of(data)
     through = [] if mapped is None else [mapped.fingerprint]
-    return [[identify(source, "data.train") for source in data.train], data.columns.model_dump(), *through]
+    return [[identify(source, "data.train") for source in data.train], data.columns.key(), *through]
 
 
 def _sha256(path: Path, field: str) -> str:
