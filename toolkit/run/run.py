@@ -46,7 +46,8 @@ from toolkit.run.shown.run_summary import facts_of, print_run_summary
 from toolkit.run.stages.opening import open_run
 from toolkit.run.stages.prepare import prepare_run
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
-from toolkit.supervise.lease import owned, require_place
+from toolkit.supervise.lease import owned
+from toolkit.supervise.output_place import require_place
 from toolkit.supervise.rank_status import REPORT
 from toolkit.supervise.store_lease import owned_store
 from toolkit.supervise.watched import watched

@@ -18,7 +18,7 @@ import pytest
 
 from toolkit.errors import BadInputError
 from toolkit.run.folder.folder import clear_killed
-from toolkit.supervise import lease
+from toolkit.supervise import lease, output_place
 from toolkit.supervise.lease import LEASE, Lease, acquire, owned, read_lease
 
 ELSEWHERE = {"host": "other", "boot": "another boot", "pid": 1}
@@ -289,22 +289,22 @@ def test_a_second_process_of_one_attempt_takes_nothing_over(path: Path, monkeypa
 @pytest.mark.parametrize("folder", [Path("/"), Path.home()])
 def test_folders_that_hold_all_else_are_refused(folder: Path) -> None:
     with pytest.raises(BadInputError, match="is your home or root folder"):
-        lease.make(folder)
+        output_place.make_place(folder)
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     for name in ("run.sh", "slurm-7.out", ".git", "recipe-of-mine.yaml"):
         (tmp_path / name).touch()
-    lease.require_place(tmp_path)
+    output_place.require_place(tmp_path)
     for name in ("thesis.tex", "lost+found", "photos"):
         (tmp_path / name).mkdir()
     with pytest.raises(BadInputError, match=r"holds something else \(photos, thesis\.tex\) and no run"):
-        lease.make(tmp_path)
+        output_place.make_place(tmp_path)
     (tmp_path / "metrics.jsonl").touch()
-    assert lease.make(tmp_path) == [], "it is a run's, whatever lies beside it"
+    assert output_place.make_place(tmp_path) == [], "it is a run's, whatever lies beside it"
 
 
 def test_a_variable_in_a_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"holds a \$, and variables in a recipe are not replaced"):
-        lease.make(tmp_path / "$HOME" / "run")
+        output_place.make_place(tmp_path / "$HOME" / "run")
     assert not list(tmp_path.iterdir())

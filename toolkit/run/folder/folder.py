@@ -36,7 +36,8 @@ from toolkit.paths import CHECKPOINTS, atomic_write, clear_interrupted_writes, i
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder import finished
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
-from toolkit.supervise.lease import LEASE, let_go, unwritable
+from toolkit.supervise.lease import LEASE, let_go
+from toolkit.supervise.output_place import unwritable
 from toolkit.supervise.rank_status import FOLDER as HEARTBEAT_FOLDER
 from toolkit.supervise.rank_status import REPORT
 from toolkit.training.durable_writes import FULL
