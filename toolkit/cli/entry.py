@@ -34,7 +34,7 @@ STARTING = {
 
 
 def _print_starting(arguments: list[str]) -> None:
-    """Prints at once that a command began: the imports behind the next word take seconds on a busy machine."""
+    """Prints at once that a command began: the imports before the next line take seconds on a busy machine."""
     if not arguments or {"-h", "--help", "--from"}.intersection(arguments):
         return
     if line := STARTING.get(arguments[0]):

@@ -458,7 +458,7 @@ def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> P
             "leave it out or raise it"
         )
     if default.is_encoder_decoder:
-        # As T5's, a target begins behind padding. A type's own defaults are numbers in a vocabulary of its own.
+        # As T5's, a target begins after a padding token. A type's own defaults are numbers in a vocabulary of its own.
         fields.setdefault("decoder_start_token_id", fields["pad_token_id"])
         if "forced_eos_token_id" in _known_fields(default):
             fields.setdefault("forced_eos_token_id", None)

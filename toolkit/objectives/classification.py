@@ -71,7 +71,7 @@ class SequenceClassification(Objective):
 
     def _logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         names = self._inputs
-        if "whole_positions" in batch:  # no token of a decoder sees the padding behind it
+        if "whole_positions" in batch:  # no token of a decoder sees the padding after it
             names = [*(name for name in names if name != "attention_mask"), "position_ids"]
         with rows_of(batch):
             given = {name: batch[name] for name in names if name in batch}

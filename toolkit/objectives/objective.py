@@ -66,7 +66,7 @@ class Objective(ABC):
 
     Attributes:
         unit: what it counts: `targets` (tokens), `rows` or `pairs`.
-        figures: names of the metrics that a training record has beside the loss, as means over the counted units.
+        figures: names of the metrics besides the loss in a training record, as means over the counted units.
         apart: whether completions that are compared have rows of their own.
         needs_references: whether the reference's log-probabilities must come with each batch.
         needs_documents: whether the loss needs `by_document`, so that ranks that share rows exchange it.
@@ -130,7 +130,7 @@ class Objective(ABC):
         """Returns `loss_sum`, 0-dim, and the sums of the F `figures` over a micro-batch, (F,), without a graph."""
 
     def training_record(self, means: list[float]) -> dict[str, Any]:
-        """Returns what a step's record has beside the loss, from the means of `figures` over the step's terms."""
+        """Returns what a step's record has besides the loss, from the means of `figures` over the step's terms."""
         return dict(zip(self.figures, means, strict=True))
 
     @abstractmethod
@@ -169,7 +169,7 @@ class Objective(ABC):
         raise NotImplementedError
 
     def decoder_inputs(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the decoder's inputs (B, T): labels (B, T), shifted right behind the token that begins a target.
+        """Returns the decoder's inputs (B, T): labels (B, T), shifted right after the token that begins a target.
 
         Raises:
             NotImplementedError: if the model is not an encoder-decoder.

@@ -45,7 +45,7 @@ class RowsAlone(Objective):
         return {**batch, ROWS: [self.inner.on_host(row) for row in rows_without_padding(batch)]}
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Returns logits (B, C) of rows, or (B, T, C) of tokens, with 0 behind each row."""
+        """Returns logits (B, C) of rows, or (B, T, C) of tokens, with 0 after each row."""
         found = [self.inner.logits(model, row) for row in self._rows(batch)]
         if found[0].dim() == 2:
             return torch.cat(found)

@@ -56,7 +56,7 @@ class Seq2Seq(CausalLM):
         return model(**self.inputs(batch)).logits  # type: ignore[no-any-return]
 
     def decoder_inputs(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the decoder's inputs (B, T): the labels shifted right, behind the token that begins a target."""
+        """Returns the decoder's inputs (B, T): the labels shifted right, after the token that begins a target."""
         # A rank that has no sample left has rows without a target, and mBART looks in them for the last token.
         empty = (labels == IGNORED).all(dim=1, keepdim=True)
         return self._shifted(labels.masked_fill(empty, int(self._padding == 0)))
@@ -66,7 +66,7 @@ class Seq2Seq(CausalLM):
         return {
             "input_ids": batch["input_ids"],
             "attention_mask": batch["attention_mask"],
-            # The decoder needs no mask: padding is behind a target, and no token of the target sees it.
+            # The decoder needs no mask: padding follows a target, and no token of the target sees it.
             "decoder_input_ids": self.decoder_inputs(batch["labels"]) if given is None else given,
             "use_cache": False,
         }
@@ -110,7 +110,7 @@ def _checked_padding_token(base: Any, shift: Shift) -> int:
         found, problem = [], f" ({first_line(error)})"
     if found[1:] != tokens or not 0 <= found[0] < rows:
         raise BadInputError(
-            "objective.kind: seq2seq shifts targets to the right, behind the token decoder_start_token_id. In the "
+            "objective.kind: seq2seq shifts targets to the right, after the token decoder_start_token_id. In the "
             f"configuration of {class_name(base)} this is {config.decoder_start_token_id} of {rows:,} tokens, and "
             f"pad_token_id is {padding}{problem}; correct them there. For T5 both are the padding token"
         )

@@ -247,7 +247,7 @@ def _set_prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:
         lists.setdefault(unit.name.rpartition(".")[0], []).append(unit.name)
     for paths in lists.values():
         blocks: list[Any] = [model.get_submodule(path) for path in paths]
-        # Experts that are a unit of their own are used behind the rest of their block.
+        # Experts that are a unit of their own are used after the rest of their block.
         inside = [[model.get_submodule(path) for path in stacks if path.startswith(f"{block}.")] for block in paths]
         for number, block in enumerate(blocks):
             ahead = range(number + 1, min(number + 1 + depth, len(blocks)))

@@ -3,7 +3,7 @@
 The loop itself knows batches, the loss and the optimizer step. Everything else is an extension, which the loop calls at
 these points, and which can be left out of `Trainer(extensions=...)` alone:
 
-    before_training                    before the first evaluation and the first step, behind a checkpoint's state
+    before_training                    before the first evaluation and the first step, after a checkpoint's state
     before_step                        the step's data are not waited for yet
     rate_factor                        all ranks must return the same
       enter_phase                      DATA, FORWARD, BACKWARD, COLLECTIVE, OPTIMIZER; elsewhere EVALUATE and SAVE
@@ -12,9 +12,9 @@ these points, and which can be left out of `Trainer(extensions=...)` alone:
       after_update                     returns metrics for the step's record
     after_step                         the step is counted
       evaluating                       if an evaluation is due
-        at_evaluation                  inside, behind the losses; returns figures for the evaluation's record
+        at_evaluation                  inside, after the losses; returns figures for the evaluation's record
         after_evaluation
-      ends_run                         behind an evaluation that was due
+      ends_run                         after an evaluation that was due
     between_steps                      nothing is under way
     after_last_step, close             after the last evaluation; at the end, after an error too
 """

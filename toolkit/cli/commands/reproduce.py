@@ -175,7 +175,7 @@ def _train_again(recipe: Recipe, options: list[str], on_cpu: bool, to: Path, as_
 
 
 def _changed_settings(origin: Origin, again: Origin) -> dict[str, list[str]]:
-    """Returns what differs in the two runs, beside their weights: name -> before, now."""
+    """Returns what differs in the two runs, in addition to their weights: name -> before, now."""
     pairs = {
         "ranks": (str(origin.ranks), str(again.ranks)),
         "device": (origin.device, again.device),

@@ -28,7 +28,7 @@ def end_at_interrupts() -> None:
     An exception inside an import may come out as another one, or count as a missing package: transformers tries
     imports, and goes on. A run that trains has its own handler, which saves the state.
     """
-    # Not if it is ignored, as behind `nohup`.
+    # Not if it is ignored, as under `nohup`.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
 

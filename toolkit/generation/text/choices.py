@@ -21,14 +21,14 @@ Continued = tuple[list[int], int]
 def encode_choices(
     loaded: Loaded, rows: list[PromptRow], option: str, system: str | None, raw: bool
 ) -> list[list[Continued]]:
-    """Encodes the choices of each row behind its prompt.
+    """Encodes the choices of each row after its prompt.
 
     Raises:
         BadInputError: names the rows that cannot be encoded.
     """
     if loaded.encoder_decoder:
         raise BadInputError(
-            f"{option}: choices are scored behind their prompt, and {loaded.name!r} is an encoder-decoder; give rows "
+            f"{option}: choices are scored after their prompt, and {loaded.name!r} is an encoder-decoder; give rows "
             "without choices"
         )
     return all_right(option, [(row.place, partial(_encode_choices_of, loaded, row, system, raw)) for row in rows])
@@ -54,7 +54,7 @@ def log_probabilities(loaded: Loaded, rows: list[list[Continued]], batch_size: i
 
 
 def scored(loaded: Loaded, choices: Sequence[Continued]) -> list[float]:
-    """Returns the log-probability (nats) of each choice behind its prompt, in one forward."""
+    """Returns the log-probability (nats) of each choice after its prompt, in one forward."""
     import torch
 
     width = max(len(ids) for ids, _ in choices)

@@ -21,7 +21,7 @@ CACHES = ("past_key_values", "cache_params")
 
 @dataclass(frozen=True)
 class Answering:
-    """Bytes that a rank holds beside its weights while it writes a batch of answers.
+    """Bytes that a rank holds in addition to its weights while it writes a batch of answers.
 
     Attributes:
         cache: keys and values, or the states of recurrent layers, at the end of the answers; in an encoder-decoder

@@ -47,7 +47,7 @@ class ProbeEvent:
     """A moment at which FSDP2 acts, and what the model held up to it.
 
     Attributes:
-        unit: index in the plan, behind the units of a teacher; the root's is the last.
+        unit: index in the plan, after the units of a teacher; the root's is the last.
         level: live bytes of activations at the moment, without gradients of the unit's parameters.
         peak: the most since the moment before.
         gradients: bytes of the unit's gradients in the compute dtype, if they are dropped at this moment.

@@ -407,7 +407,7 @@ class _ShardedRank(_Rank):
         if not is_last:  # summed on the device in float32
             self._hold_sharded_gradients(unit, rounded(unit.reduce_output * 4 / self.layout.reduce))
             return
-        # The copy to the host is asynchronous: its source lives until the event behind it, at most MAX_IN_FLIGHT units.
+        # The copy to the host is asynchronous: its source lives until the event after it, at most MAX_IN_FLIGHT units.
         leaving = unit.sharded_gradients or unit.reduce_output
         self._hold_sharded_gradients(unit, 0)
         before, self._leaving = self._leaving, [*self._leaving, leaving][-MAX_IN_FLIGHT:]

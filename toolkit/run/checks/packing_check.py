@@ -126,7 +126,7 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     be taken over tokens that the model sees.
 
     Raises:
-        BadInputError: if they do, or if the model needs an image, sound or another input beside the text.
+        BadInputError: if they do, or if the model needs an image, sound or another input in addition to the text.
     """
     config = base_of(inner).config.get_text_config()
     if getattr(config, "is_decoder", True) and not sees(base_of(inner)):

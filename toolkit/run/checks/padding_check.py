@@ -1,6 +1,6 @@
 """Checks before the first step that a padded row beside another one has the logits that it has alone.
 
-Padding is behind a row. A model may mix it into the text, as convolutions, Fourier transforms and landmarks do, or
+Padding follows a row. A model may mix it into the text, as convolutions, Fourier transforms and landmarks do, or
 take the end of the padding for the end of the row.
 """
 

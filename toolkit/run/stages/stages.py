@@ -155,11 +155,11 @@ class CheckedModel:
 
 @dataclass
 class ReportExtras:
-    """What the report shows of a run beside its records. Training adds to it.
+    """What the report shows of a run in addition to its records. Training adds to it.
 
     Attributes:
         data_report: report of the rows; for a stream, of those that were read so far.
-        side_by_side: what the model writes behind held-out prompts, if the recipe asks for that.
+        side_by_side: what the model writes after held-out prompts, if the recipe asks for that.
     """
 
     data_report: DataReport

@@ -44,7 +44,7 @@ def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.Proces
     """
     num_ranks, rank = group.size(), group.rank()
     parts = list(whole.view(num_ranks, -1))
-    # Of two ranks the one that receives needs no memory beside the result's.
+    # Of two ranks the one that receives needs no memory in addition to the result's.
     received = output.view(1, -1) if num_ranks == 2 else output.new_empty(num_ranks - 1, output.numel())
     theirs = list(received)
     theirs.insert(rank, parts[rank])
@@ -57,7 +57,7 @@ def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.Proces
 
 def _exchange_with_all(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Sends `outgoing[r]` to every other rank r of the group and receives `incoming[r]` from it. Blocks until done."""
-    # Each rank begins with the one behind it, so that they don't all send to the same one first.
+    # Each rank begins with the one after it, so that they don't all send to the same one first.
     others = [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
     pending = [dist.irecv(incoming[other], group=group, group_src=other) for other in others]
     pending += [dist.isend(outgoing[other], group=group, group_dst=other) for other in others]

@@ -231,7 +231,7 @@ class OffloadEngine:
     def flush(self) -> None:
         """Waits until every step handed in has been taken and its weights have arrived."""
         for unit in self.state.units:
-            # A step's weights are sent behind its masters: once they have arrived the host may read either.
+            # A step's weights are sent after its masters: once they have arrived the host may read either.
             self._wait_for_weights(unit)
             if unit.arrived is not None:
                 unit.arrived.synchronize()

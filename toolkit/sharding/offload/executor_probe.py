@@ -102,7 +102,7 @@ def make_executor(
 
 
 def _fits_on_device(device: torch.device, num_bytes: int) -> bool:
-    """Returns whether the device can hold these bytes for the whole run beside the model."""
+    """Returns whether the device can hold these bytes for the whole run in addition to the model."""
     return num_bytes <= STREAM_SHARE * int(torch.cuda.mem_get_info(device)[1])
 
 

@@ -249,7 +249,7 @@ class Resident:
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[OffloadedUnit], device: torch.device) -> None:
         self._inner = {unit: FlatOptimizer(optimizer, unit, unit.master, unit.moments) for unit in units}
-        # Not the current stream: the step runs beside the next forward, which waits for one unit after the other.
+        # Not the current stream: the step runs during the next forward, which waits for one unit after the other.
         self._stream = getattr(torch, device.type).Stream()
 
     def stream(self, unit: OffloadedUnit) -> Any:

@@ -77,7 +77,7 @@ def _parts_of_chunks(unit: OffloadedUnit, limit: int) -> Iterator[list[Part]]:
 
 def _make_chunk(unit: OffloadedUnit, parts: list[Part]) -> Chunk:
     begin = unit.slots[parts[0][0]].offset + parts[0][1]
-    # An empty shard may stand far behind the last element.
+    # An empty shard may stand far beyond the last element.
     end = max([begin, *(unit.slots[index].offset + stop for index, start, stop in parts if stop > start)])
     slots = [_part_slot(unit.slots[index], start, stop, begin) for index, start, stop in parts]
     return Chunk(begin, end, OffloadedUnit(unit.name, [], slots, end - begin), [index for index, _, _ in parts])
