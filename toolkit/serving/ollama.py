@@ -13,9 +13,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from toolkit.data.layouts.template_arguments import writes_date
 from toolkit.data.rows.examples import Message
 from toolkit.data.templates.stops import end_texts
-from toolkit.data.templates.template_date import writes_date
 from toolkit.data.templates.templates import rendered
 from toolkit.data.tokens.tokenizer import bos_of
 
