@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import tiny
+from support.plain_loop import Trained, plain_loop
 from support.ranks import meet, run_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 STEPS = 4
 ROWS = 8
+OLD_ACCELERATE = version("accelerate").startswith("1.13.")
 
 
 llama = functools.partial(tiny.llama, num_hidden_layers=4)
@@ -100,19 +102,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def plain_run(name: str) -> dict[str, Any]:
+@functools.cache
+def plain_run(name: str) -> Trained:
     make, loss_of = MODELS[name]
     model: Any = make()
-    optimizer = adamw(model)
-    losses, norms = [], []
-    for step in range(STEPS):
-        loss = loss_of(model, token_rows(step))
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+    batches = [token_rows(step) for step in range(STEPS)]
+    return plain_loop(model, batches, lambda rows: loss_of(model, rows), max_norm=0.3, optimizer=adamw(model))
 
 
 def accelerator_for(strategy: str, **kwargs: Any) -> Any:
@@ -177,19 +172,27 @@ def runs_under_strategies() -> dict[tuple[str, str], dict[str, Any]]:
     return {(name, strategy): sharded_run(name, strategy) for name in MODELS for strategy in strategies}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.grid)])
-def test_models_with_special_parameters_train_as_the_plain_model(num_ranks: int) -> None:
-    plain = {name: plain_run(name) for name in MODELS}
-    results = run_on_ranks(runs_under_strategies, num_ranks)
-    for rank, found in enumerate(results):
+def test_models_with_special_parameters_train_as_the_plain_model(on_2_ranks: list[dict[str, Any]]) -> None:
+    require_plain([found["strategies"] for found in on_2_ranks])
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_models_with_special_parameters_on_other_numbers_of_ranks(num_ranks: int) -> None:
+    require_plain(run_on_ranks(runs_under_strategies, num_ranks))
+
+
+def require_plain(of_ranks: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
+    for rank, found in enumerate(of_ranks):
         for (name, strategy), run in found.items():
-            where = f"{name}, {strategy}, rank {rank} of {num_ranks}"
+            plain = plain_run(name)
+            where = f"{name}, {strategy}, rank {rank} of {len(of_ranks)}"
             assert run["rebound"], f"{where}: the optimizer's parameters are not those of the model"
             assert run["distinct"], f"{where}: several parameters became one"
             assert run["kinds"] == {True}, f"{where}: a parameter stayed gathered after an evaluation"
-            assert run["losses"] == pytest.approx(plain[name]["losses"], rel=1e-6), where
-            assert run["norms"] == pytest.approx(plain[name]["norms"], rel=1e-5), where
-            for parameter, value in plain[name]["weights"].items():
+            assert run["losses"] == pytest.approx(plain.losses, rel=1e-6), where
+            assert run["norms"] == pytest.approx(plain.norms, rel=1e-5), where
+            for parameter, value in plain.weights.items():
                 torch.testing.assert_close(run["weights"][parameter], value, rtol=0, atol=2e-5, msg=where)
             if rank == 0:
                 assert all(torch.equal(run["state"][key], value) for key, value in run["weights"].items()), where
@@ -226,8 +229,8 @@ def checkpointed_gradients() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_checkpointed_dropout_gives_the_same_gradients() -> None:
-    for found in run_on_ranks(checkpointed_gradients, 2):
+def test_checkpointed_dropout_gives_the_same_gradients(on_2_ranks: list[dict[str, Any]]) -> None:
+    for found in (of_rank["dropout"] for of_rank in on_2_ranks):
         for key, run in found.items():
             reference = found[key.rpartition(" ")[0] + " none"]
             assert run["calls"] == (2 if key.endswith("none") else 4), f"{key}: the first block must run again"
@@ -259,8 +262,8 @@ def saved_bytes() -> dict[str, int]:
     return found
 
 
-def test_checkpointing_keeps_less_and_offload_less_still() -> None:
-    found = run_on_ranks(saved_bytes, 1)[0]
+def test_checkpointing_keeps_less_and_offload_less_still(on_2_ranks: list[dict[str, Any]]) -> None:
+    found = on_2_ranks[0]["saved bytes"]
     assert found["all"] < 0.6 * found["none"]
     assert found["offload"] < found["all"]
 
@@ -300,20 +303,26 @@ def own_compiled_losses() -> dict[str, tuple[list[float], int, str | None]]:
     return found
 
 
-@pytest.mark.skipif(
-    version("accelerate").startswith("1.13."), reason="compile_regions of 1.13 cannot copy FSDP2 modules"
-)
-def test_compiled_blocks_train_the_same() -> None:
+@pytest.mark.skipif(OLD_ACCELERATE, reason="compile_regions of 1.13 cannot copy FSDP2 modules")
+def test_compiled_blocks_train_the_same(on_2_ranks: list[dict[str, Any]]) -> None:
     plain = plain_run("tied")
-    for losses in run_on_ranks(compiled_losses, 2)[0].values():
-        assert losses == pytest.approx(plain["losses"], rel=1e-5)
+    for losses in on_2_ranks[0]["compiled"].values():
+        assert losses == pytest.approx(plain.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.grid)])
-def test_one_graph_for_all_blocks_under_every_strategy(num_ranks: int) -> None:
+def test_one_graph_for_all_blocks_under_every_strategy(on_2_ranks: list[dict[str, Any]]) -> None:
+    require_one_graph(on_2_ranks[0]["own compiled"])
+
+
+@pytest.mark.grid
+def test_one_graph_for_all_blocks_on_four_ranks() -> None:
+    require_one_graph(run_on_ranks(own_compiled_losses, 4)[0])
+
+
+def require_one_graph(found: dict[str, tuple[list[float], int, str | None]]) -> None:
     plain = plain_run("tied")
-    for name, (losses, num_graphs, problem) in run_on_ranks(own_compiled_losses, num_ranks)[0].items():
-        assert losses == pytest.approx(plain["losses"], rel=1e-5), name
+    for name, (losses, num_graphs, problem) in found.items():
+        assert losses == pytest.approx(plain.losses, rel=1e-5), name
         # Training, evaluation, and a forward without gradients in training mode, whatever the number of blocks.
         assert num_graphs == 3, name
         assert problem is None
@@ -337,11 +346,11 @@ def prefetched_runs() -> dict[str, Any]:
     return found
 
 
-def test_prefetch_asks_for_the_blocks_to_come_and_changes_no_loss() -> None:
+def test_prefetch_asks_for_the_blocks_to_come_and_changes_no_loss(on_2_ranks: list[dict[str, Any]]) -> None:
     plain = plain_run("tied")
-    found = run_on_ranks(prefetched_runs, 2)[0]
-    assert found["two"] == pytest.approx(plain["losses"], rel=1e-6)
-    assert found["all, offload"] == pytest.approx(plain["losses"], rel=1e-6)
+    found = on_2_ranks[0]["prefetched"]
+    assert found["two"] == pytest.approx(plain.losses, rel=1e-6)
+    assert found["all, offload"] == pytest.approx(plain.losses, rel=1e-6)
     assert found["forward"] == [[1, 2], [2, 3], [3], []]
     assert found["backward"] == [[], [0], [1, 0], [2, 1]]
 
@@ -362,8 +371,8 @@ def gathered_rows() -> list[int]:
     return seen
 
 
-def test_gather_for_metrics_counts_each_row_once() -> None:
-    assert sorted(run_on_ranks(gathered_rows, 2)[0]) == list(range(9))
+def test_gather_for_metrics_counts_each_row_once(on_2_ranks: list[dict[str, Any]]) -> None:
+    assert sorted(on_2_ranks[0]["gathered rows"]) == list(range(9))
 
 
 def test_the_plan_of_a_copy_is_the_same() -> None:
@@ -405,11 +414,29 @@ def precisions() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_what_is_computed_held_and_returned_in_which_type() -> None:
-    found = run_on_ranks(precisions, 2)[0]
+def test_what_is_computed_held_and_returned_in_which_type(on_2_ranks: list[dict[str, Any]]) -> None:
+    found = on_2_ranks[0]["precisions"]
     f32, b16 = torch.float32, torch.bfloat16
     mixed = {"logits": f32, "compute": b16, "held": {f32}, "gradients": {f32}}
     assert found["bf16"] == mixed
     assert found["bf16 checkpoint"] == mixed, "weights of a 16-bit checkpoint get float32 masters"
     assert found["pure bf16"] == {"logits": f32, "compute": b16, "held": {b16}, "gradients": {b16}}
     assert found["float32"] == {"logits": f32, "compute": f32, "held": {f32}, "gradients": {f32}}
+
+
+def all_on_2_ranks() -> dict[str, Any]:
+    return {
+        "strategies": runs_under_strategies(),
+        "dropout": checkpointed_gradients(),
+        "saved bytes": saved_bytes(),
+        "prefetched": prefetched_runs(),
+        "gathered rows": gathered_rows(),
+        "precisions": precisions(),
+        "own compiled": own_compiled_losses(),
+        "compiled": {} if OLD_ACCELERATE else compiled_losses(),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_2_ranks() -> list[dict[str, Any]]:
+    return run_on_ranks(all_on_2_ranks, 2)

@@ -6,7 +6,6 @@ The plain loop is written out here, on one process, without any of the toolkit's
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from support.plain_loop import Trained, in_turn, plain_loop
 from support.plain_rows import plain_rows
 from support.ranks import meet, run_on_ranks
 from support.tiny import recipe_values, save_llama
@@ -46,37 +46,23 @@ def cases(num_ranks: int) -> list[tuple[str, bool, int]]:
     return found
 
 
-def plain_loop(model_folder: Path, data: Path) -> dict[str, Any]:
+RATES = [
+    LEARNING_RATE * ((step + 1) / (WARMUP + 1) if step < WARMUP else (STEPS - step) / (STEPS - WARMUP))
+    for step in range(STEPS)
+]
+
+
+def plain(model_folder: Path, data: Path) -> Trained:
     """AdamW with decay and no-decay groups, clipping, linear warm-up and decay, 12 rows a step."""
-    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
-    rows = plain_rows(model_folder, data)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], foreach=False
-    )
-    out: dict[str, Any] = {"loss": [], "norm": [], "lr": []}
-    for step in range(STEPS):
-        batch = rows[[(step * ROWS_PER_STEP + i) % len(rows) for i in range(ROWS_PER_STEP)]]
-        ids, labels, positions = batch[:, 0], batch[:, 1], batch[:, 2]
+
+    def loss_of(batch: list[torch.Tensor]) -> torch.Tensor:
+        ids, labels, positions = torch.stack(batch).unbind(1)
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        loss.backward()
-        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-        if norm > MAX_NORM:
-            for p in model.parameters():
-                p.grad.mul_(MAX_NORM / (norm + 1e-6))
-        lr = LEARNING_RATE * ((step + 1) / (WARMUP + 1) if step < WARMUP else (STEPS - step) / (STEPS - WARMUP))
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-        out["loss"].append(loss.item())
-        out["norm"].append(norm)
-        out["lr"].append(lr)
-    out["weights"] = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return out
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+    steps = in_turn(plain_rows(model_folder, data), ROWS_PER_STEP, STEPS)
+    return plain_loop(model, steps, loss_of, rates=RATES, decay=DECAY, max_norm=MAX_NORM)
 
 
 def toolkit_runs(folder: Path, data: Path) -> dict[str, Any]:
@@ -114,32 +100,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def plain(folder: Path, text_file: Path) -> dict[bool, dict[str, Any]]:
-    return {tied: plain_loop(folder / f"model-{tied}", text_file) for tied in (False, True)}
-
-
 @pytest.mark.parametrize(
     "num_ranks", [1, pytest.param(2, marks=pytest.mark.first), pytest.param(4, marks=pytest.mark.grid)]
 )
-def test_parity_with_the_plain_loop(
-    num_ranks: int, folder: Path, text_file: Path, plain: dict[bool, dict[str, Any]]
-) -> None:
+def test_parity_with_the_plain_loop(num_ranks: int, folder: Path, text_file: Path) -> None:
+    by_hand = {tied: plain(folder / f"model-{tied}", text_file) for tied in (False, True)}
     results = run_on_ranks(toolkit_runs, num_ranks, folder, text_file)[0]
     assert set(results) == set(cases(num_ranks))
     for case in cases(num_ranks):
         strategy, tied, accumulation = case
         records, logits_difference = results[case]
-        expected = plain[tied]
-        assert max(expected["norm"]) > MAX_NORM, "clipping must be active"
-        for key, name in (("loss", "loss"), ("norm", "grad_norm"), ("lr", "learning_rate")):
-            found = [record[name] for record in records]
-            # A norm is a square root of a sum over all gradients, whose rounding it adds up.
-            assert found == pytest.approx(expected[key], rel=1e-6 if key != "norm" else 1e-5), (case, key)
+        expected = by_hand[tied]
+        assert max(expected.norms) > MAX_NORM, "clipping must be active"
+        # A norm is a square root of a sum over all gradients, whose rounding it adds up.
+        for name, figures, exact in (
+            ("loss", expected.losses, 1e-6),
+            ("grad_norm", expected.norms, 1e-5),
+            ("learning_rate", RATES, 1e-6),
+        ):
+            assert [record[name] for record in records] == pytest.approx(figures, rel=exact), (case, name)
         exported = load_file(folder / f"{strategy}-{tied}-{accumulation}-{num_ranks}" / "export" / "model.safetensors")
-        assert set(exported) == set(expected["weights"]), case
+        assert set(exported) == set(expected.weights), case
         differences = torch.cat(
-            [(exported[name] - weight).abs().flatten() for name, weight in expected["weights"].items()]
+            [(exported[name] - weight).abs().flatten() for name, weight in expected.weights.items()]
         )
         # AdamW divides by a gradient's own size: where that is next to nothing, rounding moves the weight.
         assert float(differences.max()) < 3e-5, case

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.plain_loop import plain_loop
 from support.ranks import meet, run_on_ranks
 from support.tiny import llama
 from support.traffic import Traffic
 from torch import nn
 
-K = 3
+K, STEPS = 3, 8
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hybrid")
 # DDP in bf16 is autocast: it holds and sends what it does in float32.
 MEASURED = [pair for pair in itertools.product(STRATEGIES, ("no", "bf16")) if pair != ("ddp", "bf16")]
@@ -82,79 +82,78 @@ def measure(strategy: str, precision: str) -> dict[str, Any]:
     return found
 
 
-def measure_all() -> dict[tuple[str, str], dict[str, Any]]:
-    return {pair: measure(*pair) for pair in MEASURED}
+def on_four_ranks() -> tuple[dict[tuple[str, str], dict[str, Any]], dict[tuple[str, str, int], list[float]]]:
+    return {pair: measure(*pair) for pair in MEASURED}, all_losses()
 
 
 P = sum(p.numel() for p in make_model().parameters())
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[dict[tuple[str, str], dict[str, Any]]]:
-    return run_on_ranks(measure_all, 4)
+def of_ranks() -> list[Any]:
+    return run_on_ranks(on_four_ranks, 4)
+
+
+@pytest.fixture(scope="module")
+def measured(of_ranks: list[Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Of each rank, strategy and precision."""
+    return [(*pair, found) for measured, _ in of_ranks for pair, found in measured.items()]
 
 
 def group_size(strategy: str) -> int:
     return {"ddp": 1, "hybrid": 2}.get(strategy, 4)
 
 
-@pytest.mark.parametrize(("strategy", "precision"), MEASURED)
-def test_bytes_between_steps_are_16_p_over_f(measured: Any, strategy: str, precision: str) -> None:
+def test_bytes_between_steps_are_16_p_over_f(measured: list[tuple[str, str, dict[str, Any]]]) -> None:
     """4 P / F of parameters and 8 P / F of moments, and 4 P / F of gradients until they are freed."""
-    per_rank = P / group_size(strategy)
-    for rank in measured:
-        report = rank[strategy, precision]["between"]
-        assert report.sharded_parameters == pytest.approx(4 * per_rank, rel=0.02)
-        assert report.optimizer_state == pytest.approx(8 * per_rank, rel=0.02)
-        assert report.gathered_parameters == 0
-        assert report.gradients == 0 or strategy == "ddp"  # DDP's buckets hold the gradients
+    for strategy, precision, found in measured:
+        report, per_rank, where = found["between"], P / group_size(strategy), (strategy, precision)
+        assert report.sharded_parameters == pytest.approx(4 * per_rank, rel=0.02), where
+        assert report.optimizer_state == pytest.approx(8 * per_rank, rel=0.02), where
+        assert report.gathered_parameters == 0, where
+        assert report.gradients == 0 or strategy == "ddp", where  # DDP's buckets hold the gradients
 
 
-@pytest.mark.parametrize(("strategy", "precision"), MEASURED)
-def test_bytes_inside_the_accumulation_window(measured: Any, strategy: str, precision: str) -> None:
-    per_rank = P / group_size(strategy)
-    compute = {"no": 4, "bf16": 2}[precision]
-    gathered = compute * P if strategy in ("zero1", "zero2") else 0
-    gradients = 4 * P if strategy in ("ddp", "zero1") else 4 * per_rank
-    for rank in measured:
-        report = rank[strategy, precision]["window"]
-        assert report.gathered_parameters == pytest.approx(gathered, rel=0.02)
-        assert report.gradients == pytest.approx(gradients, rel=0.02)
+def test_bytes_inside_the_accumulation_window(measured: list[tuple[str, str, dict[str, Any]]]) -> None:
+    for strategy, precision, found in measured:
+        compute, where = {"no": 4, "bf16": 2}[precision], (strategy, precision)
+        gathered = compute * P if strategy in ("zero1", "zero2") else 0
+        gradients = 4 * P if strategy in ("ddp", "zero1") else 4 * P / group_size(strategy)
+        assert found["window"].gathered_parameters == pytest.approx(gathered, rel=0.02), where
+        assert found["window"].gradients == pytest.approx(gradients, rel=0.02), where
 
 
-@pytest.mark.parametrize(("strategy", "precision"), MEASURED)
-def test_traffic_per_optimizer_step(measured: Any, strategy: str, precision: str) -> None:
+def test_traffic_per_optimizer_step(measured: list[tuple[str, str, dict[str, Any]]]) -> None:
     """Whole-tensor bytes of each collective; a ring sends (F - 1) / F of them.
 
     c: bytes of the compute type. zero3 gathers in forward and in backward, but the tail and the root,
     kept in between, once: 2 k c P - k c P_tail. The reduction is in float32.
     """
-    c = {"no": 4, "bf16": 2}[precision]
     tail = 512 * 128 + 128
-    gathers_per_micro_batch = 2 * c * P - c * tail
-    expected = {
-        "ddp": {"all_reduce": 4 * P},
-        "zero1": {"all_gather": c * P, "reduce_scatter": 4 * P},
-        "zero2": {"all_gather": c * P, "reduce_scatter": K * 4 * P},
-        "zero3": {"all_gather": K * gathers_per_micro_batch, "reduce_scatter": K * 4 * P},
-        "hybrid": {"all_gather": K * gathers_per_micro_batch, "reduce_scatter": K * 4 * P, "all_reduce": 4 * P / 2},
-    }[strategy]
-    ranks = group_size(strategy)
-    for rank in measured:
-        found = {kind: size for kind, size in rank[strategy, precision]["traffic"].items() if size > 1000}
-        exchanged = found.get("all_gather", 0) + found.get("reduce_scatter", 0)
-        assert found.pop("send", 0) == exchanged * (ranks - 1) // ranks
-        found.pop("recv_", 0)
-        assert found == pytest.approx(expected, rel=0.02)
+    for strategy, precision, found in measured:
+        c, ranks = {"no": 4, "bf16": 2}[precision], group_size(strategy)
+        gathers = K * (2 * c * P - c * tail)
+        expected = {
+            "ddp": {"all_reduce": 4 * P},
+            "zero1": {"all_gather": c * P, "reduce_scatter": 4 * P},
+            "zero2": {"all_gather": c * P, "reduce_scatter": K * 4 * P},
+            "zero3": {"all_gather": gathers, "reduce_scatter": K * 4 * P},
+            "hybrid": {"all_gather": gathers, "reduce_scatter": K * 4 * P, "all_reduce": 4 * P / 2},
+        }[strategy]
+        sent = {kind: size for kind, size in found["traffic"].items() if size > 1000}
+        exchanged = sent.get("all_gather", 0) + sent.get("reduce_scatter", 0)
+        assert sent.pop("send", 0) == exchanged * (ranks - 1) // ranks, (strategy, precision)
+        sent.pop("recv_", 0)
+        assert sent == pytest.approx(expected, rel=0.02), (strategy, precision)
 
 
-def losses(strategy: str, precision: str, accumulation: int, steps: int = 8, **kwargs: Any) -> list[float]:
+def losses(strategy: str, precision: str, accumulation: int, **kwargs: Any) -> list[float]:
     """Mean losses of 12 rows a step, whatever the ranks."""
     accelerator, model, optimizer = prepared(strategy, precision, accumulation, **kwargs)
     world_size, rank = accelerator.num_processes, accelerator.process_index
     rows = 12 // world_size // accumulation
     found = []
-    for step in range(steps):
+    for step in range(STEPS):
         batch = tokens(step, 0, 0, rows=12)
         total = torch.zeros(())
         for micro in range(accumulation):
@@ -171,52 +170,24 @@ def losses(strategy: str, precision: str, accumulation: int, steps: int = 8, **k
     return found
 
 
-def runs(num_ranks: int) -> list[tuple[str, str, int]]:
-    """(strategy, precision, accumulation): all of them on 2 ranks, and of hybrid on 4.
-
-    On 1 rank each runs in both precisions, with and without accumulation; on 4 in one, with accumulation.
-    """
-    found = []
-    for number, strategy in enumerate(STRATEGIES):
-        pairs = list(itertools.product(("no", "bf16"), (1, 3)))
-        if strategy == "hybrid":
-            pairs = pairs if num_ranks == 4 else []
-        elif num_ranks == 1:
-            pairs = [("no", 1), ("bf16", 3)] if number % 2 else [("no", 3), ("bf16", 1)]
-        elif num_ranks == 4:
-            pairs = [("no", 3)] if number % 2 else [("bf16", 3)]
-        found += [(strategy, *pair) for pair in pairs]
-    return found
+RUNS = [(strategy, precision, 3) for strategy in STRATEGIES for precision in ("no", "bf16")]
+"""Strategy, precision, accumulation. On 2 ranks and without accumulation: test_all_pairs.py and test_parity.py."""
 
 
 def all_losses() -> dict[tuple[str, str, int], list[float]]:
-    return {run: losses(*run) for run in runs(int(os.environ["WORLD_SIZE"]))}
+    return {run: losses(*run) for run in RUNS}
 
 
-def plain_losses(steps: int = 8) -> list[float]:
+def test_a_hand_written_loop_is_the_same_under_every_strategy(of_ranks: list[Any]) -> None:
     model = make_model()
+    batches = [tokens(step, 0, 0, rows=12) for step in range(STEPS)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    found = []
-    for step in range(steps):
-        loss = loss_of(model, tokens(step, 0, 0, rows=12))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.grid)])
-def test_a_hand_written_loop_is_the_same_under_every_strategy(num_ranks: int) -> None:
-    plain = plain_losses()
-    found = run_on_ranks(all_losses, num_ranks)[0]
-    assert list(found) == runs(num_ranks)
-    bf16 = [series for (_, precision, _), series in found.items() if precision == "bf16"]
-    for (strategy, precision, accumulation), series in found.items():
-        where = (strategy, precision, accumulation, num_ranks)
+    plain = plain_loop(model, batches, lambda ids: loss_of(model, ids), max_norm=1.0, optimizer=optimizer).losses
+    found = of_ranks[0][1]
+    assert list(found) == RUNS
+    for (strategy, precision, _), series in found.items():
         if precision == "no":
-            assert series == pytest.approx(plain, rel=1e-6), where
+            assert series == pytest.approx(plain, rel=1e-6), strategy
         else:
-            assert series == pytest.approx(bf16[0], rel=1e-3), where
-            assert series == pytest.approx(plain, rel=1e-2), where
+            assert series == pytest.approx(found["ddp", "bf16", 3], rel=1e-3), strategy
+            assert series == pytest.approx(plain, rel=1e-2), strategy
