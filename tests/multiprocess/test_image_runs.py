@@ -1,59 +1,102 @@
-"""Rows with images: losses and weights of a plain loop on transformers' own model and processor, row by row."""
+"""Rows with images: losses and weights of a plain loop on transformers' own model and processor, row by row.
+
+In full and with peft's adapters. The gradients of 12 families under each strategy: test_image_grid.py.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from support.four_bits import read_by_hand
+from support.peft_by_hand import SEED, adapted
+from support.plain_loop import Trained, plain_loop
 from support.ranks import meet, run_on_ranks
 from support.sights import EYES, can_be_read, drawn_image, save_rows, save_seeing
 from support.texts import make_texts
-from support.tiny import recipe_values
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from support.tiny import recipe_values, with_sections
+from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 
 STEPS, ROWS, RATE = 3, 4, 3e-3
 TEXTS = [" ".join(text.split()[: 3 + i % 6]) for i, text in enumerate(make_texts(STEPS * ROWS, seed=4))]
 # In the first step on both ranks, in the second on neither, in the third on the second rank alone.
 COUNTS = [1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 3]
-KINDS = [
+OTHERS = [
     pytest.param(kind, marks=pytest.mark.skipif(not can_be_read(kind), reason="needs the extra vision"))
     for kind in EYES
+    if kind != "llava"
 ]
+ALL = ["language", "projector", "vision"]
 PROJECTORS = ("multi_modal_projector", "connector", "merger", "embed_vision")
 LANGUAGE = ("language_model", "lm_head", "embed_tokens", "text_model")
 # Linear attention runs over the ends of rows.
 NOT_PACKED = ("qwen3_5",)
 ROUNDING = {"gemma4": 1e-4}
 """Of weights. The plain loop in float32 is 2e-5 from the same loop in float64; a step is 3e-3."""
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False, bnb_4bit_compute_dtype=torch.float32
+)
+TWO_MICRO_BATCHES = {"gradient_accumulation_steps": 2, "micro_batch_size": 1}
+BY_BLOCK = {"strategy": "zero3", "accumulate": "by_block", "activation_checkpointing": 1}
+OFFLOADED = {"strategy": "zero2", "offload": "optimizer", "offload_executor": "cpu_torch"}
+QUERIES = {"target_modules": ["q_proj", "v_proj"]}
 CASES: dict[str, dict[str, Any]] = {
     "packed": {
         "data": {"packing": True},
         "training": {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": None, "num_epochs": 1},
     },
-    "padded": {"data": {"packing": False}},
-    # LLaVA's last layer and Gemma 3's pooling get no gradient.
-    "ddp": {"sharding": {"strategy": "ddp"}, "model": {"train": ["language", "projector", "vision"]}},
+    # The last layer of LLaVA's tower and Gemma 3's pooling get no gradient.
+    "ddp": {"sharding": {"strategy": "ddp"}, "model": {"train": ALL}},
     # LLaVA goes on from a state inside of its tower.
-    "by block": {
-        "model": {"train": ["language", "projector", "vision"]},
-        "sharding": {"strategy": "zero3", "accumulate": "by_block", "activation_checkpointing": 1},
-        "training": {"gradient_accumulation_steps": 2, "micro_batch_size": 1},
-    },
-    "zero1": {"sharding": {"strategy": "zero1"}, "training": {"gradient_accumulation_steps": 2, "micro_batch_size": 1}},
-    "checkpoints": {"sharding": {"activation_checkpointing": 1}},
-    "offload": {"sharding": {"strategy": "zero2", "offload": "optimizer", "offload_executor": "cpu_torch"}},
+    "by block": {"model": {"train": ALL}, "sharding": BY_BLOCK, "training": TWO_MICRO_BATCHES},
     "all": {
-        "model": {"train": ["language", "projector", "vision"]},
+        "model": {"train": ALL},
         "optimizer": {"projector_learning_rate": RATE / 2, "vision_learning_rate": RATE / 8},
     },
     "projector": {"model": {"train": ["projector"]}},
+    "offload": {"sharding": OFFLOADED},
 }
+FEW = ("packed", "all")
+"""Of the other families."""
+
+ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "adapters, ddp": (
+        {"adapter": QUERIES, "model": {"train": ALL}, "sharding": {"strategy": "ddp"}},
+        QUERIES,
+    ),
+    "adapters, by block": (
+        {
+            "adapter": {"target_modules": "all-linear"},
+            "model": {"train": ["language", "projector"]},
+            "sharding": BY_BLOCK,
+            "training": TWO_MICRO_BATCHES,
+        },
+        {"target_modules": r".*(language_model.*_proj|projector\.linear_.)"},
+    ),
+    "projector in full": (
+        {
+            "adapter": {**QUERIES, "modules_to_save": ["multi_modal_projector"]},
+            "model": {"train": ["language", "projector"]},
+        },
+        {"target_modules": r".*language_model.*(q_proj|v_proj)", "modules_to_save": ["multi_modal_projector"]},
+    ),
+    # Without model.train the language model alone.
+    "nf4": (
+        {"adapter": {**QUERIES, "quantize": "nf4"}, "sharding": OFFLOADED},
+        {"target_modules": r".*language_model.*(q_proj|v_proj)"},
+    ),
+}
+"""The recipe's sections, and peft's settings."""
+
+FOR_ADAPTERS = {"learning_rate": 1e-2, "eps": 1e-3}
 
 
 def rows_by_hand(folder: Path, kind: str) -> list[tuple[dict[str, Any], torch.Tensor]]:
@@ -80,60 +123,71 @@ def rows_by_hand(folder: Path, kind: str) -> list[tuple[dict[str, Any], torch.Te
     return found
 
 
+def loss_of(model: Any, rows: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> torch.Tensor:
+    """The mean of all targets; what no row has reached has a gradient of 0, whatever else the step holds."""
+    total = 0.0 * torch.stack([p.sum() for p in model.parameters() if p.requires_grad]).sum()
+    for inputs, labels in rows:
+        logits = model(**inputs, use_cache=False).logits
+        total = total + F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
+    return total / sum(int((labels >= 0).sum()) for _, labels in rows)
+
+
 @cache
 def plain(
     folder: Path, kind: str, parts: tuple[str, ...], at_once: bool, rates: tuple[tuple[str, float], ...]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and the weights after the last step; `at_once`: after one step on all rows.
+) -> tuple[Trained, dict[str, torch.Tensor]]:
+    """With the weights and buffers after the last step; `at_once`: after one step on all rows.
 
     `rates` are those of parts that have their own.
     """
-    torch.set_num_threads(1)
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float32)
-    groups: dict[str, list[torch.nn.Parameter]] = {"language": [], "projector": [], "vision": []}
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float32).train()
+    groups: dict[str, list[torch.nn.Parameter]] = {part: [] for part in ALL}
     for name, parameter in model.named_parameters():
         part = "language" if any(word in name for word in LANGUAGE) else "vision"
         part = "projector" if any(word in name for word in PROJECTORS) else part
         parameter.requires_grad_(part in parts)
         groups[part].append(parameter)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rate_of = {"language": RATE, "projector": RATE, "vision": RATE, **dict(rates)}
-    optimizer = torch.optim.AdamW(
-        [{"params": groups[part], "lr": rate_of[part]} for part in groups if part in parts], weight_decay=0.0, eps=1e-4
+    held = [{"params": groups[part], "lr": dict(rates).get(part, RATE)} for part in parts]
+    rows = rows_by_hand(folder, kind)
+    found = plain_loop(
+        model,
+        [rows] if at_once else [rows[step * ROWS :][:ROWS] for step in range(STEPS)],
+        lambda batch: loss_of(model, batch),
+        max_norm=None,
+        optimizer=torch.optim.AdamW(held, weight_decay=0.0, eps=1e-4),
     )
-    rows, losses = rows_by_hand(folder, kind), []
-    for step in range(1 if at_once else STEPS):
-        total, count = torch.zeros(()), 0
-        for inputs, labels in rows if at_once else rows[step * ROWS :][:ROWS]:
-            logits = model.train()(**inputs, use_cache=False).logits
-            total = total + F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
-            count += int((labels >= 0).sum())
-        if total.requires_grad:
-            (total / count).backward()
-        for parameter in trained:  # what no row has reached has a gradient of 0, whatever else the step holds
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item() / count)
-    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return found, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def runs(folder: Path, kind: str, cases: list[str]) -> dict[str, list[float]]:
+def by_peft(folder: Path, case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and the adapter after the last step."""
+    read_by_hand()
+    how = {"quantization_config": NF4} if case == "nf4" else {}
+    base = AutoModelForImageTextToText.from_pretrained(folder / "llava", dtype=torch.float32, **how)
+    model = adapted(base, {"r": 2, "lora_alpha": 4, **ADAPTED[case][1]}).train()
+    rows = rows_by_hand(folder, "llava")
+    steps = [rows[step * ROWS :][:ROWS] for step in range(STEPS)]
+    found = plain_loop(model, steps, lambda batch: loss_of(model, batch), rates=1e-2, eps=1e-3, max_norm=None)
+    return found.losses, peft.get_peft_model_state_dict(model)
+
+
+def runs(folder: Path, kind: str, cases: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
     from toolkit import Recipe, finetune
 
     found: dict[str, list[float]] = {}
-    for case in cases:
+    for case, sections in cases.items():
         meet()
         values = recipe_values(folder / kind, folder / "rows.jsonl", folder / f"{kind}-{case}", folder / "cache")
         # An image is 70 tokens of Gemma 4's, at the least.
-        values["data"] |= {"max_length": 512 if kind == "gemma4" else 128, "shuffle": False}
+        values["data"] |= {"max_length": 512 if kind == "gemma4" else 128, "shuffle": False, "packing": False}
         values["optimizer"] = {"learning_rate": RATE, "weight_decay": 0.0, "eps": 1e-4}
         values["schedule"] = {"kind": "constant"}
-        values["training"] |= {"max_steps": STEPS, "max_grad_norm": None, "seed": 3}
+        values["training"] |= {"max_steps": STEPS, "max_grad_norm": None, "seed": SEED}
         values["training"]["micro_batch_size"] = ROWS // int(os.environ["WORLD_SIZE"])
-        values["data"]["packing"] = False
-        for section, fields in CASES[case].items():
-            values[section] = {**values.get(section, {}), **fields}
+        values = with_sections(values, sections)
+        if "adapter" in sections:
+            values["adapter"] |= {"kind": "lora", "r": 2}
+            values["optimizer"] |= FOR_ADAPTERS
         if kind in NOT_PACKED and case == "packed":
             values["data"]["packing"] = None
         result = finetune(Recipe.from_mapping(values))
@@ -141,39 +195,55 @@ def runs(folder: Path, kind: str, cases: list[str]) -> dict[str, list[float]]:
     return found
 
 
-def expected(folder: Path, kind: str, case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    fields = CASES[case].get("optimizer", {})
+def require_plain(folder: Path, kind: str, case: str, losses: list[float]) -> None:
+    """Losses, and the weights of the export; towers that are not trained are the base's bit for bit."""
+    sections, export = CASES[case], folder / f"{kind}-{case}" / "export"
+    parts = tuple(sections.get("model", {}).get("train", ("language", "projector")))
+    fields = sections.get("optimizer", {})
     rates = tuple((field.removesuffix("_learning_rate"), rate) for field, rate in fields.items())
-    return plain(folder, kind, parts_of(case), case == "packed", rates)
+    expected, weights = plain(folder, kind, parts, case == "packed", rates)
+    assert losses == pytest.approx(expected.losses, rel=1e-5), case
+    base, exported = (load_file(place / "model.safetensors") for place in (folder / kind, export))
+    assert exported.keys() == base.keys()
+    model: Any = AutoModelForImageTextToText.from_pretrained(export)
+    for name, tensor in model.state_dict().items():
+        close = {"rtol": 1e-5, "atol": ROUNDING.get(kind, 2e-6)}
+        torch.testing.assert_close(tensor, weights[name], **close, msg=lambda m, n=name: f"{case} {n} {m}")
+    frozen = [name for name in base if "vision" in name or "visual" in name]
+    assert frozen
+    if "vision" not in parts:
+        towers = [name for name in frozen if not any(part in name for part in PROJECTORS)]
+        assert all(torch.equal(exported[name], base[name]) for name in towers)
 
 
-def parts_of(case: str) -> tuple[str, ...]:
-    return tuple(CASES[case].get("model", {}).get("train", ("language", "projector")))
+def require_pefts(folder: Path, case: str, losses: list[float]) -> None:
+    expected, adapter = by_peft(folder, case)
+    assert losses == pytest.approx(expected, rel=1e-6), case
+    saved = load_file(folder / f"llava-{case}" / "export/adapter_model.safetensors")
+    assert saved.keys() == adapter.keys(), case
+    for key, tensor in adapter.items():
+        assert float((saved[key] - tensor).abs().max()) < 1e-5, (case, key)
+    in_tower = [key for key in adapter if "vision_tower" in key and "lora_B" in key]
+    assert bool(in_tower) is (case == "adapters, ddp")
+    assert not in_tower or max(float(adapter[key].abs().max()) for key in in_tower) > 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_the_plain_loop(kind: str, tmp_path: Path) -> None:
+def test_a_run_is_the_plain_loop_in_full_and_with_adapters(tmp_path: Path) -> None:
+    save_seeing("llava", tmp_path / "llava", TEXTS)
+    save_rows(tmp_path, TEXTS, COUNTS)
+    cases = CASES | {case: sections for case, (sections, _) in ADAPTED.items()}
+    found, other = run_on_ranks(runs, 2, tmp_path, "llava", cases)
+    assert found == other
+    for case in CASES:
+        require_plain(tmp_path, "llava", case, found[case])
+    for case in ADAPTED:
+        require_pefts(tmp_path, case, found[case])
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_run_of_another_family_is_the_plain_loop(kind: str, tmp_path: Path) -> None:
     save_seeing(kind, tmp_path / kind, TEXTS)
     save_rows(tmp_path, TEXTS, COUNTS)
-    for found in run_on_ranks(runs, 2, tmp_path, kind, list(CASES)):
-        for case, losses in found.items():
-            assert losses == pytest.approx(expected(tmp_path, kind, case)[0], rel=1e-5), case
-    base = load_file(tmp_path / kind / "model.safetensors")
-    for case in CASES:
-        exported = load_file(tmp_path / f"{kind}-{case}" / "export" / "model.safetensors")
-        assert exported.keys() == base.keys()
-        weights = expected(tmp_path, kind, case)[1]
-        model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / f"{kind}-{case}" / "export")
-        for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(
-                tensor,
-                weights[name],
-                rtol=1e-5,
-                atol=ROUNDING.get(kind, 2e-6),
-                msg=lambda m, n=name, c=case: f"{c} {n} {m}",
-            )
-        frozen = [name for name in base if "vision" in name or "visual" in name]
-        assert frozen
-        if "vision" not in parts_of(case):
-            towers = [name for name in frozen if not any(part in name for part in PROJECTORS)]
-            assert all(torch.equal(exported[name], base[name]) for name in towers)
+    found = run_on_ranks(runs, 2, tmp_path, kind, {case: CASES[case] for case in FEW})[0]
+    for case in FEW:
+        require_plain(tmp_path, kind, case, found[case])
