@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.plain_loop import in_turn, plain_loop
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, recipe_values
@@ -74,7 +75,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", {"sharding": CHECKPOINTED}),
     "bart": ("bart", {}),
     "ddp": ("t5", {"sharding": {"strategy": "ddp"}}),
-    "offload": ("t5", {"sharding": {"strategy": "zero3", "offload": "optimizer"}}),
     "half": ("t5", {}),
     "resumed": ("t5", {}),
     "lora": ("bart", {"adapter": {"kind": "lora", "r": 2}, "export": {"merge": True}}),
@@ -120,39 +120,31 @@ def runs(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 def plain(folder: Path, kind: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder / kind)
     model = AutoModelForSeq2SeqLM.from_pretrained(folder / kind, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0, eps=1e-4, foreach=False)
-    train, losses, norms = rows(26, 6), [], []
 
-    def targets(row: dict[str, str]) -> torch.Tensor:
-        return torch.tensor([[*tokenizer(row["summary"])["input_ids"], tokenizer.eos_token_id]])
+    def loss_of(batch: list[dict[str, str]]) -> torch.Tensor:
+        """Of all targets."""
+        losses, count = [], 0
+        for row in batch:
+            source = torch.tensor([tokenizer(PREFIX + row["document"])["input_ids"]])
+            labels = torch.tensor([[*tokenizer(row["summary"])["input_ids"], tokenizer.eos_token_id]])
+            logits = model(input_ids=source, labels=labels).logits  # the model shifts the labels itself
+            losses.append(F.cross_entropy(logits[0], labels[0], reduction="sum"))
+            count += labels.numel()
+        return torch.stack(losses).sum() / count
 
-    def loss_of(row: dict[str, str]) -> torch.Tensor:
-        source, labels = torch.tensor([tokenizer(PREFIX + row["document"])["input_ids"]]), targets(row)
-        logits = model(input_ids=source, labels=labels).logits  # the model shifts the labels itself
-        return F.cross_entropy(logits[0], labels[0], reduction="sum")
-
-    for step in range(STEPS):
-        batch = [train[(step * ROWS_PER_STEP + i) % len(train)] for i in range(ROWS_PER_STEP)]
-        loss = sum(loss_of(row) for row in batch) / sum(targets(row).numel() for row in batch)
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    held_out = rows(13, 7)
+    steps, held_out = in_turn(rows(26, 6), ROWS_PER_STEP, STEPS), rows(13, 7)
+    trained = plain_loop(model, steps, loss_of, rates=3e-3, eps=1e-4)
     with torch.no_grad():
-        tokens = sum(targets(row).numel() for row in held_out)
-        loss = sum(loss_of(row).item() for row in held_out) / tokens
+        loss = loss_of(held_out).item()
     first = tokenizer(PREFIX + held_out[0]["document"], return_tensors="pt", return_token_type_ids=False)
     written = model.eval().generate(**first, max_new_tokens=31, do_sample=False, num_beams=1)[0, 1:]
     return {
-        "losses": losses,
-        "norms": norms,
+        "losses": trained.losses,
+        "norms": trained.norms,
         "held_out": loss,
-        "tokens": tokens,
+        "tokens": sum(len(tokenizer(row["summary"])["input_ids"]) + 1 for row in held_out),
         "text": tokenizer.decode(written, skip_special_tokens=True),
     }
 

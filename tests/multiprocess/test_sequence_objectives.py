@@ -1,23 +1,21 @@
-"""Losses of documents and rows that several ranks share: the plain loop on whole documents, one at a time."""
+"""Losses and gradients of documents and rows that several ranks share: those of whole documents, one at a time.
+
+test_all_pairs.py has runs on shared rows.
+"""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.ranks import meet, run_on_ranks
-from support.texts import make_texts
-from support.tiny import recipe_values, save_llama
+from support.ranks import run_on_ranks
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
     LlamaConfig,
 )
 
@@ -31,7 +29,6 @@ from toolkit.objectives.losses.preference_losses import LOSSES
 from toolkit.objectives.preference import Preference
 from toolkit.objectives.reward import Reward
 from toolkit.objectives.tagging import TokenClassification, entities
-from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.sequence_check import check_parts
 from toolkit.sharding.parallel.sequence_parallel import form_groups, own_part
 
@@ -243,87 +240,13 @@ def broken() -> list[str]:
     return told
 
 
-TEXTS = [" ".join(text.split()[: 8 + 3 * (i % 4)]) for i, text in enumerate(make_texts(24, seed=4))]
-STEPS, ROWS_PER_STEP = 3, 4
+def on_ranks() -> dict[str, Any]:
+    return {"parts": in_parts(list(KINDS)), "broken": broken()}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sequence-objectives")
-    save_llama(folder / "model", TEXTS, tied=False)
-    tokens = AutoTokenizer.from_pretrained(folder / "model")
-    for kind in ("classification", "tagging"):
-        torch.manual_seed(2)
-        config = LlamaConfig.from_pretrained(folder / "model", num_labels=3)
-        config.classifier_dropout = 0.0
-        model = KINDS[kind].from_pretrained(folder / "model", config=config)
-        model.save_pretrained(folder / kind)
-        tokens.save_pretrained(folder / kind)
-    classes = [{"text": text, "label": "abc"[len(text) % 3]} for text in TEXTS]
-    (folder / "classification.jsonl").write_text("".join(json.dumps(row) + "\n" for row in classes))
-    words = [{"tokens": text.split(), "tags": [TAGS[len(word) % 3] for word in text.split()]} for text in TEXTS]
-    (folder / "tagging.jsonl").write_text("".join(json.dumps(row) + "\n" for row in words))
-    return folder
-
-
-def runs(folder: Path) -> dict[str, Any]:
-    from toolkit import finetune
-
-    found = {}
-    kinds = {"classification": ("sequence_classification", list("abc")), "tagging": ("token_classification", TAGS)}
-    for name, (kind, labels) in kinds.items():
-        meet()
-        rows = folder / f"{name}.jsonl"
-        values = recipe_values(folder / name, rows, folder / f"{name}-run", folder / f"{name}-cache")
-        values["data"] |= {"max_length": 63, "validation": str(rows)}
-        values["objective"] = {"kind": kind, "labels": labels}
-        values["optimizer"] = {"learning_rate": 2e-3, "weight_decay": 0.0}
-        values["schedule"] = {"kind": "constant"}
-        values["training"] |= {"max_steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
-        values["sharding"] = {"strategy": "zero3", "sequence": 2, "activation_checkpointing": 1}
-        values["export"] = {"enabled": False}
-        found[name] = finetune(Recipe.from_mapping(values)).metrics
-    return found
-
-
-def plain_run(folder: Path, kind: str) -> list[float]:
-    """Losses of AdamW on whole rows, one at a time; the first and last held-out loss around them."""
-    tokens = AutoTokenizer.from_pretrained(folder / kind)
-    model = KINDS[kind].from_pretrained(folder / kind, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0, foreach=False)
-
-    def loss_of(texts: list[str]) -> torch.Tensor:
-        sums, count = [], 0
-        for text in texts:
-            logits = model(input_ids=torch.tensor([tokens(text)["input_ids"]])).logits[0]
-            words = text.split()
-            if kind == "classification":
-                right = [len(text) % 3]
-            else:
-                ends = [len(tokens(" ".join(words[:n]))["input_ids"]) if n else 0 for n in range(len(words))]
-                logits, right = logits[ends], [len(word) % 3 for word in words]
-            sums.append(F.cross_entropy(logits.view(len(right), -1), torch.tensor(right), reduction="sum"))
-            count += len(right)
-        return sum(sums) / count
-
-    losses = [loss_of(TEXTS).item()]
-    for step in range(STEPS):
-        loss = loss_of([TEXTS[(step * ROWS_PER_STEP + i) % len(TEXTS)] for i in range(ROWS_PER_STEP)])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return [*losses, loss_of(TEXTS).item()]
-
-
-def on_ranks(folder: Path) -> dict[str, Any]:
-    return {"parts": in_parts(list(KINDS)), "broken": broken(), "runs": runs(folder)}
-
-
-@pytest.fixture(scope="module")
-def on_2_ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_on_ranks(on_ranks, 2, folder)
+def on_2_ranks() -> list[dict[str, Any]]:
+    return run_on_ranks(on_ranks, 2)
 
 
 def test_losses_of_documents_in_parts_are_those_of_whole_documents(on_2_ranks: list[dict[str, Any]]) -> None:
@@ -345,13 +268,3 @@ def test_the_check_finds_numbers_of_documents_that_are_not_exchanged(on_2_ranks:
     assert "numbers of documents differ by" in reward
     assert "logits differ by" in classification
     assert on_2_ranks[1]["broken"] == [reward, classification]
-
-
-def test_runs_of_classes_on_shared_rows_are_the_plain_loop(folder: Path, on_2_ranks: list[dict[str, Any]]) -> None:
-    for kind, records in on_2_ranks[0]["runs"].items():
-        plain = plain_run(folder, kind)
-        steps = [record["loss"] for record in records if record["split"] == "train"]
-        held_out = [record["loss"] for record in records if record["split"] == "eval"]
-        assert steps == pytest.approx(plain[1:-1], rel=1e-5), kind
-        assert held_out == pytest.approx([plain[0], plain[-1]], rel=1e-5), kind
-        assert [record["samples"] for record in records if record["split"] == "eval"] != [0, 0]
