@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,19 +174,21 @@ def suggest(
     draft.set("model.name_or_path", model if here else _absolute(model))
     draft.set("data.train", data if here else _absolute(data))
     chosen, layout, rows, found, prompt = _survey(draft, method, tell)
+    chooser = Chooser(draft, chosen, rows, found, machine)
     tell(f"planning {found.num_parameters:,} parameters on {machine.words}")
     # A save takes host memory, which the plan counts; its interval follows later from the steps.
     draft.set("checkpoint.every_steps", 1)
-    planned = _plan_draft(draft, chosen, rows, found, machine)
+    planned = chooser.complete()
     while planned is None and method is None and chosen.smaller is not None:
         chosen = METHODS[chosen.smaller]
-        planned = _plan_draft(draft, chosen, rows, found, machine)
+        chooser = replace(chooser, method=chosen)
+        planned = chooser.complete()
         draft.reasons["adapter.kind"] = f"Training every parameter needs more than {machine.words}; adapters fit."
         if chosen.quantized:
             draft.reasons["adapter.quantize"] = f"LoRA over a base in 16 bits needs more than {machine.words}."
     if planned is None:
-        raise BadInputError(_nothing_fits(chosen, found, draft, machine))
-    num_steps = _set_length_of_run(draft, chosen, rows, machine)
+        raise BadInputError(chooser.nothing_fits())
+    num_steps = chooser.set_length_of_run()
     return Suggestion(draft, draft.recipe(), chosen, layout, machine, found, rows, *planned, num_steps, prompt)
 
 
@@ -248,219 +250,233 @@ def _data_section(draft: Draft, spec: ObjectiveSpec) -> DataSection:
     return Recipe.from_mapping({**sections, **NEEDED}).data
 
 
-def _plan_draft(
-    draft: Draft, method: Method, rows: Rows, model: Model, machine: Machine
-) -> tuple[PlanRow, Mapping[str, PartSize]] | None:
-    """Completes the draft for the best row of the plan. Returns it and the model's parts, or None if nothing fits."""
-    _set_method(draft, method, model, machine)
-    _set_lengths(draft, method, rows, model)
-    each = _samples_of_a_rank(draft, method, rows, machine)
-    largest: int = max(1, MICRO_BATCH_TOKENS // draft.get("data.max_length"))
-    size = min(each, 1 << (largest.bit_length() - 1))
-    # A table also has a half and a quarter of the micro-batch. If 1 is not among them, it gets a table of its own.
-    for micro_batch in (size, 1) if size > 4 else (size,):
-        draft.set("training.micro_batch_size", micro_batch)
-        draft.set("training.gradient_accumulation_steps", each // micro_batch)
-        found = _settle(draft, machine)
-        if found is not None:
-            return found
-    return None
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses the values of a draft: of the method, of lengths, and, by plans, of the sharding and the batches."""
 
+    draft: Draft
+    method: Method
+    rows: Rows
+    model: Model
+    machine: Machine
 
-def _settle(draft: Draft, machine: Machine) -> tuple[PlanRow, Mapping[str, PartSize]] | None:
-    """Sets what the plan recommends until it recommends the draft as it is. Returns its row and the model's parts."""
-    tried: list[Setup] = []
-    while True:
-        found = plan(draft.recipe(), machine.hardware, machine.count, with_levers=False)
-        able = [row for row in found.rows if _is_allowed(draft, row.setup)]
-        if not able:
-            raise BadInputError(
-                "no setup that was planned has the given sharding and micro-batches; give fewer of them"
+    def complete(self) -> tuple[PlanRow, Mapping[str, PartSize]] | None:
+        """Completes the draft for the best row of a plan. Returns it and the model's parts, or None if nothing fits."""
+        self._set_method()
+        self._set_lengths()
+        each = self._samples_of_a_rank()
+        largest: int = max(1, MICRO_BATCH_TOKENS // self.draft.get("data.max_length"))
+        size = min(each, 1 << (largest.bit_length() - 1))
+        # A table also has a half and a quarter of the micro-batch. If 1 is not among them, it gets a table of its own.
+        for micro_batch in (size, 1) if size > 4 else (size,):
+            self.draft.set("training.micro_batch_size", micro_batch)
+            self.draft.set("training.gradient_accumulation_steps", each // micro_batch)
+            found = self._settle()
+            if found is not None:
+                return found
+        return None
+
+    def _settle(self) -> tuple[PlanRow, Mapping[str, PartSize]] | None:
+        """Sets what plans recommend until one recommends the draft as it is. Returns its row and the model's parts."""
+        tried: list[Setup] = []
+        while True:
+            found = plan(self.draft.recipe(), self.machine.hardware, self.machine.count, with_levers=False)
+            able = [row for row in found.rows if self._is_allowed(row.setup)]
+            if not able:
+                raise BadInputError(
+                    "no setup that was planned has the given sharding and micro-batches; give fewer of them"
+                )
+            row, why = recommend(able, self.machine.hardware, found.asked.setup)
+            if row is None:
+                return None
+            self._set_setup(row, why)
+            # The next table has other micro-batches, those around the new one. Two rows may each be worth the other.
+            if row.setup == found.asked.setup or row.setup in tried:
+                return row, found.parts
+            tried.append(row.setup)
+
+    def _set_method(self) -> None:
+        draft, method, machine = self.draft, self.method, self.machine
+        kind = SPEC_OF[method.name].kind
+        if kind != ObjectiveSection().kind:
+            draft.set("objective.kind", kind, f"Method {method.name} trains {method.about}.")
+        if method.loss is not None:
+            draft.set("objective.loss", method.loss, "The loss that compares the two completions of a pair.")
+        if method.adapter:
+            draft.set("adapter.kind", "lora", f"Method {method.name} trains {method.about}.")
+            if "adapter.start_from" not in draft.given:  # whose rank stays
+                draft.set("adapter.r", 16, "Rank of the adapters; alpha is twice that.")
+            if not machine.is_cpu:
+                draft.set("model.dtype", "bfloat16", "The base is frozen, so 16 bits are enough.")
+        if method.quantized:
+            draft.set("adapter.quantize", "nf4", f"Method {method.name} trains {method.about}.")
+            draft.set(
+                "adapter.double_quantization", True, "As in QLoRA: the scales take 0.02 bytes a weight, not 0.06."
             )
-        row, why = recommend(able, machine.hardware, found.asked.setup)
-        if row is None:
-            return None
-        _set_setup(draft, row, why, machine)
-        # The next table has other micro-batches, those around the new one. Two rows may each be worth the other.
-        if row.setup == found.asked.setup or row.setup in tried:
-            return row, found.parts
-        tried.append(row.setup)
+        rate = method.rate(self.model.num_parameters)
+        why = f"For method {method.name} with {self.model.num_parameters:,} parameters: {rate.source}."
+        draft.set("optimizer.learning_rate", rate.value, why)
+        if not machine.is_cpu or machine.has_bf16:
+            draft.set("training.mixed_precision", "bf16", "Weights stay in float32; products are computed in 16 bits.")
+        draft.set("schedule.kind", "cosine", "Falls to zero by the end of the run.")
+        draft.set("schedule.warmup_fraction", 0.1, "A tenth of the run, as in the recipes of alignment-handbook.")
 
+    def _set_lengths(self) -> None:
+        """Sets the length of a sample, and what happens to longer rows."""
+        draft, rows, model = self.draft, self.rows, self.model
+        most = covering(rows.lengths, COVERED)
+        reason = f"{COVERED:.0%} of the {counted(len(rows.lengths), 'row')} have at most {most:,} tokens."
+        spec, is_text = SPEC_OF[self.method.name], self.method.name == "pretrain"
+        if not is_text and not spec.has_classes:
+            self._require_rows_that_fit()
+        wanted = min(TEXT_LENGTH, max(ROUND_TO, rows.num_tokens // FEWEST_STEPS)) if is_text else most
+        length = max(8, -(-wanted // ROUND_TO) * ROUND_TO)
+        if model.positions is not None and length > model.positions:
+            length = model.positions
+            reason += f" The model has {model.positions:,} positions."
+        if is_text:
+            reason += " Documents share samples, and longer ones are split."
+        draft.set("data.max_length", length, reason)
+        if rows.target_lengths is not None:
+            self._set_target_length(rows.target_lengths)
+        longer = rows.longer_than(draft.get("data.max_length"), draft.get("data.max_target_length"))
+        if longer and not is_text:
+            # A text can be classified by its beginning. An answer cut short would teach the model to stop early.
+            cut = spec.has_classes
+            policy, what = ("truncate", "cut") if cut else ("drop", "left out")
+            reason = f"{longer:,} of {counted(len(rows.lengths), 'row')} are longer and are {what}."
+            draft.set("data.long_rows", policy, reason)
+        if not spec.padded:
+            why = "Short rows share a sample without padding, unless the first check finds that they see each other."
+            without = "This model takes no position_ids, so rows that share a sample would see each other."
+            # Null instead of true, which would end the run if that check fails.
+            draft.set("data.packing", *((None, why) if model.takes_positions else (False, without)))
 
-def _set_method(draft: Draft, method: Method, model: Model, machine: Machine) -> None:
-    kind = SPEC_OF[method.name].kind
-    if kind != ObjectiveSection().kind:
-        draft.set("objective.kind", kind, f"Method {method.name} trains {method.about}.")
-    if method.loss is not None:
-        draft.set("objective.loss", method.loss, "The loss that compares the two completions of a pair.")
-    if method.adapter:
-        draft.set("adapter.kind", "lora", f"Method {method.name} trains {method.about}.")
-        if "adapter.start_from" not in draft.given:  # whose rank stays
-            draft.set("adapter.r", 16, "Rank of the adapters; alpha is twice that.")
-        if not machine.is_cpu:
-            draft.set("model.dtype", "bfloat16", "The base is frozen, so 16 bits are enough.")
-    if method.quantized:
-        draft.set("adapter.quantize", "nf4", f"Method {method.name} trains {method.about}.")
-        draft.set("adapter.double_quantization", True, "As in QLoRA: the scales take 0.02 bytes a weight, not 0.06.")
-    rate = method.rate(model.num_parameters)
-    why = f"For method {method.name} with {model.num_parameters:,} parameters: {rate.source}."
-    draft.set("optimizer.learning_rate", rate.value, why)
-    if not machine.is_cpu or machine.has_bf16:
-        draft.set("training.mixed_precision", "bf16", "Weights stay in float32; products are computed in 16 bits.")
-    draft.set("schedule.kind", "cosine", "Falls to zero by the end of the run.")
-    draft.set("schedule.warmup_fraction", 0.1, "A tenth of the run, as in the recipes of alignment-handbook.")
+    def _require_rows_that_fit(self) -> None:
+        """Raises BadInputError if a run would leave out most rows: its recipe would train next to nothing."""
+        draft, rows, model = self.draft, self.rows, self.model
+        given = draft.given.get("data.max_length")
+        limits = [limit for limit in (model.positions, given) if limit is not None]
+        is_cut = draft.get("data.long_rows") in ("truncate", "split")
+        longer = rows.longer_than(min(limits), model.positions) if limits and not is_cut else 0
+        if longer > MOST_LEFT_OUT * len(rows.lengths):
+            limit, most = min(limits), int(rows.lengths.max())
+            which = "data.max_length allows" if limit == given else "the model has positions for"
+            larger = f"a larger data.max_length (the longest row has {most:,} tokens), " if limit == given else ""
+            raise BadInputError(
+                f"data.train: {longer:,} of {counted(len(rows.lengths), 'row')} are longer than the {limit:,} tokens "
+                f"that {which}, and a run would leave them out; give {larger}shorter rows, a model with more "
+                "positions, or data.long_rows=truncate, which cuts them"
+            )
 
+    def _set_target_length(self, lengths: Ints) -> None:
+        most = covering(lengths, COVERED)
+        length = -(-most // ROUND_TARGETS_TO) * ROUND_TARGETS_TO
+        if self.model.positions is not None:
+            length = min(length, self.model.positions)
+        self.draft.set("data.max_target_length", length, f"{COVERED:.0%} of the targets have at most {most:,} tokens.")
 
-def _set_lengths(draft: Draft, method: Method, rows: Rows, model: Model) -> None:
-    """Sets the length of a sample, and what happens to longer rows."""
-    most = covering(rows.lengths, COVERED)
-    told = f"{COVERED:.0%} of the {counted(len(rows.lengths), 'row')} have at most {most:,} tokens."
-    spec, is_text = SPEC_OF[method.name], method.name == "pretrain"
-    if not is_text and not spec.has_classes:
-        _require_rows_that_fit(draft, rows, model)
-    wanted = min(TEXT_LENGTH, max(ROUND_TO, rows.num_tokens // FEWEST_STEPS)) if is_text else most
-    length = max(8, -(-wanted // ROUND_TO) * ROUND_TO)
-    if model.positions is not None and length > model.positions:
-        length = model.positions
-        told += f" The model has {model.positions:,} positions."
-    if is_text:
-        told += " Documents share samples, and longer ones are split."
-    draft.set("data.max_length", length, told)
-    if rows.target_lengths is not None:
-        _set_target_length(draft, rows.target_lengths, model)
-    longer = rows.longer_than(draft.get("data.max_length"), draft.get("data.max_target_length"))
-    if longer and not is_text:
-        # A text can be classified by its beginning. An answer cut short would teach the model to stop early.
-        cut = spec.has_classes
-        policy, what = ("truncate", "cut") if cut else ("drop", "left out")
-        told = f"{longer:,} of {counted(len(rows.lengths), 'row')} are longer and are {what}."
-        draft.set("data.long_rows", policy, told)
-    if not spec.padded:
-        why = "Short rows share a sample without padding, unless the run's first check finds that they see each other."
-        without = "This model takes no position_ids, so rows that share a sample would see each other."
-        # Null instead of true, which would end the run if that check fails.
-        draft.set("data.packing", *((None, why) if model.takes_positions else (False, without)))
+    def _num_samples(self) -> int:
+        """Returns the samples of one epoch, approximately."""
+        draft, rows = self.draft, self.rows
+        length: int = draft.get("data.max_length")
+        if draft.get("data.packing", False) is False:
+            return len(rows.lengths)
+        used = rows.lengths if self.method.name == "pretrain" else rows.lengths[rows.lengths <= length]
+        tried = used[:: -(-len(used) // MOST_ROWS_PACKED) or 1]
+        if not len(tried):
+            return 1
+        pieces = split(np.arange(len(tried)), tried, length).lengths()
+        return max(1, round((int(best_fit(pieces, length).max()) + 1) * len(used) / len(tried)))
 
+    def _samples_of_a_rank(self) -> int:
+        """Returns a step's samples on each rank, a power of two: the method's, or fewer for enough steps."""
+        draft, method = self.draft, self.method
+        samples = self._num_samples()
+        wanted = method.rows_per_step * samples / len(self.rows.lengths)
+        if method.name == "pretrain":
+            wanted = TOKENS_PER_STEP / draft.get("data.max_length")
+        enough = method.epochs * samples / FEWEST_STEPS
+        each = max(1, int(min(wanted, enough) * draft.get("sharding.sequence", 1) / self.machine.count))
+        return 1 << (each.bit_length() - 1)
 
-def _require_rows_that_fit(draft: Draft, rows: Rows, model: Model) -> None:
-    """Raises BadInputError if a run would leave out most rows: its recipe would train next to nothing."""
-    given = draft.given.get("data.max_length")
-    limits = [limit for limit in (model.positions, given) if limit is not None]
-    is_cut = draft.get("data.long_rows") in ("truncate", "split")
-    longer = rows.longer_than(min(limits), model.positions) if limits and not is_cut else 0
-    if longer > MOST_LEFT_OUT * len(rows.lengths):
-        limit, most = min(limits), int(rows.lengths.max())
-        which = "data.max_length allows" if limit == given else "the model has positions for"
-        larger = f"a larger data.max_length (the longest row has {most:,} tokens), " if limit == given else ""
-        raise BadInputError(
-            f"data.train: {longer:,} of {counted(len(rows.lengths), 'row')} are longer than the {limit:,} tokens that "
-            f"{which}, and a run would leave them out; give {larger}shorter rows, a model with more positions, or "
-            "data.long_rows=truncate, which cuts them"
+    def set_length_of_run(self) -> int:
+        """Sets epochs, evaluation and checkpoints; returns the approximate optimizer steps of the run."""
+        draft, method = self.draft, self.method
+        draft.set("training.num_epochs", method.epochs, f"As published recipes for method {method.name} do.")
+        count, samples = len(self.rows.lengths), self._num_samples()
+        if count >= FEWEST_ROWS_TO_HOLD_OUT:
+            share = float(f"{min(0.05 if count >= 400 else 0.1, MOST_ROWS_HELD_OUT / count):.2g}")
+            held_out = counted(round(share * count), "row")
+            draft.set("data.validation_fraction", share, f"About {held_out} are held out for evaluation.")
+        training = draft.recipe().training
+        per_step = training.micro_batch_size * training.gradient_accumulation_steps * self.machine.count
+        per_step //= draft.get("sharding.sequence", 1)  # ranks that share a row
+        steps = steps_of_run(
+            training, max(1, round(samples * (1 - (draft.get("data.validation_fraction") or 0)))), per_step
         )
+        every = max(1, steps // EVALUATIONS)
+        if draft.recipe().data.has_validation:
+            draft.set("training.eval_every_steps", every, f"{EVALUATIONS} times in about {counted(steps, 'step')}.")
+        draft.set(
+            "checkpoint.every_steps", every, "A run that is cut off resumes from the last checkpoint; two are kept."
+        )
+        return steps
 
+    def _settings_of_setup(self, setup: Setup) -> dict[str, Any]:
+        """Returns a setup's values by keys of the recipe; None is the default."""
+        checkpointing = setup.checkpointing
+        sequence = setup.sequence or self.draft.get("sharding.sequence")
+        return {
+            "sharding.strategy": setup.strategy.name,
+            "sharding.offload": "optimizer" if setup.offload else None,
+            "sharding.sequence": sequence,
+            "sharding.activation_checkpointing": None if checkpointing is None else checkpointing.every,
+            "training.micro_batch_size": setup.micro_batch_size,
+            "training.gradient_accumulation_steps": setup.accumulation,
+        }
 
-def _set_target_length(draft: Draft, lengths: Ints, model: Model) -> None:
-    most = covering(lengths, COVERED)
-    length = -(-most // ROUND_TARGETS_TO) * ROUND_TARGETS_TO
-    if model.positions is not None:
-        length = min(length, model.positions)
-    draft.set("data.max_target_length", length, f"{COVERED:.0%} of the targets have at most {most:,} tokens.")
+    def _is_allowed(self, setup: Setup) -> bool:
+        """Returns whether a setup has the given values."""
+        settings = self._settings_of_setup(setup)
+        given = {key: None if value == "none" else value for key, value in self.draft.given.items() if key in settings}
+        return all(value in (settings[key], "auto") for key, value in given.items())
 
+    def _set_setup(self, row: PlanRow, why: str) -> None:
+        """Sets what the plan recommends."""
+        settings = self._settings_of_setup(row.setup)
+        samples = (
+            row.setup.micro_batch_size
+            * row.setup.accumulation
+            * row.setup.ranks
+            // (settings["sharding.sequence"] or 1)
+        )
+        reasons = {
+            "sharding.strategy": f"Planned for {self.machine.words}: {why}.",
+            "sharding.offload": "Optimizer state is held in host memory, which frees room on the GPUs.",
+            "sharding.sequence": "So many ranks share a row, which frees room for its activations.",
+            "sharding.activation_checkpointing": (
+                "Blocks keep only their inputs and are computed twice, which frees room."
+            ),
+            "training.micro_batch_size": "The size that the plan finds fastest.",
+            "training.gradient_accumulation_steps": (
+                f"{counted(samples, 'sample')} a step, at most {row.tokens:,} tokens."
+            ),
+        }
+        for key, value in settings.items():
+            self.draft.drop(key)
+            if value is not None:
+                self.draft.set(key, value, reasons[key])
 
-def _num_samples(draft: Draft, method: Method, rows: Rows) -> int:
-    """Returns the samples of one epoch, approximately."""
-    length: int = draft.get("data.max_length")
-    if draft.get("data.packing", False) is False:
-        return len(rows.lengths)
-    used = rows.lengths if method.name == "pretrain" else rows.lengths[rows.lengths <= length]
-    tried = used[:: -(-len(used) // MOST_ROWS_PACKED) or 1]
-    if not len(tried):
-        return 1
-    pieces = split(np.arange(len(tried)), tried, length).lengths()
-    return max(1, round((int(best_fit(pieces, length).max()) + 1) * len(used) / len(tried)))
-
-
-def _samples_of_a_rank(draft: Draft, method: Method, rows: Rows, machine: Machine) -> int:
-    """Returns a step's samples on each rank, a power of two: the method's, or fewer so that there are enough steps."""
-    samples = _num_samples(draft, method, rows)
-    wanted = method.rows_per_step * samples / len(rows.lengths)
-    if method.name == "pretrain":
-        wanted = TOKENS_PER_STEP / draft.get("data.max_length")
-    enough = method.epochs * samples / FEWEST_STEPS
-    each = max(1, int(min(wanted, enough) * draft.get("sharding.sequence", 1) / machine.count))
-    return 1 << (each.bit_length() - 1)
-
-
-def _set_length_of_run(draft: Draft, method: Method, rows: Rows, machine: Machine) -> int:
-    """Sets epochs, evaluation and checkpoints; returns the approximate optimizer steps of the run."""
-    draft.set("training.num_epochs", method.epochs, f"As published recipes for method {method.name} do.")
-    count, samples = len(rows.lengths), _num_samples(draft, method, rows)
-    if count >= FEWEST_ROWS_TO_HOLD_OUT:
-        share = float(f"{min(0.05 if count >= 400 else 0.1, MOST_ROWS_HELD_OUT / count):.2g}")
-        held_out = counted(round(share * count), "row")
-        draft.set("data.validation_fraction", share, f"About {held_out} are held out for evaluation.")
-    training = draft.recipe().training
-    per_step = training.micro_batch_size * training.gradient_accumulation_steps * machine.count
-    per_step //= draft.get("sharding.sequence", 1)  # ranks that share a row
-    steps = steps_of_run(
-        training, max(1, round(samples * (1 - (draft.get("data.validation_fraction") or 0)))), per_step
-    )
-    every = max(1, steps // EVALUATIONS)
-    if draft.recipe().data.has_validation:
-        draft.set("training.eval_every_steps", every, f"{EVALUATIONS} times in about {counted(steps, 'step')}.")
-    draft.set("checkpoint.every_steps", every, "A run that is cut off resumes from the last checkpoint; two are kept.")
-    return steps
-
-
-def _settings_of_setup(draft: Draft, setup: Setup) -> dict[str, Any]:
-    """Returns a setup's values by keys of the recipe; None is the default."""
-    checkpointing = setup.checkpointing
-    sequence = setup.sequence or draft.get("sharding.sequence")
-    return {
-        "sharding.strategy": setup.strategy.name,
-        "sharding.offload": "optimizer" if setup.offload else None,
-        "sharding.sequence": sequence,
-        "sharding.activation_checkpointing": None if checkpointing is None else checkpointing.every,
-        "training.micro_batch_size": setup.micro_batch_size,
-        "training.gradient_accumulation_steps": setup.accumulation,
-    }
-
-
-def _is_allowed(draft: Draft, setup: Setup) -> bool:
-    """Returns whether a setup has the given values."""
-    settings = _settings_of_setup(draft, setup)
-    given = {key: None if value == "none" else value for key, value in draft.given.items() if key in settings}
-    return all(value in (settings[key], "auto") for key, value in given.items())
-
-
-def _set_setup(draft: Draft, row: PlanRow, why: str, machine: Machine) -> None:
-    """Sets what the plan recommends."""
-    settings = _settings_of_setup(draft, row.setup)
-    samples = (
-        row.setup.micro_batch_size * row.setup.accumulation * row.setup.ranks // (settings["sharding.sequence"] or 1)
-    )
-    reasons = {
-        "sharding.strategy": f"Planned for {machine.words}: {why}.",
-        "sharding.offload": "Optimizer state is held in host memory, which frees room on the GPUs.",
-        "sharding.sequence": "So many ranks share a row, which frees room for its activations.",
-        "sharding.activation_checkpointing": "Blocks keep only their inputs and are computed twice, which frees room.",
-        "training.micro_batch_size": "The size that the plan finds fastest.",
-        "training.gradient_accumulation_steps": f"{counted(samples, 'sample')} a step, at most {row.tokens:,} tokens.",
-    }
-    for key, value in settings.items():
-        draft.drop(key)
-        if value is not None:
-            draft.set(key, value, reasons[key])
-
-
-def _nothing_fits(method: Method, model: Model, draft: Draft, machine: Machine) -> str:
-    ways = [f"--method {method.smaller}"] if method.smaller is not None else []
-    ways += ["more devices"] if machine.count < machine.hardware.devices_per_node else []
-    return (
-        f"method {method.name} does not fit {machine.words} of {machine.hardware.memory_bytes / GIB:.0f} GiB with "
-        f"{model.num_parameters:,} parameters and rows of {draft.get('data.max_length'):,} tokens; "
-        f"try {', '.join([*ways, 'a smaller data.max_length', 'or a smaller model'])}"
-    )
+    def nothing_fits(self) -> str:
+        method, machine = self.method, self.machine
+        ways = [f"--method {method.smaller}"] if method.smaller is not None else []
+        ways += ["more devices"] if machine.count < machine.hardware.devices_per_node else []
+        return (
+            f"method {method.name} does not fit {machine.words} of {machine.hardware.memory_bytes / GIB:.0f} GiB with "
+            f"{self.model.num_parameters:,} parameters and rows of {self.draft.get('data.max_length'):,} tokens; "
+            f"try {', '.join([*ways, 'a smaller data.max_length', 'or a smaller model'])}"
+        )
 
 
 def _absolute(name: str) -> str:
