@@ -85,7 +85,9 @@ Other rows bring other keys:
 | key | shape | rows |
 |---|---|---|
 | `sources` | B, T | sources with a `name`: the number of a token's source |
-| `segments` | B, T | pairs and judged completions: the completion that a token is of |
+| `segments` | B, T | pairs, judged and sampled completions: the completion that a token is of |
+| `advantages` | R | sampled completions: how much better each is than the mean of its group |
+| `drawn` | B, T | sampled completions: the log-probability with which a learned token was drawn |
 | `reference` | R, 2 | pairs: log-probabilities by the reference |
 | `good` | R | judged completions (KTO): whether the answer is good |
 | `kl_...` | | judged completions: the same keys for mismatched completions |
@@ -174,7 +176,7 @@ def made() -> dict[str, Any]:
     known = objective.on_host(batch)
     targets = objective.targets(batch)
     loss_sum = objective.training_sums(model, known)[0].item()
-    losses = objective._losses_of_tokens(model, known).tolist()
+    losses = objective.losses_of_tokens(model, known).tolist()
     model.config._attn_implementation = "flash_attention_2"  # asked alone, not run: there is no GPU
     bounds = CausalLM(model).on_host(batch)
     return locals()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.tiny import objective_of
 from transformers import AutoTokenizer
 
 from toolkit.data.kinds.registry import rows_of
-from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import DataSection
 
@@ -42,8 +42,7 @@ def test_its_mean_is_that_of_each_row_alone_by_hand() -> None:
 
 def test_it_names_each_key_of_a_batch() -> None:
     data = DataSection(train=[{"path": "-"}], max_length=8)  # type: ignore[list-item]
-    sections = [ObjectiveSection(kind=kind, teacher="-" if spec.has_teacher else None) for kind, spec in SPECS.items()]
-    keys = {key for section in sections for key in rows_of(data, section).batch}
+    keys = {key for kind in SPECS for key in rows_of(data, objective_of(kind)).batch}
     added = {"counted", "shared", "bounds", "longest", "ends", "here", "learned", "positions_of_axes"}
     missing = [key for key in sorted(keys | added) if f"`{key}`" not in TEXT and not key.startswith("kl_")]
     assert not missing

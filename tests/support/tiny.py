@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 
 VOCAB_SIZE = 320
 SIZES = {
@@ -186,6 +187,17 @@ def recipe_values(model: Path, data: Path, output: Path, cache: Path, **training
 def with_sections(values: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A recipe's values, with fields of its sections added or replaced."""
     return {**values, **{name: {**values.get(name, {}), **fields} for name, fields in sections.items()}}
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "distillation": {"teacher": "-"},
+    "grpo": {"max_new_tokens": 8, "group_size": 2, "rewards": [{"name": "any", "match": "a"}]},
+}
+
+
+def objective_of(kind: str) -> ObjectiveSection:
+    """An objective with the settings that it must have."""
+    return ObjectiveSection.model_validate({"kind": kind, **NEEDED.get(kind, {})})
 
 
 def unfinish(run: Path) -> None:

@@ -85,6 +85,7 @@ class Manifest:
         named: a digest of each further file that the recipe names, by its field. Older versions recorded none.
         scorer: the fingerprint of the source of the function that scores answers, or None if there is none.
         extensions: the states of the user's own extensions, by their fields.
+        rewards: the fingerprint of the source of each function that rewards completions, by the reward's name.
         non_finite: what is not finite in it, in words, or None if its weights and its step are finite.
         loads: the number of steps since the last record of expert loads, and their sums. None without experts.
         tensors: the dtype and the whole shape of each tensor, by name.
@@ -111,6 +112,7 @@ class Manifest:
     named: dict[str, str] = field(default_factory=dict)
     scorer: str | None = None
     extensions: dict[str, Any] = field(default_factory=dict)
+    rewards: dict[str, str] = field(default_factory=dict)
     non_finite: str | None = None
     loads: tuple[int, list[list[float]]] | None = None
     merit: float | None = None

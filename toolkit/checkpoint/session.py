@@ -172,7 +172,7 @@ class RunCheckpoints(Extension):
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
-            eval_loss=evals[-1]["loss"] if evals else None,
+            eval_loss=evals[-1].get("loss") if evals else None,
             merit=merit if math.isfinite(merit) else None,
             non_finite=_non_finite_step(trainer),
             **_merge(extension.state() for extension in trainer.extensions),

@@ -116,6 +116,10 @@ COLUMNS_OF_KEYS = (*FEATURES, "label", "tags", "split", "margin", "shard")
 """The columns of all documents in version 0.2, of which the names of their folders are digests, too; they stay."""
 
 
+LATER = frozenset({"group_size", "max_new_tokens", "rollout_batch_size", "scale_rewards", "mask_truncated"})
+"""Fields of `ObjectiveSection` that are no part of the key of samples where they are not set."""
+
+
 class Builder:
     """Makes samples for one recipe."""
 
@@ -146,7 +150,9 @@ class Builder:
         # Here the seed only chooses what is held out. Without that, every seed finds the same samples in the cache.
         seed = self.seed if self.data.validation_fraction is not None else None
         # A run resumes with files that were moved: their place decides the names of rows, not what is learned.
-        objective = self.objective.model_dump()
+        # Rewards do not change the rows. Settings that came after version 0.2 count where they are set.
+        objective = self.objective.model_dump(exclude={"rewards"})
+        objective = {name: value for name, value in objective.items() if value is not None or name not in LATER}
         if self.objective.own_loss is not None:
             objective["loss"] = None  # the same rows as without it, wherever the file is
         fingerprint = digest("samples", folders, weights, fields, seed, objective)
@@ -301,7 +307,7 @@ class Builder:
         warnings = reports.warnings(splits)
         # A classifier writes nothing, nor does a reward model, so they need no token to stop at.
         # A target ends with one in any case.
-        if train is not None and self.objective.spec.predicts_next_tokens:
+        if train is not None and self.objective.spec.predicts_next_tokens and self.kind.learns_tokens:
             warnings += reports.unclosed(self.tokenizer, train.rows, train.kept, self.kind.targets != "all")
         examples = {}
         if train is not None:

@@ -8,6 +8,7 @@ from toolkit.model.attention.positions import takes_positions
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.distillation import Distillation
+from toolkit.objectives.grpo import Grpo
 from toolkit.objectives.kto import Kto
 from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.objectives.own_loss import OwnLoss
@@ -26,6 +27,7 @@ CLASSES: dict[str, type[Objective]] = {
     "reward": Reward,
     "kto": Kto,
     "distillation": Distillation,
+    "grpo": Grpo,
 }
 """`objective.kind` -> its class."""
 

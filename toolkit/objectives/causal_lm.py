@@ -146,10 +146,10 @@ class CausalLM(Objective):
         if "sources" not in batch:
             loss = self.loss_sum(model, batch)
             return loss, loss.new_zeros(2 * len(self._sources))
-        losses = self._losses_of_tokens(model, batch)
+        losses = self.losses_of_tokens(model, batch)
         return losses.sum(), self._sums_by_source(losses.detach(), batch).flatten().float()
 
-    def _losses_of_tokens(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+    def losses_of_tokens(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the loss of each token, (B * T,), float32; it is 0 without a target."""
         if isinstance(self.head_loss, HeadLoss):
             with rows_of(batch):
@@ -232,7 +232,7 @@ class CausalLM(Objective):
         counted = (self.targets(batch) != IGNORED).sum().double()
         if "sources" not in batch:
             return torch.stack([self.loss_sum(model, batch).double(), counted])
-        losses = self._losses_of_tokens(model, batch)
+        losses = self.losses_of_tokens(model, batch)
         return torch.cat([torch.stack([losses.double().sum(), counted]), self._sums_by_source(losses, batch).flatten()])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class OwnLoss(CausalLM):
             if "log_probabilities" in self.takes:
                 found["log_probabilities"] = -F.cross_entropy(found["logits"], found["labels"], reduction="none")
         else:
-            found["log_probabilities"] = -self._losses_of_tokens(model, batch)[places]
+            found["log_probabilities"] = -self.losses_of_tokens(model, batch)[places]
         return {**found, **of_rows(rows, int(batch[NUM_ROWS]) if NUM_ROWS in batch else None)}
 
     def sum_and_count(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:

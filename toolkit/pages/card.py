@@ -13,6 +13,7 @@ import yaml
 
 from toolkit.data.layouts.template_arguments import OF_ROW
 from toolkit.errors import listed
+from toolkit.pages.parts.run_metrics import samples_itself
 from toolkit.paths import is_file_source, source_name
 from toolkit.recipe.load import read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
@@ -211,12 +212,13 @@ def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
 
 def draw_losses(axes: Any, metrics: list[dict[str, Any]]) -> None:
     """Draws the losses in training and on held-out data over the optimizer steps."""
+    field = "reward" if samples_itself(metrics) else "loss"
     for split, style, label in (("train", "-", "training"), ("eval", "o-", "held out")):
-        points = [(r["step"], r["loss"]) for r in metrics if r["split"] == split and r["loss"] is not None]
+        points = [(r["step"], r[field]) for r in metrics if r["split"] == split and r.get(field) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=4)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss")
+    axes.set_ylabel(field)
     if axes.has_data():
         axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

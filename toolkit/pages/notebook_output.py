@@ -10,8 +10,8 @@ from typing import Any
 from toolkit.pages.parts.charts import chart_card
 from toolkit.pages.parts.number_text import finite
 from toolkit.pages.parts.page import ChartCard, render
-from toolkit.pages.parts.run_metrics import Metrics, column, split_lines
-from toolkit.pages.run_page import lead_of, loss_chart
+from toolkit.pages.parts.run_metrics import Metrics, column, samples_itself, split_lines
+from toolkit.pages.run_page import lead_of, main_chart
 from toolkit.terminal import clock
 
 SIZE_PX = (700, 220)
@@ -26,7 +26,7 @@ def curve_of(metrics: Metrics) -> ChartCard | None:
     train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
     if not train and not evals:
         return None
-    return chart_card(replace(loss_chart(train, evals), name="notebook-loss", sizes=(SIZE_PX,)))
+    return chart_card(replace(main_chart(train, evals), name="notebook-loss", sizes=(SIZE_PX,)))
 
 
 def progress_output(
@@ -37,7 +37,8 @@ def progress_output(
     step = max((line["step"] for line in train + evals), default=0)
     told = [f"step {step:,} of {num_steps:,}"]
     told += [f"{clock(seconds_left)} left"] if seconds_left else []
-    told += [f"loss {loss:.4f}" for loss in finite(column(train, "loss"))[-1:]]
+    main = "reward" if samples_itself(train) else "loss"
+    told += [f"{main} {value:.4f}" for value in finite(column(train, main))[-1:]]
     told += [f"held-out loss {loss:.4f}" for loss in finite(column(evals, "loss"))[-1:]]
     text = ", ".join(told)
     return _output(text, text=text, step=step, num_steps=num_steps, curve=curve, summary=summary)

@@ -28,7 +28,7 @@ from toolkit.pages.parts.number_text import (
     number,
 )
 from toolkit.pages.parts.page import ChartCard, Note, Table, Tile, render, script, script_policy, write_page
-from toolkit.pages.parts.run_metrics import Metrics, NonFinite, column, non_finite, split_lines
+from toolkit.pages.parts.run_metrics import Metrics, NonFinite, column, non_finite, samples_itself, split_lines
 from toolkit.pages.parts.side_by_side import SideBySide, prompts_and_answers
 from toolkit.pages.parts.svg import NARROW_PX, WIDE_PX
 from toolkit.pages.status import SCRIPT as STATUS_SCRIPT
@@ -85,7 +85,7 @@ def render_report(summary: RunSummary) -> str:
         status_note="" if status is None else status_note(status),
         policy=script_policy(*([SCRIPT] if loss_chart else []), *([] if status is None else [STATUS_SCRIPT])),
         script=script(SCRIPT) if loss_chart else "",
-        doubts=Note("doubts", "Check this run.", "", summary.doubts) if summary.doubts else None,
+        doubts=Note("doubts", "Look at this run.", "", summary.doubts) if summary.doubts else None,
         non_finite=_non_finite_note(non_finite(train + evals)),
         tiles=_tiles(train, evals, summary),
         loss_chart=loss_chart,
@@ -108,8 +108,11 @@ def render_report(summary: RunSummary) -> str:
 
 def lead_of(train: Metrics, evals: Metrics) -> str:
     """Returns the result of the run in a sentence, or an empty text if nothing was logged."""
-    what = "on held-out data" if evals else "in training"
-    ends = _first_and_last(column(evals, "loss")) if evals else _median_ends(column(train, "loss"))
+    field, what, ends = "the loss", "in training", _median_ends(column(train, "loss"))
+    if samples_itself(train):
+        field, what, ends = "the mean reward", "of the model's samples", _median_ends(column(train, "reward"))
+    elif evals:
+        what, ends = "on held-out data", _first_and_last(column(evals, "loss"))
     if not train or len(ends) < 2:
         return ""
     before, after = (_format_loss(loss) for loss in ends)
@@ -121,7 +124,7 @@ def lead_of(train: Metrics, evals: Metrics) -> str:
         told = f"went from {before} to {after}"
     steps, tokens = counted(train[-1]["step"], "step"), number(train[-1].get("tokens"))
     on = f" on {format_short(tokens)} tokens" if math.isfinite(tokens) else ""
-    return f"In {steps}{on}, the loss {what} {told}."
+    return f"In {steps}{on}, {field} {what} {told}."
 
 
 def _first_and_last(values: Sequence[float]) -> list[float]:
@@ -139,13 +142,20 @@ def _median_ends(losses: Sequence[float]) -> list[float]:
 def _tiles(train: Metrics, evals: Metrics, summary: RunSummary) -> list[Tile | None]:
     held_out = "no evaluation yet" if summary.data_report.get("validation") else "no held-out data"
     return [
-        _eval_loss_tile(evals) if evals else _train_loss_tile(train, held_out),
+        _main_tile(train, evals, held_out),
         figure_tile(evals),
         _tokens_tile(train),
         _duration_tile(train, summary.facts),
         _throughput_tile(train),
         _memory_tile(train),
     ]
+
+
+def _main_tile(train: Metrics, evals: Metrics, held_out: str) -> Tile:
+    if samples_itself(train):
+        values = [f"{reward:.3f}" for reward in _median_ends(column(train, "reward"))] or [MISSING]
+        return Tile("tile-reward", "Reward", values, "of the model's own samples; higher is better")
+    return _eval_loss_tile(evals) if evals else _train_loss_tile(train, held_out)
 
 
 def _eval_loss_tile(evals: Metrics) -> Tile:
@@ -193,7 +203,7 @@ def _tokens_tile(train: Metrics) -> Tile:
     counts = {"target_tokens": "with loss", "pairs": "pairs", "rows": "rows", "samples": "samples"}
     parts = {what: number(last.get(key)) for key, what in counts.items()}
     note = ", ".join(f"{format_short(value)} {what}" for what, value in _without_equal_counts(parts).items())
-    plain = "tokens (word pieces) that were read"
+    plain = "pieces of words that were read"
     return Tile("tile-tokens", "Tokens trained", [format_short(number(last.get("tokens")))], plain, note)
 
 
@@ -261,10 +271,14 @@ def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[Char
         _throughput_chart(train, x_range),
         _memory_chart(train, x_range),
     ]
+    own = samples_itself(train)
+    if own:
+        title = "Loss (of fresh samples only its gradient matters)"
+        small.append(_train_chart("loss", title, train, "loss", x_range, from_zero=False))
     small = [chart for chart in small if chart.values()]
     # Two stand side by side; the last of an odd number would leave a hole beside it.
     wide = [replace(small.pop(), sizes=(WIDE_PX, NARROW_PX))] if len(small) % 2 else []
-    loss = curve_card(loss_chart(train, evals))
+    loss = curve_card(main_chart(train, evals))
     return loss, [curve_card(chart) for chart in small], [curve_card(chart) for chart in wide]
 
 
@@ -272,6 +286,11 @@ def _step_range(train: Metrics, evals: Metrics) -> tuple[int, int]:
     """Returns one range for all charts, so that a step is at the same place in each."""
     steps = [line["step"] for line in train + evals]
     return min(steps), max(steps)
+
+
+def main_chart(train: Metrics, evals: Metrics) -> Chart:
+    """Returns the chart of what says how the run goes: the loss, or the rewards of its own samples."""
+    return reward_chart(train) if samples_itself(train) else loss_chart(train, evals)
 
 
 def loss_chart(train: Metrics, evals: Metrics) -> Chart:
@@ -286,6 +305,16 @@ def loss_chart(train: Metrics, evals: Metrics) -> Chart:
         _step_range(train, evals),
         from_zero=False,
         sizes=(WIDE_PX, NARROW_PX),
+    )
+
+
+def reward_chart(train: Metrics) -> Chart:
+    """Returns the chart of the mean reward of the model's samples, and of each reward if there are several."""
+    names = sorted({field for line in train for field in line if field.startswith("reward/")})
+    parts = [_train_series(name.removeprefix("reward/"), train, name, variable="muted") for name in names]
+    series = [*smoothed(_train_series("all", train, "reward")), *(parts if len(parts) > 1 else [])]
+    return Chart(
+        "loss", "Reward of the samples", series, [], _step_range(train, []), from_zero=False, sizes=(WIDE_PX, NARROW_PX)
     )
 
 
@@ -397,16 +426,21 @@ def _profile_table(seconds: dict[str, float] | None) -> Table:
 
 
 def _evaluations_table(evals: Metrics) -> Table:
-    figures = figures_of(evals)
+    figures, has_loss = figures_of(evals), any("loss" in line for line in evals)
     rows = [
         (
             f"{line['step']:,}",
-            _format_loss(number(line.get("loss"))),
+            *([_format_loss(number(line.get("loss")))] if has_loss else []),
             *(figure.written(number(line.get(figure.field))) for figure in figures),
         )
         for line in evenly_spaced(evals, MAX_TABLE_ROWS)
     ]
-    return Table("evaluations", "Evaluations", ("Step", "Loss", *(figure.title for figure in figures)), rows)
+    return Table(
+        "evaluations",
+        "Evaluations",
+        ("Step", *(["Loss"] if has_loss else []), *(figure.title for figure in figures)),
+        rows,
+    )
 
 
 def _unit_rows(units: list[dict[str, Any]]) -> list[tuple[str, ...]]:

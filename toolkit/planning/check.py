@@ -14,7 +14,7 @@ from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.planning.accumulation import settle
 from toolkit.planning.memory.replay import Memory
-from toolkit.planning.planner import ANSWERS, HEADROOM, Planner, standing_bytes
+from toolkit.planning.planner import ANSWERS, HEADROOM, ROLLOUT, Planner, standing_bytes
 from toolkit.planning.setup import Setup, smaller_setups
 from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
 from toolkit.planning.workload.image_workload import with_images
@@ -39,6 +39,7 @@ class Planned:
         why: the reason for the choice of `auto`.
         problem: why the model cannot be probed.
         process: bytes that a CPU rank's process held before the run's state: Python, libraries and data.
+        gathers_whole: whether completions are sampled with the whole model on each rank, as there is room for it.
     """
 
     peak: Memory | None
@@ -48,6 +49,7 @@ class Planned:
     why: str = ""
     problem: str = ""
     process: int = 0
+    gathers_whole: bool = False
 
     @property
     def peak_bytes(self) -> int | None:
@@ -111,12 +113,16 @@ def plan_run(
             why = "the speed of this device is not known"
         elif recipe.sharding.accumulate == "auto":
             setup, why = settle(planner, setup, lambda row: _fits_well(row.peak, row.setup, room - process, device))
-        peak = planner.peak(setup)
+        whole = planner.rollout(setup, whole=True)
+        gathers_whole = whole is not None and _fits_well(whole, setup, room - process, device)
+        peak = max(planner.peak(setup), *([whole] if whole and gathers_whole else []), key=lambda moment: moment.total)
         if device.type != "cpu":
             _require_host_memory(planner.rank_host_bytes(setup))
     except UnplannableError as error:  # a model that cannot be planned may still train
         return Planned(None, room, last, setup.by_block, "not planned", first_line(error))
-    planned = Planned(peak, room, setup.checkpointing, setup.by_block, why, process=process)
+    planned = Planned(
+        peak, room, setup.checkpointing, setup.by_block, why, process=process, gathers_whole=gathers_whole
+    )
     # Without headroom: only what is impossible is refused; a tight run is reported and tried.
     if process + peak.total > room:
         raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, room - process)}")
@@ -156,6 +162,8 @@ def _advice(planner: Planner, setup: Setup, room: int) -> str:
     """Names the single changes after which the run would fit."""
     if planner.peak(setup).moment == ANSWERS:
         return "Lower answers.batch_size or answers.max_new_tokens"
+    if planner.peak(setup).moment == ROLLOUT:
+        return "Lower objective.rollout_batch_size or objective.max_new_tokens"
     changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.can_chunk)
     fitting = [change for change, changed in changes if planner.peak(changed).total <= room]
     if fitting:

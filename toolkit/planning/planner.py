@@ -51,6 +51,9 @@ WORKSPACE_BYTES = 32 * 2**20
 ANSWERS = "answers to held-out prompts"
 """Name of the moment of an evaluation in which answers are written."""
 
+ROLLOUT = "sampling of completions"
+"""Name of the moment before a step in which the model samples what the step learns from."""
+
 SAVE = "save"
 """Name of the moment between two steps in which a CPU rank writes a checkpoint."""
 
@@ -107,7 +110,7 @@ class Planner:
     def __init__(self, recipe: Recipe, workload: Workload, hardware: Hardware) -> None:
         self.recipe, self.workload, self.hardware = recipe, workload, hardware
         self._probes: dict[tuple[bool, int, Checkpointing | None], Probe] = {}
-        self._answerings: dict[bool, Answering] = {}
+        self._writings: dict[tuple[bool, int, int, int], Answering] = {}
         self._on_shared_rows: dict[int, Planner] = {}
 
     def on_shared_rows(self, sequence: int) -> Planner:
@@ -227,34 +230,69 @@ class Planner:
         if self._pauses_to_save:
             saved = replace(between, moment=SAVE, optimizer=between.optimizer + self._saving_bytes(setup))
             found = [*found, saved] if saved.total > between.total else found
-        return found if self.recipe.answers.file is None else [*found, self._answers(setup, found, between)]
+        written = []
+        if self.recipe.answers.file is not None:
+            section, length = self.recipe.answers, self.recipe.data.max_length
+            written.append(
+                self._written(setup, found, between, ANSWERS, (section.batch_size, length, section.max_new_tokens))
+            )
+        if self.recipe.objective.spec.samples_itself:
+            written.append(self._written(setup, found, between, ROLLOUT, self._rollout_shape))
+        return [*found, *written]
+
+    @property
+    def _rollout_shape(self) -> tuple[int, int, int]:
+        """Rows of a batch that is sampled, and the most tokens of a prompt and of a completion."""
+        section, training = self.recipe.objective, self.recipe.training
+        assert section.max_new_tokens is not None
+        rows = section.rollout_batch_size or training.micro_batch_size
+        return rows, self.recipe.data.max_length - section.max_new_tokens, section.max_new_tokens
+
+    def rollout(self, setup: Setup, whole: bool) -> Memory | None:
+        """Returns what a rank holds while the model samples, with all units gathered if `whole`; None if it does not.
+
+        Raises:
+            UnplannableError: if the model cannot run on tensors without values.
+        """
+        found = next((moment for moment in self.moments(setup) if moment.moment == ROLLOUT), None)
+        if found is None or not whole or not setup.strategy.sharded:
+            return found
+        compute = COMPUTE_BYTES[self.workload.mixed_precision]
+        gathered = sum(int(p.numel * (compute or p.held)) for unit in self.units for p in unit.parameters)
+        return replace(found, gathered=max(found.gathered, gathered))
 
     @property
     def _pauses_to_save(self) -> bool:
         """Whether a save is over before the next step takes memory for itself."""
         return self.hardware.device_type == "cpu" and not self.recipe.checkpoint.copies_from("cpu")
 
-    def _answers(self, setup: Setup, step: Sequence[Memory], between: Memory) -> Memory:
-        """Returns the moment of writing a batch of answers: state between steps, gathered units, and the cache."""
+    def _written(
+        self, setup: Setup, step: Sequence[Memory], between: Memory, name: str, shape: tuple[int, int, int]
+    ) -> Memory:
+        """Returns the moment in which a batch is written: state between steps, gathered units, and the cache.
+
+        Args:
+            shape: rows, and the most tokens of a prompt and of what is written behind it.
+        """
         forwards = [moment for moment in step if moment.moment.startswith(FORWARDS)]
         return replace(
             between,
-            moment=ANSWERS,
+            moment=name,
             gathered=max(moment.gathered + moment.communication for moment in forwards),
-            activations=self._answering(not setup.strategy.sharded).peak,
+            activations=self._writing(not setup.strategy.sharded, *shape).peak,
         )
 
-    def _answering(self, whole: bool) -> Answering:
-        """Probes answers to prompts as long as rows may be, by a whole model, as under DDP, or a sharded one."""
-        if whole not in self._answerings:
-            section, positions = self.recipe.answers, num_positions(self.workload.model)
-            prompt, answer = self.recipe.data.max_length, section.max_new_tokens
+    def _writing(self, whole: bool, rows: int, prompt: int, answer: int) -> Answering:
+        """Probes completions behind prompts of this length, by a whole model, as under DDP, or a sharded one."""
+        key = whole, rows, prompt, answer
+        if key not in self._writings:
+            positions = num_positions(self.workload.model)
             if positions is not None:  # an encoder-decoder's target may use all positions
                 before = 0 if self.recipe.objective.spec.encoder_decoder else prompt
                 answer = max(2, min(answer, positions - before))
             with self._without_values():
-                self._answerings[whole] = answering(self.workload, section.batch_size, prompt, answer, whole)
-        return self._answerings[whole]
+                self._writings[key] = answering(self.workload, rows, prompt, answer, whole)
+        return self._writings[key]
 
     def _moments_of_own_batch(self, setup: Setup) -> list[Memory]:
         shapes, layout = [*self.teacher_units, *self.units], self.layout(setup)

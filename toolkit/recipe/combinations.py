@@ -254,6 +254,45 @@ COMBINATIONS = (
         "as an adapter of random weights fits no model that could be loaded later",
         "set export.merge=true, or model.name_or_path",
     ),
+    # A model that samples what it learns from
+    Combination(
+        ("held-out rows", "own samples"),
+        DEFINITION,
+        "which has no loss on given rows",
+        "set answers.file to held-out prompts with answers instead",
+    ),
+    Combination(
+        ("early stopping", "best by loss", "own samples"),
+        DEFINITION,
+        "which has no held-out loss",
+        "set training.best_by=answers",
+    ),
+    Combination(
+        ("best checkpoint", "best by loss", "own samples"),
+        DEFINITION,
+        "which has no held-out loss",
+        "set training.best_by=answers",
+    ),
+    Combination(
+        ("held-out samples", "own samples"),
+        DEFINITION,
+        "whose held-out prompts are answered by answers.file",
+        "remove it",
+        is_idle=True,
+    ),
+    Combination(
+        ("dropout", "own samples"),
+        DEFINITION,
+        "which would learn from samples of another model than the one that drew them",
+        "set adapter.dropout=0",
+    ),
+    Combination(("streaming", "own samples"), NOT_BUILT, "", "remove it"),
+    Combination(("sequence", "own samples"), NOT_BUILT, "", "set sharding.sequence=1"),
+    Combination(("experts", "own samples"), NOT_BUILT, "", "set sharding.experts=1"),
+    Combination(
+        ("compile", "own samples"), NOT_BUILT, "whose rows have another length in each step", "remove training.compile"
+    ),
+    Combination(("targets", "own samples"), DEFINITION, "whose completions are learned", "remove it", is_idle=True),
     # Images
     Combination(("sequence", "images"), NOT_BUILT, "which stand in one part of a row", "set sharding.sequence=1"),
     Combination(("experts", "images"), NOT_BUILT, "", "set sharding.experts=1"),

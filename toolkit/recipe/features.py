@@ -101,6 +101,12 @@ def _feature_of_strategies(*names: str) -> Feature:
     return Feature("strategy {strategy}", lambda settings: settings.strategy in names)
 
 
+def _lacks_held_out_rows(settings: Settings) -> bool:
+    """Tells whether nothing is evaluated. A run that samples itself has held-out prompts instead of rows."""
+    held_out = {"data.validation", "data.validation_fraction"}
+    return settings.given.isdisjoint(held_out | ({"answers.file"} if settings.objective.samples_itself else set()))
+
+
 FEATURES = {
     "ddp": _feature_of_strategies("ddp"),
     "zero1, zero2": _feature_of_strategies("zero1", "zero2"),
@@ -171,7 +177,11 @@ FEATURES = {
     ),
     "evaluations": _feature_of_fields("training.eval_every_steps"),
     "no evaluations": _feature_without("training.eval_every_steps"),
-    "no held-out rows": _feature_without("data.validation", "data.validation_fraction"),
+    "held-out rows": _feature_of_fields("data.validation", "data.validation_fraction"),
+    "no held-out rows": Feature("without data.validation or data.validation_fraction", _lacks_held_out_rows),
+    "own samples": _feature_of_objective(lambda spec: spec.samples_itself),
+    "best by loss": _feature_without("training.best_by answers"),
+    "dropout": _feature_of_fields("adapter.dropout"),
     "checkpoints between evaluations": Feature(
         "training.eval_every_steps {eval_steps} and checkpoint.every_steps {save_steps}",
         lambda settings: bool(

@@ -116,7 +116,7 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
         ("data", ("train", "validation", "map")),
         ("model", ("name_or_path", "tokenizer")),
         ("adapter", ("start_from",)),
-        ("objective", ("teacher", "loss")),
+        ("objective", ("teacher", "loss", "rewards")),
         ("answers", ("file", "score")),
         ("training", ("extensions",)),
     ):
@@ -133,9 +133,14 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
                 fields[key] = _absolute_source(source, folder)
 
 
+FILES_OF_ITEMS = ("path", "score", "model")
+"""Keys of sources and rewards that name files."""
+
+
 def _absolute_source(source: Any, folder: Path) -> Any:
-    if isinstance(source, dict) and isinstance(source.get("path"), str):
-        return {**source, "path": _absolute_path(source["path"], folder)}
+    if isinstance(source, dict):
+        named = {key: source[key] for key in FILES_OF_ITEMS if isinstance(source.get(key), str)}
+        return {**source, **{key: _absolute_path(value, folder) for key, value in named.items()}}
     return _absolute_path(source, folder) if isinstance(source, str) else source
 
 

@@ -195,6 +195,8 @@ def _section_values(section: Section) -> dict[str, Any]:
             written[name] = _section_values(value)
         elif isinstance(value, list) and value and isinstance(value[0], SourceSection):
             written[name] = [_source_value(source) for source in value]
+        elif isinstance(value, list) and value and isinstance(value[0], Section):
+            written[name] = [item.model_dump(exclude_defaults=True) for item in value]
         elif not _is_conditional(section, name):
             written[name] = value
     return written
@@ -264,6 +266,7 @@ def _fields_set(recipe: Recipe) -> frozenset[str]:
         "data.columns.margin": columns.margin is not None,
         "data.train: name": any(source.name for source in data.train),
         "data.validation: name": any(source.name for source in data.validation or []),
+        "adapter.dropout": recipe.adapter.dropout > 0,
         "adapter.start_from": recipe.adapter.start_from is not None,
         "answers.file": recipe.answers.file is not None,
         "answers.every_evaluations above 1": recipe.answers.every_evaluations > 1,

@@ -25,11 +25,11 @@ from toolkit.paths import configuration_digest, folder_on_this_machine
 from toolkit.planning.time.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.folder import write_beginning, write_data_report
+from toolkit.run.shown.held_out_samples import HeldOutSamples
 from toolkit.run.shown.live_report import LiveReport
-from toolkit.run.shown.trackers import Trackers, config_of
 from toolkit.run.stages.accelerator import inner_optimizer
 from toolkit.run.stages.answers import Answers
-from toolkit.run.stages.held_out_samples import HeldOutSamples
+from toolkit.run.stages.rollouts import RolloutRecords, Rollouts
 from toolkit.run.stages.rows import build_evaluation
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.training.durable_writes import patiently
@@ -41,6 +41,7 @@ from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.extensions.non_finite import NonFiniteSteps, require_some_steps
 from toolkit.training.extensions.own import OwnExtensions
 from toolkit.training.extensions.records import Records
+from toolkit.training.loop_state import Windows
 from toolkit.training.metrics import Metrics
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
@@ -56,13 +57,11 @@ class Fitted:
         records: the records of metrics.jsonl.
         step_seconds: seconds by kind of a profiled step, or None if no step was profiled.
         missing: why the last checkpoint is not in the store, or None if it is or there is no store.
-        trackers: the trackers of this run, which are given its report at the end.
     """
 
     records: list[dict[str, Any]]
     step_seconds: dict[str, float] | None
     missing: str | None
-    trackers: Trackers
 
 
 def fit(
@@ -72,7 +71,6 @@ def fit(
     store: StorePath | None,
     heartbeat: Heartbeat,
     live: LiveReport,
-    facts: dict[str, str],
 ) -> Fitted:
     """Trains to the run's end, from the beginning or from the checkpoint `found`. Collective.
 
@@ -82,8 +80,7 @@ def fit(
     """
     recipe, accelerator, output_dir, console = opened.recipe, opened.accelerator, opened.output_dir, opened.console
     ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.fit, run.tokenizer))
-    trackers = Trackers(accelerator, recipe, output_dir, console.warn)
-    ranks.on_first_rank(lambda: trackers.start(config_of(recipe, run.planned, facts), found.start is not None))
+    accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
     set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
     if found.start is not None:
         console.print(_resumed_from(found), markup=False)
@@ -99,13 +96,14 @@ def fit(
             run.planned.peak_bytes,
             live.record,
             live.output is None,
-            trackers.log,
         ) as metrics,
     ):
         checkpoints = _checkpoints_of(opened, run, metrics, store, heartbeat)
         samples = HeldOutSamples(opened, run, metrics, heartbeat)
         extensions = _extensions_of(opened, run, metrics, checkpoints, profile, heartbeat)
-        trainer = _build_trainer(opened, run, [stop, *extensions, samples])
+        rollouts = Rollouts(opened, run, heartbeat) if recipe.objective.spec.samples_itself else None
+        of_rollouts = [] if rollouts is None else [RolloutRecords(rollouts)]
+        trainer = _build_trainer(opened, run, rollouts or run.windows, [stop, *of_rollouts, *extensions, samples])
         if found.start is not None:
             checkpoints.restore(*found.start, trainer, trainer.schedule, run.num_positions)
             if (told := changed_rate(trainer.schedule, metrics.records)) is not None:
@@ -124,7 +122,7 @@ def fit(
         console.print(_where_time_went(profile.seconds), markup=False)
     if run.data.stream is not None:
         _report_stream(opened, run)
-    return Fitted(metrics.records, profile.seconds if profile is not None else None, checkpoints.missing, trackers)
+    return Fitted(metrics.records, profile.seconds if profile is not None else None, checkpoints.missing)
 
 
 def _checkpoints_of(
@@ -165,7 +163,7 @@ def _named_files(recipe: Recipe) -> dict[str, str]:
     return {field: known for field, known in found.items() if known is not None}
 
 
-def _build_trainer(opened: OpenedRun, run: PreparedRun, extensions: Sequence[Extension]) -> Trainer:
+def _build_trainer(opened: OpenedRun, run: PreparedRun, windows: Windows, extensions: Sequence[Extension]) -> Trainer:
     recipe, accelerator, optimizer = opened.recipe, opened.accelerator, run.sharded.optimizer
     return Trainer(
         accelerator,
@@ -174,7 +172,7 @@ def _build_trainer(opened: OpenedRun, run: PreparedRun, extensions: Sequence[Ext
         build_schedule(inner_optimizer(optimizer), recipe.schedule, run.num_steps),
         run.objective,
         recipe.training,
-        run.windows,
+        windows,
         evaluation=build_evaluation(accelerator, recipe, run.data),
         by_block=run.accumulation.by_block,
         balance=run.balance,
@@ -237,6 +235,12 @@ def _where_time_went(seconds: dict[str, float] | None) -> str:
     whole = sum(seconds.values())
     parts = ", ".join(f"{kind} {part / whole:.1%}" for kind, part in seconds.items())
     return f"   profile: {whole:.3f} s a step: {parts}"
+
+
+def _tracker_config(recipe: Recipe) -> dict[str, Any]:
+    """Flattens the recipe to plain values, which is what trackers take."""
+    plain = {key: value for key, (value, _) in recipe.origins().items()}
+    return {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in plain.items()}
 
 
 def _flops(accelerator: Accelerator, model: nn.Module) -> tuple[ModelFlops, float] | None:

@@ -19,7 +19,12 @@ class Windows(Protocol):
     """Yields the micro-batches of one optimizer step at a time, equally many on every rank.
 
     `state_at` returns, as plain JSON, the state that `resume` needs besides the position in the data.
+
+    Attributes:
+        fresh: whether each is made with the weights of its step, so that none can be made ahead.
     """
+
+    fresh: bool
 
     def __iter__(self) -> Iterator[list[Batch]]: ...
 

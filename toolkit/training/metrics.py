@@ -1,9 +1,10 @@
-"""Writes the records of a run to `metrics.jsonl` and the trackers, and shows its progress."""
+"""Writes the records of a run to `metrics.jsonl` and Accelerate's trackers, and shows its progress."""
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from toolkit.paths import GIB
 from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal
-from toolkit.training.durable_writes import LinesFile
+from toolkit.training.durable_writes import TELL_SECONDS, LinesFile
 from toolkit.training.progress import Progress
 
 SHARES = {
@@ -37,7 +38,6 @@ class Metrics:
         planned_peak_bytes: stands in each train record beside the measured peak, or None without a plan.
         on_record: called after each record, with all records and the time left (seconds).
         shows_steps: whether steps are shown on the console; if not, `on_record` shows them.
-        to_trackers: called with the split, the numbers and the step of each record.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class Metrics:
         planned_peak_bytes: int | None = None,
         on_record: Callable[[list[dict[str, Any]], float | None], None] | None = None,
         shows_steps: bool = True,
-        to_trackers: Callable[[str, dict[str, float], int], None] = lambda split, values, step: None,
     ) -> None:
         self._unit = unit
         self._planned_peak_bytes = planned_peak_bytes
@@ -58,7 +57,7 @@ class Metrics:
         self.records: list[dict[str, Any]] = []
         self._accelerator = accelerator
         self._file = LinesFile(path, self.warn)
-        self._to_trackers = to_trackers
+        self._told_trackers = -TELL_SECONDS
         self._console = Terminal(quiet=not accelerator.is_main_process)
         self.progress = Progress(self._console, num_steps, logging.every_steps if shows_steps else None)
 
@@ -85,11 +84,11 @@ class Metrics:
         self.progress.show(record["step"], _step_figures(record, self._unit))
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        """Writes the record of an evaluation: `step`, `loss` and the objective's own figures."""
+        """Writes the record of an evaluation: `step`, other figures, and `loss` if there are held-out rows."""
         self._write({"split": "eval", **record})
-        self.progress.line(
-            record["step"], f"held-out loss {record['loss']:.4f}", *_share_figures(record), *_source_figures(record)
-        )
+        loss = [f"held-out loss {record['loss']:.4f}"] if "loss" in record else []
+        if figures := [*loss, *_share_figures(record), *_source_figures(record)]:
+            self.progress.line(record["step"], *figures)
 
     def catch_up(self) -> bool:
         """Writes the records that wait for a full disk. Returns whether none is left."""
@@ -108,10 +107,19 @@ class Metrics:
         self.records.append(record)
         if self._accelerator.is_main_process:
             self._file.append(json.dumps(record) + "\n")
-        values = {key: value for key, value in record.items() if isinstance(value, int | float)}
-        self._to_trackers(record["split"], values, record["step"])
+        split = record["split"]
+        values = {f"{split}/{key}": value for key, value in record.items() if isinstance(value, int | float)}
+        self._log_to_trackers(values, record["step"])
         if self._on_record is not None:
             self._on_record(self.records, self.progress.seconds_left(record["step"]))
+
+    def _log_to_trackers(self, values: dict[str, Any], step: int) -> None:
+        try:
+            self._accelerator.log(values, step=step)
+        except OSError as error:
+            if time.monotonic() - self._told_trackers >= TELL_SECONDS:
+                self._told_trackers = time.monotonic()
+                self.warn(f"a tracker (logging.trackers) cannot write ({error.strerror}), and lacks records")
 
 
 def finite_or_null(record: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +135,7 @@ def _step_figures(record: dict[str, Any], unit: str) -> list[str]:
     device_bytes = record["peak_device_bytes"]
     memory = f"{device_bytes / GIB:.2f} GiB" if device_bytes else f"{record['peak_host_bytes'] / GIB:.2f} GiB host"
     return [
-        f"loss {record['loss']:.4f}",
+        *([f"reward {record['reward']:.3f}"] if "reward" in record else [f"loss {record['loss']:.4f}"]),
         *_share_figures(record),
         *_source_figures(record),
         f"lr {record['learning_rate']:.2e}",

@@ -7,7 +7,7 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, replace
 from typing import Any
@@ -112,7 +112,7 @@ class Trainer:
         with (
             collected_by_step(),
             ExitStack() as extensions,
-            contextlib.closing(ahead(iter(self.windows))) as windows,
+            contextlib.closing(self._windows()) as windows,
         ):
             for extension in self.extensions:
                 extensions.callback(extension.close)
@@ -126,6 +126,12 @@ class Trainer:
         for extension in self.extensions:
             extension.after_last_step()
 
+    def _windows(self) -> Generator[list[Batch], None, None]:
+        """Yields the windows; each is made while the one before is trained on, unless the weights make it."""
+        if not self.windows.fresh:
+            return ahead(iter(self.windows))
+        return (window for window in self.windows)
+
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
         # Resumed behind the evaluation that ended it: it was killed before its report. Step 0 is never the end.
         if self.global_step > 0 and self._evaluation_due() and self._run_ends():
@@ -133,7 +139,8 @@ class Trainer:
         self._before_step()
         started = time.perf_counter()
         waited_for = self._waited_for(windows)
-        for window, self._upcoming in with_next(waited_for):
+        with_upcoming = ((window, None) for window in waited_for) if self.windows.fresh else with_next(waited_for)
+        for window, self._upcoming in with_upcoming:
             learning_rate = self._set_rates()
             step = self.train_step(window)
             self._count_step(step)
@@ -381,21 +388,29 @@ class Trainer:
         return every is not None and self.global_step % every == 0
 
     def evaluate(self) -> None:
-        """Records the mean loss over the held-out targets and the objective's figures; each sample counts once."""
-        if self.evaluation is None:
+        """Records the mean loss over the held-out targets and the objective's figures; each sample counts once.
+
+        A run that makes its own samples has no held-out loss; only the figures of its extensions are recorded.
+        """
+        if self.evaluation is None and not self.windows.fresh:
             return
+        made = self.evaluation or (lambda: ())
         self.model.eval()
         with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), self._evaluating(), torch.no_grad():
-            shared = self._shared_by_window(self._in_phase(self.evaluation(), Phase.EVALUATE))
-            batches = self._in_phase(self.evaluation(), Phase.EVALUATE)
+            shared = self._shared_by_window(self._in_phase(made(), Phase.EVALUATE))
+            batches = self._in_phase(made(), Phase.EVALUATE)
             parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]
             figures: dict[str, Any] = {}
             for extension in self.extensions:
                 figures |= extension.at_evaluation(self)
         self.enter_phase(Phase.COLLECTIVE)
-        sums = self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
+        of_rows: dict[str, Any] = {}
+        if parts:
+            of_rows = self.objective.evaluation_record(
+                self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
+            )
         self.model.train()
-        record = with_figures({"step": self.global_step, **self.objective.evaluation_record(sums)}, figures)
+        record = with_figures({"step": self.global_step, **of_rows}, figures)
         for extension in self.extensions:
             extension.after_evaluation(self, record)
 

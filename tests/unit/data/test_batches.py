@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import objective_of
 from transformers import PreTrainedTokenizerFast
 
 from toolkit.data import build
@@ -15,7 +16,6 @@ from toolkit.data.kinds.kind import BatchSpec
 from toolkit.data.kinds.registry import rows_of
 from toolkit.data.samples.samples import Batch
 from toolkit.data.tokens import tokenizer
-from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import DataSection
 
@@ -29,6 +29,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "token_classification": [{"tokens": words.split(), "tags": list(words.split())} for words in WORDS],
     "preference": [{"prompt": words, "chosen": " good", "rejected": " not so good"} for words in WORDS],
     "reward": [{"prompt": words, "chosen": " good", "rejected": " not so good"} for words in WORDS],
+    "grpo": [{"prompt": words, "id": number} for number, words in enumerate(WORDS)],
     "kto": [{"prompt": words, "completion": " good", "label": i > 0} for i, words in enumerate(WORDS)],
 }
 
@@ -57,7 +58,7 @@ def sizes_of(spec: BatchSpec, batch: Batch) -> dict[str, int]:
 @pytest.mark.parametrize("kind", SPECS)
 def test_the_batches_of_the_data_are_those_of_the_spec(tmp_path: Path, words: Any, kind: str) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[kind]))
-    section = ObjectiveSection(kind=kind, teacher="-" if kind == "distillation" else None)
+    section = objective_of(kind)
     target = {"max_target_length": 16} if kind == "seq2seq" else {}
     padded = {} if SPECS[kind].padded else {"packing": False}
     data = DataSection(
@@ -70,4 +71,10 @@ def test_the_batches_of_the_data_are_those_of_the_spec(tmp_path: Path, words: An
     samples = build.build(data, words, 0, section).train
     found = sizes_of(rows_of(data, section).batch, samples.batch([0, 1]))
     assert found["B"] == 2
-    assert found.get("R", 2) == 2  # a row to a sample, as nothing is packed
+    # A row to a sample, as nothing is packed. Of prompts, both are completions of the first one.
+    assert found.get("R", 2) == 2
+    if kind == "grpo":
+        assert len(samples) == 2 * len(WORDS)
+        ids, place, kept = samples.asked_of_itself.prompt(2)
+        assert words.decode(ids) == WORDS[2]
+        assert (place, kept["prompt"], kept["row"]) == ("rows.jsonl:3", WORDS[2], {"prompt": WORDS[2], "id": 2})

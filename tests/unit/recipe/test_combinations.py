@@ -111,6 +111,22 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "adapters unmerged": ({"adapter": True}, ["adapter.kind=lora", "export.merge=false"]),
     "evaluations": (given("training.eval_every_steps"), ["training.eval_every_steps=5"]),
     "no evaluations": (given(), ["training.eval_every_steps=null"]),
+    "held-out rows": (given("data.validation"), []),
+    "own samples": (
+        {**of("grpo"), **given("answers.file")},
+        [
+            "objective={kind: grpo, max_new_tokens: 8, rewards: [{name: a, match: b}]}",
+            "answers.file=a.jsonl",
+            "training.eval_every_steps=5",
+            "data.validation_fraction=null",
+            "data.max_validation_samples=null",
+        ],
+    ),
+    "best by loss": (given(), ["training.best_by=loss"]),
+    "dropout": (
+        {"adapter": True, **given("adapter.dropout")},
+        ["adapter={kind: lora, dropout: 0.1}", "export.merge=true"],
+    ),
     "no held-out rows": (given(), ["data.validation_fraction=null", "data.max_validation_samples=null"]),
     "checkpoints between evaluations": (
         {"eval_steps": 3, "save_steps": 10},
@@ -141,6 +157,7 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 USUAL = {"data.validation", "training.eval_every_steps", "training.patience"}
 LACKS = {
+    "own samples": {"data.validation", "training.patience"},
     "no held-out rows": USUAL,
     "no evaluations": {"training.eval_every_steps", "training.patience"},
     "no use of the best": {"training.patience"},
@@ -162,7 +179,7 @@ def test_every_feature_is_asked_for_by_its_settings_alone() -> None:
     # These are on where nothing is said.
     plain = {name for name, feature in FEATURES.items() if feature.is_asked(Settings())}
     checkpoints = {"no checkpoints", "fewer than all checkpoints", "no checkpoints of all"}
-    lacking = {"no adapters", "no answers", "no evaluations", "no held-out rows", "no use of the best"}
+    lacking = {"best by loss", "no adapters", "no answers", "no evaluations", "no held-out rows", "no use of the best"}
     assert plain == {*checkpoints, *lacking, "objectives but seq2seq", "objectives but reward", "export"}
 
 

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN RUN ...",
-            help="Folders of runs, or their stores (s3://bucket/runs/first); or one folder of runs.",
-        ),
+        typer.Argument(metavar="RUN RUN ...", help="Folders of runs, or their stores (s3://bucket/runs/first)."),
     ],
     to: Annotated[
         Path | None,

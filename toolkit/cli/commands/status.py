@@ -73,7 +73,8 @@ def _progress(found: ComparedRun) -> dict[str, Any]:
         "step": step,
         "num_steps": found.num_steps,
         "loss": found.train[-1]["loss"] if found.train else None,
-        "held_out_loss": found.evals[-1]["loss"] if found.evals else None,
+        **({"reward": found.train[-1]["reward"]} if found.train and "reward" in found.train[-1] else {}),
+        "held_out_loss": found.evals[-1].get("loss") if found.evals else None,
         "seconds_left": None if pace is None or found.num_steps is None else pace * max(0, found.num_steps - step),
         "saved_step": found.saved_step,
         "why": found.why,
@@ -85,7 +86,10 @@ def _print_progress(found: ComparedRun) -> None:
     values = _progress(found)
     total = "" if found.num_steps is None else f" of {found.num_steps:,}"
     parts = [f"running: step {values['step']:,}{total}" if found.metrics else "running: before the first step"]
-    parts += [f"loss {values['loss']:.4f}"] if values["loss"] is not None else []
+    if "reward" in values:
+        parts.append(f"reward {values['reward']:.3f}")
+    elif values["loss"] is not None:
+        parts.append(f"loss {values['loss']:.4f}")
     parts += [f"held-out loss {values['held_out_loss']:.4f}"] if values["held_out_loss"] is not None else []
     parts += [f"{clock(values['seconds_left'])} left"] if values["seconds_left"] is not None else []
     print(", ".join(parts))
@@ -96,7 +100,7 @@ def _print_result(run: Path, found: ComparedRun) -> None:
     from toolkit.compare.compared import step_of
     from toolkit.run.shown.loss_warnings import doubts_of
 
-    values = [record["loss"] for record in found.evals]
+    values = [record.get("loss") for record in found.evals]
     losses = [f"{loss:.4f}" for loss in (values[0], values[-1]) if loss is not None] if values else []
     held_out = f", held-out loss {' -> '.join(losses)}" if losses else ""
     print(f"finished: {counted(step_of(found), 'step')}{held_out}")

@@ -158,4 +158,4 @@ def _run_results(folder: Path) -> dict[str, Any]:
 
 
 def _losses_of_split(records: list[dict[str, Any]], split: str) -> list[float]:
-    return [record["loss"] for record in records if record["split"] == split]
+    return [record["loss"] for record in records if record["split"] == split and "loss" in record]

@@ -6,6 +6,7 @@ from toolkit.data.kinds.judged import JudgedRows
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.labelled import LabelledRows
 from toolkit.data.kinds.pairs import PairRows
+from toolkit.data.kinds.prompts import PromptRows
 from toolkit.data.kinds.source_target import SourceTargetRows
 from toolkit.data.kinds.tagged import TaggedRows
 from toolkit.data.kinds.text import TextRows
@@ -14,7 +15,7 @@ from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import DataSection
 
 KINDS: dict[str, type[RowKind]] = {
-    kind.name: kind for kind in (TextRows, PairRows, JudgedRows, LabelledRows, TaggedRows, SourceTargetRows)
+    kind.name: kind for kind in (TextRows, PairRows, JudgedRows, LabelledRows, TaggedRows, SourceTargetRows, PromptRows)
 }
 
 LAYOUTS = {form.name: form for kind in KINDS.values() for form in kind.layouts}

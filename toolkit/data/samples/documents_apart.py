@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.data.samples.samples import IGNORED, Batch
 
-FILLING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "segments": -1}
+FILLING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "segments": -1, "drawn": 0.0}
 """Values behind a document, which no token of a causal model sees, by the names of tensors (B, T)."""
 
 
@@ -24,6 +24,8 @@ def documents_apart(batch: Batch) -> Batch:
     # The tokens of a document are neighbours in a row, and documents are numbered row by row.
     rows = {}
     for name, filling in FILLING.items():
+        if name not in batch:
+            continue
         documents = torch.split(batch[name].flatten()[segments >= 0], counts.tolist())
         rows[name] = pad_sequence(list(documents), batch_first=True, padding_value=filling)
     return {**batch, **rows, "lengths": counts}

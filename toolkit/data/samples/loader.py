@@ -71,6 +71,8 @@ class TrainLoader:
         part: the part of the rows that this rank holds.
     """
 
+    fresh = False
+
     def __init__(
         self,
         samples: Samples,
@@ -130,10 +132,14 @@ class TrainLoader:
                 yield window
                 window = []
 
+    def step_starts(self) -> range:
+        """Returns the first position of each optimizer step that is left."""
+        return range(self._start[1], self.num_positions, self.samples_per_step)
+
     def _micro_batches(self) -> Iterator[list[int]]:
         """Yields the sample numbers of each of this rank's micro-batches."""
         size = self.micro_batch_size
-        for step_start in range(self._start[1], self.num_positions, self.samples_per_step):
+        for step_start in self.step_starts():
             for start in first_positions(step_start, size, self.accumulation, self.rank, self.world_size):
                 yield [self.order[position] for position in range(start, min(start + size, self.num_positions))]
 

@@ -68,6 +68,19 @@ class TokenRows(Protocol):
         """Returns the position after each sample's last token; `data.targets: each_turn` makes one of each answer."""
 
 
+class SampledPrompts(Protocol):
+    """Prompts whose completions the model in training writes."""
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def num_prompts(self) -> int: ...
+
+    def prompt(self, number: int) -> tuple[list[int], str, dict[str, Any]]:
+        """Returns the tokens of a prompt, the name of its row, and the row with what is asked."""
+
+
 class Samples(ABC):
     """A data set of samples. It answers what the rest of a run asks of its kind of row, so that nobody asks its class.
 
@@ -122,6 +135,11 @@ class Samples(ABC):
     @property
     def compared(self) -> ComparedSamples | None:
         """These samples if a reference's log-probabilities belong to their completions, else None."""
+        return None
+
+    @property
+    def asked_of_itself(self) -> SampledPrompts | None:
+        """These samples if the model in training writes their completions, else None."""
         return None
 
     @property

@@ -23,9 +23,11 @@ class RewardModel:
 
     Attributes:
         name: the name in messages.
+        field: the option or the field that names it, for errors.
     """
 
     name: str
+    field: str
     model: Any
     tokenizer: PreTrainedTokenizerBase
 
@@ -45,7 +47,7 @@ class RewardModel:
         found = []
         for document in encoder.documents(list(rows), Layout(LAYOUTS["prompt and completion"], names)):
             if document["problem"] is not None:
-                raise BadInputError(f"--reward: {self.name!r} cannot be given a sample: {document['problem']}")
+                raise BadInputError(f"{self.field}: {self.name!r} cannot be given a sample: {document['problem']}")
             found.append([int(token) for token in document["input_ids"]])
         return found
 
@@ -61,8 +63,8 @@ class RewardModel:
         longest = max(map(len, texts))
         if positions is not None and longest > positions:
             raise BadInputError(
-                f"--reward: {self.name!r} has {positions} positions, a sample with its prompt {longest} tokens; "
-                "lower --max-new-tokens"
+                f"{self.field}: {self.name!r} has {positions} positions, a sample with its prompt {longest} tokens; "
+                "sample fewer tokens"
             )
         # Without a token for padding transformers scores single texts alone.
         size = batch_size if self.model.config.get_text_config().pad_token_id is not None else 1
@@ -84,8 +86,11 @@ class RewardModel:
         return {"input_ids": ids.to(self.model.device), "attention_mask": mask.to(self.model.device)}
 
 
-def find_reward_model(source: str) -> str:
+def find_reward_model(source: str, field: str = "--reward") -> str:
     """Finds the folder of a reward model's run or export.
+
+    Args:
+        field: the option or the field that names it, for errors.
 
     Raises:
         BadInputError: if the folder holds no reward model.
@@ -93,11 +98,11 @@ def find_reward_model(source: str) -> str:
     try:
         place = find_model(source)
     except BadInputError as problem:
-        raise BadInputError(f"--reward: {problem}") from None
+        raise BadInputError(f"{field}: {problem}") from None
     if place.on_hub or place.is_adapter:
         what = "an adapter" if place.is_adapter else "no folder"
         raise BadInputError(
-            f"--reward: {source!r} is {what}; name the export of a whole model of the objective reward (with adapters: "
+            f"{field}: {source!r} is {what}; name the export of a whole model of the objective reward (with adapters: "
             "export.merge=true)"
         )
     try:
@@ -105,18 +110,21 @@ def find_reward_model(source: str) -> str:
         architecture = str((config.get("architectures") or [""])[0])
     except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
         raise BadInputError(
-            f"--reward: {source!r} cannot be loaded: config.json is damaged ({first_line(error)}); name another export"
+            f"{field}: {source!r} cannot be loaded: config.json is damaged ({first_line(error)}); name another export"
         ) from error
     if not architecture.endswith("ForSequenceClassification"):
         raise BadInputError(
-            f"--reward: {source!r} ({architecture}) is no reward model; name an export of the objective reward"
+            f"{field}: {source!r} ({architecture}) is no reward model; name an export of the objective reward"
         )
     return place.name
 
 
 @contextmanager
-def reward_model(source: str, dtype: str, device: str) -> Iterator[RewardModel]:
+def reward_model(source: str, dtype: str, device: str, field: str = "--reward") -> Iterator[RewardModel]:
     """Loads the reward model of a folder.
+
+    Args:
+        field: the option or the field that names it, for errors.
 
     Raises:
         BadInputError: if it does not score completions.
@@ -126,7 +134,7 @@ def reward_model(source: str, dtype: str, device: str) -> Iterator[RewardModel]:
 
     from toolkit.generation.text.command import quiet
 
-    folder = find_reward_model(source)
+    folder = find_reward_model(source, field)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with quiet():
@@ -134,7 +142,7 @@ def reward_model(source: str, dtype: str, device: str) -> Iterator[RewardModel]:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if config.num_labels != 1:
                 raise BadInputError(
-                    f"--reward: {source!r} is no reward model: it tells {config.num_labels} classes; name an export of "
+                    f"{field}: {source!r} is no reward model: it tells {config.num_labels} classes; name an export of "
                     "the objective reward"
                 )
             model = AutoModelForSequenceClassification.from_pretrained(
@@ -143,6 +151,6 @@ def reward_model(source: str, dtype: str, device: str) -> Iterator[RewardModel]:
         except BadInputError:
             raise
         except Exception as error:  # the libraries that read models raise a great many kinds
-            raise BadInputError(f"--reward: {source!r} cannot be loaded: {first_line(error)}") from error
+            raise BadInputError(f"{field}: {source!r} cannot be loaded: {first_line(error)}") from error
         place = find_model(str(Path(folder)))
-        yield RewardModel(source, model.to(device).eval(), tokenizer_of(place, place))
+        yield RewardModel(source, field, model.to(device).eval(), tokenizer_of(place, place))

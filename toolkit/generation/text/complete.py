@@ -16,7 +16,7 @@ from toolkit.generation.text.options import Sampling
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 CONTEXT = 8
 """Number of tokens before a continuation that are decoded with it, to keep its first space."""
@@ -284,9 +284,25 @@ def _padded_inputs(loaded: Loaded, rows: list[list[int]], width: int) -> dict[st
 def _generate(
     loaded: Loaded, prompts: list[Prompt], room: int, sampling: Sampling, streamer: _TextStreamer | None = None
 ) -> list[tuple[list[int], bool]]:
-    """Generates at most `room` tokens for each prompt. Returns those before the first stop, and whether there is one.
+    """Generates at most `room` tokens for each prompt; returns those before the first stop, and if there is one."""
+    found = generated(loaded, prompts, room, sampling, streamer)
+    return [before_stop(row, loaded.stops) for row in found.tolist()]
+
+
+def generated(
+    loaded: Loaded,
+    prompts: list[Prompt],
+    room: int,
+    sampling: Sampling,
+    streamer: _TextStreamer | None = None,
+    record: LogitsProcessor | None = None,
+) -> torch.Tensor:
+    """Returns at most `room` tokens for each prompt, (prompts, tokens); rows that end early are filled up with padding.
 
     A prompt with images must be the only one.
+
+    Args:
+        record: called with the logits from which each token is drawn.
     """
     rows, shown = [prompt.ids for prompt in prompts], prompts[0].shown
     width = max(map(len, rows))
@@ -295,9 +311,9 @@ def _generate(
         from toolkit.generation.text.draws import drawing, seed_of
 
         seeds = [seed_of(sampling.seed, prompt.row, prompt.k) for prompt in prompts]
-        drawn["logits_processor"] = drawing(sampling, seeds, loaded.model.device)
+        drawn["logits_processor"] = drawing(sampling, seeds, loaded.model.device, record)
     with _explain_out_of_memory(loaded):
-        found = loaded.model.generate(
+        found: torch.Tensor = loaded.model.generate(
             **_padded_inputs(loaded, rows, width),
             **({} if shown is None else {name: _on_model_device(loaded, tensor) for name, tensor in shown().items()}),
             max_new_tokens=room,
@@ -308,8 +324,7 @@ def _generate(
             do_sample=False,
             **drawn,
         )
-    # Rows that end early are filled up with padding.
-    return [_before_stop(row, loaded.stops) for row in found[:, 1 if loaded.encoder_decoder else width :].tolist()]
+    return found[:, 1 if loaded.encoder_decoder else width :]
 
 
 def _on_model_device(loaded: Loaded, tensor: torch.Tensor) -> torch.Tensor:
@@ -317,7 +332,7 @@ def _on_model_device(loaded: Loaded, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(loaded.model.device, loaded.model.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _before_stop(ids: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
+def before_stop(ids: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
     """Returns the tokens before the first stop, and whether there is one."""
     end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
     return ids[:end], end < len(ids)
@@ -362,7 +377,7 @@ class _TextStreamer:
     def put(self, tokens: torch.Tensor) -> None:
         """Takes the prompt, (1, T), in the first call, and then one token, (1,), in each."""
         if not self._is_prompt:
-            self._ids += _before_stop(tokens.flatten().tolist(), self._stops)[0]
+            self._ids += before_stop(tokens.flatten().tolist(), self._stops)[0]
             self._show(is_last=False)
         self._is_prompt = False
 

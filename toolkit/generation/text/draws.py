@@ -49,12 +49,20 @@ class Drawn(LogitsProcessor):  # type: ignore[misc]
         return scores.float() - waits.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
-def drawing(sampling: Sampling, seeds: Sequence[int], device: torch.device) -> LogitsProcessorList:
-    """Returns processors with which the most likely token of `generate` is a draw."""
+def drawing(
+    sampling: Sampling, seeds: Sequence[int], device: torch.device, record: LogitsProcessor | None = None
+) -> LogitsProcessorList:
+    """Returns processors with which the most likely token of `generate` is a draw.
+
+    Args:
+        record: called with the logits from which each token is drawn.
+    """
     found = LogitsProcessorList()
     if sampling.temperature != 1:
         found.append(TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.top_p < 1:
         found.append(TopPLogitsWarper(sampling.top_p))
+    if record is not None:
+        found.append(record)
     found.append(Drawn(seeds, device))
     return found

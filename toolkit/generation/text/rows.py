@@ -147,7 +147,7 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
     choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
     if choices and row.images:
         raise BadInputError("choices beside images, which are not scored; leave the choices out")
-    answers = _right_choices(answer, choices) if choices else _answers(answer)
+    answers = _right_choices(answer, choices) if choices else answers_of(answer)
     return replace(row, answers=answers, choices=choices)
 
 
@@ -238,14 +238,19 @@ def _right_choices(value: Any, choices: tuple[str, ...]) -> tuple[str, ...]:
         if not 0 <= value < len(choices):
             raise BadInputError(f"answer: {value} is no place among {len(choices)} choices; the first is 0")
         return (choices[value],)
-    answers = _answers(value)
+    answers = answers_of(value)
     for answer in answers:
         if answer not in choices:
             raise BadInputError(f"answer: {answer[:LENGTH_SHOWN]!r} is none of the choices; name one, or its place")
     return answers
 
 
-def _answers(value: Any) -> tuple[str, ...]:
+def answers_of(value: Any) -> tuple[str, ...]:
+    """Returns the right answers of a row, given its column `answer`.
+
+    Raises:
+        BadInputError: if it holds none.
+    """
     answers = value if isinstance(value, list) else [value]
     if value is None or not answers:
         raise BadInputError("answer is missing; needed: a text, or a list of texts that are right")

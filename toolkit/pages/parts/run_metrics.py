@@ -43,11 +43,12 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or record.get("split") not in ("train", "eval"):
         return None
+    # A run that learns from its own samples has no held-out loss.
     step, loss = record.get("step"), record.get("loss", "")
     whole = [value for value in record.values() if isinstance(value, int)]
     # JSON allows whole numbers of any length, which floats cannot hold.
     is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= LARGEST_STEP
-    is_loss = loss is None or (isinstance(loss, int | float) and not isinstance(loss, bool))
+    is_loss = loss is None or loss == "" or (isinstance(loss, int | float) and not isinstance(loss, bool))
     return record if is_step and is_loss and all(abs(value) < 2**1000 for value in whole) else None
 
 
@@ -70,6 +71,11 @@ def split_lines(metrics: Metrics, split: str) -> Metrics:
 def column(lines: Metrics, field: str) -> list[float]:
     """Returns a field of each line, or NaN if it is missing, null or not finite."""
     return [number(line.get(field)) for line in lines]
+
+
+def samples_itself(train: Metrics) -> bool:
+    """Returns whether the run learned from its own samples, whose rewards say how it goes, and not its loss."""
+    return any("reward" in line for line in train)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from toolkit.recipe.objectives.grpo import RewardSection
 from toolkit.recipe.objectives.registry import SPECS
-from toolkit.recipe.objectives.section import PositiveFloat, Section, contradiction
+from toolkit.recipe.objectives.section import PositiveFloat, PositiveInt, Section, contradiction
 from toolkit.recipe.objectives.spec import ObjectiveSpec
 
 if TYPE_CHECKING:
@@ -27,16 +28,19 @@ class ObjectiveSection(Section):
         "causal_lm",
         description=f"Choose the objective. {' '.join(f'{spec.kind}: {spec.about}.' for spec in SPECS.values())}",
     )
-    loss: Literal["dpo", "ipo", "simpo", "orpo"] | OwnFunction | None = Field(
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "dapo", "grpo", "dr_grpo"] | OwnFunction | None = Field(
         None,
-        description="Choose the preference loss (arXiv 2305.18290, 2310.12036, 2405.14734, 2403.07691); null: dpo. Or "
-        "minimise this function of logits or log-probabilities (causal_lm; file.py:function, or module:function on "
-        "Python's path), whose file's code is run; null: cross-entropy.",
+        description="Choose the preference loss: dpo, ipo, simpo or orpo (arXiv 2305.18290, 2310.12036, 2405.14734, "
+        "2403.07691); null: dpo. Of grpo: dapo averages over the step's tokens, grpo over each completion's tokens and "
+        "then over completions, dr_grpo divides by max_new_tokens (arXiv 2503.14476, 2402.03300, 2503.20783); null: "
+        "dapo. Or minimise this function of logits or log-probabilities (causal_lm; file.py:function, or "
+        "module:function on Python's path), whose file's code is run; null: cross-entropy.",
     )
     beta: PositiveFloat | None = Field(
         None,
         description="Scale the rewards of dpo, ipo and kto (null: 0.1) or simpo (null: 2). With divergence jsd: the "
-        "teacher's share of the mixture, below 1; null: 0.5.",
+        "teacher's share of the mixture, below 1; null: 0.5. Of grpo: weight the KL divergence from the model without "
+        "its adapter; null: no reference.",
     )
     label_smoothing: float | None = Field(
         None,
@@ -77,6 +81,27 @@ class ObjectiveSection(Section):
     kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None,
         description="Weight the divergence by this, and the labels' cross-entropy by the rest; null: 0.5.",
+    )
+    rewards: list[RewardSection] | None = Field(
+        None, min_length=1, description="Score sampled completions by these (grpo); see objective.rewards."
+    )
+    group_size: int | None = Field(
+        None, ge=2, description="Sample N completions of each prompt, which are compared (grpo); null: 8."
+    )
+    max_new_tokens: PositiveInt | None = Field(
+        None,
+        description="Cut a sampled completion after N tokens (grpo); prompts may fill the rest of data.max_length.",
+    )
+    rollout_batch_size: PositiveInt | None = Field(
+        None, description="Sample N completions at a time on each rank (grpo); null: training.micro_batch_size."
+    )
+    scale_rewards: Literal["group", "batch", "none"] | None = Field(
+        None,
+        description="Divide a reward's distance from the mean of its group by the standard deviation of the group, of "
+        "the step's rewards, or by nothing (grpo); null: group.",
+    )
+    mask_truncated: bool | None = Field(
+        None, description="Learn nothing from completions that were cut (grpo); null: false."
     )
     labels: list[str] | None = Field(
         None, description="Name the classes, or tags, in the order of their numbers; null: those of data.train, sorted."
@@ -122,5 +147,15 @@ class ObjectiveSection(Section):
 
     @property
     def preference_loss(self) -> str:
-        """`loss`, or its default."""
+        """`loss` of pairs, or its default."""
         return self.loss or "dpo"
+
+    @property
+    def completions_per_prompt(self) -> int:
+        """`group_size`, or its default."""
+        return self.group_size or 8
+
+    @property
+    def policy_loss(self) -> str:
+        """`loss` of sampled completions, or its default."""
+        return self.loss or "dapo"

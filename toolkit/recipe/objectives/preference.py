@@ -21,11 +21,11 @@ SETTINGS_OF_LOSSES = {
 class _Preference(ObjectiveSpec):
     def check(self, section: ObjectiveSettings) -> None:
         loss = section.preference_loss
-        if section.own_loss is not None:
-            raise contradiction(
-                f"objective.loss: {loss!r} is a function, which objective.kind causal_lm takes; allowed: "
-                f"{', '.join(SETTINGS_OF_LOSSES)}"
-            )
+        if loss not in SETTINGS_OF_LOSSES:
+            other = "is a function, which objective.kind causal_lm takes"
+            if section.own_loss is None:
+                other = "learns from sampled completions (objective.kind grpo)"
+            raise contradiction(f"objective.loss: {loss!r} {other}; allowed: {', '.join(SETTINGS_OF_LOSSES)}")
         for key in self.settings[1:]:
             if getattr(section, key) is not None and key not in SETTINGS_OF_LOSSES[loss]:
                 raise contradiction(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toolkit.recipe.objectives.causal_lm import CAUSAL_LM
 from toolkit.recipe.objectives.distillation import DISTILLATION
+from toolkit.recipe.objectives.grpo import GRPO
 from toolkit.recipe.objectives.kto import KTO
 from toolkit.recipe.objectives.preference import PREFERENCE
 from toolkit.recipe.objectives.reward import REWARD
@@ -23,6 +24,7 @@ SPECS: dict[str, ObjectiveSpec] = {
         REWARD,
         KTO,
         DISTILLATION,
+        GRPO,
     )
 }
 """In the order in which documentation and messages list them."""

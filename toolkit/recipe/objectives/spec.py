@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from toolkit.recipe.objectives.method import Method
+
+
+class NamedReward(Protocol):
+    """What the checks read of a reward."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class ObjectiveSettings(Protocol):
@@ -28,6 +36,12 @@ class ObjectiveSettings(Protocol):
 
     @property
     def preference_loss(self) -> str: ...
+
+    @property
+    def rewards(self) -> Sequence[NamedReward] | None: ...
+
+    @property
+    def max_new_tokens(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,7 @@ class ObjectiveSpec:
         sees_images: whether rows may have images, for models that take them.
         tells_sources: whether its losses are also reported by named sources of rows.
         has_margins: whether it uses by how much the chosen completion of a pair is better.
+        samples_itself: whether it learns from completions that the model in training samples.
     """
 
     kind: str
@@ -75,6 +90,7 @@ class ObjectiveSpec:
     sees_images: bool = False
     tells_sources: bool = False
     has_margins: bool = False
+    samples_itself: bool = False
 
     @property
     def predicts_next_tokens(self) -> bool:

@@ -7,6 +7,8 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from toolkit.pages.parts.run_metrics import samples_itself
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -42,6 +44,8 @@ def uniform_guess(objective: Objective, model: nn.Module, class_weights: object)
 
 def doubts_of(metrics: list[dict[str, Any]], guess: Guess | None) -> list[str]:
     """Returns a sentence for each reason to doubt the run; none if it went well."""
+    if samples_itself(metrics):  # whose loss says nothing
+        return []
     train = [_loss(record) for record in metrics if record["split"] == "train"]
     held_out = [_loss(record) for record in metrics if record["split"] == "eval"]
     return [

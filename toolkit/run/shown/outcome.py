@@ -129,7 +129,7 @@ def result_of(
     guess: Guess | None = None,
 ) -> FinetuneResult:
     """Returns the result of these records and this export; `guess` is what the loss has to beat."""
-    losses = [record["loss"] for record in metrics if record["split"] == "eval"]
+    losses = [record.get("loss") for record in metrics if record["split"] == "eval"]
     first, last = (losses[0], losses[-1]) if losses else (None, None)
     doubts = tuple(doubts_of(metrics, guess))
     return FinetuneResult(output_dir, export_dir, metrics, first, last, sample, difference, seconds, doubts)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
@@ -21,15 +20,12 @@ from toolkit.generation.text.rows import PromptRow, all_right, encode_rows, read
 from toolkit.generation.text.scorer import Scorer
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.stages.generating import generating, loaded_of
+from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
 from toolkit.run.stages.stages import Asked, OpenedRun, PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState
 from toolkit.training.phase import Phase
 from toolkit.user_function import require_same_source
-
-T = TypeVar("T")
-B = TypeVar("B")
 
 FILE = "answers.file"
 
@@ -159,7 +155,7 @@ class Answers(Extension):
         written: dict[int, Completion] = {}
         # Apart, and one by one: a prompt with images enters units that others do not, on all ranks or on none.
         for batches in (of_texts, with_images):
-            for batch, found in zip(batches, _split_over_ranks(batches, answers), strict=True):
+            for batch, found in zip(batches, split_over_ranks(batches, answers), strict=True):
                 written.update(zip(batch, found, strict=True))
         completions = [written[number] for number in range(len(prompts))]
         # Once for all: a function of the user's may have effects, and need not be on every host.
@@ -171,24 +167,9 @@ class Answers(Extension):
         size = self._section.batch_size
         batches = [choices[start : start + size] for choices in self._choices for start in range(0, len(choices), size)]
         flat = (
-            score for batch in _split_over_ranks(batches, lambda batch: scored(self._loaded, batch)) for score in batch
+            score for batch in split_over_ranks(batches, lambda batch: scored(self._loaded, batch)) for score in batch
         )
         return choose(self._rows, [[next(flat) for _ in choices] for choices in self._choices]).shares()
-
-
-def _split_over_ranks(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:
-    """Returns the results of `work` for all batches in order, on every rank; each rank does its share. Collective."""
-    found: dict[int, list[T]] = {}
-    for first in range(0, len(batches), ranks.world_size()):
-        number = first + ranks.rank()
-        # In each round all ranks run the same units; a rank without a batch left repeats the last one.
-        done = work(batches[min(number, len(batches) - 1)])
-        if number < len(batches):
-            found[number] = done
-    of_all: dict[int, list[T]] = {}
-    for of_rank in ranks.gather_objects(found):
-        of_all |= of_rank
-    return [of_all[number] for number in range(len(batches))]
 
 
 def _require_room(loaded: Loaded, rows: list[PromptRow], prompts: list[Prompt], section: AnswersSection) -> None:

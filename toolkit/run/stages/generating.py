@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -15,14 +16,22 @@ from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.sharding.fsdp2.unit_states import UnitStates
 
+T = TypeVar("T")
+B = TypeVar("B")
+
 
 def loaded_of(
-    opened: OpenedRun, run: PreparedRun, if_too_large: str, never_written: frozenset[int] = frozenset()
+    opened: OpenedRun,
+    run: PreparedRun,
+    if_too_large: str,
+    never_written: frozenset[int] = frozenset(),
+    whole: bool = False,
 ) -> Loaded:
     """Returns the run's model as one that generates text inside `generating`.
 
     Args:
         if_too_large, never_written: see `Loaded`.
+        whole: as it is given to `generating`.
     """
     base = base_of(run.inner)
     return Loaded(
@@ -32,24 +41,25 @@ def loaded_of(
         stop_tokens(base, run.tokenizer),
         positions_of(base),
         opened.recipe.objective.spec.encoder_decoder,
-        collective=opened.plugin.strategy.sharded and ranks.world_size() > 1,
+        collective=opened.plugin.strategy.sharded and ranks.world_size() > 1 and not whole,
         if_too_large=if_too_large,
         never_written=never_written,
     )
 
 
 @contextmanager
-def generating(opened: OpenedRun, run: PreparedRun, beat: Callable[[], None]) -> Iterator[None]:
+def generating(opened: OpenedRun, run: PreparedRun, beat: Callable[[], None], whole: bool = False) -> Iterator[None]:
     """Lets the model generate as an export does, inside the `with` block. Collective.
 
     Args:
         beat: called before each forward, so that a long text does not count as a stall.
+        whole: whether a sharded model is gathered for the whole block, so that ranks need not run the same forwards.
     """
     base = base_of(run.inner)
     with ExitStack() as stack:
         stack.enter_context(without_dropout(run.model))
         if opened.plugin.strategy.sharded:
-            stack.enter_context(UnitStates(run.inner).generating())
+            stack.enter_context(UnitStates(run.inner).generating(whole))
         else:
             # Accelerate wraps the whole model's forward in autocast, but peft's base is called directly.
             stack.enter_context(opened.accelerator.autocast())
@@ -61,3 +71,18 @@ def generating(opened: OpenedRun, run: PreparedRun, beat: Callable[[], None]) ->
         # As `load_model` does: only our settings count.
         base.generation_config = GenerationConfig(**beginning(base))
         yield
+
+
+def split_over_ranks(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:
+    """Returns the results of `work` for all batches in order, on every rank; each rank does its share. Collective."""
+    found: dict[int, list[T]] = {}
+    for first in range(0, len(batches), ranks.world_size()):
+        number = first + ranks.rank()
+        # In each round all ranks run the same units; a rank without a batch left repeats the last one.
+        done = work(batches[min(number, len(batches) - 1)])
+        if number < len(batches):
+            found[number] = done
+    of_all: dict[int, list[T]] = {}
+    for of_rank in ranks.gather_objects(found):
+        of_all |= of_rank
+    return [of_all[number] for number in range(len(batches))]

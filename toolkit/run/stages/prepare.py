@@ -27,6 +27,7 @@ from toolkit.run.stages.answers import read_asked, require_same_scoring, require
 from toolkit.run.stages.model_checks import check_model
 from toolkit.run.stages.model_on_meta import build_on_meta, read_rows
 from toolkit.run.stages.reference import identity_of, with_reference
+from toolkit.run.stages.rollouts import require_whole_groups
 from toolkit.run.stages.rows import build_windows, last_position, rest_of_run
 from toolkit.run.stages.sharded_model import plan_memory, shard_model
 from toolkit.run.stages.stages import CheckedModel, OpenedRun, PreparedRun, ReportExtras, ShardedModel
@@ -61,6 +62,7 @@ def prepare_run(
     checked = check_model(opened, on_meta, planned, sharded)
     group, num_groups, part = part_of(accelerator, recipe.sharding.sequence)
     size = training.micro_batch_size * training.gradient_accumulation_steps * num_groups
+    require_whole_groups(recipe, size)
     num_steps = steps_of_run(training, len(checked.data.train), size)
     last = last_position(recipe, checked.data, num_steps, size, resumed)
     checked = _with_references(opened, on_meta.loaded.fit, sharded, checked, last, resumed)

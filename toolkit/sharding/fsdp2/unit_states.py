@@ -112,19 +112,30 @@ class UnitStates:
             unit._get_fsdp_state()._modules_to_run_forward.clear()
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
+    def generating(self, whole: bool = False) -> Iterator[None]:
         """Keeps units gathered for many forwards without gradients, which may begin below the root (as peft's do).
 
         Generation runs one forward for each token, and each would gather the same parameters again. So the root stays
         gathered inside the `with` block, and so do the units that the strategy keeps until backward. All are freed at
         the end.
+
+        Args:
+            whole: whether every unit stays gathered, so that ranks need not run the same forwards.
         """
-        self._root.unshard()
+        # The first forward may be that of peft's base, below the root, and FSDP2 takes the first module for its root.
+        self._root._get_fsdp_state()._lazy_init()
+        freed = {group: group.post_forward_mesh_info for group in fsdp_groups(self._root)} if whole else {}
+        for group in freed:
+            group.post_forward_mesh_info = None
+        for unit in sharded_modules(self._root) if whole else [self._root]:
+            unit.unshard()
         _GENERATING.add(self._root)
         try:
             yield
         finally:
             _GENERATING.discard(self._root)
+            for group, mesh in freed.items():
+                group.post_forward_mesh_info = mesh
             self.free_all()
             self.forget_forwards()
 

@@ -71,7 +71,7 @@ def patience_is_over(records: Iterable[dict[str, Any]], settings: TrainingSectio
 
 def merit_of(record: dict[str, Any], best_by: str) -> float:
     """Returns a figure that is larger for better evaluations: the share of right answers, or minus the loss."""
-    value = record.get("answer_accuracy") if best_by == "answers" else record["loss"]
+    value = record.get("answer_accuracy" if best_by == "answers" else "loss")
     if value is None:
         return -math.inf
     return float(value) if best_by == "answers" else -float(value)

@@ -1,0 +1,173 @@
+"""Learning from one's own samples is a plain loop that samples token by token, on any ranks and under any strategy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.peft_by_hand import adapted
+from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
+from support.tiny import recipe_values, save_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+STEPS, GROUP, PER_STEP, MAX_NEW_TOKENS, SEED = 4, 4, 16, 6, 3
+WANTED = "e"
+STOPS = set(range(150, 220))  # more than the end of a text, so that some completions end and others are cut
+PROMPTS = [{"prompt": " ".join(text.split()[: 2 + i % 3]), "id": i} for i, text in enumerate(make_texts(10, seed=5))]
+SCORE = f"def share(completion, row):\n    return completion.count({WANTED!r}) / 4 + row['id'] % 2\n"
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo, ddp": {"objective": {"loss": "grpo"}, "sharding": {"strategy": "ddp"}},
+    "dr_grpo, zero2": {
+        "objective": {"loss": "dr_grpo", "scale_rewards": "batch"},
+        "sharding": {"strategy": "zero2"},
+    },
+    "by block, cut completions masked": {
+        "objective": {"mask_truncated": True},
+        "sharding": {"accumulate": "by_block"},
+    },
+    "padded, offload": {"data": {"packing": False}, "sharding": {"offload": "optimizer"}},
+    "lora and a reference": {"objective": {"beta": 0.1}, "adapter": LORA},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rollouts")
+    save_llama(folder / "model", make_texts(60), tied=True)
+    GenerationConfig(eos_token_id=sorted(STOPS)).save_pretrained(folder / "model")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    (folder / "scores.py").write_text(SCORE)
+    return folder
+
+
+def drawn(model: Any, asked: list[int], number: int, k: int, stops: set[int]) -> list[int]:
+    """Samples a completion token by token, without a cache: the largest of logits plus Gumbel noise."""
+    digest = hashlib.sha256(f"{SEED} {number} {k}".encode()).digest()
+    noise = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    ids: list[int] = []
+    while len(ids) < MAX_NEW_TOKENS and stops.isdisjoint(ids):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([asked + ids])).logits[0, -1]
+        wait = torch.empty_like(logits).exponential_(generator=noise)
+        ids.append(int((logits - wait.clamp_min(torch.finfo(torch.float32).tiny).log()).argmax()))
+    return ids
+
+
+def log_probabilities(model: Any, asked: list[int], ids: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([asked + ids])).logits[0, len(asked) - 1 : -1]
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def plain_run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rewards, losses and weights of the run, completion by completion, as the papers write the losses."""
+    torch.set_num_threads(1)
+    settings = case.get("objective", {})
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    stops = STOPS | {tokenizer.eos_token_id}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    if "adapter" in case:
+        model = adapted(model, {**case["adapter"], "lora_alpha": 8}, SEED)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.0, eps=1e-4, foreach=False)
+    loss_name, masked = settings.get("loss", "dapo"), settings.get("mask_truncated", False)
+    found: dict[str, Any] = {"reward": [], "loss": [], "tokens": []}
+    for step in range(STEPS):
+        first = step * PER_STEP // GROUP
+        asked, samples, rewards = [], [], []
+        for number in range(first, first + PER_STEP // GROUP):
+            row = PROMPTS[number % len(PROMPTS)]
+            prompt = tokenizer(row["prompt"])["input_ids"]
+            for k in range(GROUP):
+                ids = drawn(model, prompt, number, k, stops)
+                asked.append(prompt)
+                samples.append(ids)
+                text = tokenizer.decode(ids[:-1] if ids[-1] in stops else ids)
+                rewards.append(text.count(WANTED) / 4 + row["id"] % 2)
+        values = torch.tensor(rewards, dtype=torch.float64).view(-1, GROUP)
+        above = values - values.mean(dim=1, keepdim=True)
+        spread = values.std() if settings.get("scale_rewards") == "batch" else values.std(dim=1, keepdim=True)
+        advantages = (above / (spread + 1e-4)).flatten().float()
+        terms, learned = [], []
+        for prompt, ids, advantage in zip(asked, samples, advantages, strict=True):
+            mine = log_probabilities(model, prompt, ids)
+            ratio = torch.exp(mine - mine.detach())
+            term = -ratio * advantage
+            if beta := settings.get("beta"):
+                with torch.no_grad(), model.disable_adapter():
+                    base = log_probabilities(model, prompt, ids)
+                term = term + beta * ratio * (torch.exp(base - mine) - (base - mine) - 1)
+            terms.append(term)
+            learned.append(not masked or ids[-1] in stops)
+        kept = [term for term, is_learned in zip(terms, learned, strict=True) if is_learned]
+        if loss_name == "dapo":
+            loss = sum(term.sum() for term in kept) / sum(len(term) for term in kept)
+        elif loss_name == "grpo":
+            loss = sum(term.mean() for term in kept) / len(terms)
+        else:
+            loss = sum(term.sum() for term in kept) / (len(terms) * MAX_NEW_TOKENS)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["reward"].append(sum(rewards) / len(rewards))
+        found["loss"].append(float(loss.detach()))
+        found["tokens"].append(sum(map(len, samples)) / len(samples))
+    merged = model.merge_and_unload() if "adapter" in case else model
+    return {**found, "weights": {name: tensor.detach() for name, tensor in merged.state_dict().items()}}
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    from toolkit import Recipe, finetune
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    found: dict[str, Any] = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        meet()
+        output = folder / f"run-{number}-{ranks}"
+        values = recipe_values(folder / "model", folder / "prompts.jsonl", output, folder / f"cache-{ranks}")
+        rewards = [{"name": "share", "score": f"{folder / 'scores.py'}:share"}]
+        of_samples = {
+            "rewards": rewards,
+            "group_size": GROUP,
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "rollout_batch_size": 3,
+        }
+        values["data"] |= case.get("data", {})
+        values["objective"] = {"kind": "grpo", **of_samples, **case.get("objective", {})}
+        values["optimizer"] = {"learning_rate": 3e-3, "weight_decay": 0.0, "eps": 1e-4}
+        values["schedule"] = {"kind": "constant"}
+        values["sharding"] = {"strategy": "zero3", **case.get("sharding", {})}
+        values["adapter"] = {"kind": "lora", "alpha": 8.0, **case["adapter"]} if "adapter" in case else {}
+        values["export"] = {"merge": "adapter" in case}
+        values["training"] |= {"max_steps": STEPS, "seed": SEED, "micro_batch_size": 2}
+        values["training"]["gradient_accumulation_steps"] = PER_STEP // 2 // ranks
+        found[name] = finetune(Recipe.from_mapping(values)).metrics
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    return {name: plain_run(folder, case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_run_is_the_plain_loop_and_samples_the_same(folder: Path, plain: dict[str, Any], ranks: int) -> None:
+    found = run_on_ranks(runs, ranks, folder)[0]
+    for number, (name, expected) in enumerate(plain.items()):
+        steps = [record for record in found[name] if record["split"] == "train"]
+        assert [step["completion_tokens"] for step in steps] == pytest.approx(expected["tokens"], abs=1e-9), name
+        assert [step["reward"] for step in steps] == pytest.approx(expected["reward"], abs=1e-9), name
+        assert [step["loss"] for step in steps] == pytest.approx(expected["loss"], abs=2e-6), name
+        assert all(step["sampler_gap"] < 1e-5 for step in steps), name
+        model = AutoModelForCausalLM.from_pretrained(folder / f"run-{number}-{ranks}" / "export")
+        for path, tensor in model.state_dict().items():
+            torch.testing.assert_close(tensor, expected["weights"][path], atol=2e-5, rtol=1e-4, msg=f"{name}: {path}")

@@ -1,0 +1,51 @@
+"""Completions that are drawn with the log-probabilities of their tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from support.tiny import save_llama
+from transformers import AutoTokenizer
+
+from toolkit.generation.sampling.fresh import FreshSample, draw
+from toolkit.generation.text.complete import Prompt
+from toolkit.generation.text.load import Loaded, load_model
+
+NEW_TOKENS = 12
+
+
+def loaded_from(folder: Path, stops: set[int]) -> Loaded:
+    found = load_model(str(save_llama(folder, ["some words", "and other words"], tied=False)))
+    return Loaded(found.name, found.model, AutoTokenizer.from_pretrained(folder), frozenset(stops), found.positions)
+
+
+def test_tokens_are_drawn_from_the_model_and_their_log_probabilities_are_its_own(tmp_path: Path) -> None:
+    stops = set(range(100, 130))  # a tenth of the vocabulary, so that some completions end and others are cut
+    loaded = loaded_from(tmp_path, stops)
+    prompts = [Prompt([5, 6, 7, 8][: 2 + number % 3], [], row=number, k=k) for number in range(4) for k in range(3)]
+    drawn = draw(loaded, prompts, NEW_TOKENS, seed=3)
+    assert {sample.stopped for sample in drawn} == {True, False}
+    for prompt, sample in zip(prompts, drawn, strict=True):
+        assert sample.stopped == (sample.ids[-1] in stops)
+        assert stops.isdisjoint(sample.written)
+        assert sample.stopped or len(sample.ids) == NEW_TOKENS
+        ids = torch.tensor([prompt.ids + sample.ids])
+        logits = loaded.model(ids).logits[0, len(prompt.ids) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.log_probabilities), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_draw_depends_on_its_row_and_number_and_not_on_its_batch(tmp_path: Path) -> None:
+    loaded = loaded_from(tmp_path, {2})
+    prompts = [Prompt([5, 6, 7], [], row=row, k=k) for row in range(2) for k in range(2)]
+    together = draw(loaded, prompts, NEW_TOKENS, seed=3)
+    alone = [draw(loaded, [prompt], NEW_TOKENS, seed=3)[0] for prompt in prompts]
+    other = draw(loaded, prompts, NEW_TOKENS, seed=4)
+
+    def ids(samples: list[FreshSample]) -> list[list[int]]:
+        return [sample.ids for sample in samples]
+
+    assert ids(together) == ids(alone)
+    assert len({tuple(sample) for sample in ids(together)}) == len(prompts)
+    assert ids(together) != ids(other)

@@ -1,0 +1,91 @@
+"""Rewards of sampled completions: their values, and functions that return something else."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import BadInputError
+from toolkit.generation.sampling.rewards import Judged, Rewards
+from toolkit.generation.sampling.sampled_rows import PromptForm
+from toolkit.generation.text.rows import PromptRow
+from toolkit.recipe.objectives.grpo import RewardSection
+
+ROWS = [PromptRow(f"rows.jsonl:{i}", "q", "q", answers=(answer,), fields={"hard": i}) for i, answer in enumerate("789")]
+JUDGED = Judged(["it is 7", "<b>8</b> or 9", "Nine"], [3, 10, 8], [True, False, True], ROWS)
+
+
+def rewards(*sections: dict[str, Any], rows: list[PromptRow] = ROWS) -> Rewards:
+    made = [RewardSection(name=f"r{number}", **section) for number, section in enumerate(sections)]
+    return Rewards(made, lambda: rows, PromptForm(False), 10, 2, "cpu", ExitStack())
+
+
+def function(folder: Path, body: str) -> str:
+    (folder / "mine.py").write_text(body)
+    return f"{folder / 'mine.py'}:score"
+
+
+def test_each_reward_has_its_value_and_the_sum_is_weighted(tmp_path: Path) -> None:
+    score = function(tmp_path, "def score(completion, row):\n    return len(completion) + row['hard']\n")
+    found = rewards(
+        {"compare": "numeric"},
+        {"compare": "text", "extract": r"\d"},
+        {"match": "<b>.*</b>", "weight": 0.5},
+        {"score": score, "weight": -0.1},
+        {"overlong": 4, "weight": 2.0},
+    )
+    values, sums = found.of(JUDGED)
+    # The last number; the last digit; the pattern; lengths with `hard`; 0 up to 6 of 10 tokens, and -1 for a cut one.
+    assert values.tolist() == [[1, 1, 0, 7, 0], [0, 0, 1, 14, -1], [0, 0, 0, 6, -0.5]]
+    assert sums.tolist() == pytest.approx([1 + 1 - 0.7, 0.5 - 1.4 - 2, -0.6 - 1])
+
+
+def test_a_batched_function_gets_all_completions_of_a_step_at_once(tmp_path: Path) -> None:
+    body = "def score(completions, rows):\n    return [len(rows) + row['hard'] for row in rows]\n"
+    values, _ = rewards({"score": function(tmp_path, body), "batched": True}).of(JUDGED)
+    assert values[:, 0].tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("body", "batched", "expected"),
+    [
+        ("return 'good'", False, "r0: .*returned 'good' for rows.jsonl:0; return a finite number"),
+        ("return float('nan')", False, "returned nan for rows.jsonl:0"),
+        ("return 1 / row['hard']", False, "failed on rows.jsonl:0: ZeroDivisionError"),
+        ("return [1.0]", True, "returned 1 values for 3 completions"),
+        ("return 1.0", True, "returned 1.0 for 3 completions"),
+        ("return [0, 1, None]", True, "returned None for rows.jsonl:2"),
+    ],
+)
+def test_a_function_that_returns_no_number_is_named_with_its_row(
+    tmp_path: Path, body: str, batched: bool, expected: str
+) -> None:
+    score = function(tmp_path, f"def score(completion, row):\n    {body}\n")
+    with pytest.raises(BadInputError, match=expected):
+        rewards({"score": score, "batched": batched}).of(JUDGED)
+
+
+def test_rows_without_the_number_that_is_compared_are_named_before_the_first_step() -> None:
+    rows = [*ROWS, PromptRow("rows.jsonl:3", "q", "q", answers=("ten",))]
+    with pytest.raises(BadInputError, match=r"r0: numeric: the answer of rows\.jsonl:3 holds no number"):
+        rewards({"compare": "numeric"}, rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, "r has none of them; set one of compare, match, score, model, overlong"),
+        ({"compare": "text", "match": "a"}, "r has compare and match; set one of"),
+        ({"match": "a", "extract": "b"}, "r: extract has no effect without compare"),
+        ({"match": "a", "batched": True}, "r: batched has no effect without score"),
+        ({"match": "(", "weight": 1.0}, "r: match is no regular expression"),
+        ({"match": "a", "weight": 0.0}, "r has the weight 0"),
+        ({"score": "nowhere"}, "r: score: 'nowhere' names no function"),
+    ],
+)
+def test_a_reward_that_cannot_be_meant_is_refused(section: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        RewardSection(name="r", **section)

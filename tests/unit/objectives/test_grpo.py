@@ -1,0 +1,110 @@
+"""Group-relative policy gradients equal the formulas of the papers, written out over whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import llama
+
+from toolkit.data.samples.samples import sample_of, segments_of, stack
+from toolkit.objectives.grpo import Grpo
+from toolkit.objectives.losses.policy_losses import advantages_of
+
+MAX_NEW_TOKENS = 6
+PROMPT = 3
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("none", [0.5, -0.5, 0.0, 0.0]),
+        ("group", [0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4), 0.0, 0.0]),
+        ("batch", [0.5 / (1.0 / 2 + 1e-4), -0.5 / (1.0 / 2 + 1e-4), 0.0, 0.0]),
+    ],
+)
+def test_advantages_are_distances_from_the_mean_of_the_group(scale: Any, expected: list[float]) -> None:
+    # The batch's variance with Bessel's correction: (0.75^2 + 3 * 0.25^2) / 3 = 0.25.
+    found = advantages_of(np.array([1.0, 0.0, 0.0, 0.0]), 2, scale)
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_group_of_equal_rewards_has_no_advantage_though_its_mean_is_rounded() -> None:
+    rewards = np.array([0.1] * 3 + [0.7, 0.7, 0.1])
+    assert advantages_of(rewards, 3, "group")[:3].tolist() == [0.0, 0.0, 0.0]
+
+
+class Completions:
+    """Four completions of unequal lengths, the last one cut, with rows of their own for the formulas."""
+
+    def __init__(self, masked: bool) -> None:
+        draw = torch.Generator().manual_seed(0)
+        lengths = [2, 5, 3, MAX_NEW_TOKENS]
+        self.rows = [torch.randint(3, 60, (PROMPT + length,), generator=draw) for length in lengths]
+        self.advantages = torch.tensor([0.7, -1.2, 0.5, -0.3])
+        self.learned = [True, True, True, not masked]
+        self.drawn = [torch.rand(length, generator=draw) - 3 for length in lengths]
+
+    def batch(self, numbers: list[int]) -> dict[str, Any]:
+        """Returns the completions packed into one row, as a rollout makes them."""
+        pieces = [
+            (self.rows[n].numpy(), [False] * PROMPT + [self.learned[n]] * (len(self.rows[n]) - PROMPT)) for n in numbers
+        ]
+        total = sum(len(ids) for ids, _ in pieces)
+        batch = stack([sample_of(pieces, total + 3, 0)])
+        drawn = torch.zeros(1, total + 3)
+        drawn[0, :total] = torch.cat([torch.cat([torch.zeros(PROMPT), self.drawn[n]]) for n in numbers])
+        segments = segments_of([pieces], batch["input_ids"])
+        return {**batch, "segments": segments, "advantages": self.advantages[numbers], "drawn": drawn}
+
+    def log_probabilities(self, model: Any, number: int) -> torch.Tensor:
+        """Returns those of a completion's tokens, (tokens,), from its row alone."""
+        ids = self.rows[number][None]
+        logits = model(ids).logits[0, PROMPT - 1 : -1].float()
+        return torch.log_softmax(logits, dim=-1).gather(1, ids[0, PROMPT:, None])[:, 0]
+
+
+def by_formula(model: Any, of: Completions, loss: str) -> torch.Tensor:
+    """Returns the loss of a step: the mean that the paper of each loss writes."""
+    terms = []
+    for number, learned in enumerate(of.learned):
+        found = of.log_probabilities(model, number)
+        ratios = torch.exp(found - found.detach())
+        terms.append(-ratios * of.advantages[number] * float(learned))
+    if loss == "dapo":
+        return torch.cat(terms).sum() / sum(
+            len(term) for term, learned in zip(terms, of.learned, strict=True) if learned
+        )
+    if loss == "grpo":
+        return torch.stack([term.mean() for term in terms]).mean()
+    return torch.cat(terms).sum() / (len(terms) * MAX_NEW_TOKENS)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["packed", "padded"])
+@pytest.mark.parametrize("masked", [False, True], ids=["cut is learned", "cut is masked"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
+def test_gradients_are_the_formulas_for_any_micro_batches(loss: str, masked: bool, apart: bool) -> None:
+    of, plain = Completions(masked), llama()
+    expected = by_formula(plain, of, loss)
+    expected.backward()
+    for split in ([[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1, 2, 3]]):
+        model = llama()
+        objective = Grpo(model, loss, 0.0, MAX_NEW_TOKENS, apart=apart)
+        batches = [objective.on_host(of.batch(numbers)) for numbers in split]
+        sums = [objective.training_sums(model, batch)[0] for batch in batches]
+        total = torch.stack(sums).sum() / sum(objective.count_targets(batch) for batch in batches)
+        total.backward()
+        assert total.item() == pytest.approx(expected.item(), abs=1e-7)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-7, rtol=1e-5)
+
+
+def test_the_gap_is_the_mean_distance_from_the_log_probabilities_of_sampling() -> None:
+    of, model = Completions(masked=True), llama()
+    objective = Grpo(model, "grpo", 0.0, MAX_NEW_TOKENS)
+    _, figures = objective.training_sums(model, objective.on_host(of.batch([0, 1, 2, 3])))
+    found = objective.training_record([float(value) / 4 for value in figures])
+    gaps = torch.cat([(of.log_probabilities(model, n) - of.drawn[n]).abs() for n in range(3)])
+    assert found == {"sampler_gap": pytest.approx(gaps.mean().item(), rel=1e-5)}

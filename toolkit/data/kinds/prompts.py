@@ -1,0 +1,233 @@
+"""Prompts, whose completions the model in training samples, with any further columns for the rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import datasets
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, unusable
+from toolkit.data.images.images import Images
+from toolkit.data.kinds.kind import BatchSpec, Field
+from toolkit.data.kinds.pairs import COMPLETIONS
+from toolkit.data.kinds.text import TextRows
+from toolkit.data.layouts.layout import ColumnLayout
+from toolkit.data.layouts.messages import messages_of, tools_of
+from toolkit.data.layouts.template_arguments import require_taken
+from toolkit.data.rows.examples import Example, Message
+from toolkit.data.rows.values import RowProblem, RowValues, text_of
+from toolkit.data.samples.packing import Ints
+from toolkit.data.samples.samples import Batch, Rows, Samples, TextSamples, batch_of, segments_of
+from toolkit.data.templates.templates import rendered
+from toolkit.errors import DataError, first_line
+
+NO_ROOM = "longer than data.max_length less objective.max_new_tokens"
+
+ASKERS = ("user", "tool")
+"""Roles behind which an assistant answers."""
+
+
+@dataclass(frozen=True)
+class Prompted(Example):
+    """A prompt, with the row that it is from.
+
+    Attributes:
+        asked: a text, or messages of which the last one is to be answered.
+        row: the whole row, as the file has it.
+    """
+
+    asked: str | list[Message]
+    tools: list[dict[str, Any]] | None
+    row: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+
+    @property
+    def is_conversation(self) -> bool:
+        return True
+
+    def texts(self) -> list[str]:
+        if isinstance(self.asked, str):
+            return [self.asked]
+        return [message["content"] for message in self.asked if message["content"]]
+
+    def with_arguments(self, arguments: dict[str, Any]) -> Prompted:
+        return replace(self, arguments=arguments)
+
+
+def read_prompt(column: str, values: RowValues) -> Prompted:
+    """Reads a prompt of text or messages, and keeps the other columns for rewards; raises RowProblem."""
+    value, name = values[column], values.columns[column]
+    tools = tools_of(values["tools"])
+    values.taken |= set(values.row)
+    if not isinstance(value, list):
+        return Prompted(text_of(value, name), tools, dict(values.row), {})
+    messages = messages_of(value, name)
+    row = dict(values.row)
+    if len(messages) > 1 and messages[-1]["role"] == "assistant":
+        # A row to learn answers from: its answer is what the rewards compare with.
+        row.setdefault("answer", messages[-1]["content"])
+        messages = messages[:-1]
+    if messages[-1]["role"] not in ASKERS:
+        raise RowProblem("nothing is asked: the last message is not the user's")
+    return Prompted(messages, tools, row, {})
+
+
+class PromptEncoder(Encoder):
+    """Encodes prompts up to the beginning of an answer, as `toolkit generate` asks; `asked` is the row in JSON."""
+
+    @property
+    def columns(self) -> Columns:
+        return {"asked": (datasets.Value("string"), None)}
+
+    def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
+        return [self._prompt(item) if isinstance(item, Prompted) else unusable(item) for item in examples]
+
+    def _prompt(self, example: Prompted) -> Document:
+        kept = {"prompt": example.asked, "tools": example.tools, "arguments": example.arguments, "row": example.row}
+        try:
+            asked = json.dumps(kept, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError):
+            return unusable(RowProblem("a column holds a value that JSON cannot write, so no reward could read it"))
+        try:
+            ids = self._ids(example)
+        except RowProblem as problem:
+            return unusable(problem)
+        # Every token is a target of the checks before the first step; the completions behind it are what is learned.
+        return {**document_of(ids, [True] * len(ids), asked), "asked": asked}
+
+    def _ids(self, example: Prompted) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            if not isinstance(example.asked, str):
+                raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
+            ids: list[int] = self.tokenizer(example.asked, add_special_tokens=False, verbose=False)["input_ids"]
+            return ids if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
+        asked = example.asked
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        require_taken(example.arguments, self.tokenizer.get_chat_template(tools=example.tools))
+        try:
+            text = rendered(self.tokenizer, messages, example.tools, prompt=True, arguments=example.arguments)
+        except DataError:  # it comes to no end
+            raise
+        except Exception as error:  # a template is a program, and may refuse a conversation in any way
+            raise RowProblem(f"the chat template rejects it: {first_line(error)}") from error
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@dataclass(frozen=True)
+class PromptSamples(TextSamples):
+    """For online learning: a sample is a completion that is still to be written. Number n is one of prompt n // G.
+
+    Batches are of prompts alone, two of them side by side if completions share rows: the checks before the first step
+    try the model on them, and rollouts make those that are trained on.
+
+    Attributes:
+        group_size: G, the completions of each prompt.
+    """
+
+    rows: Rows
+    group_size: int = 1
+
+    def __len__(self) -> int:
+        return len(self.ends) * self.group_size
+
+    @property
+    def is_packed(self) -> bool:
+        return False  # nothing is known of the lengths of completions
+
+    @property
+    def shares_samples(self) -> bool:
+        return self.packed
+
+    @property
+    def asked_of_itself(self) -> PromptSamples:
+        return self
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.ends)
+
+    def prompt(self, number: int) -> tuple[list[int], str, dict[str, Any]]:
+        """Returns the tokens of a prompt, the name of its row, and what `PromptEncoder` kept of that."""
+        row = int(self.pieces.row[number])
+        ids, _ = self.rows.tokens(row)
+        return ids.tolist(), self.rows.name(row), json.loads(self.rows.value("asked", row))
+
+    def rows_of(self, number: int) -> list[int]:
+        first = number // self.group_size
+        others = [(first + 1) % self.num_prompts] if self.packed and self.num_prompts > 1 else []
+        return [int(self.pieces.row[each]) for each in (first, *others)]
+
+    def tokens(self, number: int) -> list[tuple[Any, Any]]:
+        return [self.rows.tokens(row) for row in self.rows_of(number)]
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        samples = [self.tokens(number) for number in numbers]
+        longest = max(sum(len(ids) for ids, _ in sample) for sample in samples)
+        batch = batch_of(samples, longest, False, self.pad_id)
+        segments = segments_of(samples, batch["input_ids"])
+        zeros = torch.zeros(batch["input_ids"].shape)
+        return {**batch, "segments": segments, "advantages": torch.zeros(int(segments.max()) + 1), "drawn": zeros}
+
+
+class PromptRows(TextRows):
+    """Prompts to sample completions of."""
+
+    name = "prompts"
+    layouts: ClassVar = tuple(
+        ColumnLayout(
+            column, (column,), partial(read_prompt, column), ("tools",), has_conversations=column == "messages"
+        )
+        for column in ("messages", "prompt")
+    )
+    also_called: ClassVar = {"prompt": ("question", "query", "problem", "instruction"), "messages": ("conversation",)}
+    learns_tokens = False
+
+    @property
+    def reported_targets(self) -> str | None:
+        return None
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Encoder:
+        if self.room < 1:
+            raise DataError(
+                f"objective.max_new_tokens: {self.objective.max_new_tokens} leaves no room for prompts in "
+                f"data.max_length {self.data.max_length}; lower it, or raise that"
+            )
+        return PromptEncoder(tokenizer, self.targets, self.objective.kind, **settings)
+
+    @property
+    def room(self) -> int:
+        """The most tokens of a prompt."""
+        assert self.objective.max_new_tokens is not None
+        return self.data.max_length - self.objective.max_new_tokens
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return ("drop",)
+
+    def long_rows(self, rows: Rows, good: Ints) -> tuple[Ints, str]:
+        return good[rows.column("length")[good] > self.room], NO_ROOM
+
+    def arrays(
+        self, rows: Rows, order: Ints, policy: str, names: list[str] | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        lengths = rows.column("length").astype(np.int64)[order]
+        arrays = {"row": order, "start": np.zeros_like(order), "stop": lengths, "ends": np.arange(1, len(order) + 1)}
+        return arrays, {"samples": len(order), "fill_rate": None, "cut_tokens": 0}
+
+    def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
+        return PromptSamples(**self.common(rows, arrays, pad_id), group_size=self.objective.completions_per_prompt)
+
+    @property
+    def batch(self) -> BatchSpec:
+        return {
+            **COMPLETIONS,
+            "advantages": Field("R", "float32"),  # of the completions, against the mean of their groups
+            "drawn": Field("BT", "float32"),  # the log-probability with which a learned token was sampled; 0 elsewhere
+        }

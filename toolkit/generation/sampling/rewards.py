@@ -1,0 +1,196 @@
+"""Scores sampled completions by the rewards of a recipe."""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from toolkit import ranks
+from toolkit.errors import BadInputError
+from toolkit.generation.sampling.reward import reward_model
+from toolkit.generation.sampling.sampled_rows import PromptForm
+from toolkit.generation.text.evaluation import scoring_of
+from toolkit.generation.text.rows import PromptRow
+from toolkit.recipe.objectives.grpo import RewardSection
+from toolkit.user_function import UserFunction, load_function, shown
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Completions to score, in the order of their rows.
+
+    Attributes:
+        texts: the completions, without the tokens that end them.
+        lengths: their tokens, with the one that ends a completion.
+        stopped: whether a token ended them.
+        rows: the rows of their prompts.
+    """
+
+    texts: Sequence[str]
+    lengths: Sequence[int]
+    stopped: Sequence[bool]
+    rows: Sequence[PromptRow]
+
+
+class Reward(Protocol):
+    """Scores N completions; returns their values in order. Collective."""
+
+    def __call__(self, judged: Judged) -> list[float]: ...
+
+
+class Rewards:
+    """All rewards of a run.
+
+    Args:
+        rows: all rows of the run, whose answers are compared; only read on rank 0.
+        prompts: the form of the prompts, which a reward model reads.
+        batch_size: completions that a reward model reads at a time.
+        close: the models are given up when it closes.
+
+    Attributes:
+        names: in the order of the recipe, (K,).
+        fingerprints: SHA-256 of the source of each function, by the reward's name.
+
+    Raises:
+        BadInputError: if a function or a model cannot be loaded, or a row lacks the answer to compare with.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[RewardSection],
+        rows: Callable[[], Sequence[PromptRow]],
+        prompts: PromptForm,
+        max_new_tokens: int,
+        batch_size: int,
+        device: str,
+        close: ExitStack,
+    ) -> None:
+        self.names = [section.name for section in sections]
+        self.fingerprints: dict[str, str] = {}
+        self._weights = np.array([section.weight for section in sections])
+        self._form, self._batch_size, self._device, self._max_new_tokens = prompts, batch_size, device, max_new_tokens
+        self._rewards = [self._made(section, rows, close) for section in sections]
+
+    def _made(self, section: RewardSection, rows: Callable[[], Sequence[PromptRow]], close: ExitStack) -> Reward:
+        where = f"objective.rewards: {section.name}"
+        if section.score is not None:
+            # On every rank: all of them then refuse another function when a run is resumed.
+            function = load_function(section.score, where)
+            self.fingerprints[section.name] = function.fingerprint
+            return _once_for_all(_Function(function, section.batched).values)
+        if section.model is not None:
+            judge = close.enter_context(reward_model(section.model, "auto", self._device, f"{where}: model"))
+            return _ModelReward(judge, self._form, self._batch_size)
+        if section.overlong is not None:
+            return _Overlong(self._max_new_tokens, min(section.overlong, self._max_new_tokens))
+        if section.match is not None:
+            pattern = re.compile(section.match)
+            return lambda judged: [float(pattern.search(text) is not None) for text in judged.texts]
+        # Every row's answer is looked at, before the first step.
+        comparison = ranks.on_first_rank(lambda: scoring_of(list(rows()), _comparing(section), f"{where}: "))
+        pairs = partial(zip, strict=True)
+        return lambda judged: [comparison.score(text, row) for text, row in pairs(judged.texts, judged.rows)]
+
+    def of(self, judged: Judged) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the values of each completion by each reward, (N, K), and the weighted sums, (N,). Collective.
+
+        Raises:
+            BadInputError: if a function fails, or returns no number; it names the row.
+        """
+        values = np.array([reward(judged) for reward in self._rewards], dtype=np.float64).T
+        return values, values @ self._weights
+
+
+def _once_for_all(values: Callable[[Judged], list[float]]) -> Reward:
+    """Computes values on rank 0 for all: a function of the user's may have effects, and need not be on every host."""
+    return lambda judged: ranks.on_first_rank(lambda: values(judged))
+
+
+@dataclass(frozen=True)
+class _Comparing:
+    """The settings of a comparison, as `scoring_of` reads them."""
+
+    strict: bool
+    extract: str | None
+    numeric: bool
+    structured: bool
+    score: None = None
+
+
+def _comparing(section: RewardSection) -> _Comparing:
+    how = section.compare
+    return _Comparing(how == "strict", section.extract, how == "numeric", how == "structured")
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function of the user's."""
+
+    function: UserFunction
+    batched: bool
+    mend: str = field(default="return a finite number for each", init=False)
+
+    def values(self, judged: Judged) -> list[float]:
+        # Copies, so that one score does not depend on those before it.
+        rows = [copy.deepcopy(dict(row.fields)) for row in judged.rows]
+        if not self.batched:
+            places = [row.place for row in judged.rows]
+            each = zip(places, judged.texts, rows, strict=True)
+            return [self._number(self.function.call(place, text, row), place) for place, text, row in each]
+        found = self.function.call("the completions of a step", list(judged.texts), rows)
+        if not isinstance(found, list | tuple) or len(found) != len(rows):
+            what = f"{len(found)} values" if isinstance(found, list | tuple) else shown(found)
+            raise BadInputError(
+                f"{self.function.field}: {self.function.name} returned {what} for {len(rows)} completions; {self.mend}"
+            )
+        return [self._number(value, row.place) for value, row in zip(found, judged.rows, strict=True)]
+
+    def _number(self, value: Any, place: str) -> float:
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
+        raise BadInputError(
+            f"{self.function.field}: {self.function.name} returned {shown(value)} for {place}; {self.mend}"
+        )
+
+
+@dataclass(frozen=True)
+class _Overlong:
+    """Between 0 and -1, over the last tokens before the limit (arXiv 2503.14476, eq. 13)."""
+
+    limit: int
+    margin: int
+
+    def __call__(self, judged: Judged) -> list[float]:
+        free = self.limit - self.margin
+        return [
+            -1.0 if not stopped else -max(0, length - free) / self.margin
+            for length, stopped in zip(judged.lengths, judged.stopped, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _ModelReward:
+    """The scores of a reward model; each rank computes a share."""
+
+    judge: Any
+    prompts: PromptForm
+    batch_size: int
+
+    def __call__(self, judged: Judged) -> list[float]:
+        share = range(ranks.rank(), len(judged.texts), ranks.world_size())
+        mine = [number for number in share if judged.texts[number].strip()]
+        rows = [self.prompts.row(judged.rows[number], completion=judged.texts[number]) for number in mine]
+        scores = self.judge.rewards(self.judge.encode(rows), self.batch_size) if rows else []
+        found = dict(pair for of_rank in ranks.gather_objects(list(zip(mine, scores, strict=True))) for pair in of_rank)
+        # A reward model has learned nothing of empty completions, which are as bad as the worst.
+        worst = min(found.values(), default=0.0)
+        return [found.get(number, worst) for number in range(len(judged.texts))]

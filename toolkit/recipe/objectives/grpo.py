@@ -1,0 +1,121 @@
+"""Completions that the model in training samples itself, scored by rewards: dapo, grpo and dr_grpo."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
+from toolkit.recipe.objectives.section import PositiveInt, Section, contradiction, function_problem
+from toolkit.recipe.objectives.spec import ObjectiveSettings, ObjectiveSpec
+
+SOURCES = ("compare", "match", "score", "model", "overlong")
+"""Fields of which a reward has exactly one."""
+
+
+class RewardSection(Section):
+    """One reward. A completion's reward is the sum of weight times value over all of them."""
+
+    name: str = Field(pattern=r"^[\w.-]{1,64}$", description="Report it under this name.")
+    weight: float = Field(1.0, description="Multiply its values by this.")
+    compare: Literal["text", "strict", "numeric", "structured"] | None = Field(
+        None,
+        description="1 if the completion equals the row's `answer` (a text or a list of right ones), else 0. text: "
+        "without regard to case and whitespace. strict: as it is. numeric: the last number. structured: as JSON.",
+    )
+    extract: str | None = Field(
+        None,
+        min_length=1,
+        description="Compare the last match of this regular expression, or its first group if it has one.",
+    )
+    match: str | None = Field(
+        None, min_length=1, description="1 if this regular expression matches somewhere in the completion, else 0."
+    )
+    score: str | None = Field(
+        None,
+        description="The number that this function returns for a completion and its row (file.py:function, or "
+        "module:function on Python's path). The file's code is run.",
+    )
+    batched: bool = Field(
+        False, description="Call the function once a step, with lists of completions and rows; it returns a list."
+    )
+    model: str | None = Field(
+        None, min_length=1, description="The score of this reward model: the folder of a run of objective.kind reward."
+    )
+    overlong: PositiveInt | None = Field(
+        None,
+        description="Minus 1 for a completion that was cut, rising to 0 over the last N tokens before the limit (arXiv "
+        "2503.14476, eq. 13).",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RewardSection:
+        given = [name for name in SOURCES if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise contradiction(f"objective.rewards: {self.name} has {found}; set one of {', '.join(SOURCES)}")
+        for name, needed in (("extract", "compare"), ("batched", "score")):
+            if getattr(self, name) and given != [needed]:
+                raise contradiction(f"objective.rewards: {self.name}: {name} has no effect without {needed}; remove it")
+        if self.weight == 0:
+            raise contradiction(f"objective.rewards: {self.name} has the weight 0, so it has no effect; remove it")
+        for name in ("extract", "match"):
+            try:
+                re.compile(getattr(self, name) or "")
+            except re.error as error:
+                raise contradiction(
+                    f"objective.rewards: {self.name}: {name} is no regular expression of Python: {error}; correct it"
+                ) from None
+        if self.score is not None and (problem := function_problem(self.score)):
+            raise contradiction(f"objective.rewards: {self.name}: score: {problem}")
+        return self
+
+
+@dataclass(frozen=True)
+class _Grpo(ObjectiveSpec):
+    def check(self, section: ObjectiveSettings) -> None:
+        if not section.rewards:
+            raise contradiction(
+                "objective.rewards: must be set with objective.kind grpo, for example [{name: right, compare: numeric}]"
+            )
+        names = [reward.name for reward in section.rewards]
+        if len(set(names)) < len(names):
+            raise contradiction("objective.rewards: two have the same name; give each its own")
+        if section.max_new_tokens is None:
+            raise contradiction("objective.max_new_tokens: must be set with objective.kind grpo, for example 256")
+        if section.loss is not None and section.loss not in ("dapo", "grpo", "dr_grpo"):
+            raise contradiction(
+                f"objective.loss: {section.loss} compares given pairs; allowed with objective.kind grpo: dapo, grpo, "
+                "dr_grpo"
+            )
+
+
+GRPO = _Grpo(
+    "grpo",
+    about="learn from completions that the model samples and rewards score",
+    rows="prompts",
+    settings=(
+        "loss",
+        "beta",
+        "rewards",
+        "group_size",
+        "max_new_tokens",
+        "rollout_batch_size",
+        "scale_rewards",
+        "mask_truncated",
+    ),
+    methods=(
+        Method(
+            "grpo",
+            "every parameter on the model's own samples",
+            (Rate(ANY_SIZE, 1e-6, "TRL's GRPOConfig; DeepSeekMath, arXiv 2402.03300"),),
+            rows_per_step=64,
+            epochs=1,
+        ),
+    ),
+    may_pad=True,
+    samples_itself=True,
+)

@@ -1,0 +1,321 @@
+"""Lets the model sample the completions that its next optimizer step learns from, and scores them.
+
+One step is one rollout: the weights of the step before sample G completions of each of its prompts, rewards score them,
+and they are learned once. Nothing is kept for later steps. So no sample is stale, and a checkpoint needs no state of
+this: weights, position and seed decide the next samples.
+
+The prompts, the noise of each draw and the batches in which completions are sampled do not depend on the number of
+ranks, and neither does the order in which completions are learned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from toolkit.data.samples.loader import EpochOrder, TrainLoader, first_positions
+from toolkit.data.samples.samples import Batch, padded_length, sample_of, segments_of, stack
+from toolkit.errors import BadInputError
+from toolkit.generation.sampling.fresh import FreshSample, draw
+from toolkit.generation.sampling.rewards import Judged, Rewards
+from toolkit.generation.sampling.sampled_rows import PromptForm
+from toolkit.generation.text.complete import Prompt
+from toolkit.generation.text.rows import PromptRow, all_right, answers_of
+from toolkit.model.adapters.adapters import base_of
+from toolkit.objectives.losses.policy_losses import advantages_of
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
+from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.training.extension import Extension
+from toolkit.training.extensions.heartbeat import Heartbeat
+from toolkit.training.phase import Phase
+from toolkit.user_function import require_same_source
+
+MANY = 0.5
+"""Share of completions that are cut from which on a warning says so."""
+
+SHOWN = 3
+"""Completions that a warning shows."""
+
+CHARACTERS = 200
+"""Characters of each of them."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The completions of a step, N of them, in the order of the run; those of a prompt are neighbours.
+
+    Attributes:
+        prompts: as they were asked.
+        rows: the rows of their prompts.
+        samples: as they were drawn.
+        texts: without the tokens that end them.
+        values: of each completion by each reward, (N, K).
+        rewards: the weighted sums, (N,).
+        advantages: (N,).
+    """
+
+    prompts: Sequence[Prompt]
+    rows: Sequence[PromptRow]
+    samples: Sequence[FreshSample]
+    texts: Sequence[str]
+    values: np.ndarray
+    rewards: np.ndarray
+    advantages: np.ndarray
+
+
+def require_whole_groups(recipe: Recipe, samples_per_step: int) -> None:
+    """Checks that a step has whole groups of completions, if the model samples them.
+
+    Raises:
+        BadInputError: if it has not; it names the nearest numbers that do.
+    """
+    group = recipe.objective.completions_per_prompt
+    if not recipe.objective.spec.samples_itself or samples_per_step % group == 0:
+        return
+    fewer, more = samples_per_step // group * group, -(-samples_per_step // group) * group
+    nearest = f"{fewer} or {more}" if fewer else str(more)
+    raise BadInputError(
+        f"objective.group_size: {group} does not divide the {samples_per_step} completions of a step, which are "
+        "training.micro_batch_size x ranks x training.gradient_accumulation_steps; change these so that a step has "
+        f"{nearest}"
+    )
+
+
+def _require_no_dropout(model: Any) -> None:
+    """Raises BadInputError if forwards in training differ from those that sample."""
+    config = base_of(model).config.get_text_config()
+    modules = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    settings = [name for name in ("attention_dropout", "attn_pdrop") if getattr(config, name, 0.0)]
+    if modules or settings:
+        raise BadInputError(
+            f"model.name_or_path: {(settings or modules)[0]} drops values in training, so the model would learn from "
+            "samples of another model than the one that drew them; set it to 0 in config.json"
+        )
+
+
+class Rollouts:
+    """The windows of a run that learns from its own samples.
+
+    Args:
+        opened, run: the run whose model samples, with the weights that it has at the beginning of a step.
+        heartbeat: told before each forward, so that long completions do not count as a stall.
+
+    Attributes:
+        last: the rollout of the step under way, or None before the first.
+        figures: what is recorded of it.
+        fingerprints: SHA-256 of the source of each function that rewards, by the reward's name.
+
+    Raises:
+        BadInputError: if the model has no token that ends a text, or a reward cannot be loaded.
+    """
+
+    fresh = True
+
+    def __init__(self, opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> None:
+        assert isinstance(run.windows, TrainLoader), "prompts are not streamed"
+        self._opened, self._run, self._heartbeat, self._positions = opened, run, heartbeat, run.windows
+        self._section, self._training = opened.recipe.objective, opened.recipe.training
+        assert run.data.train.asked_of_itself is not None
+        self._samples, self._group = run.data.train.asked_of_itself, self._section.completions_per_prompt
+        data = opened.recipe.data
+        self._order = EpochOrder(self._samples.num_prompts, self._training.seed, data.shuffle)
+        _require_no_dropout(run.inner)
+        self._whole = run.planned.gathers_whole
+        too_large = "lower objective.rollout_batch_size or objective.max_new_tokens"
+        self._loaded = loaded_of(opened, run, too_large, whole=self._whole)
+        if not self._loaded.stops:
+            raise BadInputError(
+                "objective.kind: grpo samples until a token ends the text, and neither the tokenizer nor "
+                "generation_config.json names one; set eos_token in tokenizer_config.json"
+            )
+        self._given_up = ExitStack()
+        assert self._section.rewards is not None
+        assert self._section.max_new_tokens is not None
+        self._compares = any(reward.compare is not None for reward in self._section.rewards)
+        self._rewards = Rewards(
+            self._section.rewards,
+            self._all_rows,
+            PromptForm(run.data.report.chat_template is not None),
+            self._section.max_new_tokens,
+            self._training.micro_batch_size,
+            str(opened.device),
+            self._given_up,
+        )
+        self.figures: dict[str, Any] = {}
+        self.fingerprints = self._rewards.fingerprints
+        self.last: Rollout | None = None
+
+    # The windows of the loop, as `TrainLoader` counts them: a sample is a completion.
+
+    def resume(self, step: int, samples: int, num_positions: int, state: None) -> None:
+        self._positions.resume(step, samples, num_positions, state)
+
+    def state_at(self, samples: int) -> None:
+        return None
+
+    @property
+    def samples_per_step(self) -> int:
+        return self._positions.samples_per_step
+
+    def epoch_at(self, step: int) -> float:
+        return self._positions.epoch_at(step)
+
+    def samples_at(self, step: int) -> int:
+        return self._positions.samples_at(step)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        for start in self._positions.step_starts():
+            yield self._window(start)
+
+    def _window(self, start: int) -> list[Batch]:
+        """Returns this rank's micro-batches of the step whose first completion is at this position. Collective."""
+        began = time.perf_counter()
+        prompts = [self._prompt_at(position) for position in range(start, start + self.samples_per_step)]
+        samples = self._drawn(prompts)
+        sampled = time.perf_counter()
+        self.last = self._scored(prompts, samples)
+        self.figures = self._figures(self.last, sampled - began, time.perf_counter() - sampled)
+        self._warn(self.last, start == 0)
+        size = self._training.micro_batch_size
+        loader = self._positions
+        firsts = first_positions(0, size, loader.accumulation, loader.rank, loader.world_size)
+        return [self._batch(self.last, range(first, first + size)) for first in firsts]
+
+    def _prompt_at(self, position: int) -> Prompt:
+        """Returns the prompt at a position; the number of the prompt in the run decides its draws, also in epoch 2."""
+        number, k = divmod(position, self._group)
+        return Prompt(self._samples.prompt(self._order[number])[0], [], row=number, k=k)
+
+    def _row(self, number: int) -> PromptRow:
+        """Returns the row of a prompt, with its answers if a reward compares with them; raises BadInputError."""
+        _, place, kept = self._samples.prompt(number)
+        asked, fields = kept["prompt"], kept["row"]
+        answers = answers_of(fields.get("answer")) if self._compares else ()
+        return PromptRow(place, asked, asked, kept["tools"], kept["arguments"], answers, fields=fields)
+
+    def _all_rows(self) -> list[PromptRow]:
+        numbers = range(self._samples.num_prompts)
+        return all_right("data.train", [(self._samples.prompt(n)[1], partial(self._row, n)) for n in numbers])
+
+    def _drawn(self, prompts: list[Prompt]) -> list[FreshSample]:
+        size = self._section.rollout_batch_size or self._training.micro_batch_size
+        batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+        assert self._section.max_new_tokens is not None
+        work = partial(draw, self._loaded, max_new_tokens=self._section.max_new_tokens, seed=self._training.seed)
+        with generating(self._opened, self._run, self._beat, self._whole), torch.no_grad():
+            return [sample for batch in split_over_ranks(batches, work) for sample in batch]
+
+    def _beat(self) -> None:
+        self._heartbeat.enter_phase(Phase.GENERATE)
+
+    def _scored(self, prompts: Sequence[Prompt], samples: Sequence[FreshSample]) -> Rollout:
+        rows = [self._row(self._order[prompt.row]) for prompt in prompts]
+        decode = self._run.tokenizer.decode
+        texts = [
+            decode(sample.written, skip_special_tokens=True, clean_up_tokenization_spaces=False) for sample in samples
+        ]
+        lengths, stopped = [len(sample.ids) for sample in samples], [sample.stopped for sample in samples]
+        # Waits are not counted as beats: a judge may be slow on rank 0 while the others wait for it.
+        self._heartbeat.wait()
+        values, rewards = self._rewards.of(Judged(texts, lengths, stopped, rows))
+        found = advantages_of(rewards, self._group, self._section.scale_rewards or "group")
+        return Rollout(prompts, rows, samples, texts, values, rewards, found)
+
+    def _batch(self, rollout: Rollout, numbers: range) -> Batch:
+        """Returns completions behind their prompts, packed into one row; see `Grpo`."""
+        samples = [rollout.samples[number] for number in numbers]
+        asked = [rollout.prompts[number].ids for number in numbers]
+        pieces = [
+            (prompt + sample.ids, [False] * len(prompt) + [self._is_learned(sample)] * len(sample.ids))
+            for prompt, sample in zip(asked, samples, strict=True)
+        ]
+        total = sum(len(ids) for ids, _ in pieces)
+        batch = stack([sample_of(pieces, padded_length(total, total + 8), self._samples.pad_id)])
+        drawn = torch.zeros(batch["input_ids"].shape)
+        of_tokens = [
+            [0.0] * len(prompt) + sample.log_probabilities for prompt, sample in zip(asked, samples, strict=True)
+        ]
+        drawn[0, :total] = torch.tensor([value for piece in of_tokens for value in piece])
+        return {
+            **batch,
+            "segments": segments_of([pieces], batch["input_ids"]),
+            "advantages": torch.tensor(rollout.advantages[numbers.start : numbers.stop], dtype=torch.float32),
+            "drawn": drawn,
+        }
+
+    def _is_learned(self, sample: FreshSample) -> bool:
+        return sample.stopped or not self._section.mask_truncated
+
+    # What is recorded.
+
+    def _figures(self, rollout: Rollout, sampling: float, scoring: float) -> dict[str, Any]:
+        groups = rollout.rewards.reshape(-1, self._group)
+        lengths = np.array([len(sample.ids) for sample in rollout.samples])
+        drawn = sum(value for sample in rollout.samples for value in sample.log_probabilities)
+        return {
+            "reward": float(rollout.rewards.mean()),
+            "reward_std": float(groups.std(axis=1, ddof=1).mean()),
+            **{
+                f"reward/{name}": float(value)
+                for name, value in zip(self._rewards.names, rollout.values.mean(axis=0), strict=True)
+            },
+            "groups_without_signal": float((groups.min(axis=1) == groups.max(axis=1)).mean()),
+            "completion_tokens": float(lengths.mean()),
+            "longest_completion": int(lengths.max()),
+            "cut": float(np.mean([not sample.stopped for sample in rollout.samples])),
+            # Of fresh samples the mean of -log p is an unbiased estimate.
+            "entropy": -drawn / max(1, int(lengths.sum())),
+            "rollout_seconds": sampling,
+            "reward_seconds": scoring,
+        }
+
+    def _warn(self, rollout: Rollout, is_first: bool) -> None:
+        if not is_first:
+            return
+        warn, first = self._opened.console.warn, rollout.rewards[0]
+        if (rollout.rewards == first).all():
+            shown = "\n".join(f"  {text[:CHARACTERS]!r}" for text in rollout.texts[:SHOWN])
+            warn(
+                f"objective.rewards: all {len(rollout.rewards)} completions of the first step have the reward "
+                f"{first:g}, so there is nothing to learn from them. Three of them:\n{shown}"
+            )
+        if self.figures["cut"] > MANY:
+            warn(
+                f"objective.max_new_tokens: {self.figures['cut']:.0%} of the first step's completions were cut after "
+                f"{self._section.max_new_tokens} tokens; raise it, or ask for shorter answers"
+            )
+
+    def close(self) -> None:
+        """Gives the reward models up."""
+        self._given_up.close()
+
+
+class RolloutRecords(Extension):
+    """Puts the figures of each rollout into the record of its step."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+
+    def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
+        return self._rollouts.figures
+
+    def state(self) -> dict[str, Any]:
+        return {"rewards": self._rollouts.fingerprints}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Raises BadInputError if the source of a function that rewards has changed: it decides what is learned."""
+        for name, now in self._rollouts.fingerprints.items():
+            what = f"rewarded the run up to step {state['step']}"
+            require_same_source(state["rewards"].get(name, now), now, f"objective.rewards: {name}: score", what)
+
+    def close(self) -> None:
+        self._rollouts.close()
