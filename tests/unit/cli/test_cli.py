@@ -190,7 +190,10 @@ def test_editors_have_a_schema_of_recipes(tmp_path: Path, monkeypatch: pytest.Mo
     assert {name: [e.json_path for e in known.iter_errors(values)] for name, values in recipes.items()} == {
         name: [] for name in recipes
     }
-    wrong = recipes["sft"] | {"trainning": {}, "data": {"train": [{"path": "a", "weigth": 1}], "max_length": "long"}}
+    wrong = recipes["quickstart"] | {
+        "trainning": {},
+        "data": {"train": [{"path": "a", "weigth": 1}], "max_length": "long"},
+    }
     assert {error.json_path for error in known.iter_errors(wrong)} == {"$", "$.data.train", "$.data.max_length"}
 
 
