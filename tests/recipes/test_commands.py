@@ -9,13 +9,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS, alone, run_on_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from toolkit.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -191,28 +196,106 @@ def test_bad_input_under_toolkit_train(tmp_path: Path, cache: Path) -> None:
     ]
 
 
-def test_the_notebook(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SHORT_NOTEBOOK = """        "training.max_steps": 6,
+        "training.eval_every_steps": 3,
+        "data.max_validation_samples": 8,
+        "logging.held_out_samples": 1,
+"""
+LOSING_THE_MACHINE = """
+import os, signal
+from toolkit import Extension
+
+class Lost(Extension):
+    def before_step(self, step):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+result = finetune(recipe, extensions=[Lost()])
+"""
+"""What the training cell is in a session whose machine is taken away, after the checkpoint of step 4."""
+
+SECOND_RUN = """
+other = Recipe.load("quickstart", {"training.output_dir": str(OUTPUT) + "_2", "training.max_steps": 2,
+    "training.eval_every_steps": None, "logging.held_out_samples": 0, "data.max_validation_samples": 8})
+print(finetune(other).output_dir, finetune(recipe).output_dir)
+"""
+"""A run after a run in the same kernel, and the cell of the first one once more."""
+
+
+def notebook_cells(training: str | None = None) -> nbformat.NotebookNode:
+    """The notebook, shortened; with another training cell, if one is given, as its last one."""
+    notebook = nbformat.read(ROOT / "recipes/finetune.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    found = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    shortened = [cell for cell in found if '"training.num_epochs": 3,' in cell.source]
+    assert len(shortened) == 1
+    source = shortened[0].source.replace('        "training.num_epochs": 3,\n', SHORT_NOTEBOOK)
+    shortened[0].source = source.replace('"checkpoint.every_steps": 50', '"checkpoint.every_steps": 2')
+    if training is not None:
+        place = next(place for place, cell in enumerate(notebook.cells) if cell.source.startswith("result = finetune("))
+        notebook.cells = notebook.cells[: place + 1]
+        notebook.cells[place].source = training
+    return notebook
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path) -> list[list[dict[str, Any]]]:
+    """Runs all cells in a fresh kernel, as a notebook service does, and returns the outputs of those of code."""
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=LIMIT_SECONDS, coalesce_streams=True, resources=resources).execute()
+    return [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(outputs: list[dict[str, Any]]) -> str:
+    return "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+
+
+def test_the_notebook_as_a_service_runs_it(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another folder; its machine is lost in the middle, a fresh kernel goes on, and another run follows there."""
     for name, value in environment(cache).items():
         monkeypatch.setenv(name, value)
-    notebook = nbformat.read(ROOT / "recipes/finetune.ipynb", as_version=4)
-    shortened = [cell for cell in notebook.cells if "training.max_steps=60" in cell.source]
-    assert len(shortened) == 1
-    source = shortened[0].source.replace("max_steps=60", "max_steps=6").replace("steps=20", "steps=3")
-    shortened[0].source = source.replace(
-        '"training.output_dir', '"data.max_validation_samples=8", "training.output_dir'
-    )
-    folder = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=LIMIT_SECONDS, coalesce_streams=True, resources=folder).execute()
-    records = (tmp_path / "outputs/notebook/metrics.jsonl").read_text().splitlines()
-    assert len(records) == 6 + 3
-    first, training, plot, _ = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    assert [output for output in first if output.get("name") != "stderr"] == []
-    starting, shown = training
-    words, *waiting = starting["text"].splitlines()
-    assert words == "starting 2 processes", "and not `Launching training on 2 CUDAs.`"
-    assert all("under way for" in line for line in waiting), "a slow machine says that it checks the export"
-    assert shown["data"]["text/plain"].startswith("In 6 steps on"), "the output shows the result in the end"
+    with pytest.raises(DeadKernelError):
+        execute(notebook_cells(LOSING_THE_MACHINE), tmp_path)
+    run = tmp_path / "outputs/notebook"
+    assert not (run / "export").exists()
+    notebook = notebook_cells()
+    notebook.cells.append(nbformat.v4.new_code_cell(SECOND_RUN))
+    install, machine, recipe, training, plot, samples, generated, second = execute(notebook, tmp_path)
+    assert [output for output in (*install, *recipe) if output.get("name") != "stderr"] == [], "it is installed already"
+    assert text_of(machine) == "a CPU, precision float32\n"
+    [shown] = [output for output in training if "data" in output and "text/html" in output["data"]]
     assert "<svg" in shown["data"]["text/html"]
-    assert "2 on cpu" in shown["data"]["text/html"], "what the run says before its first step"
-    assert "image/png" in plot[0]["data"], "the plot of the result that two ranks gave back"
-    assert "2 on cpu" in (tmp_path / "outputs/notebook/report.html").read_text(), "two ranks trained together"
+    assert "after step 4; the duration is that of the rest" in (run / "report.html").read_text(), (
+        "it went on from there"
+    )
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["split"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert "image/png" in plot[0]["data"]
+    assert [line.split()[0] for line in text_of(samples).splitlines() if line] == ["asked", "before", "after", "in"]
+    assert text_of(generated)
+    assert text_of(second).split()[-2:] == [f"{run}_2", str(run)]
+
+
+@pytest.mark.first
+@pytest.mark.parametrize(
+    ("capability", "name", "told"),
+    [
+        ((7, 5), "Tesla T4", "1 x Tesla T4, precision fp16\n"),
+        ((8, 0), "NVIDIA A100", "1 x NVIDIA A100, precision bf16\n"),
+        (None, "", "a CPU, precision float32\n"),
+    ],
+)
+def test_the_notebook_says_in_which_precision_a_machine_computes(
+    capability: Any, name: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [cell] = [cell for cell in notebook_cells().cells if "get_device_capability" in cell.source]
+    cuda = {
+        "is_available": lambda: capability is not None,
+        "get_device_capability": lambda: capability,
+        "get_device_name": lambda: name,
+        "device_count": lambda: 1,
+    }
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(**cuda)))
+    space: dict[str, Any] = {}
+    exec(cell.source, space)
+    assert capsys.readouterr().out == told
+    assert Recipe.load("quickstart", {"training.mixed_precision": space["precision"]}).training.mixed_precision
