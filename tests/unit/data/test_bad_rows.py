@@ -3,7 +3,6 @@ their numbers; a file or a setting that cannot be used ends in one clear error. 
 
 from __future__ import annotations
 
-import bz2
 import csv
 import gzip
 import json
@@ -169,23 +168,17 @@ LONE = "half a \ud800 character"
 
 LINES: dict[str, tuple[bytes, str]] = {
     "no JSON": (b"this is no JSON", "not JSON"),
-    "half a line": (b'{"text": "half a li', "not JSON"),
     "single quotes": (b"{'text': 'a'}", "not JSON"),
-    "comma behind the object": (b'{"text": "a"},', "not JSON"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "not JSON"),
     "bytes that are no text": (bytes(range(128, 256)), "not UTF-8"),
     "a byte that is no text": (b'{"text": "caf\xe9"}', "not UTF-8"),
-    "NUL bytes": (b"\x00" * 100, "not JSON"),
     "NUL byte in a text": (b'{"text": "a\x00b"}', "not JSON"),
     "byte order mark amid the file": (b'\xef\xbb\xbf{"text": "a"}', "not JSON"),
     "blank": (b"", "blank line"),
-    "only spaces": (b" \t ", "blank line"),
     "list": (b'["a", "b"]', "a list, not a JSON object"),
     "number": (b"17", "a number, not a JSON object"),
-    "not a number": (b"NaN", "a number, not a JSON object"),
     "string": (b'"text"', "text, not a JSON object"),
     "null": (b"null", "null, not a JSON object"),
-    "true": (b"true", "true or false, not a JSON object"),
     "nested beyond measure": (b"[" * 100_000 + b"]" * 100_000, TOO_DEEP),
     "number of 5000 digits": (b'{"text": ' + b"7" * 5000 + b"}", TOO_DEEP),
 }
@@ -197,20 +190,11 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ("messages empty", chat(), "messages is empty"),
         ("messages text", {"messages": "user: hi"}, "messages is text, not a list of messages"),
         ("messages object", {"messages": ASKED}, "messages is an object, not a list of messages"),
-        ("messages number", {"messages": 5}, "messages is a number, not a list of messages"),
         ("message text", {"messages": ["hi", "ho"]}, "a message is not an object"),
-        ("message null", {"messages": [None]}, "a message is not an object"),
-        ("message list", {"messages": [[ASKED], [ANSWERED]]}, "a message is not an object"),
         ("no role", chat({"content": "hi"}, ANSWERED), "a message has no role"),
-        ("role null", chat(said(None, "hi"), ANSWERED), "a message has no role"),
         ("unknown role", chat(said("narrator", "once"), ANSWERED), "a message has an unknown role"),
-        ("role number", chat(said(5, "hi"), ANSWERED), "a message has an unknown role"),
-        ("role list", chat(said(["user"], "hi"), ANSWERED), "a message has an unknown role"),
         ("no content", chat(ASKED, {"role": "assistant"}), "a message has no content"),
-        ("content null", chat(ASKED, said("assistant", None)), "a message has no content"),
         ("content number", chat(said("user", 17), ANSWERED), "a message's content is a number, not text"),
-        ("content 0", chat(said("user", 0), ANSWERED), "a message's content is a number, not text"),
-        ("content object", chat(said("user", {"text": "a"}), ANSWERED), "a message's content is an object, not text"),
         (
             "image",
             chat(said("user", [{"type": "text", "text": "see"}, {"type": "image", "url": "a.png"}]), ANSWERED),
@@ -219,7 +203,6 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ),
         ("content list of texts", chat(said("user", ["a", "b"]), ANSWERED), "a message's content holds more than text"),
         ("user's message empty", chat(said("user", ""), ANSWERED), "a user's message is empty"),
-        ("user's message spaces", chat(said("user", " \n"), ANSWERED), "a user's message is empty"),
         ("user's message no parts", chat(said("user", []), ANSWERED), "a user's message is empty"),
         (
             "system amid",
@@ -233,25 +216,21 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ),
         ("only user", chat(ASKED, ASKED), "no assistant turn"),
         ("only assistant", chat(ANSWERED), "nothing is asked"),
+        ("no answer learned", chat(ASKED, {**ANSWERED, "weight": 0}), "every turn that would be learned has weight 0"),
+        ("half a weight", chat(ASKED, {**ANSWERED, "weight": 0.5}), "a message's weight is neither 0 nor 1"),
+        ("call as text", chat(ASKED, {"from": "function_call", "value": "f(1)"}), "a function_call is not JSON"),
         ("half a character", chat(said("user", LONE), ANSWERED), f"a message {HALF}"),
-        ("half a character in a name", chat({**ASKED, "name": LONE}, ANSWERED), f"a message {HALF}"),
         ("tool_calls no JSON", chat(ASKED, said("assistant", "", tool_calls="[{")), "tool_calls is not JSON"),
-        ("tool_calls number", chat(ASKED, said("assistant", "", tool_calls=5)), "tool_calls is not a list of calls"),
         (
             "tool_calls object",
             chat(ASKED, said("assistant", "", tool_calls={"a": 1})),
             "tool_calls is not a list of calls",
         ),
-        ("tool call text", calls("get_weather"), "tool_calls is not a list of calls"),
         ("call without name", calls({"function": {"arguments": {}}}), "a tool call names no function"),
-        ("call with a number for a name", calls({"function": {"name": 5}}), "a tool call names no function"),
-        ("function text", calls({"function": "get_weather"}), "a tool call names no function"),
         ("arguments no JSON", calls({"name": "f", "arguments": "city: Paris"}), "a tool call's arguments is not JSON"),
         ("arguments list", calls({"name": "f", "arguments": [1]}), "a tool call's arguments are a list, not an object"),
-        ("half a character in a function's name", calls({"name": LONE}), f"tool_calls {HALF}"),
         ("half a character in a call", calls({"name": "f", "arguments": {"city": LONE}}), f"tool_calls {HALF}"),
         ("half a character in JSON", calls({"name": "f", "arguments": r'{"a": "\ud800"}'}), f"tool_calls {HALF}"),
-        ("half a character in a key", calls({"name": "f", "arguments": {LONE: 1}}), f"tool_calls {HALF}"),
         (
             "call nested deeply",
             calls({"name": "f", "arguments": nested(300)}),
@@ -259,25 +238,18 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ),
         ("tools no JSON", chat(ASKED, ANSWERED, tools="weather"), "tools is not JSON"),
         ("tools object", chat(ASKED, ANSWERED, tools={"name": "f"}), "tools is not a list of tools"),
-        ("tools of names", chat(ASKED, ANSWERED, tools=["f"]), "tools is not a list of tools"),
-        ("tools number", chat(ASKED, ANSWERED, tools=7), "tools is not a list of tools"),
         ("half a character in tools", chat(ASKED, ANSWERED, tools=[{"name": LONE}]), f"tools {HALF}"),
         ("tools nested deeply", chat(ASKED, ANSWERED, tools=[nested(300)]), "tools nested more than 100 levels deep"),
         ("tools nested beyond measure", chat(ASKED, ANSWERED, tools="[" * 10_000), "tools is not JSON"),
         ("system number", chat(ASKED, ANSWERED, system=5), "system is a number, not text"),
-        ("system half a character", chat(ASKED, ANSWERED, system=LONE), f"system {HALF}"),
     ],
     "prompt": [
         ("no completion", {"prompt": "a"}, "completion is missing or null"),
-        ("completion null", {"prompt": "a", "completion": None}, "completion is missing or null"),
         ("completion empty", {"prompt": "a", "completion": ""}, "completion is empty"),
-        ("completion number", {"prompt": "a", "completion": 4}, "completion is a number, not text"),
-        ("completion object", {"prompt": "a", "completion": ANSWERED}, "completion is an object, not text"),
         ("no prompt", {"completion": "b"}, "prompt is missing or null"),
         ("prompt spaces", {"prompt": " ", "completion": "b"}, "prompt is empty"),
         ("list and text", {"prompt": [ASKED], "completion": "b"}, "completion is text, not a list of messages"),
         ("text and list", {"prompt": "a", "completion": [ANSWERED]}, "prompt is text, not a list of messages"),
-        ("list and null", {"prompt": [ASKED], "completion": None}, "completion is missing or null"),
         ("list and empty list", {"prompt": [ASKED], "completion": []}, "completion is empty"),
         ("lists without answer", {"prompt": [ASKED], "completion": [ASKED]}, "no assistant turn"),
         ("half a character", {"prompt": "a", "completion": LONE}, f"completion {HALF}"),
@@ -285,38 +257,27 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
     "instruction": [
         ("no output", {"instruction": "a"}, "output is missing or null"),
         ("output spaces", {"instruction": "a", "output": "\n"}, "output is empty"),
-        ("output list", {"instruction": "a", "output": ["b"]}, "output is a list, not text"),
         ("no instruction", {"output": "b"}, "instruction is missing or null"),
         ("instruction number", {"instruction": 1, "output": "b"}, "instruction is a number, not text"),
         ("input number", {"instruction": "a", "input": 5, "output": "b"}, "input is a number, not text"),
-        ("input half a character", {"instruction": "a", "input": LONE, "output": "b"}, f"input {HALF}"),
         ("system list", {"instruction": "a", "output": "b", "system": ["c"]}, "system is a list, not text"),
     ],
     "text": [
         ("null", {"text": None}, "text is missing or null"),
-        ("missing", {"title": "b"}, "text is missing or null"),
         ("no columns", {}, "text is missing or null"),
         ("empty", {"text": ""}, "text is empty"),
-        ("spaces", {"text": " \t\r\n "}, "text is empty"),
         ("number", {"text": 5}, "text is a number, not text"),
-        ("false", {"text": False}, "text is true or false, not text"),
-        ("list", {"text": ["a"]}, "text is a list, not text"),
         ("object", {"text": {"a": "b"}}, "text is an object, not text"),
         ("half a character", {"text": LONE}, f"text {HALF}"),
     ],
     "class": [
         ("no label", {"text": "a"}, "label is missing or null"),
-        ("label null", {"text": "a", "label": None}, "label is missing or null"),
         ("label empty", {"text": "a", "label": ""}, "label is empty"),
         ("label unknown", {"text": "a", "label": "ugly"}, "the label is not one of the classes"),
         ("label number", {"text": "a", "label": 1}, "the label is not one of the classes"),
-        ("label true", {"text": "a", "label": True}, "the label is not one of the classes"),
         ("label 0.5", {"text": "a", "label": 0.5}, "label is a number, but not a whole one"),
-        ("label infinite", b'{"text": "a", "label": 1e999}', "label is a number, but not a whole one"),
-        ("label list", {"text": "a", "label": ["good"]}, "label is a list, not text"),
         ("label half a character", {"text": "a", "label": LONE}, f"label {HALF}"),
         ("text null", {"text": None, "label": "good"}, "text is missing or null"),
-        ("text number", {"text": 1, "label": "good"}, "text is a number, not text"),
     ],
     "pair": [
         ("no second text", {"text": "a", "label": "good"}, "text_pair is missing or null"),
@@ -324,25 +285,7 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
     ],
 }
 
-BAD_ROWS = [
-    *(
-        pytest.param(layout, row, reason, id=f"{layout}, {name}")
-        for layout, rows in ROWS.items()
-        for name, row, reason in rows
-    ),
-    *(pytest.param("text", row, reason, id=f"line, {name}") for name, (row, reason) in LINES.items()),
-]
-
-
-@pytest.mark.parametrize(("layout", "row", "reason"), BAD_ROWS)
-def test_a_bad_row_is_counted_and_named(tmp_path: Path, chatml: Any, layout: str, row: Any, reason: str) -> None:
-    good = GOOD[layout]
-    lines(tmp_path / "rows.jsonl", [good(1), good(2), row, good(4)])
-    report = report_of(tmp_path, "rows.jsonl", chatml, CLASSES if layout in ("class", "pair") else None)
-    assert dropped(report) == {reason: ["rows.jsonl:3"]}
-    assert list(shown(report)) == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:4"]
-    for name, text in shown(report).items():
-        assert f"question {name[-1]}" in text
+ROWS["text"] += [(f"line, {name}", row, reason) for name, (row, reason) in LINES.items()]
 
 
 @pytest.mark.parametrize("layout", ROWS)
@@ -351,12 +294,15 @@ def test_all_bad_rows_of_a_layout_together(tmp_path: Path, chatml: Any, layout: 
     rows = [row for _, bad, _ in ROWS[layout] for row in (GOOD[layout](7), bad)]
     lines(tmp_path / "rows.jsonl", rows)
     classes = CLASSES if layout in ("class", "pair") else None
-    found = report_of(tmp_path, "rows.jsonl", chatml, classes)["train"]
+    report = report_of(tmp_path, "rows.jsonl", chatml, classes)
+    found = report["train"]
     expected: dict[str, list[str]] = {}
     for number, (_, _, reason) in enumerate(ROWS[layout], start=1):
         expected.setdefault(reason, []).append(f"rows.jsonl:{2 * number}")
     assert {reason: rows["rows"] for reason, rows in found["dropped"].items()} == expected
     assert found["kept"] == len(ROWS[layout])
+    assert list(shown(report)) == [f"rows.jsonl:{row}" for row in (1, 3, 5)][: found["kept"]]
+    assert all("question 7" in text for text in shown(report).values())
     trained = tokenizer.train(section(tmp_path, "rows.jsonl"), 300, (classes or ObjectiveSection()).kind)
     assert (trained / "tokenizer.json").exists()
 
@@ -369,24 +315,18 @@ WITHOUT_CONTENT = (
 """What a template says of a message that has none."""
 
 
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
+def test_what_a_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
+    good, called = GOOD["chat"], {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    for messages, reason in (
         ([ASKED, ASKED, ANSWERED], "Roles must alternate user/assistant"),
-        ([ASKED, ANSWERED, ANSWERED], "Roles must alternate user/assistant"),
-        ([said("system", "be kind"), ASKED, ANSWERED], "System role not supported"),
-        # Fails in the template's own code.
-        ([ASKED, {"role": "assistant", "tool_calls": [{"name": "f"}]}], WITHOUT_CONTENT),
-    ],
-)
-def test_what_a_template_refuses_is_a_bad_row(tmp_path: Path, messages: list[Any], reason: str) -> None:
-    good = GOOD["chat"]
-    lines(tmp_path / "rows.jsonl", [good(1), chat(*messages), good(3)])
-    report = report_of(tmp_path, "rows.jsonl", new_tokenizer(ALTERNATING))
-    [(found, names)] = dropped(report).items()
-    assert found.startswith(f"the chat template rejects it: {reason}")
-    assert names == ["rows.jsonl:2"]
-    assert list(shown(report)) == ["rows.jsonl:1", "rows.jsonl:3"]
+        ([ASKED, called], WITHOUT_CONTENT),  # fails in the template's own code
+    ):
+        lines(tmp_path / "rows.jsonl", [good(1), chat(*messages), good(3)])
+        report = report_of(tmp_path, "rows.jsonl", new_tokenizer(ALTERNATING))
+        [(found, names)] = dropped(report).items()
+        assert found.startswith(f"the chat template rejects it: {reason}")
+        assert names == ["rows.jsonl:2"]
+        assert list(shown(report)) == ["rows.jsonl:1", "rows.jsonl:3"]
 
 
 # ---- files of every kind ----
@@ -473,20 +413,11 @@ KINDS = {
         {"a message has an unknown role": ["a.parquet:2"], "messages is missing or null": ["a.parquet:4"]},
         ["a.parquet:1", "a.parquet:3"],
     ),
-    "parquet of prompts": Kind(
-        "a.parquet",
-        lambda folder: datasets.Dataset.from_list(
-            [{"prompt": "question", "completion": "b"}, {"prompt": "c", "completion": None}]
-        ).to_parquet(folder / "a.parquet"),
-        {"completion is missing or null": ["a.parquet:2"]},
-        ["a.parquet:1"],
-    ),
     "arrow file": of_texts("a.arrow", one_arrow_file),
     "folder": of_texts("saved", lambda folder: text_table().save_to_disk(folder / "saved")),
     "folder of splits": of_texts("saved", saved(test=datasets.Dataset.from_dict({"text": ["a"]}), train=text_table())),
     "folder with a format": of_texts("saved", saved_in_a_format),
     "gz": of_texts("a.jsonl.gz", content("a.jsonl.gz", gzip.compress(text_lines()))),
-    "bz2": of_texts("a.json.bz2", content("a.json.bz2", bz2.compress(text_lines()))),
     "xz": Kind(
         "a.csv.xz",
         content("a.csv.xz", lzma.compress(b'text,n\nquestion 1,1\n"",2\n\xff,3\nquestion 4,4\n')),
@@ -509,12 +440,6 @@ KINDS = {
         content("a.csv", 'text,n\nquestion 1,1\n"stray,2\nquestion 3,3\nquestion 4,4\n'),
         {"not CSV: unexpected end of data": ["a.csv:2"]},
         ["a.csv:1", "a.csv:3", "a.csv:4"],
-    ),
-    "csv, a quote closed by the next one": Kind(
-        "a.csv",
-        content("a.csv", 'text,n\n"stray,1\nquestion 2,2\n"question 3",3\n"question\n4",4\n'),
-        {"not CSV: ',' expected after '\"'": ["a.csv:1"]},
-        ["a.csv:2", "a.csv:3", "a.csv:4"],
     ),
     "csv, a quote that takes up rows": Kind(
         "a.csv",
@@ -572,7 +497,6 @@ KINDS = {
         {"messages is missing or null": ["b.jsonl:1", "b.jsonl:3"]},
         ["a.jsonl:1", "a.jsonl:2", "b.jsonl:2"],
     ),
-    "a name with brackets": of_texts("a[1].jsonl", content("a[1].jsonl", text_lines())),
     "a parquet file's name with brackets": of_texts(
         "a[1].parquet", lambda folder: text_table().to_parquet(folder / "a[1].parquet")
     ),
@@ -586,13 +510,15 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_bad_rows_of_every_kind_of_file(tmp_path: Path, chatml: Any, kind: Kind) -> None:
-    kind.write(tmp_path)
-    report = report_of(tmp_path, kind.path, chatml, **kind.settings)
-    assert dropped(report) == kind.dropped
-    assert list(shown(report)) == kind.kept
-    assert all("question" in text for text in shown(report).values())
+def test_bad_rows_of_every_kind_of_file(tmp_path: Path, chatml: Any) -> None:
+    for number, (name, kind) in enumerate(KINDS.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        kind.write(folder)
+        report = report_of(folder, kind.path, chatml, **kind.settings)
+        assert dropped(report) == kind.dropped, name
+        assert list(shown(report)) == kind.kept, name
+        assert all("question" in text for text in shown(report).values()), name
 
 
 def test_the_rows_behind_a_stray_quote_are_whole(tmp_path: Path, chatml: Any) -> None:
@@ -626,15 +552,6 @@ def test_names_hold_across_the_pieces_of_a_file(
         "not JSON": ["rows.jsonl:21", "rows.jsonl:40"],
     }
     assert report["train"]["kept"] == 36
-
-
-def test_an_enormous_line_is_a_bad_row(tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 2**20)
-    long = {"text": "x" * 2**20}
-    lines(tmp_path / "rows.jsonl", [GOOD["text"](1), long, GOOD["text"](3), long])
-    report = report_of(tmp_path, "rows.jsonl", chatml)
-    assert dropped(report) == {"a line of more than 1 MiB": ["rows.jsonl:2", "rows.jsonl:4"]}
-    assert list(shown(report)) == ["rows.jsonl:1", "rows.jsonl:3"]
 
 
 @pytest.mark.slow
@@ -687,14 +604,14 @@ FINE: dict[str, tuple[str, str | bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "text", "expected"), FINE.values(), ids=FINE)
-def test_what_is_unusual_but_right_is_kept(
-    tmp_path: Path, chatml: Any, name: str, text: str | bytes, expected: str
-) -> None:
-    content(name, text)(tmp_path)
-    report = report_of(tmp_path, name, chatml)
-    assert dropped(report) == {}
-    assert expected in shown(report)[f"{name}:1"]
+def test_what_is_unusual_but_right_is_kept(tmp_path: Path, chatml: Any) -> None:
+    for number, (case, (name, text, expected)) in enumerate(FINE.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        content(name, text)(folder)
+        report = report_of(folder, name, chatml)
+        assert dropped(report) == {}, case
+        assert expected in shown(report)[f"{name}:1"], case
 
 
 def test_columns_that_come_late_are_read(tmp_path: Path, chatml: Any) -> None:
@@ -742,11 +659,6 @@ def parquet(folder: Path) -> bytes:
     return (folder / "whole.parquet").read_bytes()
 
 
-def half_parquet(folder: Path) -> None:
-    data = parquet(folder)
-    (folder / "a.parquet").write_bytes(data[: len(data) // 2])
-
-
 def spoilt_parquet(folder: Path) -> None:
     data = bytearray(parquet(folder))
     data[200:600] = b"\xff" * 400
@@ -792,11 +704,6 @@ def good_and_empty(folder: Path) -> None:
     (folder / "b.jsonl").touch()
 
 
-def good_and_folder(folder: Path) -> None:
-    (folder / "a.jsonl").write_bytes(text_lines())
-    (folder / "b.jsonl").mkdir()
-
-
 MANY_LINES = b"".join(as_line({"text": f"question {i * 7919 % 10007}"}) for i in range(2000))
 UNKNOWN = "matches no known column layout; it has"
 NEEDED = "needed: messages; prompt + completion; instruction + output; text"
@@ -806,25 +713,18 @@ MANY_KEYS = {f"{LONE} {i}\n{'long' * 100}": i for i in range(3000)}
 REFUSED = {
     "no file": Refused("a.jsonl", nothing, ("data.train: there is no file", "a.jsonl")),
     "glob that matches nothing": Refused("none*.jsonl", nothing, ("data.train: there is no file", "none*.jsonl")),
-    "name too long": Refused(f"{'long' * 100}.jsonl", nothing, ("data.train: there is no file", "longlong")),
     "link to nothing": Refused(
         "a.jsonl", lambda folder: (folder / "a.jsonl").symlink_to(folder / "lost"), ("data.train", "a link to a file")
     ),
     "folder": Refused(
         "rows", lambda folder: (folder / "rows").mkdir(), ("data.train", "is a folder; name files", "*.jsonl")
     ),
-    "folder among files": Refused("*.jsonl", good_and_folder, ("data.train", "is a folder; name files")),
     "empty file": refused("a.jsonl", "", "data.train", "is empty"),
     "empty file among others": Refused("*.jsonl", good_and_empty, ("data.train", "b.jsonl' is empty")),
     "unknown ending": refused(
         "a.bin", "x", "data.train", "of an unknown file type; allowed endings: .jsonl, .ndjson, .json, .csv"
     ),
-    "no ending": refused("rows", "x", "data.train", "of an unknown file type; allowed endings: .jsonl"),
     "only no JSON": refused("a.jsonl", "one\ntwo\n", "not JSON: 2 (a.jsonl:1, a.jsonl:2)", OBJECT_ON_EACH_LINE),
-    "binary": refused("a.jsonl", bytes(range(256)) * 50, "not UTF-8", "a.jsonl:1", OBJECT_ON_EACH_LINE),
-    "UTF-16": refused("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "not UTF-8: 1 (a.jsonl:1)", OBJECT_ON_EACH_LINE),
-    "only blank lines": refused("a.jsonl", "\n\n\n", "blank line: 3 (a.jsonl:1, a.jsonl:2, a.jsonl:3)"),
-    "list on a line": refused("a.jsonl", '[{"text": "a"}]\n', "a list, not a JSON object: 1 (a.jsonl:1)"),
     "all texts bad": refused(
         "a.jsonl",
         text_lines([None, "", None, "  ", 5]) + b"no JSON\n",
@@ -834,41 +734,26 @@ REFUSED = {
         "text is a number, not text: 1 (a.jsonl:5)",
         "not JSON: 1 (a.jsonl:6)",
     ),
-    "all conversations bad": refused(
-        "a.jsonl", as_line(chat(ASKED)) * 30, "no assistant turn: 30 (a.jsonl:1, a.jsonl:2, a.jsonl:3)"
-    ),
     "empty list": refused("a.json", "[]", "data.train", "holds no rows"),
     "list of numbers": refused("a.json", "[1, 2]", "a number, not a JSON object: 2 (a.json:1, a.json:2)"),
-    "number": refused("a.json", "17", "a number, not a JSON object: 1 (a.json:1)"),
     "one object": refused("a.json", json.dumps({"a": [1]}, indent=1), "one object with the keys a; allowed: a list of"),
     "one object of thousands of keys": refused(
         "a.json", json.dumps(MANY_KEYS, indent=1), "the keys half a \\ud800 character 0\\nlonglong", "2,990 more"
     ),
     "half a list": refused("a.json", '[{"text": "a"}, {"te', "is not JSON"),
-    "list nested beyond measure": refused("a.json", "[" * 100_000, "is not JSON"),
-    "list with a number of 5000 digits": refused("a.json", f"[{'7' * 5000}]", "is not JSON"),
     "list, not UTF-8": refused("a.json", b'[{"text": "caf\xe9"}]', "is not UTF-8 (byte 14)"),
-    "only spaces": refused("a.json", " \n ", "is not JSON"),
     "txt, not UTF-8": refused("a.txt", b"caf\xe9", "is not UTF-8 (byte 3)"),
-    "txt, UTF-16": refused("a.txt", "text".encode("utf-16"), "is not UTF-8 (byte 0)"),
     "txt of spaces": refused("a.txt", " \n ", "text is empty: 1 (a.txt:1)"),
     "csv, header only": refused("a.csv", "text\n", "data.train", "holds no rows"),
     "csv, a column twice": refused(
         "a.csv", "text,n,text\na,1,b\n", "a column appears twice in the header: text, n, text"
     ),
     "csv, header with an open quote": refused("a.csv", '"text\na\n', "cannot be read: unexpected end of data"),
-    "csv, UTF-16": refused("a.csv", "text\na\n".encode("utf-16"), "is not UTF-8"),
     "csv with semicolons": refused("a.csv", "text;n\na;1\n", f"{UNKNOWN} text;n", NEEDED),
     "gz, cut": refused("a.jsonl.gz", gzip.compress(MANY_LINES)[:-500], "cannot be read", "ended before the end"),
-    "gz, csv, cut": refused("a.csv.gz", gzip.compress(b"text\n" + MANY_LINES)[:-500], "ended before the end"),
     "gz that is none": refused("a.jsonl.gz", text_lines(), "cannot be read", "Not a gzipped file"),
-    "gz, json, that is none": refused("a.json.gz", text_lines(), "data.train", "cannot be read", "Not a gzipped file"),
-    "gz, garbage behind": refused("a.jsonl.gz", gzip.compress(MANY_LINES) + b"garbage", "cannot be read"),
     "gz of nothing": refused("a.jsonl.gz", gzip.compress(b""), "holds no rows"),
-    "xz that is none": refused("a.jsonl.xz", text_lines(), "cannot be read"),
-    "bz2, cut": refused("a.json.bz2", bz2.compress(b"[" + MANY_LINES)[:-500], "data.train", "cannot be read"),
     "parquet that is none": refused("a.parquet", text_lines(), "data.train", "cannot be read", "magic bytes"),
-    "parquet, half": Refused("a.parquet", half_parquet, ("data.train", "a.parquet' cannot be read")),
     "parquet, spoilt": Refused("a.parquet", spoilt_parquet, ("a.parquet' cannot be read",)),
     "parquet, no rows": Refused(
         "a.parquet", lambda folder: no_rows().to_parquet(folder / "a.parquet"), ("a.parquet", "holds no rows")
@@ -881,7 +766,6 @@ REFUSED = {
     "parquet, packed": Refused(
         "a.parquet.gz", packed_parquet, ("data.train", "a compressed .parquet file; decompress it")
     ),
-    "arrow that is none": refused("a.arrow", text_lines(), "data.train", "cannot be read"),
     "folder without a train split": Refused(
         "saved", saved(test=text_table()), ("data.train", "has no split train; it has test", "saved/test")
     ),
@@ -893,7 +777,6 @@ REFUSED = {
         "saved", lambda folder: no_rows().save_to_disk(folder / "saved"), ("data.train", "saved' holds no rows")
     ),
     "no known layout": refused("a.jsonl", as_line({"body": "a", "title": "b"}), f"{UNKNOWN} body, title", NEEDED),
-    "no columns": refused("a.jsonl", b"{}\n", f"{UNKNOWN} no columns", NEEDED),
     "thousands of columns": refused("a.jsonl", as_line(MANY_KEYS), UNKNOWN, "and 2,990 more", NEEDED),
     "column that is not there": refused(
         "a.jsonl",
@@ -926,26 +809,20 @@ REFUSED = {
         ("data.validation_fraction: data.train has a single usable row",),
         settings={"validation_fraction": 0.5},
     ),
-    "streamed, cut": refused(
-        "a.jsonl.gz",
-        gzip.compress(MANY_LINES)[:-500],
-        "cannot be read",
-        settings={"streaming": True, "max_length": 1024},
-    ),
     "streamed, all bad": refused(
         "a.jsonl", text_lines([None, ""]), "data.train: none of the rows", settings={"streaming": True}
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_used_is_one_clear_error(tmp_path: Path, chatml: Any, name: str) -> None:
-    case = REFUSED[name]
-    case.write(tmp_path)
-    tokens = new_tokenizer(None) if name == "no chat template" else chatml
-    message = refusal(tmp_path, case.path, tokens, case.objective, **case.settings)
-    for words in case.says:
-        assert words in message
+def test_what_cannot_be_used_is_one_clear_error(tmp_path: Path, chatml: Any) -> None:
+    for number, (name, case) in enumerate(REFUSED.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        case.write(folder)
+        tokens = new_tokenizer(None) if name == "no chat template" else chatml
+        message = refusal(folder, case.path, tokens, case.objective, **case.settings)
+        assert [words for words in case.says if words not in message] == [], (name, message)
 
 
 def test_validation_is_named_where_it_is_at_fault(tmp_path: Path, chatml: Any) -> None:
@@ -969,12 +846,6 @@ def test_a_weight_of_rows_that_are_all_bad(tmp_path: Path, chatml: Any) -> None:
     with pytest.raises(BadInputError, match=r"data\.train: 'bad\.jsonl' has a weight, but none of its rows"):
         build.build(section(tmp_path, "rows.jsonl").model_copy(update={"train": mix}), chatml, 0)
     assert unfinished(tmp_path) == []
-
-
-def test_the_file_of_an_unknown_user(tmp_path: Path, chatml: Any) -> None:
-    source = [SourceSection(path="~nobody-of-this-name/rows.jsonl")]
-    with pytest.raises(BadInputError, match=r"data\.train: there is no file '~nobody-of-this-name/rows\.jsonl'"):
-        build.build(section(tmp_path, "rows.jsonl").model_copy(update={"train": source}), chatml, 0)
 
 
 def test_a_compression_that_nothing_installed_reads(
@@ -1083,7 +954,7 @@ def test_long_rows_as_the_recipe_says(
     assert dropped(report) == ({"longer than data.max_length": expected} if expected else {})
     long = report["train"]["long"]
     assert (long["count"], long["rows"]) == (2, ["rows.jsonl:2", "rows.jsonl:3"])
-    assert (long["cut_tokens"] > 0) == tokens_cut
+    assert (long["cut_tokens"] > 0) == tokens_cut == any("cut off" in told for told in report["warnings"])
 
 
 def test_a_long_prompt_leaves_nothing_to_learn(tmp_path: Path, chatml: Any) -> None:

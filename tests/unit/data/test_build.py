@@ -96,16 +96,6 @@ def test_a_text_file_is_one_document(tmp_path: Path, byte_pairs: Any) -> None:
     assert built.report.long_rows == "split"
 
 
-def test_the_report_counts_rows_and_names_the_dropped(tmp_path: Path, byte_pairs: Any) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "one two three"}, {"text": None}, {"text": " "}, {"text": "four"}])
-    report = build.build(section(tmp_path, path), byte_pairs, seed=0).report.to_dict()["train"]
-    assert (report["read"], report["kept"], report["num_dropped"]) == (4, 2, 2)
-    assert report["dropped"] == {
-        "text is missing or null": {"count": 1, "rows": ["a.jsonl:2"]},
-        "text is empty": {"count": 1, "rows": ["a.jsonl:3"]},
-    }
-
-
 def test_the_result_is_kept_by_content(tmp_path: Path, byte_pairs: Any) -> None:
     first = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     built = build.build(section(tmp_path, first), byte_pairs, seed=0)
@@ -179,45 +169,6 @@ def test_a_trained_tokenizer_is_kept_and_restores_text(tmp_path: Path) -> None:
     assert loaded.eos_token_id is not None
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("missing.jsonl", None, "there is no file"),
-        ("a.jsonl", b"", "is empty"),
-        ("a.jsonl", b'{"other": "x"}\n', "matches no known column layout; it has other; needed: messages; prompt"),
-        (
-            "a.jsonl",
-            b'{"chosen": "x", "rejected": "y"}\n',
-            "needed: .* Its columns fit objective.kind=preference or objective.kind=reward. Name its columns by hand",
-        ),
-        ("a.jsonl", b"this is no JSON\n", r"cannot be read. not JSON: 1 \(a.jsonl:1\)"),
-        ("a.parquet", b"not parquet", "cannot be read"),
-        ("a.jsonl", b'{"text": ""}\n{"text": null}\n', r"none of its rows \(2\) .* text is empty: 1 \(a.jsonl:1\)"),
-        ("a.bin", b"x", "of an unknown file type; allowed endings: .jsonl"),
-    ],
-)
-def test_bad_files(tmp_path: Path, byte_pairs: Any, name: str, content: bytes | None, message: str) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        build.build(section(tmp_path, f"{tmp_path}/{name}"), byte_pairs, seed=0)
-    assert str(caught.value).startswith("data")
-    assert not list((tmp_path / "cache").glob("samples-*"))
-    assert not list((tmp_path / "cache").glob(".unfinished*"))
-
-
-def test_a_folder_is_no_file(tmp_path: Path, byte_pairs: Any) -> None:
-    with pytest.raises(DataError, match=r"is a folder; name files"):
-        build.build(section(tmp_path, f"{tmp_path}/"), byte_pairs, seed=0)
-
-
-def test_a_single_row_cannot_be_held_out(tmp_path: Path, byte_pairs: Any) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
-    with pytest.raises(DataError, match="single usable row"):
-        build.build(section(tmp_path, path, validation_fraction=0.5), byte_pairs, seed=0)
-
-
 def test_nothing_half_written_is_ever_kept(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "part").write_text("x")
@@ -264,63 +215,6 @@ def test_the_usual_layouts_are_recognised(tmp_path: Path, chat_tokenizer: Any, l
     assert built.report.warnings == ["train: 2 duplicates of earlier rows"]
 
 
-def test_prompts_and_completions_of_text_are_taken_as_they_are(tmp_path: Path, byte_pairs: Any) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "the fox", "completion": " and a king"}])
-    for targets, learned in ((None, " and a king<|endoftext|>"), ("all", "the fox and a king<|endoftext|>")):
-        built = build.build(section(tmp_path, path, targets=targets), byte_pairs, seed=0)
-        batch = built.train.batch([0])
-        ids, labels = batch["input_ids"][0], batch["labels"][0]
-        assert byte_pairs.decode(built.train.documents(0)[0]) == "the fox and a king<|endoftext|>"
-        found = byte_pairs.decode(ids[labels != -100])
-        assert learned.endswith(found)
-        assert len(found) > len(learned) - 5, "all but the first token, which nothing precedes"
-
-
-def test_columns_by_hand(tmp_path: Path, chat_tokenizer: Any) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "not this", "q": "hi", "a": "hello fox", "sys": "be kind"}])
-    columns = {"instruction": "q", "output": "a", "system": "sys"}
-    built = build.build(section(tmp_path, path, max_length=64, columns=columns), chat_tokenizer, seed=0)
-    text = chat_tokenizer.decode(built.train.documents(0)[0])
-    assert text.startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
-
-
-@pytest.mark.parametrize("targets", ["assistant", "last_turn", "all"])
-def test_what_of_a_conversation_is_learned(tmp_path: Path, chat_tokenizer: Any, targets: str) -> None:
-    row = {"messages": [*chat("hi", "hello")["messages"], *chat("and you", "a fox")["messages"]]}
-    built = build.build(
-        section(tmp_path, jsonl(tmp_path / "a.jsonl", [row]), max_length=96, targets=targets), chat_tokenizer, seed=0
-    )
-    learned = "".join(text for text, target in built.report.to_dict()["examples"][0]["segments"] if target)
-    whole = chat_tokenizer.decode(built.train.documents(0)[0])
-    expected = {"assistant": "hello<|im_end|>a fox<|im_end|>", "last_turn": "a fox<|im_end|>"}
-    assert learned == expected.get(targets, whole.removeprefix("<|im_start|>"))
-
-
-def test_long_rows(tmp_path: Path, chat_tokenizer: Any) -> None:
-    rows = [chat("hi", f"hello {i}") for i in range(150)] + [chat("hi", "fox king " * 40), chat("fox king " * 40, "no")]
-    path = jsonl(tmp_path / "a.jsonl", rows)
-
-    def built(**fields: Any) -> Any:
-        return build.build(section(tmp_path, path, max_length=48, **fields), chat_tokenizer, seed=0)
-
-    with pytest.raises(DataError, match=r"2 of 152 rows \(1.3%\) are longer than data.max_length, 48 tokens; the long"):
-        built()
-    dropped = built(long_rows="drop").report.to_dict()["train"]
-    assert dropped["dropped"]["longer than data.max_length"]["rows"] == ["a.jsonl:151", "a.jsonl:152"]
-    truncated = built(long_rows="truncate")
-    assert truncated.report.to_dict()["train"]["dropped"] == {
-        "nothing to learn within 48 tokens": {"count": 1, "rows": ["a.jsonl:152"]}
-    }
-    assert truncated.report.train.long.count == 2
-    assert truncated.report.train.long.cut_tokens > 20
-    assert any("cut off" in warning for warning in truncated.report.warnings)
-    split = built(long_rows="split")
-    assert tokens_of(split.train) == split.report.train.target_tokens
-    few = jsonl(tmp_path / "few.jsonl", [*rows[:150], rows[150]])
-    counted = build.build(section(tmp_path, few, max_length=48), chat_tokenizer, seed=0).report.to_dict()["train"]
-    assert counted["dropped"] == {"longer than data.max_length": {"count": 1, "rows": ["few.jsonl:151"]}}, "below 1 %"
-
-
 def test_weighted_sources(tmp_path: Path, byte_pairs: Any) -> None:
     small = jsonl(tmp_path / "small.jsonl", [{"text": f"small {i}"} for i in range(4)])
     large = jsonl(tmp_path / "large.jsonl", [{"text": f"large {i}"} for i in range(30)])
@@ -337,15 +231,6 @@ def test_weighted_sources(tmp_path: Path, byte_pairs: Any) -> None:
     held = build.build(data.model_copy(update={"validation_fraction": 0.2}), byte_pairs, seed=0)
     assert held.validation is not None
     assert len(held.validation) == 7, "held-out rows count once, whatever their weight"
-
-
-def test_rows_in_both_splits_are_told(tmp_path: Path, byte_pairs: Any) -> None:
-    train = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    held = jsonl(tmp_path / "b.jsonl", [{"text": TEXTS[3]}, {"text": "something else"}, {"text": TEXTS[3]}])
-    report = build.build(section(tmp_path, train, validation=str(held)), byte_pairs, seed=0).report.to_dict()
-    assert report["validation"]["also_in_train"] == 2
-    assert report["validation"]["duplicates"] == {"count": 1, "rows": ["b.jsonl:3"]}
-    assert any("2 rows also in train" in warning for warning in report["warnings"])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -436,21 +321,10 @@ def test_pairs_are_told_apart_by_token_types(tmp_path: Path) -> None:
     assert shortened["input_ids"][0].tolist() == [2, 5, 6, 3, 7, 7, 7, 3], "special tokens are kept"
 
 
-def test_files_of_one_name_are_told_apart(tmp_path: Path, byte_pairs: Any) -> None:
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        jsonl(tmp_path / name / "t.jsonl", [{"text": "fox"}, {"text": ""}])
-    report = build.build(section(tmp_path, f"{tmp_path}/*/t.jsonl"), byte_pairs, seed=0).report.to_dict()["train"]
-    assert report["dropped"]["text is empty"]["rows"] == ["one/t.jsonl:2", "two/t.jsonl:2"]
-
-
 def test_labels_that_only_look_like_numbers(tmp_path: Path, byte_pairs: Any) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": label} for label in ("--5", "\u00b2", "10", "9")])
     built = build.build(section(tmp_path, path), byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
     assert built.label_names == ["9", "10", "--5", "\u00b2"]
-    bad = jsonl(tmp_path / "b.jsonl", [{"text": "x", "label": None}] * 3)
-    with pytest.raises(DataError, match=r"none of its rows \(3\) can be trained on. label is missing or null: 3"):
-        build.build(section(tmp_path, bad), byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
 
 
 PAIR = {
@@ -482,31 +356,31 @@ def test_both_completions_of_a_pair_share_a_sample(tmp_path: Path, chat_tokenize
     assert (labels[segments == -1] == -100).all()
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({**PAIR, "rejected": None}, "rejected is missing or null"),
-        ({"prompt": "a", "chosen": " b", "rejected": 3}, "rejected is a number, not text"),
-        ({"chosen": " b", "rejected": " c"}, "prompt is missing or null"),
-        ({**PAIR, "rejected": PAIR["chosen"]}, "chosen and rejected are the same"),
-        (
-            {
-                "chosen": [{"role": "user", "content": "x"}, *PAIR["chosen"]],
-                "rejected": [{"role": "user", "content": "y"}, *PAIR["rejected"]],
-            },
-            "chosen and rejected differ before the last message",
-        ),
-        ({**PAIR, "rejected": "go"}, "rejected is text, not a list of messages"),
-    ],
-)
-def test_pairs_that_are_none(tmp_path: Path, chat_tokenizer: Any, row: Any, reason: str) -> None:
-    report = pairs(tmp_path, chat_tokenizer, [PAIR, row]).report.to_dict()["train"]
-    assert report["dropped"] == {reason: {"count": 1, "rows": ["pairs.jsonl:2"]}}
+def test_pairs_that_are_none(tmp_path: Path, chat_tokenizer: Any) -> None:
+    asked = [[{"role": "user", "content": words}] for words in ("x", "y")]
+    bad = {
+        "rejected is missing or null": {**PAIR, "rejected": None},
+        "rejected is a number, not text": {"prompt": "a", "chosen": " b", "rejected": 3},
+        "prompt is missing or null": {"chosen": " b", "rejected": " c"},
+        "chosen and rejected are the same": {**PAIR, "rejected": PAIR["chosen"]},
+        "chosen and rejected differ before the last message": {
+            "chosen": [*asked[0], *PAIR["chosen"]],
+            "rejected": [*asked[1], *PAIR["rejected"]],
+        },
+        "rejected is text, not a list of messages": {**PAIR, "rejected": "go"},
+        "chosen is a whole conversation that does not begin with the prompt": {
+            "prompt": "who",
+            "chosen": [*asked[0], *PAIR["chosen"]],
+            "rejected": [*asked[0], *PAIR["rejected"]],
+        },
+    }
+    report = pairs(tmp_path, chat_tokenizer, [PAIR, *bad.values()]).report.to_dict()["train"]
+    assert {reason: found["rows"] for reason, found in report["dropped"].items()} == {
+        reason: [f"pairs.jsonl:{row}"] for row, reason in enumerate(bad, start=2)
+    }
 
 
 def test_conversations_without_a_template(tmp_path: Path, byte_pairs: Any) -> None:
     with pytest.raises(DataError, match=r"pairs.jsonl:1\)") as caught:
         pairs(tmp_path, byte_pairs, [PAIR])
     assert "a conversation, and the tokenizer has no chat template (data.chat_template): 1" in str(caught.value)
-    with pytest.raises(DataError, match=r"holds conversations \(messages\), and the tokenizer has no chat template"):
-        build.build(section(tmp_path, jsonl(tmp_path / "a.jsonl", [chat("a", "b")])), byte_pairs, seed=0)

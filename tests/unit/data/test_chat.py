@@ -26,6 +26,7 @@ from support.conversations import (
     WRITTEN,
     assistant,
     cases,
+    kinds_of,
     system,
     tokenizer_for,
     user,
@@ -67,22 +68,18 @@ def decode_targets(tokenizer: PreTrainedTokenizerFast, text: str, spans: list[tu
     ]
 
 
-@pytest.mark.parametrize(("name", "kind"), cases())
-def test_targets_are_the_assistants_words_and_the_end_of_its_turn(name: str, kind: str) -> None:
-    tokenizer, rendered = render_kind(name, kind)
-    expected = WRITTEN[name].turns(CONVERSATIONS[kind])
-    assert [rendered.text[start:end] for start, end in rendered.spans] == expected
-    if ALL_TEMPLATES[name].metaspace:  # which writes a space as this sign, and so reads the sign as a space
-        expected = [turn.replace("▁", " ") for turn in expected]
-    assert decode_targets(tokenizer, rendered.text, rendered.spans) == expected
-    assert closes_turns(tokenizer, rendered)
-
-
-@pytest.mark.parametrize(("name", "kind"), cases())
-def test_last_turn_and_all(name: str, kind: str) -> None:
-    _, every = render_kind(name, kind)
-    assert render_kind(name, kind, "last_turn")[1] == Rendered(every.text, every.spans[-1:])
-    assert render_kind(name, kind, "all")[1] == Rendered(every.text, [(0, len(every.text))])
+@pytest.mark.parametrize("name", ALL_TEMPLATES)
+def test_targets_are_the_assistants_words_and_the_end_of_its_turn(name: str) -> None:
+    for kind in kinds_of(name):
+        tokenizer, every = render_kind(name, kind)
+        expected = WRITTEN[name].turns(CONVERSATIONS[kind])
+        assert [every.text[start:end] for start, end in every.spans] == expected, kind
+        if ALL_TEMPLATES[name].metaspace:  # which writes a space as this sign, and so reads the sign as a space
+            expected = [turn.replace("▁", " ") for turn in expected]
+        assert decode_targets(tokenizer, every.text, every.spans) == expected, kind
+        assert closes_turns(tokenizer, every), kind
+        assert render_kind(name, kind, "last_turn")[1] == Rendered(every.text, every.spans[-1:])
+        assert render_kind(name, kind, "all")[1] == Rendered(every.text, [(0, len(every.text))])
 
 
 @pytest.mark.parametrize("name", ALL_TEMPLATES)
@@ -155,14 +152,11 @@ IN_CHATML = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["message.content[::-1]", "message.content | length", "message.content[:3]", "range(99999) | random"],
-)
-@pytest.mark.parametrize("turns", [["It is four.", "Yes, it is."], ["im_end"], ["assistant"]])
-def test_words_that_are_written_otherwise_are_not_guessed(words: str, turns: list[str]) -> None:
-    messages = [message for turn in turns for message in (user("Two plus two?"), assistant(turn))]
-    assert problem(IN_CHATML.replace("WORDS", words), messages) == NO_WAY
+def test_words_that_are_written_otherwise_are_not_guessed() -> None:
+    for turns in (["It is four.", "Yes, it is."], ["im_end"], ["assistant"]):
+        messages = [message for turn in turns for message in (user("Two plus two?"), assistant(turn))]
+        for words in ("content[::-1]", "content | length", "content[:3]", "content and range(99999) | random"):
+            assert problem(IN_CHATML.replace("WORDS", f"message.{words}"), messages) == NO_WAY, words
 
 
 def test_words_in_upper_case_are_found() -> None:
@@ -264,24 +258,6 @@ def test_calls_without_a_function_are_a_problem(calls: Any) -> None:
     assert problem(CHATML, [user("Weather?"), {"role": "assistant", "content": "", "tool_calls": calls}]) == NO_FUNCTION
 
 
-def test_words_with_several_calls() -> None:
-    messages = [
-        user("Weather?"),
-        {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL]},
-        USES_TOOL[2],
-        USES_TOOL[2],
-        assistant("18."),
-        user("Thanks"),
-        assistant("Bye"),
-    ]
-    calls = f"Let me see.\n{QWEN_CALL}\n{QWEN_CALL}<|im_end|>"
-    for template, last in ((OURS[0], ""), (QWEN_25, ""), (QWEN_3, "<think>\n\n</think>\n\n")):
-        tokenizer = tokenizer_for(template)
-        rendered = render(tokenizer, messages, TOOLS, "assistant")
-        decoded = decode_targets(tokenizer, rendered.text, rendered.spans)
-        assert decoded == [calls, "18.<|im_end|>", f"{last}Bye<|im_end|>"], template.name
-
-
 def test_thoughts_that_qwen_3_drops_or_keeps() -> None:
     messages = [
         user("Two?"),
@@ -376,15 +352,6 @@ def test_generation_blocks_that_touch_are_one_turn() -> None:
     assert decode_targets(tokenizer, rendered.text, rendered.spans) == expected
 
 
-@pytest.mark.parametrize("name", ["mistral v1", "mistral v3", "gemma"])
-def test_what_a_template_refuses_is_a_problem(name: str) -> None:
-    for targets in ("assistant", "all"):
-        reason = problem(ALL_TEMPLATES[name], [user("Hi"), user("There"), assistant("Yes?")], targets)
-        assert reason.startswith("the chat template rejects it: ")
-        assert "roles must alternate" in reason
-    assert len(reason.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -398,10 +365,6 @@ def test_what_a_template_refuses_is_a_problem(name: str) -> None:
 def test_a_templates_own_errors_are_problems(template: str, reason: str) -> None:
     assert reason in problem(template, [user("Hi"), assistant("Hello.")])
     assert "\n" not in problem(template, [user("Hi"), assistant("Hello.")])
-
-
-def test_system_text_that_gemma_refuses() -> None:
-    assert "System role not supported" in problem(ALL_TEMPLATES["gemma"], CONVERSATIONS["system"])
 
 
 def test_without_an_assistant_there_is_nothing_to_learn() -> None:
@@ -472,14 +435,6 @@ def test_our_templates_list_the_tools_in_the_system_turn(template: ChatTemplate)
     assert alone.index(listed) < alone.index("What is the weather")
 
 
-def test_our_templates_take_calls_in_either_shape() -> None:
-    flat = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-    for template in OURS:
-        messages = [user("Weather?"), {"role": "assistant", "content": None, "tool_calls": [flat]}]
-        rendered = render(tokenizer_for(template), messages, None, "assistant")
-        assert [rendered.text[start:end] for start, end in rendered.spans] == [QWEN_CALL + WRITTEN[template.name].end]
-
-
 def test_chatml_without_its_markers_in_the_vocabulary_does_not_close_turns() -> None:
     tokenizer = new_tokenizer(replace(OURS[0], special=("<s>", "</s>")))
     rendered = render(tokenizer, CONVERSATIONS["several turns"], None, "assistant")
@@ -502,26 +457,15 @@ def test_use_template() -> None:
     assert tokenizer.chat_template == TEMPLATES["alpaca"]
 
 
-def test_mask_written_out() -> None:
-    offsets = [(0, 0), (0, 3), (3, 5), (5, 5), (5, 9), (9, 10), (9, 10), (10, 12)]
-    spans = [(1, 3), (6, 7), (9, 10)]
-    assert target_mask(spans, offsets) == [False, True, False, False, True, True, True, False]
-    assert target_mask([], offsets) == [False] * 8
-    assert target_mask([(0, 12)], offsets) == [False] + [True] * 7
-    assert target_mask([(4, 5)], offsets) == [False, False, True, True] + [False] * 4
-    assert target_mask(spans, []) == []
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_mask_by_the_definition(seed: int) -> None:
-    chance = random.Random(seed)
-    cuts = sorted(chance.choices(range(60), k=40))
-    offsets = list(pairwise(cuts))
-    ends = sorted(chance.sample(range(60), 12))
-    spans = list(zip(ends[::2], ends[1::2], strict=True))
-    widened = [range(min(start, end - 1), end) for start, end in offsets]
-    by_characters = [any(a <= i < b for i in token for a, b in spans) for token in widened]
-    assert target_mask(spans, offsets) == by_characters
+def test_mask_by_the_definition() -> None:
+    for seed in range(20):
+        chance = random.Random(seed)
+        offsets = list(pairwise(sorted(chance.choices(range(60), k=40))))
+        ends = sorted(chance.sample(range(60), 12))
+        spans = list(zip(ends[::2], ends[1::2], strict=True))
+        widened = [range(min(start, end - 1), end) for start, end in offsets]
+        by_characters = [any(a <= i < b for i in token for a, b in spans) for token in widened]
+        assert target_mask(spans, offsets) == by_characters, seed
 
 
 def test_whitespace_is_learned_where_the_tokenizer_trims_offsets() -> None:
@@ -541,7 +485,7 @@ def test_whitespace_is_learned_where_the_tokenizer_trims_offsets() -> None:
 def test_a_long_conversation_is_rendered_in_parts_to_the_same_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every template, and every kind of conversation, repeated: by parts as by whole beginnings."""
     wrong = []
-    for name, kind in (case.values for case in cases()):
+    for name, kind in cases():
         messages = [m for m in CONVERSATIONS[kind] if m["role"] != "system"]
         system = [m for m in CONVERSATIONS[kind] if m["role"] == "system"]
         long = [*system, *messages * (24 // len(messages) + 1)]

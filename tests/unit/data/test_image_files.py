@@ -79,18 +79,18 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("content", GOOD.values(), ids=GOOD)
-def test_a_image_is_read_as_transformers_reads_it(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "picture").write_bytes(content)
-    expected = np.asarray(load_image(str(tmp_path / "picture")))
-    uri = "data:image/png;base64," + base64.b64encode(content).decode()
-    for reference in ("picture", str(tmp_path / "picture"), f"file://{tmp_path}/picture", uri, content):
-        read = read_image(reference, tmp_path)
-        assert read.mode == "RGB"
-        np.testing.assert_array_equal(np.asarray(read), expected)
+def test_an_image_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    for name, content in GOOD.items():
+        (tmp_path / "image").write_bytes(content)
+        expected = np.asarray(load_image(str(tmp_path / "image")))
+        uri = "data:image/png;base64," + base64.b64encode(content).decode()
+        for reference in ("image", str(tmp_path / "image"), f"file://{tmp_path}/image", uri, content):
+            read = read_image(reference, tmp_path)
+            assert read.mode == "RGB", name
+            np.testing.assert_array_equal(np.asarray(read), expected, name)
 
 
-def test_a_image_on_its_side_is_stood_up(tmp_path: Path) -> None:
+def test_an_image_on_its_side_is_stood_up(tmp_path: Path) -> None:
     """Orientation 6: the first row of what is stored is the right side of what is seen."""
     read = np.asarray(read_image(turned(6), tmp_path))
     assert read.shape == (7, 5, 3)
@@ -101,26 +101,25 @@ def test_alpha_is_left_out(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(read_image(GOOD["alpha"], tmp_path)), NOISE[..., :3])
 
 
-@pytest.mark.parametrize(
-    "reference",
-    [
-        {"bytes": WHOLE, "path": None},
-        {"bytes": WHOLE, "path": "gone.png"},
-        {"bytes": None, "path": "in/a b.png"},
-        {"path": "in/a b.png"},
-        {"url": "data:image/png;base64," + base64.b64encode(WHOLE).decode(), "detail": "low"},
-        {"url": "in/a b.png"},
-        "in/../in/a b.png",
-        "in/link.png",
-        "data:;base64,\n" + base64.encodebytes(WHOLE).decode(),
-        "DATA:image/png;BASE64," + base64.b64encode(WHOLE).decode(),
-    ],
-)
-def test_a_image_is_found(tmp_path: Path, reference: Any) -> None:
+FOUND = [
+    {"bytes": WHOLE, "path": "gone.png"},
+    {"bytes": None, "path": "in/a b.png"},
+    {"path": "in/a b.png"},
+    {"url": "data:image/png;base64," + base64.b64encode(WHOLE).decode(), "detail": "low"},
+    {"url": "in/a b.png"},
+    "in/../in/a b.png",
+    "in/link.png",
+    "data:;base64,\n" + base64.encodebytes(WHOLE).decode(),
+    "DATA:image/png;BASE64," + base64.b64encode(WHOLE).decode(),
+]
+
+
+def test_an_image_is_found(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a b.png").write_bytes(WHOLE)
     (tmp_path / "in" / "link.png").symlink_to("a b.png")
-    np.testing.assert_array_equal(np.asarray(read_image(reference, tmp_path)), NOISE[..., :3])
+    for reference in FOUND:
+        np.testing.assert_array_equal(np.asarray(read_image(reference, tmp_path)), NOISE[..., :3])
 
 
 def test_a_root_behind_a_link_is_a_root(tmp_path: Path) -> None:
@@ -141,76 +140,50 @@ BAD: dict[str, tuple[Any, str]] = {
     # ---- what is no reference ----
     "nothing": (None, UNFIT),
     "empty": ("", UNFIT),
-    "blank": (" \n", UNFIT),
-    "a number": (7, UNFIT),
     "not a number": (float("nan"), UNFIT),
-    "truth": (True, UNFIT),
     "a list": (["a.png"], UNFIT),
-    "pixels": (NOISE.tolist(), UNFIT),
     "an empty object": ({}, "without bytes"),
-    "an object of nulls": ({"bytes": None, "path": None}, "without bytes"),
-    "an object of other keys": ({"file": "a.png"}, "without bytes"),
-    "an object in an object": ({"url": {"url": "a.png"}}, "without bytes"),
     "a number as path": ({"path": 7}, UNFIT),
     "a list as bytes": ({"bytes": [137, 80]}, UNFIT),
     # ---- paths ----
     "no such file": ("gone.png", MISSING),
-    "no such folder": ("gone/a.png", MISSING),
     "a file as folder": ("good.png/a.png", "missing|cannot be read"),
     "a folder": ("folder", MISSING),
-    "the root": (".", MISSING),
     "a pipe": ("pipe", MISSING),
     "a link to nothing": ("dangling", MISSING),
     "a link to itself": ("circle", "missing|cannot be read"),
     "above": ("../outside.png", OUT),
-    "above, from a folder": ("folder/../../outside.png", OUT),
     "a link to above": ("way_out", OUT),
     "a folder's link to above": ("folder_out/outside.png", OUT),
     "from the top": ("/etc/passwd", OUT),
     "from the top, as a uri": ("file:///etc/passwd", OUT),
     "above, escaped": ("file:%2E%2E/outside.png", OUT),
     "a sibling whose name begins alike": ("../root_too/a.png", OUT),
-    "home": ("~/a.png", MISSING),
     "a null character": ("a\0.png", "cannot be read"),
-    "a null character, escaped": ("file:a%00.png", "cannot be read"),
     "half a character": ("\ud800.png", "cannot be read"),
     "a long name": ("a" * 5000, "cannot be read"),
     # ---- addresses ----
     "http": ("http://127.0.0.1:9/a.png", "not fetched"),
-    "https": ("HTTPS://127.0.0.1:9/a.png", "not fetched"),
     "http in an object": ({"url": "http://127.0.0.1:9/a.png"}, "not fetched"),
-    "ftp": ("ftp://127.0.0.1/a.png", MISSING),
     "a uri without data": ("data:image/png;base64", "not base64"),
-    "a uri of plain text": ("data:image/png,abc", "not base64"),
     "a uri of half a byte": ("data:image/png;base64,AAAAA", "base64 text is damaged"),
-    "a uri of other letters": ("data:image/png;base64,AA!A", "base64 text is damaged"),
     "a uri of the web's alphabet": ("data:image/png;base64,-_-_", "base64 text is damaged"),
-    "a uri beyond ascii": ("data:image/png;base64,é", "base64 text is damaged"),
-    "an empty uri": ("data:image/png;base64,", NO_IMAGE),
     "a uri of a page": ("data:text/html;base64," + base64.b64encode(b"<html></html>").decode(), NO_IMAGE),
     # ---- contents ----
     "no bytes": (b"", NO_IMAGE),
-    "text": (b"a cat", NO_IMAGE),
-    "a drawing": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", NO_IMAGE),
     "postscript": (EPS, NO_IMAGE),
-    "a document": (b"%PDF-1.4\n", NO_IMAGE),
-    "an archive": (b"PK\x03\x04" + bytes(40), NO_IMAGE),
     "a pointer in place of a large file": (b"version https://git-lfs.github.com/spec/v1\n", NO_IMAGE),
     "a beginning alone": (WHOLE[:8], NO_IMAGE),
     "half a png": (WHOLE[: len(WHOLE) // 2], DAMAGED),
-    "half a jpeg": (JPEG[:-40], DAMAGED),
     "a png with a flipped byte": (WHOLE[:60] + bytes([WHOLE[60] ^ 255]) + WHOLE[61:], DAMAGED),
     "a png without pixels": (png_of_size(4, 4), DAMAGED),
-    "a png without width": (png_of_size(0, 4), DAMAGED),
     "one pixel too many": (png_of_size(MAX_PIXELS + 1, 1), "more than 67,108,864 pixels"),
     "a gif of 29 bytes and a screen": (SCREEN, "more than 67,108,864 pixels"),
     "a bomb": (png_of_size(100_000, 100_000), "more than 67,108,864 pixels"),
     "a gif of two frames": (frames("GIF"), FRAMES),
     "a png of two frames": (frames("PNG"), FRAMES),
-    "a webp of two frames": (frames("WEBP"), FRAMES),
     "a tiff of two pages": (frames("TIFF"), FRAMES),
     "grey of 16 bits": (encoded(GREY_16), "8 bits"),
-    "grey of 16 bits, tiff": (encoded(GREY_16, "TIFF"), "8 bits"),
     "grey of floats": (encoded(GREY_FLOAT, "TIFF"), "8 bits"),
 }
 
@@ -236,7 +209,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize(("reference", "reason"), BAD.values(), ids=BAD)
-def test_what_is_no_image_is_refused_with_its_reason(root: Path, reference: Any, reason: str) -> None:
-    with pytest.raises(RowProblem, match=reason):
-        read_image(reference, root)
+def test_what_is_no_image_is_refused_with_its_reason(root: Path) -> None:
+    for reference, reason in BAD.values():
+        with pytest.raises(RowProblem, match=reason):
+            read_image(reference, root)

@@ -89,10 +89,10 @@ FLAGGED: dict[str, tuple[dict[str, Any], str, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", FLAGGED)
-def test_a_flag_means_what_it_means_to_its_tool(name: str) -> None:
-    row, learned, note = FLAGGED[name]
-    assert encoded(row) == (learned, None, note)
+def test_a_flag_means_what_it_means_to_its_tool() -> None:
+    assert {name: encoded(row) for name, (row, _, _) in FLAGGED.items()} == {
+        name: (learned, None, note) for name, (_, learned, note) in FLAGGED.items()
+    }
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -129,12 +129,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_learned_as_it_is_meant_is_dropped_by_name(name: str) -> None:
-    row, problem = REFUSED[name]
-    learned, found, _ = encoded(row)
-    assert problem in str(found)
-    assert learned == ""
+def test_what_cannot_be_learned_as_it_is_meant_is_dropped_by_name() -> None:
+    for row, problem in REFUSED.values():
+        learned, found, _ = encoded(row)
+        assert problem in str(found)
+        assert learned == ""
 
 
 def test_empty_columns_of_images_are_none() -> None:
@@ -177,24 +176,20 @@ THINKING: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", THINKING)
 @pytest.mark.parametrize("template", [QWEN_3_OWN, QWEN_36, GPT_OSS], ids=lambda template: template.name)
-def test_thoughts_are_learned_whatever_they_are_called(name: str, template: ChatTemplate) -> None:
+def test_thoughts_are_learned_whatever_they_are_called(template: ChatTemplate) -> None:
     """As the template writes them under its own name."""
     field = "thinking" if template is GPT_OSS else "reasoning_content"
     written = tokenizer(template).apply_chat_template(
         [ASKED, {"role": "assistant", field: THOUGHT, "content": "one"}], tokenize=False
     )
-    learned, problem, note = encoded({"messages": [ASKED, *THINKING[name]]}, template)
-    assert (problem, note) == (None, None)
-    assert THOUGHT in learned
-    assert written.rstrip().endswith(learned.rstrip())
-
-
-@pytest.mark.parametrize("name", THINKING)
-def test_thoughts_that_a_template_leaves_out_are_counted(name: str) -> None:
-    learned, problem, note = encoded({"messages": [ASKED, *THINKING[name]]})
-    assert (learned, problem, note) == (f"one{END}", None, "the chat template leaves out reasoning_content")
+    for name, thoughts in THINKING.items():
+        learned, problem, note = encoded({"messages": [ASKED, *thoughts]}, template)
+        assert (problem, note) == (None, None), name
+        assert THOUGHT in learned, name
+        assert written.rstrip().endswith(learned.rstrip()), name
+        lacking = encoded({"messages": [ASKED, *thoughts]})
+        assert lacking == (f"one{END}", None, "the chat template leaves out reasoning_content"), name
 
 
 def test_thoughts_inside_the_words_that_a_template_leaves_out_are_counted() -> None:

@@ -17,12 +17,6 @@ from toolkit.generation.text.complete import _encode_text
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection
 
-QWEN_THINKS = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
-{%- if message.role == 'assistant' and loop.last and message.reasoning_content %}
-{{- '<think>' + message.reasoning_content + '</think>' }}{% endif %}{{ message.content + '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-"""Shows thoughts in the last turn alone, as Qwen 3 does."""
-
 
 @pytest.fixture(scope="module")
 def chatml() -> Any:
@@ -147,23 +141,6 @@ def test_calls_of_a_tool_are_the_same_tokens_in_either_layout(tmp_path: Path, ch
     )
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every turn that would be learned has weight 0"),
-        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "a message's weight is neither 0 nor 1"),
-        (
-            {"messages": [USER, {"from": "function_call", "value": "sum(1)"}]},
-            "a function_call is not JSON",
-        ),
-    ],
-)
-def test_rows_that_are_named(tmp_path: Path, chatml: Any, row: dict[str, Any], reason: str) -> None:
-    report = built(tmp_path, chatml, [{"messages": [USER, ANSWER]}, row]).report
-    assert report.train is not None
-    assert {why: found.rows for why, found in report.train.dropped.items()} == {reason: ["rows.jsonl:2"]}
-
-
 def test_a_history_that_is_none(tmp_path: Path, chatml: Any) -> None:
     rows = [{"instruction": "and", "output": "bye", "history": history} for history in ([], None, "hi", [["hi"]])]
     report = built(tmp_path, chatml, rows).report
@@ -171,22 +148,6 @@ def test_a_history_that_is_none(tmp_path: Path, chatml: Any) -> None:
     assert {why: found.rows for why, found in report.train.dropped.items()} == {
         "history is not a list of pairs of question and answer": ["rows.jsonl:3", "rows.jsonl:4"]
     }
-
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_thoughts_are_learned_or_noted(tmp_path: Path, chatml: Any, shown: bool) -> None:
-    template, chatml.chat_template = chatml.chat_template, QWEN_THINKS if shown else chatml.chat_template
-    try:
-        rows = [{"messages": [USER, {**ANSWER, "reasoning_content": "a greeting"}]}, {"messages": [USER, LAST]}]
-        data = built(tmp_path, chatml, rows)
-    finally:
-        chatml.chat_template = template
-    words = "<think>a greeting</think>hello<|im_end|>" if shown else "hello<|im_end|>"
-    assert learned(data, chatml)[0][1] == words
-    assert data.report.train is not None
-    noted = {what: found.rows for what, found in data.report.train.noted.items()}
-    assert noted == ({} if shown else {"the chat template leaves out reasoning_content": ["rows.jsonl:1"]})
-    assert shown == (not any("reasoning_content" in warning for warning in data.report.warnings))
 
 
 @pytest.mark.parametrize(
@@ -282,23 +243,6 @@ def test_pairs_of_several_turns_hold_the_prompt_once(tmp_path: Path, chatml: Any
             (DIALOGUE, "bye<|im_end|>"),
             (DIALOGUE.replace("bye", "go"), "go<|im_end|>"),
         ]
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (
-            {"prompt": "who", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
-            "chosen is a whole conversation that does not begin with the prompt",
-        ),
-        ({"chosen": "hello", "rejected": "go"}, "prompt is missing or null"),
-    ],
-)
-def test_pairs_that_are_named(tmp_path: Path, chatml: Any, row: dict[str, Any], reason: str) -> None:
-    good = {"prompt": "hi", "chosen": [ANSWER], "rejected": [WORSE]}
-    report = built(tmp_path, chatml, [good, row], "preference").report
-    assert report.train is not None
-    assert {why: found.rows for why, found in report.train.dropped.items()} == {reason: ["rows.jsonl:2"]}
 
 
 def test_a_system_prompt_beside_a_text_prompt_makes_conversations(tmp_path: Path, chatml: Any) -> None:
@@ -434,11 +378,6 @@ def test_rows_that_are_too_long_and_dropped_on_request_are_no_error(tmp_path: Pa
     data = built(tmp_path, chatml, rows, max_dropped_fraction=0.0, long_rows="drop", max_length=16)
     assert data.report.train is not None
     assert data.report.train.num_dropped == 2
-
-
-def test_a_length_beyond_all_models_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_length"):
-        DataSection(train="a.jsonl", max_length=10**9)
 
 
 @pytest.mark.parametrize(

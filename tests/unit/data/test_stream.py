@@ -13,8 +13,7 @@ from toolkit.data import build, stream
 from toolkit.data.samples.samples import IGNORED
 from toolkit.data.stream import StreamLoader
 from toolkit.data.tokens import tokenizer
-from toolkit.errors import DataError, RecipeError
-from toolkit.recipe.recipe import Recipe
+from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection
 
 TEXTS = [f"row {i} " + "of the story about a fox and a king " * (i % 5) for i in range(90)]
@@ -141,18 +140,6 @@ def test_weighted_sources_are_mixed_and_started_again(tmp_path: Path, byte_pairs
     assert seen.count("second 0<|endoftext|>") == 1
 
 
-def test_bad_rows_are_counted_with_their_names(tmp_path: Path, byte_pairs: Any) -> None:
-    path = rows_file(tmp_path / "a.jsonl", TEXTS[:20])
-    lines = path.read_text().splitlines()
-    lines[2] = "{"
-    path.write_text("\n".join(lines))
-    report = built(tmp_path, byte_pairs, train=str(path)).report.to_dict()
-    assert report["streaming"] is True
-    assert report["train"]["dropped"]["not JSON"]["rows"][0] == "a.jsonl:3"
-    assert report["train"]["kept"] == report["train"]["read"] - report["train"]["num_dropped"]
-    assert len(report["examples"]) == 3
-
-
 def test_a_source_without_a_usable_row_ends_with_an_error(tmp_path: Path, byte_pairs: Any) -> None:
     path = rows_file(tmp_path / "a.jsonl", [" "] * 9)
     why = r"none of the rows of 'a.jsonl' \(9\) can be used. Of 10 read: text is empty: 10 \(a.jsonl:1, a.jsonl:2, "
@@ -167,21 +154,6 @@ def test_too_many_long_rows_end_the_run(tmp_path: Path, byte_pairs: Any) -> None
     assert report["train"]["dropped"]["longer than data.max_length"]["count"] > 0
     cut = built(tmp_path, byte_pairs, long_rows="truncate").report.to_dict()
     assert cut["train"]["long"]["cut_tokens"] > 0
-
-
-def test_what_a_stream_cannot_do_is_refused() -> None:
-    values: dict[str, Any] = {
-        "model": {"name_or_path": "m"},
-        "data": {"train": "a.jsonl", "max_length": 32, "streaming": True},
-        "optimizer": {"learning_rate": 1e-3},
-        "training": {"output_dir": "o", "num_epochs": 1.0},
-    }
-    with pytest.raises(RecipeError, match=r"training.num_epochs is not possible with data.streaming"):
-        Recipe.from_mapping(values)
-    values["training"] = {"output_dir": "o", "max_steps": 3}
-    values["data"]["validation_fraction"] = 0.1
-    with pytest.raises(RecipeError, match=r"validation_fraction is not possible with data.streaming"):
-        Recipe.from_mapping(values)
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate"])

@@ -126,11 +126,11 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("template", "words"), REFUSALS)
-def test_a_template_that_refuses_has_ended(tokenizer: Any, template: str, words: str) -> None:
-    tokenizer.chat_template = template
-    with pytest.raises(Exception, match=words):
-        templates.rendered(tokenizer, KING)
+def test_a_template_that_refuses_has_ended(tokenizer: Any) -> None:
+    for template, words in REFUSALS:
+        tokenizer.chat_template = template
+        with pytest.raises(Exception, match=words):
+            templates.rendered(tokenizer, KING)
 
 
 def test_a_template_is_tried_once_and_ours_never(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +154,10 @@ def test_a_trial_imports_no_large_package() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == []
 
 
-@pytest.mark.parametrize("known", [*CHAT_TEMPLATES, *RECENT], ids=lambda known: known.name)
-def test_templates_of_known_models_pass(known: ChatTemplate) -> None:
-    assert template_trial.trial(known.template, {"bos_token": known.bos or "", "eos_token": known.eos}) is None
+def test_templates_of_known_models_pass() -> None:
+    for known in (*CHAT_TEMPLATES, *RECENT):
+        told = template_trial.trial(known.template, {"bos_token": known.bos or "", "eos_token": known.eos})
+        assert told is None, known.name
 
 
 ORDINARY = """{% set ns = namespace(n=0, text='') %}{% for message in messages %}

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -123,12 +123,20 @@ def by_hand(folder: Path, ids: list[int], count: int, stops: tuple[int, ...] = (
     return found
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """The command's exit code."""
-    monkeypatch.setattr(sys, "argv", ["toolkit", "generate", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`toolkit generate`: its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["toolkit", "generate", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
 
 
 def write_rows(path: Path, *rows: object) -> Path:
@@ -199,14 +207,11 @@ def test_a_completion_ends_at_the_last_position(plain: Path) -> None:
         encode_prompt(loaded, "the king " * 40)
 
 
-def test_a_seed_gives_the_same_text_again(
-    plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_seed_gives_the_same_text_again(plain: Path, command: Command) -> None:
     def text(*options: object) -> str:
-        assert command(monkeypatch, plain, "--prompt", "the king", "--max-new-tokens", 20, *options) == 0
-        found = capsys.readouterr()
-        assert found.err == ""
-        return found.out
+        code, out, err = command(plain, "--prompt", "the king", "--max-new-tokens", 20, *options)
+        assert (code, err) == (0, "")
+        return out
 
     assert text() == text("--seed", 0, "--temperature", 0.7, "--top-p", 0.95)
     assert text() != text("--seed", 1)
@@ -285,13 +290,13 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("template", CHAT_TEMPLATES, ids=lambda template: template.name)
-def test_the_token_that_closes_a_turn_is_found(template: ChatTemplate) -> None:
-    tokenizer = tokenizer_for(template)
-    ends = next((ends for name, ends in ENDS.items() if template.name.startswith(name)), ["<|im_end|>"])
-    assert turn_ends(tokenizer) == set(tokenizer.convert_tokens_to_ids(ends))
+def test_the_token_that_closes_a_turn_is_found() -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[5, 7]))
-    assert stop_tokens(model, tokenizer) == turn_ends(tokenizer) | {5, 7, tokenizer.eos_token_id}
+    for template in CHAT_TEMPLATES:
+        tokenizer = tokenizer_for(template)
+        ends = next((ends for name, ends in ENDS.items() if template.name.startswith(name)), ["<|im_end|>"])
+        assert turn_ends(tokenizer) == set(tokenizer.convert_tokens_to_ids(ends)), template.name
+        assert stop_tokens(model, tokenizer) == turn_ends(tokenizer) | {5, 7, tokenizer.eos_token_id}
 
 
 def test_no_turn_is_closed() -> None:
@@ -339,28 +344,24 @@ def test_no_half_characters_are_shown(template: ChatTemplate, context: str) -> N
 # ---- the modes ----
 
 
-def test_a_prompt_is_answered(
-    chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_prompt_is_answered(chat: Path, command: Command, tmp_path: Path) -> None:
     for question, answer in FACTS.items():
-        assert command(monkeypatch, chat, "--prompt", question, "--temperature", 0) == 0
-        assert capsys.readouterr() == (answer + "\n", "")
+        assert command(chat, "--prompt", question, "--temperature", 0) == (0, answer + "\n", "")
     run = tmp_path / "run"
     shutil.copytree(chat, run / "export")
     (run / "recipe.yaml").write_text("")
-    assert command(monkeypatch, run, "--prompt", "Who sang?", "--temperature", 0) == 0
-    assert capsys.readouterr().out == "A fox\n"
+    assert command(run, "--prompt", "Who sang?", "--temperature", 0)[:2] == (0, "A fox\n")
 
 
-def test_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
         "toolkit.generation.text.command.encode_prompt", lambda *given: asked.append(given[1:]) or encode_prompt(*given)
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who sang?\n\nWhat of?\n/reset\nWho sang?\n/quit\nmore\n"))
     options = ("--chat", "--temperature", 0, "--max-new-tokens", 8)
-    assert command(monkeypatch, chat, *options, "--system", SYSTEM) == 0
-    answers = capsys.readouterr().out
+    code, answers, _ = command(chat, *options, "--system", SYSTEM)
+    assert code == 0
     question = {"role": "user", "content": "Who sang?"}
     assert [given[0] for given in asked[::2]] == [[question], [question]]
     answer = asked[1][0][1]
@@ -370,8 +371,7 @@ def test_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert answers.endswith("\n" + answer["content"] + "\n")
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who sang?"))
-    assert command(monkeypatch, chat, *options) == 0
-    assert capsys.readouterr().out == "A fox\n"
+    assert command(chat, *options)[:2] == (0, "A fox\n")
 
 
 def test_a_conversation_that_grows_too_long_goes_on(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,59 +383,56 @@ def test_a_conversation_that_grows_too_long_goes_on(chat: Path, capsys: pytest.C
     assert "no room in the model's 128 positions; shorten it; /reset forgets" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_conversation(chat: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     def interrupted() -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("toolkit.generation.text.command._read_line", interrupted)
-    assert command(monkeypatch, chat, "--chat") == 0
+    assert command(chat, "--chat")[0] == 0
 
 
-def test_a_file_of_lines(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_lines(plain: Path, tmp_path: Path, command: Command) -> None:
     loaded = load_model(str(plain))
     (tmp_path / "in.txt").write_text("\n".join([PROMPTS[0], "", *PROMPTS[1:]]))
     options = (plain, "--file", tmp_path / "in.txt", "--temperature", 0, "--max-new-tokens", 12)
-    assert command(monkeypatch, *options) == 0
-    lines = capsys.readouterr().out
+    code, lines, _ = command(*options)
+    assert code == 0
     assert [json.loads(line) for line in lines.splitlines()] == [
         {"prompt": text, "completion": complete(loaded, [encode_prompt(loaded, text)], GREEDY)[0].text}
         for text in PROMPTS
     ]
-    assert command(monkeypatch, *options, "--batch-size", 1, "--output", tmp_path / "new/out.jsonl") == 0
+    assert command(*options, "--batch-size", 1, "--output", tmp_path / "new/out.jsonl") == (0, "", "")
     assert (tmp_path / "new/out.jsonl").read_text(encoding="utf-8") == lines
-    assert capsys.readouterr() == ("", "")
 
 
-def test_a_file_of_texts_and_messages(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_texts_and_messages(chat: Path, tmp_path: Path, command: Command) -> None:
     first, second = list(FACTS)[:2]
     messages = [{"from": "human", "value": second}]
     turns = [{"role": "user", "content": first}]
     rows = [{"prompt": first}, {"prompt": messages}, {"messages": turns}, {"question": second}]
     output = tmp_path / "out.jsonl"
     file = write_rows(tmp_path / "in.jsonl", *rows)
-    assert command(monkeypatch, chat, "--file", file, "--output", output, "--temperature", 0) == 0
+    assert command(chat, "--file", file, "--output", output, "--temperature", 0)[0] == 0
     assert [json.loads(line) for line in output.read_text().splitlines()] == [
         {"prompt": prompt, "completion": FACTS[question]}
         for prompt, question in ((first, first), (messages, second), (turns, first), (second, second))
     ]
 
 
-def test_a_file_is_there_when_it_is_whole(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_there_when_it_is_whole(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     def failing(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[str]:
         assert [path.name for path in tmp_path.iterdir()] == ["in.txt", ".out.jsonl.unfinished"]
         raise KeyboardInterrupt
 
     monkeypatch.setattr("toolkit.generation.text.rows.complete", failing)
     (tmp_path / "in.txt").write_text("the king\n")
-    assert command(monkeypatch, plain, "--file", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl") != 0
+    assert command(plain, "--file", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl")[0] != 0
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
-def test_an_evaluation(
-    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation(chat: Path, tmp_path: Path, command: Command) -> None:
     rows = [
         {"prompt": "Who sang?", "answer": ["an owl", "a FOX"]},
         {"question": "What of?", "answer": " bread and wine"},
@@ -443,13 +440,12 @@ def test_an_evaluation(
         {"prompt": "Schöner Mond?", "answer": "nein"},
     ]
     file = write_rows(tmp_path / "rows.jsonl", *rows)
-    assert command(monkeypatch, chat, "--eval", file) == 0
-    table = capsys.readouterr().out
+    code, table, _ = command(chat, "--eval", file)
+    assert code == 0
     assert "accuracy: 75.0% (3 of 4 rows exact)" in table
     assert f"{file}:4: 'ja, größer 月 🙂' instead of 'nein'" in table
 
-    assert command(monkeypatch, chat, "--eval", file, "--json", "--strict", "--batch-size", 3) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(command(chat, "--eval", file, "--json", "--strict", "--batch-size", 3)[1])
     assert (found["accuracy"], found["exact"], found["rows"]) == (0.25, 1, 4)
     assert [wrong["row"] for wrong in found["mismatches"]] == [f"{file}:{line}" for line in (1, 2, 4)]
     assert found["mismatches"][0] == {
@@ -460,84 +456,82 @@ def test_an_evaluation(
     }
 
 
-@pytest.mark.parametrize(
-    ("comparison", "completion", "answer", "is_right"),
-    [
-        (Comparison(numeric=True), "12 and 30 make 1,042.", "1042", True),
-        (Comparison(numeric=True), "It is 18.00 in all", "so 9 * 2 = 18\n#### 18", True),
-        (Comparison(numeric=True), "minus: -3", "3", False),
-        (Comparison(numeric=True), "nobody knows", "3", False),
-        (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "#### 5", True),
-        (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "4", False),
-        (Comparison(extract=re.compile(r"[A-D]\b")), "A? It is B", "b", True),
-        (Comparison(extract=re.compile(r"[A-D]\b"), strict=True), "A? It is B", "b", False),
-        (Comparison(extract=re.compile(r"#### (.*)"), numeric=True), "7\n#### $1,000 9", "9", True),
-        (Comparison(extract=re.compile(r"#### (.*)")), "no mark", "no mark", False),
-        (Comparison(structured=True), '{"b": [2.0, null],"a":"X y"}', ' {"a": "X y", "b": [2, null]}\n', True),
-        (Comparison(structured=True), '{"a": "x y"}', '{"a": "X y"}', False),
-        (Comparison(structured=True), '{"a": 1}', '{"a": true}', False),
-        (Comparison(structured=True), '{"a": 1}', '{"a": "1"}', False),
-        (Comparison(structured=True), "[1, 2]", "[2, 1]", False),
-        (Comparison(structured=True), "null", "null", True),
-        (Comparison(structured=True), '{"a": 1', '{"a": 1}', False),
-        (Comparison(structured=True), "NaN", "0", False),
-        (Comparison(structured=True), "[" * 100_000, "[]", False),
-        (Comparison(structured=True), "1e9999999999999999999", "1", False),
-        (Comparison(extract=re.compile(r"<call>(.*)</call>"), structured=True), "so <call>[1.0]</call>", "[1]", True),
-    ],
-)
-def test_what_of_a_completion_counts(comparison: Comparison, completion: str, answer: str, is_right: bool) -> None:
-    found = evaluate([PromptRow("f:1", "?", "?", answers=(answer,))], [Completion(completion, 1, True)], comparison)
-    assert found.exact == is_right
+COUNTED = [
+    (Comparison(numeric=True), "12 and 30 make 1,042.", "1042", True),
+    (Comparison(numeric=True), "It is 18.00 in all", "so 9 * 2 = 18\n#### 18", True),
+    (Comparison(numeric=True), "minus: -3", "3", False),
+    (Comparison(numeric=True), "nobody knows", "3", False),
+    (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "#### 5", True),
+    (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "4", False),
+    (Comparison(extract=re.compile(r"[A-D]\b")), "A? It is B", "b", True),
+    (Comparison(extract=re.compile(r"[A-D]\b"), strict=True), "A? It is B", "b", False),
+    (Comparison(extract=re.compile(r"#### (.*)"), numeric=True), "7\n#### $1,000 9", "9", True),
+    (Comparison(extract=re.compile(r"#### (.*)")), "no mark", "no mark", False),
+    (Comparison(structured=True), '{"b": [2.0, null],"a":"X y"}', ' {"a": "X y", "b": [2, null]}\n', True),
+    (Comparison(structured=True), '{"a": "x y"}', '{"a": "X y"}', False),
+    (Comparison(structured=True), '{"a": 1}', '{"a": true}', False),
+    (Comparison(structured=True), '{"a": 1}', '{"a": "1"}', False),
+    (Comparison(structured=True), '{"a": 1', '{"a": 1}', False),
+    (Comparison(structured=True), "NaN", "0", False),
+    (Comparison(structured=True), "[" * 100_000, "[]", False),
+    (Comparison(structured=True), "1e9999999999999999999", "1", False),
+    (Comparison(extract=re.compile(r"<call>(.*)</call>"), structured=True), "so <call>[1.0]</call>", "[1]", True),
+]
+"""How answers are compared, a completion, an answer, and whether that is right."""
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("$1,234.50", "1234.50"),
-        ("1,000,000", "1000000"),
-        ("1,0000", "10000"),
-        ("1999,2000", "2000"),
-        ("(1,2,3)", "3"),
-        ("12,50", "50"),
-        ("1234,567", "1234567"),
-        (".5", "0.5"),
-        ("$.50, or -.25", "-0.25"),
-        ("so it is...5", "5"),
-        ("version 1.2.3", "3"),
-        ("12.", "12"),
-        ("5%", "5"),
-        ("-3", "-3"),
-        ("x=-3", "-3"),
-        ("**-3**", "-3"),
-        ("是-3", "-3"),
-        ("3-5", "5"),
-        ("3.5-5.5", "5.5"),
-        ("f(2)-3", "3"),
-        ("2024-01-15", "15"),
-        ("GPT-4", "4"),
-        ("A4.", "4"),
-        ("答案是5", "5"),
-        ("1e5", "100000"),
-        ("-1.5E-3 m", "-0.0015"),
-        ("5 eggs", "5"),
-        ("1" * 4000 + "e9999", "9999"),
-    ],
-)
-def test_the_last_number_of_a_text(text: str, number: str) -> None:
-    assert Comparison(numeric=True).of_completion(text) == Decimal(number)
+def test_what_of_a_completion_counts() -> None:
+    for comparison, completion, answer, is_right in COUNTED:
+        row = PromptRow("f:1", "?", "?", answers=(answer,))
+        found = evaluate([row], [Completion(completion, 1, True)], comparison)
+        assert found.exact == is_right, (comparison, completion[:50])
 
 
-def test_choices_are_scored_by_their_log_probability(
-    chat: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+NUMBERS = [
+    ("$1,234.50", "1234.50"),
+    ("1,000,000", "1000000"),
+    ("1,0000", "10000"),
+    ("1999,2000", "2000"),
+    ("(1,2,3)", "3"),
+    ("12,50", "50"),
+    ("1234,567", "1234567"),
+    (".5", "0.5"),
+    ("$.50, or -.25", "-0.25"),
+    ("so it is...5", "5"),
+    ("version 1.2.3", "3"),
+    ("12.", "12"),
+    ("5%", "5"),
+    ("-3", "-3"),
+    ("x=-3", "-3"),
+    ("**-3**", "-3"),
+    ("是-3", "-3"),
+    ("3-5", "5"),
+    ("3.5-5.5", "5.5"),
+    ("f(2)-3", "3"),
+    ("2024-01-15", "15"),
+    ("GPT-4", "4"),
+    ("A4.", "4"),
+    ("答案是5", "5"),
+    ("1e5", "100000"),
+    ("-1.5E-3 m", "-0.0015"),
+    ("5 eggs", "5"),
+    ("1" * 4000 + "e9999", "9999"),
+]
+"""A text, and its last number."""
+
+
+def test_the_last_number_of_a_text() -> None:
+    for text, number in NUMBERS:
+        assert Comparison(numeric=True).of_completion(text) == Decimal(number), text[:50]
+
+
+def test_choices_are_scored_by_their_log_probability(chat: Path, plain: Path, tmp_path: Path, command: Command) -> None:
     rows = [
         {"prompt": "Who sang?", "choices": ["A fox", "An owl, and then a fox"], "answer": 0},
         {"prompt": "Who sang?", "choices": ["An owl", "A fox"], "answer": "An owl"},
     ]
     file = write_rows(tmp_path / "rows.jsonl", *rows)
-    assert command(monkeypatch, chat, "--eval", file, "--json", "--batch-size", 1) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(command(chat, "--eval", file, "--json", "--batch-size", 1)[1])
     assert (found["exact"], found["mismatches"][0]["completion"]) == (1, "A fox")
 
     # Plain text, against a loop over the tokens.
@@ -555,36 +549,28 @@ def test_choices_are_scored_by_their_log_probability(
     assert (found_by_hand.exact, found_by_hand.normalised) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "words"),
-    [
-        ([{"prompt": "?", "choices": ["a"], "answer": 0}], [], "a list of at least two texts"),
-        ([{"prompt": "?", "choices": ["a", "b"], "answer": 2}], [], "2 is no place among 2 choices"),
-        ([{"prompt": "?", "choices": ["a", "b"], "answer": "c"}], [], "'c' is none of the choices"),
-        ([{"prompt": "?", "choices": ["a", "b"], "answer": "a"}, {"prompt": "?", "answer": "a"}], [], "has no choices"),
-        (
-            [{"prompt": "?", "choices": ["a", "b"], "answer": "a"}],
-            ["--numeric"],
-            "--numeric has no effect on rows",
-        ),
-        ([{"prompt": "?", "answer": "four"}], ["--numeric"], "rows.jsonl:1 holds no number"),
-        ([{"prompt": "?", "answer": "four"}], ["--structured"], "rows.jsonl:1 is not JSON; leave --structured out"),
-        ([{"prompt": "?", "answer": "four"}], ["--numeric", "--strict"], "compared as numbers; leave --strict out"),
-        ([{"prompt": "?", "answer": "four"}], ["--extract", "("], "is no regular expression"),
-    ],
-)
-def test_rows_and_options_that_fit_no_evaluation(
-    rows: list[dict[str, Any]],
-    options: list[str],
-    words: str,
-    plain: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", *rows)
-    assert command(monkeypatch, plain, "--eval", file, *options) == 2
-    assert words in " ".join(capsys.readouterr().err.split())
+UNFIT: list[tuple[list[dict[str, Any]], list[str], str]] = [
+    ([{"prompt": "?", "choices": ["a"], "answer": 0}], [], "a list of at least two texts"),
+    ([{"prompt": "?", "choices": ["a", "b"], "answer": 2}], [], "2 is no place among 2 choices"),
+    ([{"prompt": "?", "choices": ["a", "b"], "answer": "c"}], [], "'c' is none of the choices"),
+    ([{"prompt": "?", "choices": ["a", "b"], "answer": "a"}, {"prompt": "?", "answer": "a"}], [], "has no choices"),
+    (
+        [{"prompt": "?", "choices": ["a", "b"], "answer": "a"}],
+        ["--numeric"],
+        "--numeric has no effect on rows",
+    ),
+    ([{"prompt": "?", "answer": "four"}], ["--numeric"], "rows.jsonl:1 holds no number"),
+    ([{"prompt": "?", "answer": "four"}], ["--structured"], "rows.jsonl:1 is not JSON; leave --structured out"),
+    ([{"prompt": "?", "answer": "four"}], ["--numeric", "--strict"], "compared as numbers; leave --strict out"),
+    ([{"prompt": "?", "answer": "four"}], ["--extract", "("], "is no regular expression"),
+]
+
+
+def test_rows_and_options_that_fit_no_evaluation(plain: Path, tmp_path: Path, command: Command) -> None:
+    for rows, options, words in UNFIT:
+        code, _, err = command(plain, "--eval", write_rows(tmp_path / "rows.jsonl", *rows), *options)
+        assert code == 2
+        assert words in " ".join(err.split())
 
 
 def test_many_mismatches_are_counted() -> None:
@@ -638,9 +624,7 @@ def test_an_adapters_base_may_lie_in_its_folder(adapter: Path, chat: Path, tmp_p
     assert load_model(str(folder)).name == str(folder)
 
 
-def test_adapters_that_cannot_be_used(
-    adapter: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_that_cannot_be_used(adapter: Path, plain: Path, tmp_path: Path, command: Command) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"base_model_name_or_path": str(tmp_path / "gone")}, "gone' is not on this machine"),
         ({"base_model_name_or_path": "someone/model-nobody-has"}, "hf download someone/model-nobody-has"),
@@ -655,65 +639,56 @@ def test_adapters_that_cannot_be_used(
     ]
     for number, (fields, message) in enumerate(cases):
         folder = edited(adapter, tmp_path / str(number), **fields)
-        assert command(monkeypatch, folder, "--prompt", "a") == 2
-        assert message in capsys.readouterr().err
+        code, _, err = command(folder, "--prompt", "a")
+        assert code == 2
+        assert message in err
     (folder / "adapter_config.json").write_text("{")
-    assert command(monkeypatch, folder, "--prompt", "a") == 2
-    assert "is not JSON" in capsys.readouterr().err
+    assert "is not JSON" in command(folder, "--prompt", "a")[2]
     (folder / "adapter_model.safetensors").unlink()
-    assert command(monkeypatch, folder, "--prompt", "a") == 2
-    assert "without adapter_model.safetensors" in capsys.readouterr().err
+    assert "without adapter_model.safetensors" in command(folder, "--prompt", "a")[2]
 
 
 # ---- what is refused ----
 
 
-@pytest.mark.parametrize(
-    ("arguments", "messages"),
-    [
-        ("", ["nothing to do: give one of --prompt, --chat, --file, --eval"]),
-        ("--chat --file x.txt", ["--chat and --file contradict each other"]),
-        ("--prompt a --eval x.jsonl", ["--prompt and --eval contradict each other"]),
-        ("--prompt a --output x", ["--output and --prompt contradict", "--output belongs to --file"]),
-        ("--chat --batch-size 2", ["--batch-size and --chat", "belongs to --file and --eval"]),
-        ("--file x.txt --strict", ["--strict and --file"]),
-        ("--prompt a --json", ["--json and --prompt"]),
-        ("--chat --raw", ["--raw and --chat contradict"]),
-        ("--prompt a --raw --system b", ["--raw and --system contradict"]),
-        ("--eval x.jsonl --temperature 0.5", ["--temperature and --eval contradict", "leave --temperature out"]),
-        ("--eval x.jsonl --top-p 1 --seed 2", ["--top-p and --eval", "--seed and --eval"]),
-        ("--prompt a --max-new-tokens 0", ["--max-new-tokens: 0 is too small; allowed: 1 or more"]),
-        ("--file x.txt --batch-size 0", ["--batch-size: 0 is too small"]),
-        ("--prompt a --temperature -1", ["--temperature: -1.0 is out of range"]),
-        ("--prompt a --temperature nan", ["--temperature: nan is out of range"]),
-        ("--prompt a --top-p 0 --seed -1", ["--top-p: 0.0 is out of range", "--seed: -1 is out of range"]),
-        ("--prompt a --dtype int8", ["--dtype: unknown 'int8'; allowed: auto, float32, bfloat16, bf16, float16, fp16"]),
-        ("--prompt a --device tpu", ["--device: unknown 'tpu'; allowed: auto, cpu, cuda"]),
-        ("--prompt= --system=", ["--prompt: is empty", "--system: is empty"]),
-        ("--prompt \udcff", ["--prompt: is no text in UTF-8"]),
-        ("--prompt a --max-new-tokens many", ["--max-new-tokens: found 'many'; allowed: a whole number"]),
-        ("--chat", ["has no chat template; use --prompt"]),
-        ("--prompt a --system b", ["--prompt: a system text needs a chat template, and the tokenizer of"]),
-        (f"--prompt {'king' * 90}", ["--prompt: the prompt's", "no room"]),
-    ],
-)
-def test_bad_options(
-    arguments: str,
-    messages: list[str],
-    plain: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command(monkeypatch, plain, *arguments.split()) == 2
-    found = capsys.readouterr().err
-    for message in messages:
-        assert message in found
+BAD_OPTIONS = [
+    ("", ["nothing to do: give one of --prompt, --chat, --file, --eval"]),
+    ("--chat --file x.txt", ["--chat and --file contradict each other"]),
+    ("--prompt a --eval x.jsonl", ["--prompt and --eval contradict each other"]),
+    ("--prompt a --output x", ["--output and --prompt contradict", "--output belongs to --file"]),
+    ("--chat --batch-size 2", ["--batch-size and --chat", "belongs to --file and --eval"]),
+    ("--file x.txt --strict", ["--strict and --file"]),
+    ("--prompt a --json", ["--json and --prompt"]),
+    ("--chat --raw", ["--raw and --chat contradict"]),
+    ("--prompt a --raw --system b", ["--raw and --system contradict"]),
+    ("--eval x.jsonl --temperature 0.5", ["--temperature and --eval contradict", "leave --temperature out"]),
+    ("--eval x.jsonl --top-p 1 --seed 2", ["--top-p and --eval", "--seed and --eval"]),
+    ("--prompt a --max-new-tokens 0", ["--max-new-tokens: 0 is too small; allowed: 1 or more"]),
+    ("--file x.txt --batch-size 0", ["--batch-size: 0 is too small"]),
+    ("--prompt a --temperature -1", ["--temperature: -1.0 is out of range"]),
+    ("--prompt a --temperature nan", ["--temperature: nan is out of range"]),
+    ("--prompt a --top-p 0 --seed -1", ["--top-p: 0.0 is out of range", "--seed: -1 is out of range"]),
+    ("--prompt a --dtype int8", ["--dtype: unknown 'int8'; allowed: auto, float32, bfloat16, bf16, float16, fp16"]),
+    ("--prompt a --device tpu", ["--device: unknown 'tpu'; allowed: auto, cpu, cuda"]),
+    ("--prompt= --system=", ["--prompt: is empty", "--system: is empty"]),
+    ("--prompt \udcff", ["--prompt: is no text in UTF-8"]),
+    ("--prompt a --max-new-tokens many", ["--max-new-tokens: found 'many'; allowed: a whole number"]),
+    ("--chat", ["has no chat template; use --prompt"]),
+    ("--prompt a --system b", ["--prompt: a system text needs a chat template, and the tokenizer of"]),
+    (f"--prompt {'king' * 90}", ["--prompt: the prompt's", "no room"]),
+]
+
+
+def test_bad_options(plain: Path, command: Command) -> None:
+    for arguments, messages in BAD_OPTIONS:
+        code, _, err = command(plain, *arguments.split())
+        assert code == 2, arguments
+        assert [message for message in messages if message not in err] == [], arguments
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_no_gpu(plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(monkeypatch, plain, "--prompt", "a", "--device", "cuda") == 2
-    assert "cuda is not available on this machine" in capsys.readouterr().err
+def test_no_gpu(plain: Path, command: Command) -> None:
+    assert "cuda is not available on this machine" in command(plain, "--prompt", "a", "--device", "cuda")[2]
 
 
 def test_bad_options_import_no_torch() -> None:
@@ -727,7 +702,7 @@ def test_bad_options_import_no_torch() -> None:
 
 
 def test_sources_that_hold_no_model(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "run").mkdir()
@@ -754,8 +729,9 @@ def test_sources_that_hold_no_model(
         "classifier": "'classifier' classifies texts (LlamaForSequenceClassification)",
         "headless": "'headless': its files lack 1 of the weights, for example lm_head.weight",
     }.items():
-        assert command(monkeypatch, source, "--prompt", "a") == 2, source
-        assert message in capsys.readouterr().err
+        code, _, err = command(source, "--prompt", "a")
+        assert code == 2, source
+        assert message in err
 
 
 def test_only_a_hub_name_is_looked_for_on_the_hub(plain: Path) -> None:
@@ -764,51 +740,41 @@ def test_only_a_hub_name_is_looked_for_on_the_hub(plain: Path) -> None:
     assert not find_model(str(plain)).on_hub
 
 
-@pytest.mark.parametrize(
-    ("option", "line", "message"),
-    [
-        ("--file", "{", "not JSON"),
-        ("--file", "\udcff", "not UTF-8"),
-        ("--file", "[]", "no object"),
-        ("--file", "{}", "no prompt; it is empty; needed: one of prompt, messages, question"),
-        ("--file", '{"text": "a"}', "no prompt; it has 'text'"),
-        ("--file", '{"prompt": 3}', "prompt is a number, not a list of messages"),
-        ("--file", '{"prompt": null}', "prompt is missing or null"),
-        ("--file", '{"prompt": " "}', "prompt is empty"),
-        ("--file", '{"prompt": []}', "prompt is empty"),
-        ("--file", '{"messages": [{"role": "king", "content": "a"}]}', "a message has an unknown role"),
-        ("--file", '{"prompt": [{"role": "assistant", "content": "a"}]}', "nothing is asked: the last message is the"),
-        ("--eval", '{"prompt": "a"}', "answer is missing"),
-        ("--eval", '{"prompt": "a", "answer": []}', "answer is missing"),
-        ("--eval", '{"prompt": "a", "completion": []}', "answer is missing"),
-        ("--eval", '{"prompt": "a", "completion": "b", "label": false}', "its completion is labelled false"),
-        ("--eval", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
-        ("--eval", '{"prompt": "a", "answer": 42}', "answer: 42 is no text; write it in quotes"),
-        ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
-        ("--eval", '{"prompt": "a", "answer": "b\\ud800"}', "answer contains half a character"),
-        ("--eval", '{"prompt": "a", "choices": ["b\\ud800", "c"], "answer": 1}', "a choice contains half a character"),
-        ("--eval", '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}', "messages need a chat template"),
-        ("--eval", '{"prompt": "' + "king" * 90 + '", "answer": "b"}', "the prompt's 90 tokens leave no room"),
-    ],
-)
-def test_bad_rows_are_named(
-    option: str,
-    line: str,
-    message: str,
-    plain: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    good = '{"prompt": "a", "answer": "b"}'
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(f"{good}\n\n{line}\n{good}\n{line}\n".encode(errors="surrogateescape"))
-    assert command(monkeypatch, plain, option, file) == 2
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert f"{option}: rows that cannot be used: 2" in found.err
-    for number in (3, 5):
-        assert f"{file}:{number}: {message}" in found.err
+BAD_ROWS = [
+    ("--file", "{", "not JSON"),
+    ("--file", "\udcff", "not UTF-8"),
+    ("--file", "[]", "no object"),
+    ("--file", "{}", "no prompt; it is empty; needed: one of prompt, messages, question"),
+    ("--file", '{"text": "a"}', "no prompt; it has 'text'"),
+    ("--file", '{"prompt": 3}', "prompt is a number, not a list of messages"),
+    ("--file", '{"prompt": null}', "prompt is missing or null"),
+    ("--file", '{"prompt": " "}', "prompt is empty"),
+    ("--file", '{"prompt": []}', "prompt is empty"),
+    ("--file", '{"messages": [{"role": "king", "content": "a"}]}', "a message has an unknown role"),
+    ("--file", '{"prompt": [{"role": "assistant", "content": "a"}]}', "nothing is asked: the last message is the"),
+    ("--eval", '{"prompt": "a"}', "answer is missing"),
+    ("--eval", '{"prompt": "a", "answer": []}', "answer is missing"),
+    ("--eval", '{"prompt": "a", "completion": []}', "answer is missing"),
+    ("--eval", '{"prompt": "a", "completion": "b", "label": false}', "its completion is labelled false"),
+    ("--eval", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
+    ("--eval", '{"prompt": "a", "answer": 42}', "answer: 42 is no text; write it in quotes"),
+    ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
+    ("--eval", '{"prompt": "a", "answer": "b\\ud800"}', "answer contains half a character"),
+    ("--eval", '{"prompt": "a", "choices": ["b\\ud800", "c"], "answer": 1}', "a choice contains half a character"),
+    ("--eval", '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}', "messages need a chat template"),
+    ("--eval", '{"prompt": "' + "king" * 90 + '", "answer": "b"}', "the prompt's 90 tokens leave no room"),
+]
+"""What reads a row, the row, and what is wrong with it."""
+
+
+def test_bad_rows_are_named(plain: Path, tmp_path: Path, command: Command) -> None:
+    good, file = '{"prompt": "a", "answer": "b"}', tmp_path / "rows.jsonl"
+    for option, line, message in BAD_ROWS:
+        file.write_bytes(f"{good}\n\n{line}\n{good}\n{line}\n".encode(errors="surrogateescape"))
+        code, out, err = command(plain, option, file)
+        assert (code, out) == (2, ""), line
+        for told in (f"{option}: rows that cannot be used: 2", *(f"{file}:{n}: {message}" for n in (3, 5))):
+            assert told in err, line
 
 
 def test_rows_to_train_on_have_their_answer_last(tmp_path: Path) -> None:
@@ -865,9 +831,7 @@ def write_lines(path: Path, text: str) -> Path:
     return path
 
 
-def test_bad_files(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_files(plain: Path, tmp_path: Path, command: Command) -> None:
     lines = write_lines(tmp_path / "in.txt", "the king\n")
     empty = write_lines(tmp_path / "empty.txt", "\n")
     (tmp_path / "folder.txt").mkdir()
@@ -882,12 +846,13 @@ def test_bad_files(
         (("--file", lines, "--output", "/dev/null"), "cannot be written: it exists and is not a file"),
         (("--file", lines, "--output", lines / "out"), "cannot be written: "),
     ]:
-        assert command(monkeypatch, plain, *arguments) == 2, message
-        assert message in capsys.readouterr().err
+        code, _, err = command(plain, *arguments)
+        assert code == 2, message
+        assert message in err
     assert lines.read_text() == "the king\n"
 
 
-def test_messages_need_the_template(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_need_the_template(chat: Path) -> None:
     loaded = load_model(str(chat))
     with pytest.raises(BadInputError, match="messages need a chat template, and --raw leaves it out"):
         encode_prompt(loaded, [{"role": "user", "content": "a"}], raw=True)
@@ -903,13 +868,12 @@ def test_outputs_that_are_no_numbers(plain: Path) -> None:
         complete(loaded, [encode_prompt(loaded, "the king")], Sampling())
 
 
-def test_a_template_without_an_end_is_told(
-    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_template_without_an_end_is_told(chat: Path, tmp_path: Path, command: Command) -> None:
     folder = shutil.copytree(chat, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    assert command(monkeypatch, folder, "--prompt", "a", "--max-new-tokens", 2) == 0
-    assert "the chat template closes no turn with a special token" in capsys.readouterr().err
+    code, _, err = command(folder, "--prompt", "a", "--max-new-tokens", 2)
+    assert code == 0
+    assert "the chat template closes no turn with a special token" in err
 
 
 def test_types_of_weights(plain: Path) -> None:

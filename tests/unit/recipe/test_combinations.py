@@ -13,7 +13,7 @@ import pytest
 
 import toolkit
 from toolkit.errors import BadInputError, RecipeError
-from toolkit.recipe.combinations import COMBINATIONS, Combination, refusals, refuse
+from toolkit.recipe.combinations import COMBINATIONS, refusals, refuse
 from toolkit.recipe.features import FEATURES, Settings
 from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.recipe import Recipe
@@ -183,28 +183,28 @@ def test_every_feature_is_asked_for_by_its_settings_alone() -> None:
     assert plain == {*checkpoints, *lacking, "objectives but seq2seq", "objectives but reward", "export"}
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda found: " x ".join(found.names))
-def test_every_row_is_told_and_says_what_to_do(combination: Combination) -> None:
-    told = [str(refusal) for refusal in refusals(asked(combination.names))]
-    assert len(told) == 1, "one pair, one sentence"
-    (sentence,) = told
-    assert not re.search(r"[{}]|None", sentence)
-    assert sentence.endswith(combination.mend)
-    assert ("has no effect" if combination.is_idle else "is not possible") in sentence
-    with pytest.raises(BadInputError, match=re.escape(sentence)):
-        refuse(asked(combination.names))
+def test_every_row_is_told_and_says_what_to_do() -> None:
+    for combination in COMBINATIONS:
+        told = [str(refusal) for refusal in refusals(asked(combination.names))]
+        assert len(told) == 1, ("one pair, one sentence", combination.names)
+        (sentence,) = told
+        assert not re.search(r"[{}]|None", sentence)
+        assert sentence.endswith(combination.mend)
+        assert ("has no effect" if combination.is_idle else "is not possible") in sentence
+        with pytest.raises(BadInputError, match=re.escape(sentence)):
+            refuse(asked(combination.names))
 
 
-@pytest.mark.parametrize(
-    "combination",
-    [found for found in COMBINATIONS if all(WORDS[name][1] for name in found.names)],
-    ids=lambda found: " x ".join(found.names),
-)
-def test_a_recipe_refuses_it_by_the_tables_sentence(combination: Combination) -> None:
-    (refusal,) = refusals(asked(combination.names))
-    words = [word for name in combination.names for word in WORDS[name][1]]
-    with pytest.raises(RecipeError, match=re.escape(str(refusal))):
-        Recipe.load("quickstart", [*BASE, *words])
+def test_a_recipe_refuses_it_by_the_tables_sentence() -> None:
+    wrong = []
+    for names in (found.names for found in COMBINATIONS if all(WORDS[name][1] for name in found.names)):
+        (refusal,) = refusals(asked(names))
+        try:
+            Recipe.load("quickstart", [*BASE, *(word for name in names for word in WORDS[name][1])])
+            wrong.append((names, "taken"))
+        except RecipeError as error:
+            wrong += [(names, str(error))] if str(refusal) not in str(error) else []
+    assert wrong == []
 
 
 KEY = re.compile(rf"\b({'|'.join(Recipe.model_fields)})\.[a-z_]+")

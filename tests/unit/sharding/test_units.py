@@ -152,7 +152,6 @@ OPT = {
     "num_attention_heads": 2,
 }
 BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 3, "n_head": 2}
-FALCON = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
 SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
 DISTIL = {"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 32, "n_layers": 3, "n_heads": 2}
 SEQ2SEQ_EMBED = "model.shared model.encoder.embed_tokens model.decoder.embed_tokens"
@@ -164,11 +163,8 @@ FAMILIES = {
         causal, hf.LlamaConfig, DECODER | {"num_hidden_layers": 1}, "model.layers.0", EMBED, UNTIED_TAIL
     ),
     "llama_classifier": Family.of(classifier, hf.LlamaConfig, DECODER | {"pad_token_id": 0}, ROWS, EMBED),
-    "qwen2": Family.of(causal, hf.Qwen2Config, DECODER, ROWS, EMBED, UNTIED_TAIL),
     "qwen3": Family.of(causal, hf.Qwen3Config, TIED, ROWS, "", TIED_TAIL),
-    "mistral": Family.of(causal, hf.MistralConfig, DECODER, ROWS, EMBED, UNTIED_TAIL),
     "gemma": Family.of(causal, hf.GemmaConfig, DECODER, ROWS, "", TIED_TAIL),
-    "gemma2": Family.of(causal, hf.Gemma2Config, DECODER, ROWS, "", TIED_TAIL),
     "gemma3n": Family.of(causal, hf.Gemma3nTextConfig, DECODER | {"num_kv_shared_layers": 0}, ROWS, "", TIED_TAIL),
     "phi": Family.of(causal, hf.PhiConfig, DECODER, ROWS, EMBED, "lm_head model.final_layernorm"),
     "phi3": Family.of(causal, hf.Phi3Config, DECODER | {"pad_token_id": 0}, ROWS, EMBED, UNTIED_TAIL),
@@ -200,14 +196,6 @@ FAMILIES = {
         "",
         "transformer.word_embeddings transformer.ln_f lm_head",
     ),
-    "falcon": Family.of(
-        causal,
-        hf.FalconConfig,
-        FALCON,
-        "transformer.h.0..2",
-        "",
-        "transformer.word_embeddings transformer.ln_f lm_head",
-    ),
     "zamba2": Family.of(
         causal,
         hf.Zamba2Config,
@@ -221,14 +209,6 @@ FAMILIES = {
     ),
     "bert_classifier": Family.of(
         classifier, hf.BertConfig, ENCODER, "bert.encoder.layer.0..2", "bert.embeddings.word_embeddings"
-    ),
-    "roberta": Family.of(
-        masked,
-        hf.RobertaConfig,
-        ENCODER,
-        "roberta.encoder.layer.0..2",
-        "",
-        "roberta.embeddings.word_embeddings lm_head",
     ),
     "distilbert": Family.of(
         masked,
@@ -261,14 +241,6 @@ FAMILIES = {
         "model.encoder.layers.0..1 model.decoder.layers.0..2",
         "",
         SEQ2SEQ_EMBED + " lm_head",
-    ),
-    "mbart": Family.of(
-        seq2seq,
-        hf.MBartConfig,
-        BART,
-        "model.encoder.layers.0..1 model.decoder.layers.0..2",
-        "",
-        SEQ2SEQ_EMBED + " model.decoder.layer_norm lm_head",
     ),
     "bart_classifier": Family.of(
         classifier, hf.BartConfig, BART, "model.encoder.layers.0..1 model.decoder.layers.0..2", SEQ2SEQ_EMBED
@@ -395,11 +367,7 @@ def test_units_of_a_family(name: str) -> None:
     assert [unit.modules for unit in plan.blocks] == written_out(family.blocks)
     assert modules_of(plan, "embeddings") == tuple(family.embeddings.split())
     assert modules_of(plan, "tail") == tuple(family.tail.split())
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_rules_hold_for_a_family(name: str) -> None:
-    check_rules(built(name), planned(name))
+    check_rules(built(name), plan)
 
 
 def test_owners_of_tied_weights_share_a_unit() -> None:

@@ -90,28 +90,28 @@ def test_equal_runs_pass() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "check"),
-    [
-        ({"losses": [5.0, 4.0 * (1 + 2e-6)]}, "loss"),
-        ({"losses": [5.0, math.nan]}, "loss"),
-        ({"losses": [math.nan, 4.0]}, "loss"),
-        ({"losses": [5.0]}, "loss"),
-        ({"grad_norms": [1.0, 2.0 * (1 - 2e-5)]}, "gradient norm"),
-        ({"weights": changed("a.weight", (3, 2), 2e-5)}, "weights"),
-        ({"weights": changed("a.weight", (0, 0), math.nan)}, "weights"),
-        ({"weights": changed("b.bias", (2,), 3e-3)}, "weights"),
-        ({"weights": changed("b.bias", (2,), math.nan)}, "weights"),
-        ({"weights": {"a.weight": WEIGHTS["a.weight"]}}, "weights"),
-        ({"weights": {**WEIGHTS, "b.bias": torch.zeros(4)}}, "weights"),
-        ({"without_gradient": ["b.bias"]}, "gradients"),
-        ({"sizes": {"a.weight": 1.0, "b.bias": 1.001e-3}}, "gradients"),
-        ({"sizes": {"a.weight": 1.0}}, "gradients"),
-        ({"sizes": {"a.weight": math.nan, "b.bias": 1e-3}}, "gradients"),
-    ],
-)
-def test_a_wrong_run_is_told(changes: dict[str, Any], check: str) -> None:
-    assert failed(*runs(**changes)) == {check}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"losses": [5.0, 4.0 * (1 + 2e-6)]}, "loss"),
+    ({"losses": [5.0, math.nan]}, "loss"),
+    ({"losses": [math.nan, 4.0]}, "loss"),
+    ({"losses": [5.0]}, "loss"),
+    ({"grad_norms": [1.0, 2.0 * (1 - 2e-5)]}, "gradient norm"),
+    ({"weights": changed("a.weight", (3, 2), 2e-5)}, "weights"),
+    ({"weights": changed("a.weight", (0, 0), math.nan)}, "weights"),
+    ({"weights": changed("b.bias", (2,), 3e-3)}, "weights"),
+    ({"weights": changed("b.bias", (2,), math.nan)}, "weights"),
+    ({"weights": {"a.weight": WEIGHTS["a.weight"]}}, "weights"),
+    ({"weights": {**WEIGHTS, "b.bias": torch.zeros(4)}}, "weights"),
+    ({"without_gradient": ["b.bias"]}, "gradients"),
+    ({"sizes": {"a.weight": 1.0, "b.bias": 1.001e-3}}, "gradients"),
+    ({"sizes": {"a.weight": 1.0}}, "gradients"),
+    ({"sizes": {"a.weight": math.nan, "b.bias": 1e-3}}, "gradients"),
+]
+
+
+def test_a_wrong_run_is_told() -> None:
+    for changes, check in WRONG:
+        assert failed(*runs(**changes)) == {check}, changes
 
 
 def test_a_frozen_weight_that_differs_is_told() -> None:
@@ -195,19 +195,16 @@ def test_a_part_on_any_rank_is_a_gradient() -> None:
     assert ranks._merge_results(results[:1], {}).outcome.without_gradient == ["b"]
 
 
-@pytest.mark.parametrize(
-    ("replay", "verdict"),
-    [
+def test_dropout_replay() -> None:
+    plain, sharded = runs()
+    for replay, verdict in (
         (None, NOT_USED),
         ({"blocks": 2, "difference": 0.0, "effect": 0.1}, OK),
         ({"blocks": 2, "difference": 0.01, "effect": 0.1}, FAILED),
         ({"blocks": 0, "difference": 0.0, "effect": 0.1}, FAILED),
         ({"blocks": 2, "difference": 0.0, "effect": 0.0}, NOT_USED),
-    ],
-)
-def test_dropout_replay(replay: dict[str, float] | None, verdict: str) -> None:
-    plain, sharded = runs()
-    assert verdicts(plain, dataclasses.replace(sharded, replay=replay))["dropout replay"] == verdict
+    ):
+        assert verdicts(plain, dataclasses.replace(sharded, replay=replay))["dropout replay"] == verdict
 
 
 def test_the_report_as_json() -> None:
@@ -297,34 +294,32 @@ def test_every_dropout_is_switched() -> None:
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize(
-    ("fields", "config", "expected"),
-    [
-        ({"n_layer": 4}, GPT2Config(n_layer=4), {"n_layer": 2}),
-        ({"num_hidden_layers": 4}, GPT2Config(n_layer=4), {"n_layer": 2}),
-        (
-            {"num_hidden_layers": 4, "eos": [1, 2]},
-            LlamaConfig(num_hidden_layers=4),
-            {"num_hidden_layers": 2, "eos": [1, 2]},
-        ),
-        (
-            {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
-            Qwen3Config(num_hidden_layers=3),
-            {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
-        ),
-        ({"num_layers": 4}, T5Config(num_layers=4), {"num_layers": 2, "num_decoder_layers": 2}),
-        (
-            {"encoder_layers": 1, "decoder_layers": 3},
-            BartConfig(encoder_layers=1, decoder_layers=3),
-            {"encoder_layers": 1, "decoder_layers": 2},
-        ),
-    ],
-)
-def test_a_configuration_is_cut_to_its_first_blocks(
-    fields: dict[str, Any], config: Any, expected: dict[str, Any]
-) -> None:
-    shrink.shrink(fields, config, 2)
-    assert fields == expected
+CUT: list[tuple[dict[str, Any], Any, dict[str, Any]]] = [
+    ({"n_layer": 4}, GPT2Config(n_layer=4), {"n_layer": 2}),
+    ({"num_hidden_layers": 4}, GPT2Config(n_layer=4), {"n_layer": 2}),
+    (
+        {"num_hidden_layers": 4, "eos": [1, 2]},
+        LlamaConfig(num_hidden_layers=4),
+        {"num_hidden_layers": 2, "eos": [1, 2]},
+    ),
+    (
+        {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+        Qwen3Config(num_hidden_layers=3),
+        {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+    ),
+    ({"num_layers": 4}, T5Config(num_layers=4), {"num_layers": 2, "num_decoder_layers": 2}),
+    (
+        {"encoder_layers": 1, "decoder_layers": 3},
+        BartConfig(encoder_layers=1, decoder_layers=3),
+        {"encoder_layers": 1, "decoder_layers": 2},
+    ),
+]
+
+
+def test_a_configuration_is_cut_to_its_first_blocks() -> None:
+    for fields, config, expected in CUT:
+        shrink.shrink(fields, config, 2)
+        assert fields == expected
 
 
 def test_layers_that_the_model_has_not_are_bad_input() -> None:
@@ -356,33 +351,34 @@ def recipe() -> Recipe:
     return Recipe.load("quickstart")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "there is no file"),
-        ("- a\n- b\n", "holds no mapping but list"),
-        ("", "holds no mapping but nothing"),
-        ("a: [", "not readable as YAML"),
-        ("distributed_type: FSDP\n", "num_processes is not set"),
-        ("num_processes: two\n", "num_processes is 'two'"),
-        ("num_processes: 2\nfsdp_config: zero3\n", "fsdp_config is not a mapping"),
-        ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),
-        ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: hybrid\n", "strategy hybrid needs equal groups"),
-    ],
-)
-def test_a_config_that_cannot_be_used(text: str | None, message: str, tmp_path: Path, recipe: Recipe) -> None:
+UNUSABLE = [
+    (None, "there is no file"),
+    ("- a\n- b\n", "holds no mapping but list"),
+    ("", "holds no mapping but nothing"),
+    ("a: [", "not readable as YAML"),
+    ("distributed_type: FSDP\n", "num_processes is not set"),
+    ("num_processes: two\n", "num_processes is 'two'"),
+    ("num_processes: 2\nfsdp_config: zero3\n", "fsdp_config is not a mapping"),
+    ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),
+    ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: hybrid\n", "strategy hybrid needs equal groups"),
+]
+
+
+def test_a_config_that_cannot_be_used(tmp_path: Path, recipe: Recipe) -> None:
     path = tmp_path / "config.yaml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(BadInputError, match="--config") as found:
-        launch.read_launch(path, recipe)
-    assert message in str(found.value)
+    for text, message in UNUSABLE:
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(BadInputError, match="--config") as found:
+            launch.read_launch(path, recipe)
+        assert message in str(found.value)
 
 
-@pytest.mark.parametrize(("flag", "settings"), [("--steps", {"steps": 0}), ("--layers", {"layers": 0})])
-def test_numbers_below_one_are_bad_input(flag: str, settings: dict[str, int], recipe: Recipe) -> None:
-    with pytest.raises(BadInputError, match=f"{flag}: found 0"):
-        verify(recipe, **settings)
+def test_numbers_below_one_are_bad_input(recipe: Recipe) -> None:
+    with pytest.raises(BadInputError, match="--steps: found 0"):
+        verify(recipe, steps=0)
+    with pytest.raises(BadInputError, match="--layers: found 0"):
+        verify(recipe, layers=0)
 
 
 def test_the_ranks_get_what_the_launcher_would_give(
