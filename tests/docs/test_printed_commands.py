@@ -66,6 +66,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     theirs = yaml.safe_load((ROOT / "tests/unit/suggest/other_tools.yaml").read_text())
     for name, case in (("axolotl.yml", "dpo"), ("llamafactory.yaml", "dpo"), ("trl.yaml", "dpo")):
         (folder / name).write_text(yaml.safe_dump(theirs[name.partition(".")[0]][case]["given"]))
+    (folder / "law.txt").write_text(" ".join(make_texts(40)) + "\n")
     (folder / "prompts.txt").write_text("Who goes there?\n")
     (folder / "questions.jsonl").write_text('{"prompt": "Who goes there?", "answer": "A friend."}\n')
     run_on_ranks(train_a_little, 1, folder)

@@ -1,4 +1,4 @@
-"""docs/examples/rejection_sampling.py: a model's own right answers make it answer more of them right."""
+"""docs/examples: rejection_sampling.py makes a model answer more right by its own answers; optuna_sweep.py sweeps."""
 
 from __future__ import annotations
 
@@ -25,3 +25,19 @@ def test_accuracy_rises_with_rounds(tmp_path: Path) -> None:
     assert min(accuracies[2:]) > accuracies[1], "of 100 rows one more may be luck, so the third round is not compared"
     shares = [each["right samples"] for each in found[1:]]
     assert shares == sorted(shares)
+
+
+def test_a_sweep_finds_its_best_run_and_goes_on(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    script = [sys.executable, str(ROOT / "docs/examples/optuna_sweep.py"), "--output", str(tmp_path), "--steps", "3"]
+    for trials in ("1", "2"):
+        done = subprocess.run([*script, "--trials", trials], env=clean_environment(), text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/study.db")
+    assert len(study.trials) == 2, "the second command only adds what is missing"
+    for trial in study.trials:
+        records = [
+            json.loads(line) for line in (tmp_path / str(trial.number) / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert trial.value == [record["loss"] for record in records if record["split"] == "eval"][-1]
+    assert f"run {tmp_path}/{study.best_trial.number}" in done.stdout

@@ -27,7 +27,10 @@ STAND_INS = {
     "meta-llama/Llama-3.2-1B-Instruct": "model",
     "meta-llama/Llama-3.1-8B": "model",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "model",
+    "Qwen/Qwen2.5-1.5B-Instruct": "model",
     "outputs/chat": "outputs/notes",
+    "outputs/quickstart": "outputs/notes",
+    "outputs/sweep-*": "outputs/notes outputs/second",
     "outputs/calls": "outputs/notes",
     "outputs/hand": "outputs/notes",
     "outputs/tools": "outputs/lora",
@@ -54,9 +57,9 @@ class Printed:
 
     @property
     def arguments(self) -> list[str] | None:
-        """Of `toolkit`, with stand-ins; None for another program, for what starts ranks and for what needs a GPU."""
+        """Of `toolkit`, with stand-ins; None for another program and for what starts ranks."""
         program, *arguments = self.words
-        if program != "toolkit" or arguments[0] in STARTS_RANKS or self.mark == "needs a GPU":
+        if program != "toolkit" or arguments[0] in STARTS_RANKS:
             return None
         line = shlex.join(arguments)
         for theirs, ours in STAND_INS.items():
