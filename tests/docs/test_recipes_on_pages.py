@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r"^\| `([^`]+)` \| (.*?) \|", re.MULTILINE)
 SECTIONS = sorted(set(Recipe.model_fields) - {"description"})
 KEY = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.[a-z_0-9.]+)(?:[:=][^`]*)?`")
-FILE = re.compile(r"\.(bin|py|md|yaml|json|jsonl|html|safetensors)$")
+FILE = re.compile(r"\.(bin|py|md|yaml|json|jsonl|html|safetensors|gguf)$")
 LEAST: dict[str, dict[str, Any]] = {
     "model": {"name_or_path": "model"},
     "data": {"train": "rows.jsonl", "max_length": 512},

@@ -67,7 +67,8 @@ class ModelSection(Section):
     revision: str | None = Field(None, description="Use this branch, tag or commit of the hub model.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="Hold and update the weights in this type. Keep float32 under mixed precision.",
+        description="Hold and update the weights in this type. Keep float32 to train all of them, also under mixed "
+        "precision; with adapters bfloat16 halves the frozen ones.",
     )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
         "auto",
@@ -221,7 +222,7 @@ class DataSection(Section):
     )
     columns: ColumnsSection = Field(ColumnsSection(), description="Name the columns to read; see data.columns.")
     chat_template: Literal["chatml", "alpaca"] | None = Field(
-        None, description="Format conversations with one of our templates instead of the tokenizer's own."
+        None, description="Format conversations with one of these templates instead of the tokenizer's own."
     )
     template_arguments: dict[str, Any] | None = Field(
         None,
@@ -506,7 +507,9 @@ class OptimizerSection(Section):
         "AdamW with small moments. muon: Muon for the blocks' matrices and experts, AdamW for the rest.",
     )
     learning_rate: float = Field(gt=0.0, description="Set the peak learning rate.")
-    weight_decay: float = Field(0.01, ge=0.0, description="Decay matrices by this factor, decoupled from the gradient.")
+    weight_decay: float = Field(
+        0.01, ge=0.0, description="Shrink matrices by this share times the learning rate, each step."
+    )
     beta1: Beta = Field(
         0.9, description="Set the decay rate of the first moment; with muon, for the parameters that AdamW updates."
     )
@@ -733,8 +736,8 @@ class CheckpointSection(Section):
     )
     every_minutes: PositiveFloat | Literal["never"] | None = Field(
         None,
-        description="Save a checkpoint when N minutes have passed since the last one; null: 30 if "
-        "checkpoint.every_steps is unset, and then only the last is kept; otherwise never.",
+        description="Save a checkpoint when N minutes have passed since the last one. null with "
+        "checkpoint.every_steps: never. null without it: every 30 minutes, and only the last is kept.",
     )
     keep_last: PositiveInt | None = Field(2, description="Keep the last N checkpoints; null: all.")
     keep_every: PositiveInt | None = Field(
