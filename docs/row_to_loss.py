@@ -44,8 +44,8 @@ A file of rows, here two conversations. `data.train` names it.
 $columns
 ```
 
-`toolkit/data/layouts` recognises the layout by the columns, here `messages`. The report counts columns that no layout
-reads.
+The objective names the kind of row, here `text`, and `toolkit/data/kinds` has a file for it. Its layout is recognised
+by the columns, here `messages`. The report counts columns that no layout reads.
 
 ## 2. Example
 
@@ -140,6 +140,7 @@ same $mean.
 | code | what it does |
 |---|---|
 | `toolkit/data/build.py` | goes from sources to samples |
+| `toolkit/data/kinds/text.py` | has what is special to these rows, from the columns to the list of a batch's keys |
 | `toolkit/objectives/causal_lm.py` | has `on_host`, `inputs`, `loss_sum` and `count_targets` of this page |
 | `toolkit/training/trainer.py` | sums micro-batches, scales, and exchanges the figures of the ranks |
 """)

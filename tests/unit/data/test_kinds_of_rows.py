@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from toolkit.data.images.images import Images
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens import tokenizer
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import DataSection, ModelSection
 
 ASKED = {"role": "user", "content": "who is it"}
@@ -203,3 +205,12 @@ def answers_of(tokens: Any, data: build.TokenisedData) -> tuple[str, list[int], 
     prompts = [prompt for number in range(len(samples)) for prompt in samples.prompts(number)]
     shown = [(tokens.decode(prompt.asked), tokens.decode(prompt.answer)) for prompt in prompts]
     return ", ".join(name for name, holds in asked.items() if holds), samples.lengths().tolist(), shown
+
+
+def test_the_docs_say_which_objective_takes_which_rows() -> None:
+    page = (Path(__file__).parents[3] / "docs/architecture.md").read_text(encoding="utf-8")
+    table = [line.split("|")[1:3] for line in page.partition("| objective | rows |\n")[2].split("\n\n")[0].splitlines()]
+    told = {kind: rows for kinds, rows in table for kind in re.findall("`(.*?)`", kinds)}
+    assert {kind: spec.rows for kind, spec in SPECS.items()} == {
+        kind: re.findall("`(.*?)`", rows)[0] for kind, rows in told.items()
+    }
