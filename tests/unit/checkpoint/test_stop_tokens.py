@@ -99,7 +99,7 @@ def test_only_what_ends_a_turn_or_a_text_is_taken() -> None:
     tokens, model = new_tokenizer(GEMMA), model_of(1)
     assert teach_to_stop(model, tokens, samples_of([([2, 9, 9, 4], [2, 3])])).startswith("no special token is learned")
     assert model.generation_config.eos_token_id == 1
-    beside = SourceTargetSamples(samples_of([([2, 9, 9, 5], [2, 3])]).rows, np.arange(1), 99, 99, 0)  # type: ignore[arg-type]
+    beside = SourceTargetSamples(samples_of([([2, 9, 9, 5], [2, 3])]).rows, np.arange(1), 99, 0, 99)  # type: ignore[arg-type]
     assert teach_to_stop(model, tokens, beside) is None
 
 

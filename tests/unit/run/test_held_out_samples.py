@@ -101,7 +101,7 @@ def test_a_target_that_begins_with_a_special_token_is_shown() -> None:
     model.generation_config.forced_bos_token_id = tokenizer.bos_token_id
     model.final_logits_bias[0, tokenizer.all_special_ids] = -100.0  # so that its end does not come first
     source, target = (tokenizer(text)["input_ids"] for text in ("by the river", "a fox"))
-    samples = SourceTargetSamples(None, np.arange(1), 64, 16, 1)  # type: ignore[arg-type]
+    samples = SourceTargetSamples(None, np.arange(1), 64, 1, 16)  # type: ignore[arg-type]
     opened, run = run_of(model, tokenizer, samples)
     prompt = RowPrompt(source, [tokenizer.bos_token_id, *target, 0])
     [text] = continuations(opened, run, [prompt], lambda: None)

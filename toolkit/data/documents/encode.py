@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import datasets
 import numpy as np
@@ -101,6 +101,7 @@ class Encoder:
     """Encodes rows with one tokenizer: those of text, answers and conversations. Other kinds of rows derive theirs.
 
     Attributes:
+        own: the columns that documents of the kind have, see `columns`.
         targets: what is learned of a conversation, or of a prompt and its completion.
         objective: `objective.kind` of the recipe.
         bos_id: the token that is added before plain text, or None if no BOS token is added.
@@ -110,6 +111,8 @@ class Encoder:
         image_root: folder that the paths of images start from.
         image_tokens: tokens that the model replaces by image features, where no images are read.
     """
+
+    own: ClassVar[Columns] = {}
 
     tokenizer: PreTrainedTokenizerBase
     targets: Targets | Literal["each_turn"] = "assistant"
@@ -130,7 +133,7 @@ class Encoder:
         """
         strings, numbers = datasets.List(datasets.Value("string")), datasets.List(datasets.Value("int32"))
         images: Columns = {} if self.images is None else {"pictures": (strings, [])}
-        return {**images, "ends": (numbers, [0])} if self.targets == EACH_TURN else images
+        return {**self.own, **images, **({"ends": (numbers, [0])} if self.targets == EACH_TURN else {})}
 
     def key(self, layout: Layout) -> list[Any]:
         """Returns what decides the documents of rows besides the tokenizer and the layout."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -65,9 +65,7 @@ def read_judged(read: Callable[[RowValues], Example], values: RowValues) -> Judg
 class JudgedEncoder(Encoder):
     """Encodes each completion with its prompt; `label` says whether it is good."""
 
-    @property
-    def columns(self) -> Columns:
-        return {"label": (datasets.Value("string"), None)}
+    own: ClassVar[Columns] = {"label": (datasets.Value("string"), None)}
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         documents = super().encode([item.answer if isinstance(item, Judged) else item for item in examples])
@@ -164,9 +162,8 @@ class JudgedRows(TextRows):
         arrays, facts = super().arrays(rows, order, policy, names)
         return arrays, {**facts, "labels": _judgements(rows, order)}
 
-    def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
-        good = np.array([label == "true" for label in rows.values("label")])
-        return JudgedSamples(**self.common(rows, arrays, pad_id), good=good)
+    def fields(self, rows: Rows, images: Images | None) -> tuple[Callable[..., Samples], dict[str, Any]]:
+        return JudgedSamples, {"good": np.array([label == "true" for label in rows.values("label")])}
 
     @property
     def batch(self) -> BatchSpec:

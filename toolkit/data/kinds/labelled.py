@@ -18,7 +18,7 @@ from toolkit.data.layouts.layout import ColumnLayout
 from toolkit.data.rows.examples import Example
 from toolkit.data.rows.values import RowProblem, RowValues, numbers_first, text_of
 from toolkit.data.samples.packing import Ints
-from toolkit.data.samples.samples import IGNORED, MULTIPLE, Batch, Rows, Samples, padded_length
+from toolkit.data.samples.samples import IGNORED, MULTIPLE, Batch, Rows, RowSamples, Samples, filled_up, padded
 from toolkit.errors import DataError
 
 NO_CLASS = "the label is not one of the classes"
@@ -70,9 +70,10 @@ def class_name(value: Any, column: str, names: Sequence[str]) -> str:
 class LabelledEncoder(Encoder):
     """Encodes texts with the model's own special tokens; `targets` hold token types, of which XLNet has three."""
 
-    @property
-    def columns(self) -> Columns:
-        return {"targets": (datasets.List(datasets.Value("uint8")), []), "label": (datasets.Value("string"), None)}
+    own: ClassVar[Columns] = {
+        "targets": (datasets.List(datasets.Value("uint8")), []),
+        "label": (datasets.Value("string"), None),
+    }
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         encoded = iter(self._encode_texts([example for example in examples if isinstance(example, Labelled)]))
@@ -102,61 +103,35 @@ class LabelledEncoder(Encoder):
 
 
 @dataclass(frozen=True)
-class LabelledSamples(Samples):
+class LabelledSamples(RowSamples):
     """For classification: `input_ids`, `attention_mask`, `token_type_ids`, each (B, T), and `labels`, `lengths` (B,).
 
     Token types that are all 0 are left out: most models assume 0 then, and GPT-2 would add the embedding of word 0.
 
     Attributes:
-        rows: the rows that hold the tokens.
-        numbers: numbers of the rows that are samples.
-        labels: the class of each of these.
-        max_length: the most tokens of a row.
-        pad_id: token of padding.
+        labels: the class of each sample.
     """
 
-    rows: Rows
-    numbers: Any
     labels: Any
-    max_length: int
-    pad_id: int
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
+        tokens = [self.row(number) for number in numbers]
         return {**self._padded_batch(tokens), "labels": torch.from_numpy(np.asarray(self.labels)[list(numbers)])}
 
     def few(self, tokens: int) -> Batch:
         """Returns a micro-batch of one row of at most `tokens` tokens and its padding, to try a model on."""
-        batch = {name: tensor[:, :tokens] if tensor.dim() == 2 else tensor for name, tensor in self.batch([0]).items()}
-        padded = [name for name in batch if name in ("attention_mask", "token_type_ids")]
-        cut = {name: F.pad(batch[name], (0, MULTIPLE)) for name in padded}
-        ids = F.pad(batch["input_ids"], (0, MULTIPLE), value=self.pad_id)
-        labels = batch["labels"]
-        if labels.dim() == 2:
-            labels = F.pad(labels, (0, MULTIPLE), value=IGNORED)
-        return {**cut, "input_ids": ids, "labels": labels, "lengths": batch["lengths"].clamp_max(tokens)}
-
-    def lengths(self) -> Any:
-        return self.rows.column("length")[self.numbers].astype(np.int64)
+        filling = {"input_ids": self.pad_id, "labels": IGNORED}
+        batch = {
+            name: F.pad(tensor[:, :tokens], (0, MULTIPLE), value=filling.get(name, 0)) if tensor.dim() == 2 else tensor
+            for name, tensor in self.batch([0]).items()
+        }
+        return {**batch, "lengths": batch["lengths"].clamp_max(tokens)}
 
     def _padded_batch(self, tokens: list[tuple[Any, Any]]) -> Batch:
         """Returns a batch without labels, (B, T), whose rows have these ids and token types."""
-        shape = (len(tokens), padded_length(max(len(ids) for ids, _ in tokens), self.max_length))
-        batch = {
-            "input_ids": torch.full(shape, self.pad_id),
-            "attention_mask": torch.zeros(shape, dtype=torch.long),
-            "token_type_ids": torch.zeros(shape, dtype=torch.long),
-        }
-        for i, (ids, kinds) in enumerate(tokens):
-            batch["input_ids"][i, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
-            batch["attention_mask"][i, : len(ids)] = 1
-            batch["token_type_ids"][i, : len(ids)] = torch.from_numpy(kinds.astype(np.int64))
-        if not batch["token_type_ids"].any():
-            del batch["token_type_ids"]
-        return {**batch, "lengths": torch.tensor([len(ids) for ids, _ in tokens])}
+        batch = padded([ids for ids, _ in tokens], self.pad_id, self.max_length)
+        types, _ = filled_up([types for _, types in tokens], 0, self.max_length)
+        return {**batch, "token_type_ids": types} if types.any() else batch
 
 
 class LabelledRows(RowKind):
@@ -217,7 +192,7 @@ class LabelledRows(RowKind):
         return arrays, {"samples": len(order), "labels": by_class}
 
     def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
-        return LabelledSamples(rows, arrays["row"], arrays["label"], self.data.max_length, pad_id)
+        return LabelledSamples(rows, arrays["row"], self.data.max_length, pad_id, arrays["label"])
 
     @property
     def batch(self) -> BatchSpec:

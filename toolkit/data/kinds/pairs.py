@@ -153,9 +153,7 @@ def _dialogue(text: str, columns: Mapping[str, str]) -> list[Message]:
 class PairEncoder(Encoder):
     """Encodes pairs: the chosen one's tokens, and after `split` of them the rejected one's."""
 
-    @property
-    def columns(self) -> Columns:
-        return {"split": (datasets.Value("int32"), 0), "margin": (datasets.Value("float32"), 0.0)}
+    own: ClassVar[Columns] = {"split": (datasets.Value("int32"), 0), "margin": (datasets.Value("float32"), 0.0)}
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         sides = [[pair if isinstance(pair, RowProblem) else getattr(pair, side) for pair in examples] for side in SIDES]
@@ -266,9 +264,9 @@ class PairRows(TextRows):
         """Returns the layout, as conversations if those of any source are; held-out ones count, too."""
         return replace(layout, templated=any(other.templated for other in [layout, *others()]))
 
-    def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
+    def fields(self, rows: Rows, images: Images | None) -> tuple[Callable[..., Samples], dict[str, Any]]:
         margins = rows.column("margin") if self.objective.spec.has_margins else None
-        return PairSamples(**self.common(rows, arrays, pad_id), splits=rows.column("split"), margins=margins)
+        return PairSamples, {"splits": rows.column("split"), "margins": margins}
 
     @property
     def batch(self) -> BatchSpec:

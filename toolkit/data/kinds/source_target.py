@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import datasets
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, joined_notes, unusable
@@ -19,7 +17,7 @@ from toolkit.data.rows.examples import Example
 from toolkit.data.rows.sources import Source
 from toolkit.data.rows.values import RowProblem, RowValues
 from toolkit.data.samples.packing import Ints
-from toolkit.data.samples.samples import IGNORED, Batch, RowPrompt, Rows, Samples, padded_length
+from toolkit.data.samples.samples import IGNORED, Batch, RowPrompt, Rows, RowSamples, Samples, filled_up, padded
 from toolkit.errors import DataError, counted
 
 USUAL_NAMES = (
@@ -70,9 +68,7 @@ class SourceTargetEncoder(Encoder):
     truncate_target_to: int | None = None
     prefix: str = ""
 
-    @property
-    def columns(self) -> Columns:
-        return {"split": (datasets.Value("int32"), 0)}
+    own: ClassVar[Columns] = {"split": (datasets.Value("int32"), 0)}
 
     def own_key(self, layout: Layout) -> list[Any]:
         # The languages that the tokenizer marks sources and targets with, as mBART's does.
@@ -115,37 +111,25 @@ class SourceTargetEncoder(Encoder):
 
 
 @dataclass(frozen=True)
-class SourceTargetSamples(Samples):
+class SourceTargetSamples(RowSamples):
     """For sequence to sequence: `input_ids` and `attention_mask` of sources (B, S), and `labels` (B, T) of targets.
 
     Labels are IGNORED in padding; `lengths` and `target_lengths` (B,) are without it.
 
+    A row has the tokens of its source, which are not targets, and then those of its target.
+
     Attributes:
-        rows: the rows that hold the tokens: a source's, which are not targets, and then its target's.
-        numbers: numbers of the rows that are samples.
-        max_length: the most tokens of a source.
-        max_target_length: the most tokens of a target.
-        pad_id: token of padding.
+        max_target_length: the most tokens of a target; `max_length` are those of a source.
     """
 
-    rows: Rows
-    numbers: Any
-    max_length: int
     max_target_length: int
-    pad_id: int
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
     @property
     def most_answer_tokens(self) -> int:
         return self.max_target_length - 1
 
     def tokens(self, number: int) -> list[tuple[Any, Any]]:
-        return [self.rows.tokens(int(self.numbers[number]))]
-
-    def lengths(self) -> Any:
-        return self.rows.column("length")[self.numbers].astype(np.int64)
+        return [self.row(number)]
 
     def prompts(self, number: int) -> Iterator[RowPrompt]:
         source, target = self.parts(number)
@@ -153,30 +137,17 @@ class SourceTargetSamples(Samples):
 
     def parts(self, number: int) -> tuple[Any, Any]:
         """Returns the tokens of a sample's source, and of its target, each (length,)."""
-        ids, is_target = self.tokens(number)[0]
+        ids, is_target = self.row(number)
         return ids[~is_target], ids[is_target]
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         sources, targets = zip(*(self.parts(number) for number in numbers), strict=True)
-        input_ids, lengths = filled_up(sources, self.pad_id, self.max_length)
         labels, target_lengths = filled_up(targets, IGNORED, self.max_target_length)
-        mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
         return {
-            "input_ids": input_ids,
-            "attention_mask": mask,
+            **padded(sources, self.pad_id, self.max_length),
             "labels": labels,
-            "lengths": lengths,
             "target_lengths": target_lengths,
         }
-
-
-def filled_up(rows: Sequence[Any], filling: int, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows of tokens to one tensor (B, T), int64, and returns it with their lengths (B,)."""
-    lengths = torch.tensor([len(row) for row in rows])
-    whole = torch.full((len(rows), padded_length(int(lengths.max()), max_length)), filling)
-    for i, row in enumerate(rows):
-        whole[i, : len(row)] = torch.from_numpy(np.asarray(row, dtype=np.int64))
-    return whole, lengths
 
 
 class SourceTargetRows(RowKind):
@@ -237,7 +208,7 @@ class SourceTargetRows(RowKind):
         return {"row": order}, {"samples": len(order)}
 
     def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
-        return SourceTargetSamples(rows, arrays["row"], self.lengths[0], self.lengths[1], pad_id)
+        return SourceTargetSamples(rows, arrays["row"], self.lengths[0], pad_id, self.lengths[1])
 
     @property
     def batch(self) -> BatchSpec:

@@ -51,9 +51,7 @@ def read_tagged(values: RowValues) -> Tagged:
 class TaggedEncoder(Encoder):
     """Encodes words; `tags` are those of the targets, in order."""
 
-    @property
-    def columns(self) -> Columns:
-        return {"tags": (datasets.List(datasets.Value("string")), [])}
+    own: ClassVar[Columns] = {"tags": (datasets.List(datasets.Value("string")), [])}
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         return [self._tagged_document(item) if isinstance(item, Tagged) else unusable(item) for item in examples]
@@ -102,7 +100,7 @@ class TaggedSamples(LabelledSamples):
     """
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        tokens = [self.rows.tokens(int(self.numbers[number])) for number in numbers]
+        tokens = [self.row(number) for number in numbers]
         batch = self._padded_batch([(ids, np.zeros_like(ids)) for ids, _ in tokens])
         labels = torch.full_like(batch["input_ids"], IGNORED)
         for i, (number, (_, firsts)) in enumerate(zip(numbers, tokens, strict=True)):
@@ -141,7 +139,7 @@ class TaggedRows(LabelledRows):
 
     def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
         labels = np.split(arrays["label"], arrays["ends"][:-1])
-        return TaggedSamples(rows, arrays["row"], labels, self.data.max_length, pad_id)
+        return TaggedSamples(rows, arrays["row"], self.data.max_length, pad_id, labels)
 
     @property
     def batch(self) -> BatchSpec:

@@ -139,24 +139,17 @@ class TextRows(RowKind):
         arrays = {"row": in_order.row, "start": in_order.start, "stop": in_order.stop, "ends": ends}
         return arrays, {"samples": len(ends), "fill_rate": fill, "cut_tokens": cut_tokens}
 
-    def common(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int) -> dict[str, Any]:
-        """Returns the fields that all samples of pieces have."""
-        return {
-            "rows": rows,
-            "pieces": Pieces(arrays["row"], arrays["start"], arrays["stop"]),
-            "ends": arrays["ends"].tolist(),
-            "max_length": self.data.max_length,
-            "packed": self.packed,
-            "pad_id": pad_id,
-        }
-
     def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
-        settings = self.common(rows, arrays, pad_id)
+        of, fields = self.fields(rows, images)
+        pieces = Pieces(arrays["row"], arrays["start"], arrays["stop"])
+        return of(rows, pieces, arrays["ends"].tolist(), self.data.max_length, self.packed, pad_id, **fields)
+
+    def fields(self, rows: Rows, images: Images | None) -> tuple[Callable[..., Samples], dict[str, Any]]:
+        """Returns the class of the samples, and its fields besides those of all samples of pieces."""
         sources = rows.told_as(self.data.source_names) if self.data.source_names else None
         if rows.have_images:
-            assert images is not None
-            return ImageSamples(**settings, images=images, source_of=sources)
-        return TextSamples(**settings, source_of=sources)
+            return ImageSamples, {"images": images, "source_of": sources}
+        return TextSamples, {"source_of": sources}
 
     @property
     def batch(self) -> BatchSpec:

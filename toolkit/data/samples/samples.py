@@ -416,3 +416,46 @@ def segments_of(samples: list[list[tuple[Any, Any]]], input_ids: torch.Tensor) -
         segments[i, : len(owners)] = owners
         first += len(pieces)
     return segments
+
+
+@dataclass(frozen=True)
+class RowSamples(Samples):
+    """Samples of a row each, which are padded.
+
+    Attributes:
+        rows: the rows that hold the tokens.
+        numbers: numbers of the rows that are samples.
+        max_length: the most tokens of a row.
+        pad_id: token of padding.
+    """
+
+    rows: Rows
+    numbers: Any
+    max_length: int
+    pad_id: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def row(self, number: int) -> tuple[Any, Any]:
+        """Returns `input_ids` and `targets` of a sample's row, each (length,)."""
+        return self.rows.tokens(int(self.numbers[number]))
+
+    def lengths(self) -> Any:
+        return self.rows.column("length")[self.numbers].astype(np.int64)
+
+
+def padded(rows: Sequence[Any], pad_id: int, max_length: int) -> Batch:
+    """Returns `input_ids` and `attention_mask`, (B, T), and `lengths`, (B,), of rows of tokens."""
+    ids, lengths = filled_up(rows, pad_id, max_length)
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "lengths": lengths}
+
+
+def filled_up(rows: Sequence[Any], filling: int, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pads rows of tokens to one tensor (B, T), int64, and returns it with their lengths (B,)."""
+    lengths = torch.tensor([len(row) for row in rows])
+    whole = torch.full((len(rows), padded_length(int(lengths.max()), max_length)), filling)
+    for i, row in enumerate(rows):
+        whole[i, : len(row)] = torch.from_numpy(np.asarray(row, dtype=np.int64))
+    return whole, lengths
