@@ -54,7 +54,7 @@ def select(kind: RowKind, rows: Rows, field: str, policy: str, names: list[str] 
         dropped |= kind.without_class(rows, names, dropped)
     good = np.setdiff1d(np.arange(len(rows)), list(dropped))
     sizes, too_long = kind.sizes(rows, good), kind.too_long
-    long = good[np.any([size > most for size, most in zip(sizes, kind.lengths, strict=True)], axis=0)]
+    long = good[np.any([size > most for size, most in zip(sizes, kind.most, strict=True)], axis=0)]
     # A few long rows are dropped and counted; beyond 1 % the recipe has to say what becomes of them.
     if policy == "error" and len(long) > LONG_SHARE * len(good):
         ways = ("drop",) if rows.have_images else kind.ways

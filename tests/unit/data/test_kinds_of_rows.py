@@ -214,3 +214,14 @@ def test_the_docs_say_which_objective_takes_which_rows() -> None:
     assert {kind: spec.rows for kind, spec in SPECS.items()} == {
         kind: re.findall("`(.*?)`", rows)[0] for kind, rows in told.items()
     }
+
+
+def test_a_prompt_leaves_room_for_its_completion(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "a longer fox"}\n')
+    given = {"train": str(tmp_path / "rows.jsonl"), "max_length": 16, "long_rows": "drop", "cache_dir": str(tmp_path)}
+    rewards = [{"name": "right", "compare": "text"}]
+    section = ObjectiveSection.model_validate({"kind": "grpo", "rewards": rewards, "max_new_tokens": 8})
+    tokens = tokenizer._train_byte_pairs(iter(()), 260)
+    found = build.build(DataSection.model_validate(given), tokens, 0, section)
+    dropped = {reason: rows.count for reason, rows in found.report.train.dropped.items()}
+    assert (found.train.num_prompts, dropped) == (1, {"longer than data.max_length less objective.max_new_tokens": 1})

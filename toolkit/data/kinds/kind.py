@@ -178,6 +178,11 @@ class RowKind(ABC):
         """The most tokens of each of `limits`."""
         return tuple(getattr(self.data, field) or self.data.max_length for field in self.limits)
 
+    @property
+    def most(self) -> tuple[int, ...]:
+        """The most tokens of a row for each of `limits`; fewer than `lengths` if a sample gets more than the row."""
+        return self.lengths
+
     def too_many_long(self, field: str, sizes: Any, num_rows: int, num_long: int, ways: Sequence[str]) -> str:
         """Returns the error's text. `sizes` are those of the rows that are known, and `ways` what it may advise."""
         lengths = sizes[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, unusable
 from toolkit.data.images.images import Images
-from toolkit.data.kinds.kind import BatchSpec, Field
+from toolkit.data.kinds.kind import Arrays, BatchSpec, Field
 from toolkit.data.kinds.pairs import COMPLETIONS
 from toolkit.data.kinds.text import TextRows
 from toolkit.data.layouts.layout import ColumnLayout
@@ -82,9 +82,7 @@ def read_prompt(column: str, values: RowValues) -> Prompted:
 class PromptEncoder(Encoder):
     """Encodes prompts up to the beginning of an answer, as `toolkit generate` asks; `asked` is the row in JSON."""
 
-    @property
-    def columns(self) -> Columns:
-        return {"asked": (datasets.Value("string"), None)}
+    own: ClassVar[Columns] = {"asked": (datasets.Value("string"), None)}
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         return [self._prompt(item) if isinstance(item, Prompted) else unusable(item) for item in examples]
@@ -187,10 +185,12 @@ class PromptRows(TextRows):
         for column in ("messages", "prompt")
     )
     also_called: ClassVar = {"prompt": ("question", "query", "problem", "instruction"), "messages": ("conversation",)}
+    encodes: ClassVar[type[Encoder]] = PromptEncoder
     learns_tokens = False
+    too_long = NO_ROOM
 
     @property
-    def reported_targets(self) -> str | None:
+    def chosen_targets(self) -> str | None:
         return None
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Encoder:
@@ -199,7 +199,7 @@ class PromptRows(TextRows):
                 f"objective.max_new_tokens: {self.objective.max_new_tokens} leaves no room for prompts in "
                 f"data.max_length {self.data.max_length}; lower it, or raise that"
             )
-        return PromptEncoder(tokenizer, self.targets, self.objective.kind, **settings)
+        return super().encoder(tokenizer, **settings)
 
     @property
     def room(self) -> int:
@@ -211,18 +211,17 @@ class PromptRows(TextRows):
     def ways(self) -> tuple[str, ...]:
         return ("drop",)
 
-    def long_rows(self, rows: Rows, good: Ints) -> tuple[Ints, str]:
-        return good[rows.column("length")[good] > self.room], NO_ROOM
+    @property
+    def most(self) -> tuple[int, ...]:
+        return (self.room,)
 
-    def arrays(
-        self, rows: Rows, order: Ints, policy: str, names: list[str] | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def arrays(self, rows: Rows, order: Ints, policy: str, names: list[str] | None) -> Arrays:
         lengths = rows.column("length").astype(np.int64)[order]
         arrays = {"row": order, "start": np.zeros_like(order), "stop": lengths, "ends": np.arange(1, len(order) + 1)}
         return arrays, {"samples": len(order), "fill_rate": None, "cut_tokens": 0}
 
-    def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
-        return PromptSamples(**self.common(rows, arrays, pad_id), group_size=self.objective.completions_per_prompt)
+    def fields(self, rows: Rows, images: Images | None) -> tuple[Callable[..., Samples], dict[str, Any]]:
+        return PromptSamples, {"group_size": self.objective.completions_per_prompt}
 
     @property
     def batch(self) -> BatchSpec:
