@@ -38,10 +38,12 @@ def answers(page: str) -> list[tuple[str, dict[str, str]]]:
     """Returns the requests, as users wrote them, with the texts below their titles."""
     section = found(r'<section class="card" id="side-by-side">(.*?)</section>', page)
     prompts = []
-    for part in section.split('<div class="sample prompt-alone">')[1:]:
+    for part in re.split(r'<dl class="turns">|<div class="sample prompt-alone">', section)[1:]:
         asked = plain(part.partition("</div>")[0])
-        request = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", asked, re.DOTALL)
-        texts = re.findall(r'<p class="label">(.*?)</p><div class="sample">(.*?)</div>', part, re.DOTALL)
+        request = [plain(text) for text in re.findall(r'<dt>user</dt><dd class="sample">(.*?)</dd>', part, re.DOTALL)]
+        texts = re.findall(
+            r'<p class="label">(.*?)</p>\s*<(?:div class="sample"|p class="note")>(.*?)</(?:div|p)>', part, re.DOTALL
+        )
         prompts.append((request[-1] if request else asked, {plain(title): plain(text) for title, text in texts}))
     return prompts
 

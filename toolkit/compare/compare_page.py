@@ -14,6 +14,7 @@ from toolkit.compare.compared import (
     problem_lines,
     result_table,
     setup_table,
+    shared_answers,
     step_of,
 )
 from toolkit.errors import listed
@@ -22,6 +23,7 @@ from toolkit.pages.parts.curves import SCRIPT, curve_card
 from toolkit.pages.parts.number_text import finite
 from toolkit.pages.parts.page import ChartCard, Key, Note, Table, render, script, script_policy, write_page
 from toolkit.pages.parts.run_metrics import Metrics, column
+from toolkit.pages.parts.side_by_side import LONGEST
 from toolkit.pages.parts.svg import NARROW_PX, WIDE_PX
 from toolkit.terminal import format_time
 
@@ -46,10 +48,11 @@ def render_comparison(runs: Sequence[ComparedRun], written: float) -> str:
         title=listed(names, NAMED),
         written=format_time(written),
         runs=[_legend_entry(run, color) for run, color in _with_colors(runs)],
-        problems=Note("problems", "Look at these runs.", "", problems) if problems else None,
+        problems=Note("problems", "Check these runs.", "", problems) if problems else None,
         wide_charts=wide,
         small_charts=small,
         results=result_table(runs),
+        answers=[(prompt[-LONGEST:], texts) for prompt, texts in shared_answers(runs)],
         tables=[difference_table(runs), setup_table(runs)],
         policy=script_policy(SCRIPT) if wide else "",
         script=script(SCRIPT) if wide else "",

@@ -44,6 +44,7 @@ class ComparedRun:
         problems: sentences about what is missing or damaged.
         saved_step: the step of its last whole checkpoint, if it has one.
         seconds_per_step: of a running run, with its evaluations and saves, if they are known.
+        answers: held-out prompt -> what the model wrote last, and what the data has.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ComparedRun:
     problems: Sequence[str] = ()
     saved_step: int | None = None
     seconds_per_step: float | None = None
+    answers: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def train(self) -> Metrics:
@@ -215,6 +217,7 @@ def _held_out_rows(
     runs: Sequence[ComparedRun], title: str, name: str, better: str, written: Callable[[float], str]
 ) -> list[Row]:
     found = [held_out(run, name, better) for run in runs]
+    title = title[:1].lower() + title[1:]
     last = (f"{title}, last", *(MISSING if each is None else written(each.last) for each in found))
     if not better:
         return [(title, *last[1:])]
@@ -347,3 +350,15 @@ def _names_that_differ(cells: Sequence[str]) -> Sequence[str]:
     if not all(cell.startswith("/") or cell == MISSING for cell in cells):
         return cells
     return short_names(cells) if len(set(cells)) == len(cells) else cells
+
+
+def shared_answers(runs: Sequence[ComparedRun]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Returns each held-out prompt that several runs have answered, with their answers and the data's."""
+    prompts = dict.fromkeys(prompt for run in runs for prompt in run.answers)
+    found = []
+    for prompt in prompts:
+        answered = [(run.name, run.answers[prompt]) for run in runs if prompt in run.answers]
+        if len(answered) > 1:
+            texts = [(name, after) for name, (after, _) in answered]
+            found.append((prompt, [*texts, ("In the data", answered[0][1][1])]))
+    return found

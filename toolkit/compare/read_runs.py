@@ -12,8 +12,9 @@ from toolkit.checkpoint.store import StorePath
 from toolkit.compare.compared import ComparedRun, short_names
 from toolkit.errors import BadInputError, first_line
 from toolkit.pages.parts.run_metrics import Metrics, damage_in_words, parse_metrics
+from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.pages.status import Status, status_in
-from toolkit.paths import ORIGIN, parse_json
+from toolkit.paths import ORIGIN, SAMPLES_FILE, parse_json
 from toolkit.recipe.load import dotted
 from toolkit.recipe.yaml_values import NOT_YAML, yaml_value
 from toolkit.run.folder.finished import is_finished
@@ -26,14 +27,14 @@ def read_runs(names: Sequence[str]) -> list[ComparedRun]:
     """Reads runs that are to be compared.
 
     Args:
-        names: folders, or addresses in a store.
+        names: folders, or addresses in a store; of a single folder that is not a run, the runs in it.
 
     Raises:
         BadInputError: if there are fewer than two, one is named twice, or one is not a run; before anything is read.
         StoreError: if a store cannot be reached.
     """
-    if len(names) < 2:
-        raise BadInputError("one run has nothing to be compared with; name two or more")
+    if len(names) == 1:
+        names = _runs_in(names[0])
     places = [place if isinstance(place, StorePath) else place.resolve() for place in map(place_named, names)]
     full = [str(place) for place in places]
     if twice := [name for name in full if full.count(name) > 1]:
@@ -43,6 +44,17 @@ def read_runs(names: Sequence[str]) -> list[ComparedRun]:
         read_run(name, place, checkpoint)
         for name, place, checkpoint in zip(short_names(full), places, found, strict=True)
     ]
+
+
+def _runs_in(name: str) -> list[str]:
+    """Returns the runs in a folder. Raises BadInputError if there are fewer than two."""
+    place = place_named(name)
+    found = sorted(place.glob(f"*/{RECIPE}")) if isinstance(place, Path) and not (place / RECIPE).exists() else []
+    if len(found) < 2:
+        raise BadInputError(
+            f"{name!r}: one run has nothing to be compared with; name two or more, or a folder that holds several"
+        )
+    return [str(path.parent) for path in found]
 
 
 def _require_run(place: Place) -> Checkpoint | None:
@@ -83,7 +95,18 @@ def read_run(name: str, place: Place, checkpoint: Checkpoint | None) -> Compared
         problems,
         None if checkpoint is None else checkpoint.step,
         _pace(status) if state == "running" else None,
+        _read_answers(place),
     )
+
+
+def _read_answers(place: Place) -> dict[str, tuple[str, str]]:
+    """Returns the last answers to held-out prompts; none if the run has not written any that can be read."""
+    try:
+        samples = [SideBySide(**sample) for sample in parse_json(read_file(place / SAMPLES_FILE))]
+    except (OSError, ValueError, TypeError):
+        return {}
+    last = {one.prompt: one.after if one.after is not None else one.before for one in samples}
+    return {one.prompt: (text, one.expected) for one in samples if (text := last[one.prompt]) is not None}
 
 
 def _read_state(place: Place) -> tuple[str, Status | None]:

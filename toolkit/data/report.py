@@ -24,8 +24,11 @@ from toolkit.errors import counted
 ROWS_NAMED = 20
 """The most rows named for each reason of dropping."""
 
-EXAMPLES = 3
-"""Number of decoded samples."""
+EXAMPLES = 100
+"""The most decoded samples: all rows of a small source, else the first three and evenly spaced ones."""
+
+FIRST_EXAMPLES = 3
+"""Of them the first ones are the first rows of the first sources."""
 
 EXAMPLE_TOKENS = 1000
 """The most tokens of each."""
@@ -279,7 +282,7 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
 def examples(
     kind: RowKind, tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, images: Images | None = None
 ) -> list[dict[str, Any]]:
-    """Decodes the first rows of the first sources in stretches that are targets or not, with small images.
+    """Decodes rows in stretches that are targets or not, with small images: first ones, and then evenly spaced ones.
 
     Args:
         images: reads the images of rows, or None if they have none.
@@ -287,8 +290,10 @@ def examples(
     source_of = np.searchsorted(rows.starts, kept, side="right")
     # A row of each source before a second row of any, because each source has its own layout.
     firsts = [kept[int(np.argmax(source_of == source))] for source in dict.fromkeys(source_of.tolist())]
-    chosen = list(dict.fromkeys([*firsts, *kept[:EXAMPLES].tolist()]))[:EXAMPLES]
-    return [_example(kind, tokenizer, rows, row) | _previews(rows, row, images) for row in sorted(map(int, chosen))]
+    begin = sorted(list(dict.fromkeys([*firsts, *kept[:FIRST_EXAMPLES].tolist()]))[:FIRST_EXAMPLES])
+    spaced = kept[np.linspace(0, len(kept) - 1, min(EXAMPLES, len(kept))).astype(int)].tolist()
+    chosen = list(dict.fromkeys(map(int, [*begin, *spaced])))[:EXAMPLES]
+    return [_example(kind, tokenizer, rows, row) | _previews(rows, row, images) for row in chosen]
 
 
 def _previews(rows: Rows, row: int, images: Images | None) -> dict[str, Any]:

@@ -460,7 +460,7 @@ def describe_stream(
     )
     examples = [
         reports.decoded(tokenizer, *samples.rows.tokens(row, 0, stream.max_length))
-        for row in range(min(3, len(samples.rows)))
+        for row in range(min(reports.EXAMPLES, len(samples.rows)))
     ]
     splits = {"train": train}
     if report.validation is not None:

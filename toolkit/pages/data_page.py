@@ -33,6 +33,12 @@ SPLITS = ("train", "validation")
 MAX_LISTED_ROWS = 20
 """The most rows named for each reason."""
 
+OPEN_EXAMPLES = 3
+"""Decoded samples that are shown at once; the others unfold."""
+
+START = 90
+"""Characters of a folded sample that its line shows."""
+
 MAX_BARS = 12
 """The most bars of sources; the smaller sources share the last bar."""
 
@@ -70,6 +76,8 @@ def render_data_page(title: str, report: Report) -> str:
         source_bars=_source_bars(report),
         fill_bars=_fill_bars(report),
         examples=[_example(example) for example in report.get("examples") or []],
+        num_open=OPEN_EXAMPLES,
+        examples_remark=_examples_remark(report),
         tables=[
             Table("dropped", "Dropped rows", ("Reason", *head), _dropped_rows(report), "names"),
             Table("noted", "Rows to look at", ("What", *head), _noted_rows(report), "names"),
@@ -339,7 +347,16 @@ def _example(example: Report) -> Report:
     facts = [f"{format_count(count)} {noun}" for count, noun in counts if count]
     facts += [f"label {example['label']}"] if example.get("label") is not None else []
     shown = {name: example.get(name) or [] for name in ("segments", "images")}
-    return {"row": example.get("row", ""), "facts": ", ".join(facts), **shown}
+    start = " ".join("".join(text for text, _ in shown["segments"]).split())[:START]
+    return {"row": example.get("row", ""), "facts": ", ".join(facts), "start": start, **shown}
+
+
+def _examples_remark(report: Report) -> str:
+    """Says how many of the rows the page has."""
+    shown, kept = len(report.get("examples") or []), _count(report.get("train") or {}, "kept")
+    if not kept or report.get("streaming"):
+        return ""
+    return "all rows" if shown >= kept else f"{shown:,} of {kept:,} rows, evenly spaced"
 
 
 # ---- tables ----

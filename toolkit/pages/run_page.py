@@ -85,7 +85,7 @@ def render_report(summary: RunSummary) -> str:
         status_note="" if status is None else status_note(status),
         policy=script_policy(*([SCRIPT] if loss_chart else []), *([] if status is None else [STATUS_SCRIPT])),
         script=script(SCRIPT) if loss_chart else "",
-        doubts=Note("doubts", "Look at this run.", "", summary.doubts) if summary.doubts else None,
+        doubts=Note("doubts", "Check this run.", "", summary.doubts) if summary.doubts else None,
         non_finite=_non_finite_note(non_finite(train + evals)),
         tiles=_tiles(train, evals, summary),
         loss_chart=loss_chart,
@@ -203,7 +203,7 @@ def _tokens_tile(train: Metrics) -> Tile:
     counts = {"target_tokens": "with loss", "pairs": "pairs", "rows": "rows", "samples": "samples"}
     parts = {what: number(last.get(key)) for key, what in counts.items()}
     note = ", ".join(f"{format_short(value)} {what}" for what, value in _without_equal_counts(parts).items())
-    plain = "pieces of words that were read"
+    plain = "tokens (word pieces) that were read"
     return Tile("tile-tokens", "Tokens trained", [format_short(number(last.get("tokens")))], plain, note)
 
 

@@ -844,6 +844,11 @@ class LoggingSection(Section):
         default_factory=list, description="Send every metric to these Accelerate trackers, which must be installed."
     )
     project_name: str = Field("finetune", description="Name the project in the trackers.")
+    tracker_settings: dict[Tracker, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Start each tracker with these settings, as its own start takes them: `{wandb: {entity: me, name: "
+        "first, tags: [sft]}}`.",
+    )
     sample_prompt: str | None = Field(None, description="Print a continuation of this prompt at the end; null: none.")
     sample_max_new_tokens: PositiveInt = Field(80, description="Stop that continuation after N tokens.")
     held_out_samples: int = Field(
@@ -855,6 +860,11 @@ class LoggingSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> LoggingSection:
+        if idle := sorted(self.tracker_settings.keys() - set(self.trackers)):
+            raise contradiction(
+                f"logging.tracker_settings.{idle[0]} has no effect without {idle[0]} in logging.trackers; add it "
+                "there, or remove the settings"
+            )
         if self.sample_prompt is None and "sample_max_new_tokens" in self.model_fields_set:
             raise contradiction("logging.sample_max_new_tokens has no effect without logging.sample_prompt; remove it")
         return self

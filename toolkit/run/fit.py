@@ -27,6 +27,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.folder import write_beginning, write_data_report
 from toolkit.run.shown.held_out_samples import HeldOutSamples
 from toolkit.run.shown.live_report import LiveReport
+from toolkit.run.shown.trackers import Trackers, config_of
 from toolkit.run.stages.accelerator import inner_optimizer
 from toolkit.run.stages.answers import Answers
 from toolkit.run.stages.rollouts import RolloutRecords, Rollouts
@@ -57,11 +58,13 @@ class Fitted:
         records: the records of metrics.jsonl.
         step_seconds: seconds by kind of a profiled step, or None if no step was profiled.
         missing: why the last checkpoint is not in the store, or None if it is or there is no store.
+        trackers: the trackers of this run, which are given its report at the end.
     """
 
     records: list[dict[str, Any]]
     step_seconds: dict[str, float] | None
     missing: str | None
+    trackers: Trackers
 
 
 def fit(
@@ -71,6 +74,7 @@ def fit(
     store: StorePath | None,
     heartbeat: Heartbeat,
     live: LiveReport,
+    facts: dict[str, str],
 ) -> Fitted:
     """Trains to the run's end, from the beginning or from the checkpoint `found`. Collective.
 
@@ -80,7 +84,8 @@ def fit(
     """
     recipe, accelerator, output_dir, console = opened.recipe, opened.accelerator, opened.output_dir, opened.console
     ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.fit, run.tokenizer))
-    accelerator.init_trackers(recipe.logging.project_name, config=_tracker_config(recipe))
+    trackers = Trackers(accelerator, recipe, output_dir, console.warn)
+    ranks.on_first_rank(lambda: trackers.start(config_of(recipe, run.planned, facts), found.start is not None))
     set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
     if found.start is not None:
         console.print(_resumed_from(found), markup=False)
@@ -96,6 +101,7 @@ def fit(
             run.planned.peak_bytes,
             live.record,
             live.output is None,
+            trackers.log,
         ) as metrics,
     ):
         checkpoints = _checkpoints_of(opened, run, metrics, store, heartbeat)
@@ -122,7 +128,7 @@ def fit(
         console.print(_where_time_went(profile.seconds), markup=False)
     if run.data.stream is not None:
         _report_stream(opened, run)
-    return Fitted(metrics.records, profile.seconds if profile is not None else None, checkpoints.missing)
+    return Fitted(metrics.records, profile.seconds if profile is not None else None, checkpoints.missing, trackers)
 
 
 def _checkpoints_of(
@@ -235,12 +241,6 @@ def _where_time_went(seconds: dict[str, float] | None) -> str:
     whole = sum(seconds.values())
     parts = ", ".join(f"{kind} {part / whole:.1%}" for kind, part in seconds.items())
     return f"   profile: {whole:.3f} s a step: {parts}"
-
-
-def _tracker_config(recipe: Recipe) -> dict[str, Any]:
-    """Flattens the recipe to plain values, which is what trackers take."""
-    plain = {key: value for key, (value, _) in recipe.origins().items()}
-    return {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in plain.items()}
 
 
 def _flops(accelerator: Accelerator, model: nn.Module) -> tuple[ModelFlops, float] | None:

@@ -120,7 +120,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
         with ended_in(live):
             if found.start is not None:
                 heartbeat.enter_phase(Phase.RESTORE)
-            fitted = fit(opened, run, found, store, heartbeat, live)
+            fitted = fit(opened, run, found, store, heartbeat, live, facts)
             heartbeat.enter_phase(Phase.EXPORT)
             export_dir, difference, sample = export_model(opened, run, heartbeat)
             seconds = time.perf_counter() - started
@@ -128,6 +128,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
             pages = functools.partial(write_pages, opened, run, facts, result, fitted.step_seconds)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn, heartbeat.wait))
+            fitted.trackers.show(run.shown.side_by_side, output_dir / REPORT)
         if output is not None:
             output.finish(result)
         else:

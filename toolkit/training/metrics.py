@@ -1,10 +1,9 @@
-"""Writes the records of a run to `metrics.jsonl` and Accelerate's trackers, and shows its progress."""
+"""Writes the records of a run to `metrics.jsonl` and the trackers, and shows its progress."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +14,7 @@ from accelerate import Accelerator
 from toolkit.paths import GIB
 from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal
-from toolkit.training.durable_writes import TELL_SECONDS, LinesFile
+from toolkit.training.durable_writes import LinesFile
 from toolkit.training.progress import Progress
 
 SHARES = {
@@ -38,6 +37,7 @@ class Metrics:
         planned_peak_bytes: stands in each train record beside the measured peak, or None without a plan.
         on_record: called after each record, with all records and the time left (seconds).
         shows_steps: whether steps are shown on the console; if not, `on_record` shows them.
+        to_trackers: called with the split, the numbers and the step of each record.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Metrics:
         planned_peak_bytes: int | None = None,
         on_record: Callable[[list[dict[str, Any]], float | None], None] | None = None,
         shows_steps: bool = True,
+        to_trackers: Callable[[str, dict[str, float], int], None] = lambda split, values, step: None,
     ) -> None:
         self._unit = unit
         self._planned_peak_bytes = planned_peak_bytes
@@ -57,7 +58,7 @@ class Metrics:
         self.records: list[dict[str, Any]] = []
         self._accelerator = accelerator
         self._file = LinesFile(path, self.warn)
-        self._told_trackers = -TELL_SECONDS
+        self._to_trackers = to_trackers
         self._console = Terminal(quiet=not accelerator.is_main_process)
         self.progress = Progress(self._console, num_steps, logging.every_steps if shows_steps else None)
 
@@ -107,19 +108,10 @@ class Metrics:
         self.records.append(record)
         if self._accelerator.is_main_process:
             self._file.append(json.dumps(record) + "\n")
-        split = record["split"]
-        values = {f"{split}/{key}": value for key, value in record.items() if isinstance(value, int | float)}
-        self._log_to_trackers(values, record["step"])
+        values = {key: value for key, value in record.items() if isinstance(value, int | float)}
+        self._to_trackers(record["split"], values, record["step"])
         if self._on_record is not None:
             self._on_record(self.records, self.progress.seconds_left(record["step"]))
-
-    def _log_to_trackers(self, values: dict[str, Any], step: int) -> None:
-        try:
-            self._accelerator.log(values, step=step)
-        except OSError as error:
-            if time.monotonic() - self._told_trackers >= TELL_SECONDS:
-                self._told_trackers = time.monotonic()
-                self.warn(f"a tracker (logging.trackers) cannot write ({error.strerror}), and lacks records")
 
 
 def finite_or_null(record: dict[str, Any]) -> dict[str, Any]:

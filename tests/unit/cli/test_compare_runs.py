@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.html_page import Page
 from typer.testing import CliRunner, Result
 
 from toolkit.checkpoint.manifest import COMPLETE, Manifest, file_entry
@@ -96,8 +97,8 @@ def test_what_came_of_each_and_what_differs(tmp_path: Path) -> None:
     assert rows["training loss"] == ["3.0000", "1.0000"], "the last tenth of ten steps is one of them"
     assert rows["held-out loss, best"] == ["3.2500 at step 5", MISSING]
     assert rows["held-out loss, last"] == ["3.5000", MISSING]
-    assert rows["Accuracy, best"] == ["75.0 % at step 5", MISSING], "of this figure the highest is the best"
-    assert rows["Accuracy, last"] == ["50.0 %", MISSING]
+    assert rows["accuracy, best"] == ["75.0 % at step 5", MISSING], "of this figure the highest is the best"
+    assert rows["accuracy, last"] == ["50.0 %", MISSING]
     assert rows["seconds per step"] == ["0.5", "2"]
     assert rows["time of the steps"] == ["5 s", "6 s"]
     assert rows["memory peak"] == ["3.00 MiB (host)", "1.00 GiB (device)"]
@@ -106,6 +107,37 @@ def test_what_came_of_each_and_what_differs(tmp_path: Path) -> None:
     assert rows["data.train"] == ["one/train.jsonl", "two/train.jsonl"]
     assert rows["optimizer.learning_rate"] == ["0.001", "0.002"]
     assert "machines" not in compared(first, second).stdout, "of the first nothing is known"
+
+
+def test_one_folder_stands_for_the_runs_in_it(tmp_path: Path) -> None:
+    (tmp_path / "outputs").mkdir()
+    for name in ("b", "a"):
+        make(tmp_path / "outputs" / name)
+    (tmp_path / "outputs/notes").mkdir()
+    assert compared(tmp_path / "outputs").output.split()[:2] == ["a", "b"]
+    for alone in (tmp_path / "outputs/a", tmp_path / "outputs/notes"):
+        assert "one run has nothing to be compared with" in str(compared(alone).exception)
+
+
+def test_the_page_has_answers_to_the_prompts_that_runs_share(tmp_path: Path) -> None:
+    for name, samples in (
+        ("first", [("Who?", "me", "nobody"), ("What?", "that", "this")]),
+        ("second", [("Who?", "me", None), ("How?", "so", "thus")]),
+        ("third", None),
+    ):
+        make(tmp_path / name)
+        written = [
+            {"prompt": prompt, "expected": expected, "before": f"{name} before", "after": after}
+            for prompt, expected, after in samples or []
+        ]
+        (tmp_path / name / "samples.json").write_text("{" if samples is None else json.dumps(written))
+    done = compared(
+        *(tmp_path / name for name in ("first", "second", "third")), options=("--to", str(tmp_path / "page.html"))
+    )
+    assert done.exit_code == 0, done.exception
+    found = Page((tmp_path / "page.html").read_text()).text_of["answers"]
+    words = "Held-out prompts the last answers Who? firstnobody secondsecond before In the datame"
+    assert "".join(found.split()) == words.replace(" ", ""), "of the shared prompt alone, and its answer in the data"
 
 
 def test_versions_and_ranks_that_differ(tmp_path: Path) -> None:

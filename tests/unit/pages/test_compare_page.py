@@ -75,7 +75,7 @@ def test_tables_and_problems_stand_on_the_page() -> None:
     page = Page(text)
     assert HOSTILE not in text
     assert page.elements["script"] == 1
-    assert page.text_of["problems"].strip() == f"Look at these runs.second: it is {HOSTILE}"
+    assert page.text_of["problems"].strip() == f"Check these runs.second: it is {HOSTILE}"
     assert "optimizer.learning_rate0.0010.002" in page.text_of["differences"]
     assert "held-out loss, best2.0000 at step 02.0000 at step 0" in page.text_of["results"]
 

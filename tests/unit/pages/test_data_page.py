@@ -139,6 +139,17 @@ def test_tables() -> None:
     assert "half of the rows are equal" in found["warnings"]
 
 
+def test_the_first_rows_are_open_and_the_others_unfold() -> None:
+    rows = [example((f"question {row}", False), ("answer", True), row=f"chat.jsonl:{row}") for row in range(100)]
+    html = render_data_page("chat", {**report(), "examples": rows})
+    page = Page(html)
+    assert page.elements["details"] == 97 + html.count("Values as a table")
+    assert "Decoded samples 100 of 997 rows, evenly spaced" in " ".join(page.text_of["examples"].split())
+    assert "question 99" in page.text_of["examples"]
+    few = render_data_page("chat", {**report(train=split(kept=2)), "examples": rows[:2]})
+    assert "Decoded samples all rows" in " ".join(Page(few).text_of["examples"].split())
+
+
 def test_targets_differ_by_more_than_colour_and_have_a_legend() -> None:
     html = render_data_page("chat", report())
     assert "<span>question\n</span><mark>answer</mark><span>\n</span>" in html

@@ -108,28 +108,24 @@ def test_the_end_of_a_run_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_run_goes_on_while_its_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Metrics` itself, with a tracker that cannot write either."""
+    """`Metrics` itself, whose trackers still get each record."""
     from types import SimpleNamespace
 
     from toolkit.recipe.schema import LoggingSection
     from toolkit.training.metrics import Metrics
 
-    disk = Disk(monkeypatch)
-
-    def log(*_: Any, **__: Any) -> None:
-        if disk.room == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    accelerator: Any = SimpleNamespace(is_main_process=True, log=log)
+    disk, given = Disk(monkeypatch), []
+    accelerator: Any = SimpleNamespace(is_main_process=True)
     told: list[str] = []
     monkeypatch.setattr(Metrics, "warn", lambda self, message: told.append(message))
     path = tmp_path / "metrics.jsonl"
-    with Metrics(accelerator, path, LoggingSection(), 10) as metrics:
+    with Metrics(accelerator, path, LoggingSection(), 10, to_trackers=lambda *record: given.append(record)) as metrics:
         for step in range(6):
             disk.room = 10**9 if step in (0, 5) else 0
-            metrics.evaluation({"step": step, "loss": 1.0})
+            metrics.evaluation({"step": step, "loss": 1.0, "what": "text"})
     assert len(path.read_text().splitlines()) == 6
-    assert [message.partition(" cannot")[0] for message in told[:2]] == [str(path), "a tracker (logging.trackers)"]
+    assert told[0].startswith(f"{path} cannot be written")
+    assert given == [("eval", {"step": step, "loss": 1.0}, step) for step in range(6)]
 
 
 def deleted(path: Path) -> None:

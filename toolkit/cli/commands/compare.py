@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN RUN ...", help="Folders of runs, or their stores (s3://bucket/runs/first)."),
+        typer.Argument(
+            metavar="RUN RUN ...",
+            help="Folders of runs, or their stores (s3://bucket/runs/first); or one folder of runs.",
+        ),
     ],
     to: Annotated[
         Path | None,

@@ -49,7 +49,7 @@ FIGURES = (
         "perplexity",
         "Perplexity",
         format_perplexity,
-        "among how many equally likely tokens the model wavers",
+        "as many equally likely tokens would be as hard to predict",
         "lower",
     ),
     Figure("accuracy", "Accuracy", _format_share, "share of right answers", "higher"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.pages.parts.svg import Drawing
+from toolkit.pages.parts.turns import turns_of
 from toolkit.paths import atomic_write
 from toolkit.terminal import harmless
 
@@ -127,6 +128,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters["row_parts"] = _ROW_NUMBER.split
+    found.filters["turns"] = turns_of
     found.tests["one_number"] = _NUMBER.fullmatch
     return found
 

@@ -19,7 +19,7 @@ from toolkit.generation.text.complete import Prompt, continued
 from toolkit.generation.text.options import Sampling
 from toolkit.model.attention.image_inputs import Sight
 from toolkit.pages.parts.side_by_side import SideBySide
-from toolkit.paths import atomic_write
+from toolkit.paths import SAMPLES_FILE, atomic_write
 from toolkit.run.stages.generating import generating, loaded_of
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.terminal import Pass, Terminal
@@ -29,9 +29,6 @@ from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.loop_state import LoopState
 from toolkit.training.metrics import Metrics
 from toolkit.training.phase import Phase
-
-SAMPLES_FILE = "samples.json"
-"""File of a run's folder from which a resumed run reads what its model wrote at first."""
 
 NEW_TOKENS = 40
 """The most tokens of a continuation."""

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
 from toolkit import ranks
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.sharding.apply import PRECISIONS
@@ -168,9 +168,20 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
+def finish_trackers(accelerator: Accelerator) -> None:
+    """Ends each tracker, whatever another one does."""
+    for tracker in accelerator.trackers:
+        try:
+            tracker.finish()
+        except Exception as error:
+            Terminal().warn(f"{tracker.name} could not be ended: {type(error).__name__}: {first_line(error)}")
+    accelerator.trackers.clear()
+
+
 def release(accelerator: Accelerator, plugin: ShardingPlugin) -> None:
     """Ends trackers, offload and the process group, so that this process can start another run."""
     plugin.close()
+    finish_trackers(accelerator)
     accelerator.end_training()
     if dist.is_initialized():
         dist.destroy_process_group()
