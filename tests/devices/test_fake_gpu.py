@@ -6,7 +6,6 @@ import os
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from devices.device_runs import RUNS, make_trainer, make_window, train
 from support.ranks import alone, run_on_ranks
@@ -63,32 +62,19 @@ def run_all() -> tuple[dict[str, Any], dict[str, str]]:
     return {name: train(run) for name, run in RUNS.items()}, {what: go_wrong(what) for what in WRONG}
 
 
-@pytest.fixture(scope="module")
-def found() -> tuple[dict[str, Any], dict[str, str]]:
-    return run_on_ranks(run_all, 1)[0]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_tensors_lie_where_they_have_to(found: tuple[dict[str, Any], dict[str, str]], name: str) -> None:
-    run = found[0][name]
-    assert run["parameters"] == {"gpu"}
-    assert run["stepped"] == run["trained"], "the optimizer has each parameter once"
-    assert run["saved"] == {"cpu"}
-    assert run["exported"] == {"gpu"}
-    assert run["shapes"]
-    assert run["evaluated"] == 1
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_host_and_device_meet_once_a_step(found: tuple[dict[str, Any], dict[str, str]], name: str) -> None:
-    met, run = found[0][name]["met"], RUNS[name]
-    if run.balance is not None:
-        assert met.pop() == (9,), "choices and probabilities of four experts, and the loss"
-    assert [shape[0] for shape in met[-1:]] == [4], "a row of each rank"
-    # How many tokens it sends and gets, a rank has to know: of each micro-batch, in its one layer.
-    assert met[:-1] == [(2, run.backend["experts"])] * 2 if "experts" in run.backend else not met[:-1]
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_what_a_gpu_would_refuse_is_refused(found: tuple[dict[str, Any], dict[str, str]], what: str) -> None:
-    assert found[1][what] == WRONG[what]
+def test_tensors_lie_where_they_have_to_and_host_and_device_meet_once_a_step() -> None:
+    """And what a GPU would refuse is refused here, too."""
+    runs, wrong = run_on_ranks(run_all, 1)[0]
+    assert wrong == WRONG
+    assert list(runs) == list(RUNS)
+    for name, run in runs.items():
+        assert run["parameters"] == {"gpu"}, name
+        assert run["stepped"] == run["trained"], f"{name}: the optimizer has each parameter once"
+        assert (run["saved"], run["exported"], run["evaluated"]) == ({"cpu"}, {"gpu"}, 1), name
+        assert run["shapes"], name
+        met, backend = run["met"], RUNS[name].backend
+        if RUNS[name].balance is not None:
+            assert met.pop() == (9,), f"{name}: choices and probabilities of four experts, and the loss"
+        assert [shape[0] for shape in met[-1:]] == [4], f"{name}: a row of each rank"
+        # How many tokens it sends and gets, a rank has to know: of each micro-batch, in its one layer.
+        assert met[:-1] == [(2, backend["experts"])] * 2 if "experts" in backend else not met[:-1], name

@@ -82,9 +82,9 @@ def test_keys_of_ours_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("key", ["training.batch_size", "optimizer.lr", "data.columns.image", "data.train.0.share"])
-def test_a_key_that_does_not_exist_is_found(key: str) -> None:
-    assert problem_of_key(key) is not None
+def test_a_key_that_does_not_exist_is_found() -> None:
+    wrong = ("training.batch_size", "optimizer.lr", "data.columns.image", "data.train.0.share")
+    assert [key for key in wrong if problem_of_key(key) is None] == []
 
 
 def rows_of(page: str, heading: str) -> list[str]:
@@ -105,19 +105,16 @@ def fields_of(*modules: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    ("page", "heading", "modules"),
-    [
-        ("trl.md", "SFTConfig", ["trl.trainer.base_config", "trl.trainer.sft_config"]),
-        ("trl.md", "DPOConfig", ["trl.trainer.base_config", "trl.trainer.dpo_config"]),
-        ("trl.md", "TrainingArguments", ["transformers.training_args"]),
-        ("trl.md", "LoraConfig", ["peft.tuners.lora.config"]),
-    ],
-)
-def test_keys_of_peers_exist(page: str, heading: str, modules: list[str]) -> None:
-    keys = rows_of(page, heading)
-    assert len(keys) >= 5
-    assert set(keys) <= fields_of(*modules)
+def test_keys_of_peers_exist() -> None:
+    for heading, modules in (
+        ("SFTConfig", ["trl.trainer.base_config", "trl.trainer.sft_config"]),
+        ("DPOConfig", ["trl.trainer.base_config", "trl.trainer.dpo_config"]),
+        ("TrainingArguments", ["transformers.training_args"]),
+        ("LoraConfig", ["peft.tuners.lora.config"]),
+    ):
+        keys = rows_of("trl.md", heading)
+        assert len(keys) >= 5, heading
+        assert set(keys) <= fields_of(*modules), heading
 
 
 def test_keys_of_accelerate_exist() -> None:

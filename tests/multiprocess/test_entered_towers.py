@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.every_multimodal import small_config
+from support.plain_loop import Trained, plain_loop
 from support.ranks import meet, run_on_ranks
 from torch import nn
 from transformers import AutoModelForMultimodalLM
@@ -86,19 +88,19 @@ def rows(kind: str, step: int, rank: int) -> tuple[Inputs, torch.Tensor]:
     return TOWERS[kind][2](number), ids
 
 
-def plain_steps(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, losses = Senses(kind).train(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(STEPS):
-        found = torch.stack([model(*rows(kind, step, rank)) for rank in range(2)]).mean()
-        found.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(found.item())
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+@functools.cache
+def plain_steps(kind: str) -> Trained:
+    model = Senses(kind).train()
+    return plain_loop(
+        model,
+        range(STEPS),
+        lambda step: torch.stack([model(*rows(kind, step, rank)) for rank in range(2)]).mean(),
+        max_norm=None,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+    )
 
 
-def sharded_steps(kind: str, strategy: str) -> tuple[list[str], list[float], float]:
+def sharded_steps(kind: str) -> tuple[list[str], list[float], float]:
     """Names of the units, this rank's losses, and how far the weights are off, as a share of the largest change."""
     from accelerate import Accelerator
 
@@ -106,11 +108,10 @@ def sharded_steps(kind: str, strategy: str) -> tuple[list[str], list[float], flo
     from toolkit.sharding.plugin import reset_accelerate
 
     units.LARGE = 0  # so that the small model's lists count as the large one's do
-    torch.set_num_threads(1)
-    expected = plain_steps(kind)[1]
+    expected = plain_steps(kind).weights
     meet()
     reset_accelerate()
-    backend: Any = sharding_kwargs(strategy)
+    backend: Any = sharding_kwargs("zero3")
     accelerator = Accelerator(**backend)
     model: Any = Senses(kind).train()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -130,12 +131,15 @@ def sharded_steps(kind: str, strategy: str) -> tuple[list[str], list[float], flo
     return names, losses, off
 
 
-@pytest.mark.parametrize("kind", TOWERS)
-def test_a_tower_of_large_elements_is_entered_unit_by_unit(kind: str) -> None:
-    of_ranks = run_on_ranks(sharded_steps, 2, kind, "zero3")
-    losses, _ = plain_steps(kind)
-    mean = [sum(pair) / 2 for pair in zip(*(found[1] for found in of_ranks), strict=True)]
-    assert mean == pytest.approx(losses, rel=1e-5)
-    for names, _, off in of_ranks:
-        assert any(name.endswith(TOWERS[kind][0]) for name in names)
-        assert off < 1e-4
+def all_steps() -> dict[str, tuple[list[str], list[float], float]]:
+    return {kind: sharded_steps(kind) for kind in TOWERS}
+
+
+def test_a_tower_of_large_elements_is_entered_unit_by_unit() -> None:
+    of_ranks = run_on_ranks(all_steps, 2)
+    for kind, (element, *_) in TOWERS.items():
+        both = [found[kind][1] for found in of_ranks]
+        assert [sum(pair) / 2 for pair in zip(*both, strict=True)] == pytest.approx(plain_steps(kind).losses, rel=1e-5)
+        for names, _, off in (found[kind] for found in of_ranks):
+            assert any(name.endswith(element) for name in names), kind
+            assert off < 1e-4, kind

@@ -121,10 +121,10 @@ def refused_by_the_hub() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [*refused_by_the_hub(), "model", "a/b/c", ""])
-def test_names_that_the_hub_refuses(name: str, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"export.push_to_hub: found .*needs NAMESPACE/NAME"):
-        recipe_of(tmp_path, "notes", push_to_hub=name)
+def test_names_that_the_hub_refuses(tmp_path: Path) -> None:
+    for name in (*refused_by_the_hub(), "model", "a/b/c", ""):
+        with pytest.raises(Exception, match=r"export.push_to_hub: found .*needs NAMESPACE/NAME"):
+            recipe_of(tmp_path, "notes", push_to_hub=name)
 
 
 def test_a_good_name_and_a_setting_without_effect(tmp_path: Path) -> None:
