@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from support.plain_loop import in_turn, plain_loop
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
@@ -99,40 +100,37 @@ def mean_loss(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
 
 def plain(folder: Path) -> dict[str, Any]:
     """AdamW and the average of its weights, written out; the held-out losses are those of the averages."""
-    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model, averages = (AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32) for _ in range(2))
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, eps=1e-4, foreach=False)
-    losses, held_out = [], []
+    held_out: list[float] = []
 
-    def evaluate() -> None:
-        with torch.no_grad():
+    @torch.no_grad()
+    def average_and_evaluate(step: int) -> None:
+        for average, weight in zip(averages.parameters(), model.parameters() if step else (), strict=step > 0):
+            average.copy_(DECAY * average + (1 - DECAY) * weight)
+        if step % 3 == 0:
             held_out.append(mean_loss(averages, tokenizer, texts[:6]).item())
 
-    evaluate()
-    for step in range(STEPS):
-        loss = mean_loss(model, tokenizer, texts[step * ROWS_PER_STEP : (step + 1) * ROWS_PER_STEP])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        with torch.no_grad():
-            for average, weight in zip(averages.parameters(), model.parameters(), strict=True):
-                average.copy_(DECAY * average + (1 - DECAY) * weight)
-        if (step + 1) % 3 == 0:
-            evaluate()
+    average_and_evaluate(0)
+    steps = in_turn(texts, ROWS_PER_STEP, STEPS)
+    trained = plain_loop(
+        model,
+        steps,
+        lambda batch: mean_loss(model, tokenizer, batch),
+        rates=1e-2,
+        eps=1e-4,
+        after_step=average_and_evaluate,
+    )
     state = {name: weight.detach() for name, weight in averages.named_parameters()}
-    last = {name: weight.detach() for name, weight in model.named_parameters()}
-    return {"losses": losses, "held_out": held_out, "averages": state, "last": last}
+    return {"losses": trained.losses, "held_out": held_out, "averages": state, "last": trained.weights}
 
 
 def of(records: list[dict[str, Any]], split: str) -> list[float]:
     return [record["loss"] for record in records if record["split"] == split]
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.grid) for n in (1, 4))])
 def test_averages_are_those_of_a_plain_loop(ranks: int, folder: Path, tmp_path: Path) -> None:
     found, expected = run_on_ranks(runs, ranks, folder)[0], plain(folder)
     assert any((expected["last"][name] - tensor).abs().max() > 1e-3 for name, tensor in expected["averages"].items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.ledger import Ledger
 from support.packed_rows import Documents, packed
+from support.plain_loop import in_turn, plain_loop
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
-from support.tiny import recipe_values, save_llama
+from support.tiny import recipe_values, save_llama, with_sections
 from support.traffic import Traffic
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -27,8 +27,6 @@ from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
 from toolkit.model.attention.attention_by_heads import attend_by_heads
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.losses.preference_losses import LOSSES
-from toolkit.objectives.preference import Preference
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
 from toolkit.planning.time.hardware import presets
@@ -133,17 +131,9 @@ TEXTS = [" ".join(text.split()[:20]) for text in make_texts(40, seed=4)]
 SAVING = {"every_steps": 2, "asynchronous": False}
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "zero3": {"training": {"gradient_accumulation_steps": 2, "micro_batch_size": 2}, "checkpoint": SAVING},
-    "zero1": {"training": {"gradient_accumulation_steps": 4, "micro_batch_size": 1}},
-    "ddp": {},
-    "zero2": {"sharding": {"activation_checkpointing": 1, "offload_checkpoints": True, "chunk_tokens": 20}},
-    "zero3-offload": {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}},
-    "zero3-by-block": {
-        "training": {"gradient_accumulation_steps": 4, "micro_batch_size": 1},
-        "sharding": {"accumulate": "by_block", "activation_checkpointing": 1},
-    },
     "zero3-bf16": {"training": {"mixed_precision": "bf16"}},
 }
-"""Every one with 4 rows of 63 tokens in a step, which 2 ranks share."""
+"""Each with 4 rows of 63 tokens in a step, which 2 ranks share. test_all_pairs.py has other strategies and features."""
 
 RESUMED: dict[str, dict[str, dict[str, Any]]] = {
     "zero3-as-before": {"training": {"gradient_accumulation_steps": 2, "micro_batch_size": 2}},
@@ -173,9 +163,7 @@ def recipe(folder: Path, name: str, changes: dict[str, dict[str, Any]]) -> Recip
     values["schedule"] = {"kind": "constant"}
     values["training"] |= {"max_steps": STEPS, "micro_batch_size": 4}
     values["sharding"] = {"strategy": name.split("-")[0], "sequence": 2}
-    for section, fields in changes.items():
-        values[section] = {**values.get(section, {}), **fields}
-    return Recipe.from_mapping(values)
+    return Recipe.from_mapping(with_sections(values, changes))
 
 
 def runs(folder: Path, cases: dict[str, dict[str, dict[str, Any]]], start: str = "never") -> dict[str, Any]:
@@ -200,16 +188,11 @@ def runs_on_4_ranks(folder: Path) -> dict[str, Any]:
     }
 
 
-def plain_loop(folder: Path) -> dict[str, Any]:
+def plain_run(folder: Path) -> dict[str, Any]:
     """AdamW on whole rows, 4 a step; the losses, the norms, and the first and last held-out loss."""
     tokens = AutoTokenizer.from_pretrained(folder / "model")
     data = build.build(recipe(folder, "zero3", {}).data, tokens, 0).train
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=2e-3, foreach=False)
 
     def loss_of(numbers: list[int]) -> torch.Tensor:
         batch = data.batch(numbers)
@@ -221,20 +204,10 @@ def plain_loop(folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             return float(loss_of(list(range(len(data)))))
 
-    found: dict[str, Any] = {"loss": [], "norm": [], "eval": [held_out()]}
-    for step in range(STEPS):
-        loss = loss_of([(4 * step + i) % len(data) for i in range(4)])
-        loss.backward()
-        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-        for p in model.parameters():
-            p.grad.mul_(min(1.0, 0.5 / (norm + 1e-6)))
-        optimizer.step()
-        optimizer.zero_grad()
-        found["loss"].append(loss.item())
-        found["norm"].append(norm)
-    found["eval"].append(held_out())
-    found["tokens"] = sum(int(data.batch([i % len(data)])["lengths"].sum()) for i in range(4 * STEPS))
-    return found
+    before, steps = held_out(), in_turn(range(len(data)), 4, STEPS)
+    found = plain_loop(model, steps, loss_of, decay=0.1)
+    tokens_seen = sum(int(data.batch([number])["lengths"].sum()) for step in steps for number in step)
+    return {"loss": found.losses, "norm": found.norms, "eval": [before, held_out()], "tokens": tokens_seen}
 
 
 def measured() -> dict[str, int]:
@@ -270,7 +243,6 @@ def test_memory_is_halved_and_traffic_is_what_the_plan_says(on_2_ranks: list[dic
 def on_ranks(folder: Path) -> dict[str, Any]:
     return {
         "parts": parts_of_rows(list(MODELS)),
-        "pairs": pairs_in_parts(),
         "refused": refused(),
         "measured": measured(),
         "runs": runs(folder, RUNS),
@@ -285,7 +257,7 @@ def on_2_ranks(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Any]:
-    return plain_loop(folder)
+    return plain_run(folder)
 
 
 def require_plain(found: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -350,52 +322,3 @@ def test_a_model_that_mixes_tokens_elsewhere_is_refused_before_the_first_step(
     told = on_2_ranks[0]["refused"]
     assert told.startswith("sharding.sequence: FalconForCausalLM with attention 'sdpa' mixes the tokens of a row")
     assert told == on_2_ranks[1]["refused"]
-
-
-BETA = 0.1
-
-
-def pairs_in_parts() -> dict[str, Any]:
-    """The loss of two pairs over all ranks, its gradients, and how many pairs each rank counts."""
-    ranks = dist.get_world_size()
-    form_groups(ranks)
-    model = model_of("llama")
-    attend_by_heads(model)
-    objective = Preference(model, LOSSES["dpo"], {"beta": BETA})
-    batch = objective.on_host(Part(own_part(), ranks).of(pairs()))
-    loss, figures = objective.training_sums(model, batch)
-    loss.backward()
-    total = torch.stack([loss.detach(), *figures])
-    for tensor in (total, *(parameter.grad for parameter in model.parameters())):
-        dist.all_reduce(tensor)
-    counted = objective.count_targets(batch)
-    return {"total": total, "gradients": {n: p.grad for n, p in model.named_parameters()}, "counted": counted}
-
-
-def pairs() -> dict[str, torch.Tensor]:
-    """One row of two pairs; each completion has targets behind its first three tokens."""
-    batch = {name: tensor[:1] for name, tensor in rows().items()}
-    batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] < 3, -100)
-    owners = [number for number, length in enumerate(DOCUMENTS) for _ in range(length)]
-    reference = torch.tensor([[-20.0, -60.0], [-10.0, -70.0]])
-    return {**batch, "segments": torch.tensor([owners]), "reference": reference}
-
-
-def test_pairs_in_parts_have_the_loss_of_the_pairs_whole(on_2_ranks: list[dict[str, Any]]) -> None:
-    found = [of_rank["pairs"] for of_rank in on_2_ranks]
-    model, batch = model_of("llama"), pairs()
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
-    log_probabilities = logits.log_softmax(dim=-1)
-    sums = []
-    for number, length in enumerate(DOCUMENTS):
-        start = sum(DOCUMENTS[:number])
-        targets = range(start + 3, start + length)
-        sums.append(sum(log_probabilities[t - 1, batch["input_ids"][0, t]] for t in targets))
-    ratios = torch.stack(sums).view(2, 2) - batch["reference"]
-    loss = -F.logsigmoid(BETA * (ratios[:, 0] - ratios[:, 1])).sum()
-    loss.backward()
-    assert found[0]["total"][0].item() == pytest.approx(loss.item(), rel=1e-6)
-    assert [of_rank["counted"] for of_rank in found] == [2, 0]
-    for name, parameter in model.named_parameters():
-        scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(found[0]["gradients"][name], parameter.grad, rtol=1e-5, atol=2e-6 * scale, msg=name)
