@@ -230,7 +230,7 @@ def choose(rows: list[PromptRow], scores: Iterable[Sequence[float]]) -> Evaluati
         taken = _best_choice(row.choices, log_probabilities)
         if taken not in row.answers:
             wrong.append(Mismatch(row, taken))
-        # Per byte, as lm-evaluation-harness has it in `acc_norm`: else the shortest choice has the best chances.
+        # Per byte, as `acc_bytes` of lm-evaluation-harness: else the shortest choice has the best chances.
         per_byte = [score / len(choice.encode()) for choice, score in zip(row.choices, log_probabilities, strict=True)]
         by_length += _best_choice(row.choices, per_byte) in row.answers
     return Evaluation(len(rows), wrong, by_length)
