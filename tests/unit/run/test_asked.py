@@ -21,11 +21,11 @@ from toolkit.recipe.schema import AnswersSection
 from toolkit.run.stages.answers import (
     Answers,
     _require_room,
-    _split_over_ranks,
     read_asked,
     require_same_scoring,
     require_sighted,
 )
+from toolkit.run.stages.generating import split_over_ranks
 from toolkit.run.stages.stages import Asked
 
 QUESTION = {"prompt": "2 + 2?", "answer": "4"}
@@ -212,7 +212,7 @@ def test_each_batch_is_done_once_and_all_ranks_do_equally_many(
             "toolkit.ranks.gather_objects", lambda found: parts.append(found) or [{n: [n] for n in range(number)}]
         )
         done: list[int] = []
-        assert _split_over_ranks(list(range(number)), lambda batch, done=done: done.append(batch) or [batch]) == [
+        assert split_over_ranks(list(range(number)), lambda batch, done=done: done.append(batch) or [batch]) == [
             [n] for n in range(number)
         ]
         calls.append(done)
