@@ -75,8 +75,12 @@ CASES = [
     Case("qwen3_moe", "zero3", 3, True, experts=2, precision="bf16", fields=(("moe_intermediate_size", 16),)),
     Case("mixtral", "zero2", 3, True, True, 2, precision="bf16", fields=(("intermediate_size", 16),)),
 ]
-REPLICAS = [Case("mixtral", "hybrid", 3, experts=2), Case("qwen3_moe", "hybrid", 3, True, True, 2)]
-"""Two of them; in the first each expert is on one rank of a replica of two."""
+REPLICAS = [
+    Case("mixtral", "hybrid", 3, experts=2),
+    Case("qwen3_moe", "hybrid", 3, True, True, 2),
+    Case("olmoe", "zero3", 3, experts=2),
+]
+"""Two of them; in the first each expert is on one rank of a replica of two. In the last its shards are on two ranks."""
 
 Adapted = tuple[Case, bool]
 """With whether the experts have adapters, too, or attention alone."""

@@ -57,9 +57,9 @@ class Printed:
 
     @property
     def arguments(self) -> list[str] | None:
-        """Of `toolkit`, with stand-ins; None for another program and for what starts ranks."""
+        """Of `toolkit`, with stand-ins; None for another program, for what starts ranks and for what needs a GPU."""
         program, *arguments = self.words
-        if program != "toolkit" or arguments[0] in STARTS_RANKS:
+        if program != "toolkit" or arguments[0] in STARTS_RANKS or self.mark == "needs a GPU":
             return None
         line = shlex.join(arguments)
         for theirs, ours in STAND_INS.items():

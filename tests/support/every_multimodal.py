@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import is_timm_available
 
-from support.multimodal_sizes import OF_KIND
 from support.tiny import VOCAB_SIZE
 from support.tiny_multimodal import FAMILIES
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
@@ -48,6 +48,9 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 """Of fields in any of a configuration's parts."""
+
+OF_KIND: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("multimodal_sizes.json").read_text())
+"""What types need to be built small, beside the usual names of fields."""
 
 OF_TIMM = ("fast_vlm", "gemma3n", "perception_lm")
 UNTRIED = {} if is_timm_available() else dict.fromkeys(OF_TIMM, "its tower is built by timm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from support.four_bits import as_dequantised
 from support.peft_by_hand import adapted
+from support.plain_loop import plain_loop
 from support.ranks import meet
-from support.tiny import recipe_values
+from support.tiny import recipe_values, with_sections
 
 STEPS, ROWS, RATE = 3, 4, 0.1
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "went", "away", "from", "all", "of", "us"]
@@ -33,18 +37,24 @@ class Case:
     Attributes:
         changes: to the recipe, by section.
         packed: whether rows share samples, all of them in each step; otherwise a step has the next `ROWS`.
+        rate: the learning rate.
+        looks: whether each step looks at what is held for frozen parameters.
     """
 
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     packed: bool = False
+    rate: float = RATE
+    looks: bool = False
 
 
 LORA = {"kind": "lora", "r": 2, "target_modules": "all-linear"}
 BY_BLOCK = {"strategy": "zero3", "accumulate": "by_block", "activation_checkpointing": 1}
 TWO_MICRO_BATCHES = {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
 CASES = {
-    "full": Case(),
-    "lora": Case({"adapter": LORA}),
+    "full": Case(looks=True),
+    # Zero at first, its second half learns at a hundredth of the rate of the other weights.
+    "lora": Case({"adapter": LORA}, rate=100 * RATE, looks=True),
+    "merged": Case({"adapter": LORA, "export": {"merge": True}}, rate=100 * RATE, looks=True),
     "packed": Case({"sharding": {"strategy": "zero3"}, "training": {"micro_batch_size": 1}}, packed=True),
     "by_block": Case({"sharding": BY_BLOCK, "training": TWO_MICRO_BATCHES}),
     "shared_rows": Case({"sharding": {"strategy": "zero3", "sequence": 2}, "training": TWO_MICRO_BATCHES}, packed=True),
@@ -70,31 +80,46 @@ def recipe_of(folder: Path, kind: str, name: str) -> dict[str, Any]:
     max_length = sum(map(len, rows_of(folder / kind))) // 2 + 8
     values["data"] |= {"max_length": max_length} if case.packed else {"max_length": 64, "packing": False}
     values["objective"] = {"kind": "causal_lm", "router_aux_coef": 0.0}
-    values["optimizer"] = {"learning_rate": RATE, **OPTIMIZER}
+    values["optimizer"] = {"learning_rate": case.rate, **OPTIMIZER}
     values["schedule"] = {"kind": "constant"}
     values["training"] = {"output_dir": str(out), "max_steps": STEPS, "micro_batch_size": 2, "max_grad_norm": None}
     values["training"]["seed"] = 3
-    for section, fields in case.changes.items():
-        values[section] = {**values.get(section, {}), **fields}
-    return values
+    values["checkpoint"] = {"every_steps": STEPS}
+    return with_sections(values, case.changes)
 
 
-def runs(folder: Path, kinds: list[str], names: list[str]) -> dict[tuple[str, str], Outcome]:
+def bytes_beside_frozen(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of gradients of this process's frozen parameters, and of their state in the optimizer."""
+    parameters = [each for each in gc.get_objects() if isinstance(each, nn.Parameter) and not each.is_meta]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    state = [tensor for parameter in frozen for tensor in optimizer.state.get(parameter, {}).values()]
+    return sum(tensor.nbytes for tensor in [*state, *(p.grad for p in frozen if p.grad is not None)])
+
+
+def runs(folder: Path, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
     """On every rank: by type and case, the records of the steps, or what was said."""
     from toolkit import Recipe, finetune
     from toolkit.errors import BadInputError
 
     found: dict[tuple[str, str], Outcome] = {}
-    for kind in kinds:
-        for name in names:
-            meet()
-            try:
-                result = finetune(Recipe.from_mapping(recipe_of(folder, kind, name)))
-                found[kind, name] = [record for record in result.metrics if record["split"] == "train"]
-            except BadInputError as error:
-                found[kind, name] = f"refused: {error}"
-            except Exception as error:  # the next types are tried all the same
-                found[kind, name] = f"crashed: {type(error).__name__}: {error}"
+    held: list[int] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if CASES[name].looks:
+            held.append(bytes_beside_frozen(optimizer))
+
+    register_optimizer_step_post_hook(look)
+    for kind, name in pairs:
+        meet()
+        held.clear()
+        try:
+            result = finetune(Recipe.from_mapping(recipe_of(folder, kind, name)))
+            assert held == [0] * STEPS * CASES[name].looks, f"{held} bytes for frozen parameters"
+            found[kind, name] = [record for record in result.metrics if record["split"] == "train"]
+        except BadInputError as error:
+            found[kind, name] = f"refused: {error}"
+        except Exception as error:  # the next types are tried all the same
+            found[kind, name] = f"crashed: {type(error).__name__}: {error}"
     return found
 
 
@@ -117,24 +142,20 @@ def windows(folder: Path, records: list[dict[str, Any]]) -> list[list[list[int]]
     return found
 
 
-def plain_loop(model: Any, steps: list[list[list[int]]]) -> list[float]:
+def trained_by_hand(model: Any, steps: list[list[list[int]]], rate: float = RATE) -> list[float]:
     """Trains the model; what no row has reached has no gradient, and stays."""
+
+    def loss_of(rows: list[list[int]]) -> torch.Tensor:
+        sums = []
+        for ids in (torch.tensor([row]) for row in rows):
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            sums.append(F.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        return torch.stack(sums).sum() / sum(len(row) - 1 for row in rows)
+
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     betas = (OPTIMIZER["beta1"], OPTIMIZER["beta2"])
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=betas, weight_decay=0.0, eps=OPTIMIZER["eps"])
-    losses = []
-    for rows in steps:
-        count, total = sum(len(row) - 1 for row in rows), 0.0
-        for row in rows:
-            ids = torch.tensor([row])
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-            loss = F.cross_entropy(logits, ids[0, 1:], reduction="sum") / count
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
+    optimizer = torch.optim.AdamW(trained, lr=rate, betas=betas, weight_decay=0.0, eps=OPTIMIZER["eps"])
+    return plain_loop(model, steps, loss_of, max_norm=None, optimizer=optimizer).losses
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -152,7 +173,7 @@ def wrong_in_full(folder: Path, kind: str, case: str, records: list[dict[str, An
     base, out = tensors_of(folder / kind), folder / f"{kind}-{case}"
     exported, losses = tensors_of(out / "export"), [record["loss"] for record in records]
     model = loaded(folder / kind)
-    expected = plain_loop(model, windows(folder / kind, records))
+    expected = trained_by_hand(model, windows(folder / kind, records))
     model.save_pretrained(out / "plain")
     plain = tensors_of(out / "plain")
     if {n: (t.shape, t.dtype) for n, t in base.items()} != {n: (t.shape, t.dtype) for n, t in exported.items()}:
@@ -165,7 +186,7 @@ def wrong_in_full(folder: Path, kind: str, case: str, records: list[dict[str, An
     name, off = farthest(base, plain, exported, reached)
     if off >= 1e-4:  # the errors of both in float32 add up: the loop's alone is 7e-5 in Gemma 4's embeddings
         exact = loaded(folder / kind, torch.float64)
-        plain_loop(exact, windows(folder / kind, records))
+        trained_by_hand(exact, windows(folder / kind, records))
         exact.save_pretrained(out / "exact")
         name, off = farthest(base, tensors_of(out / "exact"), exported, reached)
     return wrong + ([] if off < 1e-4 else [f"{name} is off by {off:.1e} of the largest change"])
@@ -195,7 +216,7 @@ def wrong_in_lora(folder: Path, kind: str, case: str, records: list[dict[str, An
         how = json.loads((export / "base.json").read_text())["quantization"]
         as_dequantised(base, how["llm_int8_skip_modules"])
     model = adapted(base, {key: settings[key] for key in ("r", "lora_alpha", "target_modules", "exclude_modules")})
-    expected = plain_loop(model, windows(folder / kind, records))
+    expected = trained_by_hand(model, windows(folder / kind, records), CASES[case].rate)
     if losses != pytest.approx(expected, rel=1e-6):
         wrong.append(f"losses {losses} instead of {expected}")
     return wrong

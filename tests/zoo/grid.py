@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from support.four_bits import as_dequantised
-from support.ranks import run_on_ranks
+from support.ranks import meet, run_on_ranks
+from support.tiny import with_sections
 from torch import nn
 
 from zoo.kinds import LENGTHS, MAX_LENGTH, UNPADDED, Rows, kinds_of, rows_of, save_tiny, write_rows
@@ -118,8 +119,7 @@ def recipe_of(feature: Feature, folder: Path) -> dict[str, Any]:
             "stall_minutes": None,
         },
     }
-    for section, fields in feature.changes.items():
-        values[section] = {**values.get(section, {}), **fields}
+    values = with_sections(values, feature.changes)
     groups = feature.num_ranks // values.get("sharding", {}).get("sequence", 1)
     micro_batches = feature.samples // values["training"]["micro_batch_size"]
     values["training"]["gradient_accumulation_steps"] = micro_batches // groups
@@ -151,25 +151,62 @@ def run(values: dict[str, Any], backend: str = "inductor") -> tuple[str, Any]:
     return "ran", [record for record in result.metrics if "learning_rate" in record]
 
 
+Job = tuple[str, Feature, Path]
+"""A type with a feature, and the folder of its run."""
+
+
 def judged(kind: str, feature: Feature, folder: Path) -> str:
     """`right`, or what else came out of a type with a feature."""
-    try:
-        save_tiny(kind, feature.objective, folder / "model")
-    except Exception as error:  # no small model of this type can be made
-        return f"untried: no tiny model: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
-    write_rows(feature.objective, folder / "rows.jsonl", feature.lengths)
-    values = recipe_of(feature, folder)
-    try:
-        status, told = run_on_ranks(run, feature.num_ranks, values, feature.backend)[0]
-    except AssertionError as error:
-        return f"crashed: {' '.join(str(error).split())[-300:]}"
-    if status != "ran":
-        return f"{status}: {' '.join(told.split())}"[:400]
-    if feature.adapted:
-        first = {**values, "optimizer": {**values["optimizer"], "learning_rate": 1e-30}}
-        first["training"] = {**values["training"], "output_dir": str(folder / "first"), "max_steps": 1}
-        run_on_ranks(run, feature.num_ranks, first)
-    return str(run_on_ranks(compared, 1, feature, folder, told)[0])
+    return all_judged([(kind, feature, folder)])[0]
+
+
+def all_judged(jobs: list[Job]) -> list[str]:
+    """As `judged`, of several, in one start for each number of ranks; one that ends a rank ends those after it."""
+    outcomes: dict[int, str] = {}
+    recipes: dict[int, dict[str, Any]] = {}
+    for number, (kind, feature, folder) in enumerate(jobs):
+        try:
+            save_tiny(kind, feature.objective, folder / "model")
+        except Exception as error:  # no small model of this type can be made
+            outcomes[number] = f"untried: no tiny model: {type(error).__name__}: {' '.join(str(error).split())}"[:240]
+            continue
+        write_rows(feature.objective, folder / "rows.jsonl", feature.lengths)
+        recipes[number] = recipe_of(feature, folder)
+    ran: dict[int, list[dict[str, Any]]] = {}
+    for num_ranks in sorted({jobs[number][1].num_ranks for number in recipes}):
+        numbers = [number for number in recipes if jobs[number][1].num_ranks == num_ranks]
+        try:
+            found = run_on_ranks(runs, num_ranks, [(recipes[n], *jobs[n][1:]) for n in numbers])[0]
+        except AssertionError as error:
+            outcomes |= dict.fromkeys(numbers, f"crashed: {' '.join(str(error).split())[-300:]}")
+            continue
+        for number, (status, told) in zip(numbers, found, strict=True):
+            if status == "ran":
+                ran[number] = told
+            else:
+                outcomes[number] = f"{status}: {' '.join(told.split())}"[:400]
+    if ran:
+        work = [(*jobs[number][1:], records) for number, records in ran.items()]
+        outcomes |= zip(ran, run_on_ranks(all_compared, 1, work)[0], strict=True)
+    return [outcomes[number] for number in range(len(jobs))]
+
+
+def runs(work: list[tuple[dict[str, Any], Feature, Path]]) -> list[tuple[str, Any]]:
+    """On every rank: of each recipe what `run` finds; adapters are also left as they were before the first step."""
+    found = []
+    for values, feature, folder in work:
+        meet()
+        found.append(run(values, feature.backend))
+        if feature.adapted and found[-1][0] == "ran":
+            first = {**values, "optimizer": {**values["optimizer"], "learning_rate": 1e-30}}
+            first["training"] = {**values["training"], "output_dir": str(folder / "first"), "max_steps": 1}
+            meet()
+            run(first)
+    return found
+
+
+def all_compared(work: list[tuple[Feature, Path, list[dict[str, Any]]]]) -> list[str]:
+    return [compared(*each) for each in work]
 
 
 def compared(feature: Feature, folder: Path, records: list[dict[str, Any]]) -> str:

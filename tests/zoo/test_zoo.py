@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.grid import FEATURES, RESULTS, judged
+from zoo.grid import FEATURES, RESULTS, Job, all_judged, judged
 from zoo.kinds import kinds_of
 
 QUICK = [
@@ -42,28 +42,26 @@ def outcome(text: str) -> str:
     return text.partition(":")[0]
 
 
-@pytest.mark.parametrize(("feature", "kind"), QUICK)
-def test_types_that_cover_the_mechanisms_train_as_each_row_alone(feature: str, kind: str, tmp_path: Path) -> None:
-    assert judged(kind, FEATURES[feature], tmp_path) == "right"
-
-
-@pytest.mark.parametrize("feature", ["by_block", "shared_rows"])
-def test_xlm_which_fills_a_cache_is_refused_before_its_first_step(feature: str, tmp_path: Path) -> None:
-    said = judged("xlm", FEATURES[feature], tmp_path)
-    assert outcome(said) == "refused"
-    assert "XLMWithLMHeadModel" in said or "MultiHeadAttention fills a cache" in said
-    assert not list((tmp_path / "run").glob("checkpoint*"))
-
-
-@pytest.mark.parametrize("feature", ["classification", "tagging"])
-def test_squeezebert_which_runs_blocks_without_a_call_needs_ddp(feature: str, tmp_path: Path) -> None:
-    """Its encoder calls `layer.forward`. A tagger does not use its pooler, of which DDP has to know."""
-    assert judged("squeezebert", FEATURES[feature], tmp_path / "sharded") == (
-        "refused: sharding.strategy: SqueezeBertModule is run by its forward and not by a call, so that no hook of "
-        "FSDP2 gathers its weights; set sharding.strategy=ddp"
-    )
-    whole = replace(FEATURES[feature], changes={"sharding": {"strategy": "ddp"}})
-    assert judged("squeezebert", whole, tmp_path / "whole") == "right"
+def test_types_that_cover_the_mechanisms_train_as_each_row_alone_or_are_refused(tmp_path: Path) -> None:
+    """XLM fills a cache. SqueezeBERT's encoder calls `layer.forward`; its tagger does not use its pooler."""
+    asked = [*QUICK, *((feature, "xlm") for feature in ("by_block", "shared_rows"))]
+    asked += [(feature, "squeezebert") for feature in ("classification", "tagging")]
+    jobs: list[Job] = [(kind, FEATURES[feature], tmp_path / f"{feature}-{kind}") for feature, kind in asked]
+    by_ddp = [feature for feature, kind in asked if kind == "squeezebert"]
+    changes = {"sharding": {"strategy": "ddp"}}
+    jobs += [("squeezebert", replace(FEATURES[f], changes=changes), tmp_path / f"{f}-by-ddp") for f in by_ddp]
+    found = dict(zip([*asked, *by_ddp], all_judged(jobs), strict=True))
+    for feature in ("by_block", "shared_rows"):
+        said = found.pop((feature, "xlm"))
+        assert outcome(said) == "refused"
+        assert "XLMWithLMHeadModel" in said or "MultiHeadAttention fills a cache" in said
+        assert not list((tmp_path / f"{feature}-xlm/run").glob("checkpoint*")), "before its first step"
+    for feature in by_ddp:
+        assert found.pop((feature, "squeezebert")) == (
+            "refused: sharding.strategy: SqueezeBertModule is run by its forward and not by a call, so that no hook of "
+            "FSDP2 gathers its weights; set sharding.strategy=ddp"
+        )
+    assert {name: said for name, said in found.items() if said != "right"} == {}
 
 
 @pytest.mark.grid

@@ -36,10 +36,17 @@ def write_card(
     metrics: list[dict[str, Any]],
     data_report: dict[str, Any],
     versions: dict[str, str],
+    loading: str = "",
+    serving: str = "",
 ) -> None:
-    """Writes the card and the curve into an exported folder."""
+    """Writes the card and the curve into an exported folder.
+
+    Args:
+        loading: Python that loads the model, if it is known.
+        serving: a command that serves it, if one does.
+    """
     _draw_curve(folder / CURVE, metrics)
-    text = render_card(recipe, facts, metrics, data_report, versions)
+    text = render_card(recipe, facts, metrics, data_report, versions, loading, serving)
     (folder / CARD).write_text(harmless(text), encoding="utf-8", errors="replace")
 
 
@@ -49,6 +56,8 @@ def render_card(
     metrics: list[dict[str, Any]],
     data_report: dict[str, Any],
     versions: dict[str, str],
+    loading: str = "",
+    serving: str = "",
 ) -> str:
     """Returns the card as Markdown. It names folders and files without their paths."""
     name = Path(recipe.training.output_dir).name
@@ -56,9 +65,11 @@ def render_card(
     again = f"`{AGAIN}` in this folder trains it once more and compares the weights, if you have its rows and models."
     about = f"{name}, fine-tuned from {base}." if base else f"{name}, trained from random weights."
     parts = [
-        f"---\n{yaml.safe_dump(_header(recipe), sort_keys=False)}---\n",
+        f"---\n{_header(recipe)}\n---\n",
         f"# {_plain(name)}\n",
         f"{_plain(about)} {_plain(_description(recipe))}".rstrip() + "\n",
+        f"## Use\n\n```python\n{loading}\n```\n" if loading else "",
+        f"```bash\n{serving}\n```\n" if serving else "",
         "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
         _evaluations(metrics),
         f"## Data\n\n{_data_table(data_report)}",
@@ -75,7 +86,10 @@ def _description(recipe: Recipe) -> str:
     return "" if recipe.description in shipped else recipe.description
 
 
-def _header(recipe: Recipe) -> dict[str, Any]:
+def _header(recipe: Recipe) -> str:
+    """Returns what the hub reads, in YAML."""
+    from huggingface_hub import ModelCardData  # takes half a second
+
     adapter = recipe.adapter.kind != "none" and not recipe.export.merge
     header: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
@@ -87,7 +101,7 @@ def _header(recipe: Recipe) -> dict[str, Any]:
         # Only a name on the hub: a folder means nothing elsewhere, and shows where the user keeps files.
         header["base_model"] = name
     hub = [source.path for source in recipe.data.train if not is_file_source(source.path)]
-    return {**header, "datasets": hub} if hub else header
+    return ModelCardData(**header, datasets=hub or None).to_yaml()
 
 
 def _base_model_name(recipe: Recipe) -> str | None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
+import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from support.texts import make_texts
+from support.tiny import save_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.pages.card import draw_losses, write_card
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.shown.outcome import _how_to_use
 
 HOSTILE = "a\u202eb\x1b[2Jc\x9b1m\u2066"
 """Codes that turn the direction of text, and those of a terminal."""
@@ -37,6 +44,39 @@ def test_the_card_is_written_with_its_curve(tmp_path: Path) -> None:
     picture = imread(tmp_path / "curve.png")
     assert picture.shape[:2] == (384, 840)
     assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 10, "nothing is drawn"
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_the_card_says_how_to_load_and_serve_it(
+    is_adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_llama(tmp_path / "base", make_texts(5), tied=False)
+    folder = base
+    if is_adapter:
+        folder = tmp_path / "adapter"
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    recipe = Recipe.load("quickstart", {"model.name_or_path": str(base)})
+    write_card(folder, recipe, {}, METRICS, {}, {}, *_how_to_use(folder, recipe))
+    text = (folder / "README.md").read_text()
+    assert str(tmp_path) not in text
+    assert ("```bash\nvllm serve .\n```" in text) == (not is_adapter), "the base is a folder that others do not have"
+    code = text.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(folder)
+    loaded: dict[str, Any] = {"BASE": str(base)}
+    exec(code, loaded)
+    assert loaded["model"].get_input_embeddings().weight.shape[0] == len(loaded["tokenizer"])
+    assert isinstance(loaded["model"], peft.PeftModel) == is_adapter
+    if is_adapter:
+        told = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**told, "base_model_name_or_path": "org/base"}))
+    named = Recipe.load("quickstart", {"model.name_or_path": "org/base", "export.push_to_hub": "me/mine"})
+    loading, serving = _how_to_use(folder, named)
+    assert 'from_pretrained("me/mine")' in loading
+    assert ('from_pretrained("org/base")' in loading) == is_adapter
+    expected = "vllm serve org/base --tokenizer me/mine --enable-lora --lora-modules tuned=me/mine"
+    assert serving == (expected if is_adapter else "vllm serve me/mine")
 
 
 def test_no_code_of_a_terminal_or_of_the_direction_of_text_gets_into_a_card(tmp_path: Path) -> None:

@@ -66,15 +66,15 @@ def rank_main(job: dict[str, Any]) -> None:
 
     values = job["options"]
     options = SampleOptions(**{**values, "prompts": Path(values["prompts"]), "to": Path(values["to"])})
-    with _joined_ranks(options.device):
+    with joined_ranks(options.device, "gloo"):
         found = sample(options)
         if ranks.rank() == 0:
             _print_sampled(found, job["json"])
 
 
 @contextmanager
-def _joined_ranks(device: str) -> Iterator[None]:
-    """Joins the ranks inside the block, over the host alone: they exchange text."""
+def joined_ranks(device: str, backend: str) -> Iterator[None]:
+    """Joins the ranks inside the block. With the backend gloo alone they exchange only what is on the host."""
     import torch
     import torch.distributed as dist
 
@@ -83,7 +83,7 @@ def _joined_ranks(device: str) -> Iterator[None]:
 
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank())
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     with ended_with_launcher():
         yield
     dist.destroy_process_group()

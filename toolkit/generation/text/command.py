@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,12 @@ def run(options: Options) -> None:
     images = require_images(options.images)
     if place.on_hub:
         _print_notice(f"{place.name}: a hub model, which is downloaded the first time")
-    with load_for(options) as loaded, _open_output(options.output, options.file) as write:
+    from toolkit import ranks  # imports torch
+
+    with (
+        load_for(options, sharded=ranks.world_size() > 1) as loaded,
+        _open_output(options.output, options.file) as write,
+    ):
         if options.prompt is not None:
             _answer_prompt(loaded, options, options.prompt, images)
         elif options.chat:
@@ -60,15 +65,33 @@ def run(options: Options) -> None:
             _evaluate_rows(loaded, options, rows, write)
 
 
+def rows_of(options: Options) -> list[PromptRow]:
+    """Reads the rows that the options name; none for a prompt or a conversation. Raises BadInputError."""
+    path = options.file or options.evaluation
+    if path is None:
+        return []
+    return read_rows(path, _mode_of(options), options.evaluation is not None, options.score is not None)
+
+
 def _mode_of(options: Options) -> str:
     return "--file" if options.file is not None else "--eval"
 
 
 @contextmanager
-def load_for(options: Options) -> Iterator[Loaded]:
-    """Loads the model that the options name; libraries are quiet until the block ends."""
-    with quiet():
-        loaded = load_model(options.source, options.dtype, options.device)
+def load_for(options: Options, sharded: bool = False) -> Iterator[Loaded]:
+    """Loads the model that the options name; libraries are quiet until the block ends.
+
+    Args:
+        sharded: whether all ranks hold it together. Otherwise this process holds it alone.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(quiet())
+        if sharded:
+            from toolkit.generation.text.sharded import sharded_model
+
+            loaded = stack.enter_context(sharded_model(options.source, options.dtype, options.device))
+        else:
+            loaded = load_model(options.source, options.dtype, options.device)
         from toolkit.data.templates.stops import turn_ends
 
         if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
@@ -87,7 +110,7 @@ def _answer_prompt(loaded: Loaded, options: Options, text: str, images: Sequence
     except BadInputError as problem:
         raise BadInputError(f"{'--image' if images else '--prompt'}: {problem}") from None
     stream(loaded, prompt, options.sampling, _show)
-    print()
+    _show("\n")
 
 
 def _answer_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
@@ -129,7 +152,7 @@ def _with_bar(items: Iterable[T], total: int, options: Options) -> Iterable[T]:
         total=total,
         console=Terminal(soft_wrap=False),
         transient=True,
-        disable=busy or not sys.stderr.isatty(),
+        disable=busy or not _is_first() or not sys.stderr.isatty(),
     )
 
 
@@ -145,8 +168,10 @@ def _chat(loaded: Loaded, options: Options) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 (input() then edits lines)
     _print_notice("/reset: forget the conversation; /quit: end")
+    from toolkit import ranks
+
     try:
-        converse(loaded, options.sampling, options.system, _read_line, _show)
+        converse(loaded, options.sampling, options.system, lambda: ranks.on_first_rank(_read_line), _show)
     except KeyboardInterrupt:
         print()
 
@@ -192,23 +217,37 @@ def _read_line() -> str | None:
         return None
 
 
+def _is_first() -> bool:
+    """Tells whether this is rank 0, which alone writes."""
+    from toolkit import ranks
+
+    return ranks.rank() == 0
+
+
 def _show(text: str) -> None:
-    """Writes to stdout at once, with a question mark for each character that its encoding lacks."""
+    """Writes to stdout at once, with a question mark for each character that its encoding lacks. On rank 0."""
+    if not _is_first():
+        return
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
 def _print_notice(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Prints a line for people. On rank 0."""
+    if _is_first():
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _open_output(output: Path | None, source: Path | None) -> Iterator[Callable[[str], None]]:
-    """Yields a function that writes lines to stdout, or to a file that appears once it is whole.
+    """Yields a function that writes lines to stdout, or to a file that appears once it is whole. Rank 0 alone writes.
 
     Raises:
         BadInputError: if the file cannot be written, or is the one that is read.
     """
+    if not _is_first():
+        yield lambda _: None
+        return
     if output is None:
         yield partial(print, flush=True)
         return

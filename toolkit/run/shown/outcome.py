@@ -36,7 +36,7 @@ from toolkit.pages.notebook_output import result_output
 from toolkit.pages.parts.run_metrics import damage_in_words, parse_metrics
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.pages.run_page import RunSummary, write_report
-from toolkit.paths import GIB, read_foreign
+from toolkit.paths import GIB, is_hub_name, read_foreign
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.export_origin import origin_of, own_command
 from toolkit.run.folder.finished import write_finished
@@ -213,7 +213,8 @@ def write_pages(
     summary = replace(summary_of(opened, run, facts, result), step_seconds=step_seconds)
     if result.export_dir is not None:
         report, versions = summary.data_report, summary.versions
-        write_card(result.export_dir, opened.recipe, summary.facts, result.metrics, report, versions)
+        use = _how_to_use(result.export_dir, opened.recipe)
+        write_card(result.export_dir, opened.recipe, summary.facts, result.metrics, report, versions, *use)
         origin_of(opened, run, versions).write(result.export_dir)
     write_report(result.output_dir / REPORT, summary)
     write_finished(result.output_dir, result.export_dir)
@@ -260,11 +261,42 @@ def _print_answers(console: Terminal, sample: SideBySide) -> None:
         console.print(f"  {when}: {harmless(cut)}", markup=False)
 
 
+def _how_to_use(export_dir: Path, recipe: Recipe) -> tuple[str, str]:
+    """Returns Python that loads the export, and vLLM's command; both name no folder of this machine."""
+    name = recipe.export.push_to_hub or "."
+    base = recipe.model.name_or_path
+    known_base = base is not None and is_hub_name(base)
+    load = f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    is_adapter = (export_dir / "adapter_config.json").is_file()
+    if is_adapter:
+        shown = f'"{base}"' if known_base else "BASE"
+        auto = recipe.objective.spec.auto_class or "AutoModelForCausalLM"
+        lines = [
+            "from peft import PeftModel",
+            f"from transformers import {auto}, AutoTokenizer\n",
+            f"base = {auto}.from_pretrained({shown})  # the model that was fine-tuned",
+            f'model = PeftModel.from_pretrained(base, "{name}")',
+        ]
+    else:
+        auto = _auto_class_of(export_dir, recipe)
+        lines = [f"from transformers import {auto}, AutoTokenizer\n", f'model = {auto}.from_pretrained("{name}")']
+    spec = recipe.objective.spec
+    is_served = spec.writes_text and not spec.encoder_decoder and adapter_problem(export_dir) is None
+    is_served = is_served and (known_base or not is_adapter)
+    served = vllm_command(export_dir).replace(str(export_dir), name) if is_served else ""
+    return "\n".join([*lines, load]), served
+
+
 def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
     if (export_dir / "adapter_config.json").is_file():
         return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
-    auto = auto_class(AutoConfig.from_pretrained(export_dir, trust_remote_code=recipe.model.trust_remote_code)).__name__
-    return f"{auto}.from_pretrained({str(export_dir)!r})"
+    return f"{_auto_class_of(export_dir, recipe)}.from_pretrained({str(export_dir)!r})"
+
+
+def _auto_class_of(export_dir: Path, recipe: Recipe) -> str:
+    """Returns the name of transformers' class that loads a whole model."""
+    config = AutoConfig.from_pretrained(export_dir, trust_remote_code=recipe.model.trust_remote_code)
+    return str(auto_class(config).__name__)
 
 
 def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:
