@@ -115,7 +115,9 @@ def plan_run(
             setup, why = settle(planner, setup, lambda row: _fits_well(row.peak, row.setup, room - process, device))
         whole = planner.rollout(setup, whole=True)
         gathers_whole = whole is not None and _fits_well(whole, setup, room - process, device)
-        peak = max(planner.peak(setup), *([whole] if whole and gathers_whole else []), key=lambda moment: moment.total)
+        peak = max(
+            [planner.peak(setup), *([whole] if whole and gathers_whole else [])], key=lambda moment: moment.total
+        )
         if device.type != "cpu":
             _require_host_memory(planner.rank_host_bytes(setup))
     except UnplannableError as error:  # a model that cannot be planned may still train
