@@ -46,7 +46,8 @@ def train_a_little(folder: Path) -> None:
     )
     finetune(recipe)
     shutil.copytree(folder / "outputs/notes/export", folder / "model")
-    shutil.copytree(folder / "outputs/notes", folder / "outputs/second")
+    for name in ("second", "quickstart"):
+        shutil.copytree(folder / "outputs/notes", folder / "outputs" / name)
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), config)
     adapted.save_pretrained(folder / "outputs/lora/export")

@@ -24,8 +24,8 @@ def test_there_is_no_yaml_that_no_test_reads() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "*.yaml", "*.yml"], cwd=ROOT, text=True, capture_output=True, check=True
     ).stdout.split()
-    # The first is read by every test of tests/unit/planning, the second by those of tests/docs.
-    data = {"toolkit/planning/time/hardware.yaml", "docs/site/mkdocs.yml"}
+    # Read by tests/unit/planning, tests/docs and tests/unit/suggest.
+    data = {"toolkit/planning/time/hardware.yaml", "docs/site/mkdocs.yml", "tests/unit/suggest/other_tools.yaml"}
     assert {Path(name).parts[0] for name in set(listed) - data} <= FOLDERS
 
 
