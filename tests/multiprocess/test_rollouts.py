@@ -171,3 +171,49 @@ def test_a_run_is_the_plain_loop_and_samples_the_same(folder: Path, plain: dict[
         model = AutoModelForCausalLM.from_pretrained(folder / f"run-{number}-{ranks}" / "export")
         for path, tensor in model.state_dict().items():
             torch.testing.assert_close(tensor, expected["weights"][path], atol=2e-5, rtol=1e-4, msg=f"{name}: {path}")
+
+
+def values_of(folder: Path, output: str, **objective: Any) -> dict[str, Any]:
+    """A recipe of 6 steps on one rank, which keeps every checkpoint."""
+    values = recipe_values(folder / "model", folder / "prompts.jsonl", folder / output, folder / "cache-of-cuts")
+    rewards = [{"name": "share", "score": f"{folder / 'scores.py'}:share"}]
+    of_samples = {"rewards": rewards, "group_size": GROUP, "max_new_tokens": MAX_NEW_TOKENS, **objective}
+    values["objective"] = {"kind": "grpo", **of_samples}
+    values["training"] |= {"max_steps": 6, "seed": SEED, "micro_batch_size": 4, "gradient_accumulation_steps": 2}
+    values["checkpoint"] = {"every_steps": 1, "keep_last": None}
+    return values
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_any_step_bit_for_bit(folder: Path) -> None:
+    from toolkit import BadInputError, Recipe, finetune
+
+    whole = finetune(Recipe.from_mapping(values_of(folder, "whole"))).metrics
+    weights = (folder / "whole/export/model.safetensors").read_bytes()
+    for step in (1, 4):
+        values = values_of(folder, f"from-{step}")
+        values["checkpoint"]["resume"] = str(folder / f"whole/checkpoints/step_{step:08d}")
+        resumed = finetune(Recipe.from_mapping(values)).metrics
+        figures = [[record.get(name) for name in ("reward", "loss", "grad_norm")] for record in resumed]
+        assert figures == [[record.get(name) for name in ("reward", "loss", "grad_norm")] for record in whole]
+        assert (folder / f"from-{step}/export/model.safetensors").read_bytes() == weights
+    (folder / "others.py").write_text(SCORE.replace("/ 4", "/ 2"))
+    values = values_of(folder, "changed")
+    values["objective"]["rewards"][0]["score"] = f"{folder / 'others.py'}:share"
+    values["checkpoint"]["resume"] = str(folder / "whole/checkpoints/step_00000004")
+    with pytest.raises(BadInputError, match=r"objective\.rewards: share: score: the source has changed"):
+        finetune(Recipe.from_mapping(values))
+
+
+@pytest.mark.slow
+def test_what_cannot_be_learned_from_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from toolkit import BadInputError, Recipe, finetune
+
+    with pytest.raises(
+        BadInputError, match=r"objective\.group_size: 3 does not divide the 8 completions of a step.*6 or 9"
+    ):
+        finetune(Recipe.from_mapping(values_of(folder, "odd", group_size=3)))
+    values = values_of(folder, "equal", rewards=[{"name": "never", "match": "no such text"}])
+    values["training"]["max_steps"] = 1
+    finetune(Recipe.from_mapping(values))
+    assert "all 8 completions of the first step have the reward 0" in " ".join(capfd.readouterr().out.split())
