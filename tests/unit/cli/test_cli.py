@@ -124,7 +124,7 @@ def test_validate_shows_values_and_origins() -> None:
     replaced = run(TOOLKIT, "validate", "quickstart", "training.max_steps=7").stdout
     assert re.search(r"^training\.max_steps +7  # override$", replaced, re.MULTILINE), "the origin, where it differs"
     assert lines["training.seed"] == "0"
-    assert lines["data.train"] == json.dumps([str(ROOT / "recipes/data/plays.jsonl")])
+    assert lines["data.train"] == json.dumps([str(ROOT / "recipes/data/requests.jsonl")])
     assert set_there.count("quickstart.yaml") == 1
 
 

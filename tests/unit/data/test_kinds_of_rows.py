@@ -15,6 +15,7 @@ from support.texts import make_texts
 
 from toolkit.data import build
 from toolkit.data.images.images import Images
+from toolkit.data.kinds import registry
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens import tokenizer
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
@@ -225,3 +226,9 @@ def test_a_prompt_leaves_room_for_its_completion(tmp_path: Path) -> None:
     found = build.build(DataSection.model_validate(given), tokens, 0, section)
     dropped = {reason: rows.count for reason, rows in found.report.train.dropped.items()}
     assert (found.train.num_prompts, dropped) == (1, {"longer than data.max_length less objective.max_new_tokens": 1})
+
+
+def test_no_two_kinds_have_a_layout_of_one_name() -> None:
+    """Layouts are found again by their names in the cache."""
+    names = [layout.name for kind in registry.KINDS.values() for layout in kind.layouts]
+    assert sorted(set(names)) == sorted(names)

@@ -31,7 +31,7 @@ def test_all_linear_leaves_the_head_to_be_trained_in_full(name: str, kind: str) 
         model = AUTO[kind].from_config(AutoConfig.for_model(name, **MODELS[name]))
     linear = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
     head = {path for path in linear if "classifier" in path or "score" in path}
-    chosen, _ = layers_to_quantise(model, section)
+    chosen = layers_to_quantise(model, section)
     adapted = add_adapter(model, section, None)
     trained = [name.removeprefix("base_model.model.") for name, p in adapted.named_parameters() if p.requires_grad]
     # What stands inside a head is trained with it.

@@ -319,5 +319,5 @@ def test_answers_end_with_the_models_positions(
     monkeypatch.setattr(planned, "answering", lambda _, *numbers: asked.append(numbers))
     answers = {"file": "a.jsonl", "max_new_tokens": 40, "batch_size": 3}
     data = {"train": "a.jsonl", "max_length": 64, "validation_fraction": 0.1}
-    planner(answers=answers, data=data, objective={"kind": kind})._answering(whole=False)
+    planner(answers=answers, data=data, objective={"kind": kind})._writing(False, 3, 64, 40)
     assert asked == [(3, 64, expected, False)]

@@ -146,7 +146,8 @@ def test_what_compiles_for_minutes_says_so_before(
     plugin: Any = SimpleNamespace(strategy=SimpleNamespace(sharded=True), compilation=None)
     accelerator: Any = SimpleNamespace(is_main_process=True)
     nothing: Any = None
-    prepare_forwards(OpenedRun(nothing, accelerator, plugin, nothing, nothing), llama(attention))
+    loaded: Any = SimpleNamespace(model=llama(attention), load_weights=None)
+    prepare_forwards(OpenedRun(nothing, accelerator, plugin, nothing, nothing), loaded)
     line = "flex_attention compiles its kernels in the first forward, which can take minutes\n"
     assert capsys.readouterr().err == line * told
 

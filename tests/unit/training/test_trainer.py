@@ -76,6 +76,7 @@ class Product:
 class Steps:
     """A window of one number for each step."""
 
+    fresh = False
     samples_per_step = 1
 
     def __init__(self, gradients: list[float]) -> None:

@@ -180,9 +180,9 @@ class PromptRows(TextRows):
     name = "prompts"
     layouts: ClassVar = tuple(
         ColumnLayout(
-            column, (column,), partial(read_prompt, column), ("tools",), has_conversations=column == "messages"
+            name, (column,), partial(read_prompt, column), ("tools",), has_conversations=column == "messages"
         )
-        for column in ("messages", "prompt")
+        for name, column in (("asked messages", "messages"), ("prompt", "prompt"))
     )
     also_called: ClassVar = {"prompt": ("question", "query", "problem", "instruction"), "messages": ("conversation",)}
     encodes: ClassVar[type[Encoder]] = PromptEncoder
