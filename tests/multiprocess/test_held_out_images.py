@@ -148,4 +148,4 @@ def test_pages_show_the_images(page: str, folder: Path) -> None:
     text = (folder / "llava-run" / page).read_text()
     samples = json.loads((folder / "llava-run" / "samples.json").read_text())
     assert all(f'<img src="{uri}"' in text for sample in samples for uri in sample["images"])
-    assert text.count("<img") == 3
+    assert text.count("<img") == 3 if page == "report.html" else text.count("<img") > 3  # a page of all rows
