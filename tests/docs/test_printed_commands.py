@@ -70,6 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "law.txt").write_text(" ".join(make_texts(40)) + "\n")
     (folder / "prompts.txt").write_text("Who goes there?\n")
     (folder / "questions.jsonl").write_text('{"prompt": "Who goes there?", "answer": "A friend."}\n')
+    (folder / "calls.jsonl").write_text(json.dumps({"prompt": "Who goes there?", "answer": '{"name": "call"}'}) + "\n")
     run_on_ranks(train_a_little, 1, folder)
     return folder
 
@@ -109,7 +110,7 @@ def test_what_is_printed_exists(page: list[Printed], place: Path) -> None:
 )
 def test_what_starts_no_ranks_runs(page: list[Printed], place: Path, trained: Path) -> None:
     shutil.copytree(trained, place, dirs_exist_ok=True)
-    if not any("copy" in command.words for command in page):
+    if not any({"copy", "--output"} & set(command.words) for command in page):
         own_recipes([])
     for arguments in (command.arguments for command in page if command.arguments):
         done = CliRunner().invoke(app, arguments, input="Who goes there?\n/quit\n")

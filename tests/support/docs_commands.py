@@ -30,7 +30,7 @@ STAND_INS = {
     "Qwen/Qwen2.5-1.5B-Instruct": "model",
     "outputs/chat": "outputs/notes",
     "outputs/quickstart": "outputs/notes",
-    "outputs/sweep-*": "outputs/notes outputs/second",
+    "outputs/sweep-*": "outputs",
     "outputs/calls": "outputs/notes",
     "outputs/hand": "outputs/notes",
     "outputs/tools": "outputs/lora",
