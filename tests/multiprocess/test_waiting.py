@@ -25,7 +25,7 @@ def slow_on_rank_zero(meeting: str, folder: str) -> float:
 
     from toolkit import ranks
     from toolkit.checkpoint import export as exports
-    from toolkit.model.weights.weights import RankZeroWeights
+    from toolkit.model.weights.weights import Fit, RankZeroWeights
 
     rank = int(os.environ["RANK"])
     limit = timedelta(seconds=PATIENCE_SECONDS)
@@ -41,7 +41,7 @@ def slow_on_rank_zero(meeting: str, folder: str) -> float:
     settings = exports.ExportSettings(torch.float32, 2**30, merge=False)
     tokenizer: Any = mock.Mock(pictures_of=None)
     with mock.patch.object(exports, "write_model_files", slowly):
-        exports.export(Accelerator(cpu=True), model, tokenizer, Path(folder), settings)
+        exports.export(Accelerator(cpu=True), model, Fit(), tokenizer, Path(folder), settings)
     kept = ranks.alone_on_first_rank(lambda: rank)
     assert kept == (0 if rank == 0 else None)
     dist.barrier()
