@@ -179,9 +179,7 @@ class PromptRows(TextRows):
 
     name = "prompts"
     layouts: ClassVar = tuple(
-        ColumnLayout(
-            name, (column,), partial(read_prompt, column), ("tools",), has_conversations=column == "messages"
-        )
+        ColumnLayout(name, (column,), partial(read_prompt, column), ("tools",), has_conversations=column == "messages")
         for name, column in (("asked messages", "messages"), ("prompt", "prompt"))
     )
     also_called: ClassVar = {"prompt": ("question", "query", "problem", "instruction"), "messages": ("conversation",)}
