@@ -55,7 +55,9 @@ class Grpo(Objective):
     def build(cls, of: Ingredients) -> Objective:
         section = of.section
         assert section.max_new_tokens is not None, "the section checks it"
-        return cls(of.model, section.policy_loss, section.beta or 0.0, section.max_new_tokens, of.apart)
+        return cls(
+            of.model, section.policy_loss, section.beta or 0.0, section.max_new_tokens, of.apart or not of.packed
+        )
 
     @property
     def figures(self) -> tuple[str, ...]:

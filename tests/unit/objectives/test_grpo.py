@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.tiny import llama
+from support.tiny import llama, objective_of
 
 from toolkit.data.samples.samples import sample_of, segments_of, stack
 from toolkit.objectives.grpo import Grpo
 from toolkit.objectives.losses.policy_losses import advantages_of
+from toolkit.objectives.objective import Ingredients
 
 MAX_NEW_TOKENS = 6
 PROMPT = 3
@@ -108,3 +109,8 @@ def test_the_gap_is_the_mean_distance_from_the_log_probabilities_of_sampling() -
     found = objective.training_record([float(value) / 4 for value in figures])
     gaps = torch.cat([(of.log_probabilities(model, n) - of.drawn[n]).abs() for n in range(3)])
     assert found == {"sampler_gap": pytest.approx(gaps.mean().item(), rel=1e-5)}
+
+
+@pytest.mark.parametrize(("packed", "apart"), [(True, False), (False, True)])
+def test_completions_share_rows_unless_the_recipe_pads_them(packed: bool, apart: bool) -> None:
+    assert Grpo.build(Ingredients(objective_of("grpo"), llama(), packed, {})).apart is apart
