@@ -45,6 +45,18 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 """Experts: 0 for a dense model."""
 
+FEWER: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("activation_checkpointing", "chunk_tokens", "prefetch", "ema"), (None,)),
+    "strategy": ("ddp", "zero3"),
+    "accumulate": ("one", "by_block"),
+    "offload_checkpoints": (False,),
+    "experts": (0,),
+    "max_grad_norm": (0.5,),
+    "compile": (False,),
+    "optimizer": ("adamw",),
+}
+"""Of objectives in the first tier, which has all of `FACTORS` for `causal_lm`."""
+
 ON_FOUR = {**FACTORS, "strategy": ("zero1", "zero3", "hybrid"), "reshard_after_forward": (None, 2)}
 
 WITH_OBJECTIVES = {
@@ -248,11 +260,12 @@ def wrong_figures(row: Row, records: list[dict[str, Any]], expected: plain_objec
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        pytest.param(2, {"compile": (False,)}, marks=pytest.mark.first),
+        pytest.param(2, FEWER, marks=pytest.mark.first),
+        (2, {"compile": (False,)}),
         pytest.param(2, {}, marks=pytest.mark.grid),
         pytest.param(4, {**ON_FOUR, "compile": (False,)}, marks=pytest.mark.grid),
     ],
-    ids=["eager", "compiled", "4 ranks"],
+    ids=["few factors", "eager", "compiled", "4 ranks"],
 )
 def test_every_allowed_pair_of_objectives_adapters_and_optimizers_is_the_plain_loop(
     ranks: int, more: dict[str, tuple[Any, ...]], with_objectives: Path

@@ -100,9 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [1, pytest.param(2, marks=pytest.mark.first), pytest.param(4, marks=pytest.mark.grid)]
-)
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.grid)])
 def test_parity_with_the_plain_loop(num_ranks: int, folder: Path, text_file: Path) -> None:
     by_hand = {tied: plain(folder / f"model-{tied}", text_file) for tied in (False, True)}
     results = run_on_ranks(toolkit_runs, num_ranks, folder, text_file)[0]

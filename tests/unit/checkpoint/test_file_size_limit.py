@@ -28,6 +28,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_an_export_that_cannot_be_written_is_explained_and_leaves_nothing(tmp_path: Path) -> None:
     """At each file that is too large: the weights, the tokenizer (whose library raises Exception), any other."""
     texts = make_texts(60)

@@ -271,6 +271,7 @@ def test_an_adapter_names_the_class_that_the_run_had(base: Path, tmp_path: Path)
     assert "tokenizer_class is 'Qwen2Tokenizer' instead of 'PreTrainedTokenizerFast'" in told
 
 
+@pytest.mark.slow
 def test_a_run_says_what_differs_and_how_to_serve_it(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

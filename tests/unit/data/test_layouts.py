@@ -285,7 +285,7 @@ def test_a_system_prompt_beside_a_text_prompt_makes_conversations(tmp_path: Path
     assert len({data.fingerprint for data in (counted, written)}) == 2
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_column_beside_text_is_counted_and_the_advice_of_a_refusal_leads_on(
     tmp_path: Path, chatml: Any, streaming: bool
 ) -> None:

@@ -88,6 +88,7 @@ def test_held_out_rows_and_streams_are_mapped_too(tmp_path: Path, byte_pairs: An
         assert rows_of(first.validation) == rows_of(second.validation)
 
 
+@pytest.mark.slow
 def test_processes_that_tokenise_import_the_function_themselves(
     tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

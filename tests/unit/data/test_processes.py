@@ -28,6 +28,7 @@ def byte_pairs() -> Any:
     return tokenizer._train_byte_pairs(iter(TEXTS), 320)
 
 
+@pytest.mark.slow
 def test_tokenised_in_several_processes_the_rows_are_the_same(
     tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_rows_are_tokenised_anew_on_another_day_only_if_they_have_it(tmp_path: P
     assert texts_on(FIRST_DAY, "texts.jsonl") == texts_on(SECOND_DAY, "texts.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_llama(tmp_path / "base", make_texts(60), tied=True)
     tokens = AutoTokenizer.from_pretrained(base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from support.four_bits import matrix_of
@@ -34,6 +35,7 @@ def differences() -> dict[str, float]:
     return {f"{shape}, {double=}": difference(*shape, double) for shape in SHAPES for double in (False, True)}
 
 
+@pytest.mark.slow
 def test_layers_are_exact_on_a_cpu() -> None:
     """In a process of its own: `read_by_hand` of another test would have replaced what is tested."""
     [found] = run_on_ranks(differences, 1)

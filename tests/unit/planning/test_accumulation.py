@@ -84,6 +84,7 @@ def test_what_stays_by_micro_batch_on_slow_links(own: Recipe, precision: str, st
     assert why.startswith(told)
 
 
+@pytest.mark.slow
 def test_experts_without_a_balance_loss_and_hybrid_may_run_by_block() -> None:
     assert settled(recipe(EXPERTS, objective={"router_aux_coef": 0.0}), SLOW())[0]
     assert settled(recipe(), hardware_of("h100_sxm", link_gbs=0.01, nic_gbs=0.01), strategy="hybrid")[0]
@@ -123,6 +124,7 @@ def test_a_run_goes_by_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow.peak == asked.peak
 
 
+@pytest.mark.slow
 def test_the_table_has_both_ways_and_a_command_that_says_which() -> None:
     found = plan(recipe(), SLOW(), 8)
     assert found.asked.setup.by_block

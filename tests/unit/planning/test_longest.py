@@ -98,7 +98,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    "kind", ["classes", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS if kind != "classes")]
+)
 def test_every_objective_is_planned_on_shared_rows(kind: str) -> None:
     """Two ranks hold half of the activations each, but for what is as large whatever the row."""
     peaks = []

@@ -73,6 +73,7 @@ def test_the_parts_that_a_run_trains_are_planned(
     assert found.has_images == (rows == "rows.jsonl")
 
 
+@pytest.mark.slow
 def test_the_plan_is_that_of_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
     monkeypatch.setattr(check, "psutil", SimpleNamespace(Process=lambda: no_process))

@@ -190,6 +190,7 @@ def test_by_block_needs_a_workspace_of_cublas_for_each_micro_batch(found: Plan) 
     assert verdict_of(peak, 0, cpu, setup) == verdict_of(peak, 0, cpu)
 
 
+@pytest.mark.slow
 def test_what_helps_where_nothing_fits() -> None:
     nothing = plan(recipe(), limited(0.001), 8)
     assert nothing.recommended is None
@@ -255,6 +256,7 @@ def test_the_command_is_one_that_the_recipe_takes(found: Plan) -> None:
     assert "--parallelism_config_dp_shard_size" in words
 
 
+@pytest.mark.slow
 def test_a_recipe_that_gathers_in_nodes_has_a_row_with_it_and_one_without() -> None:
     asked = recipe(sharding={"strategy": "zero3", "reshard_after_forward": 8}, **ALONE)
     found = plan(asked, hardware_of("h100_sxm", nic_gbs=0.1), 16, with_levers=False)
@@ -342,6 +344,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_json_and_trace(file: str) -> None:
     result = run("--recipe", file, "--gpus", "2", "--json", "--trace")
     assert result.exit_code == 0, result.output
@@ -512,6 +515,7 @@ def test_a_run_that_cannot_fit_is_stopped_with_what_would_help(monkeypatch: pyte
         planned(1000, monkeypatch)
 
 
+@pytest.mark.slow
 def test_checkpointing_by_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few blocks as the memory needs, with the headroom of a row that fits."""
     tried = (None, Checkpointing(2), Checkpointing(1))
@@ -545,6 +549,7 @@ def _asked() -> Any:
     return asked_setup(recipe(), 2, hardware_of("cpu"), "zero3", False, None)
 
 
+@pytest.mark.slow
 def test_long_rows_have_a_column_of_the_ranks_that_share_them() -> None:
     long, steps = 8192, {"training": {"micro_batch_size": 1, "gradient_accumulation_steps": 2}}
     data, sharding = {"train": "text.txt", "max_length": long, "packing": False}, {"activation_checkpointing": 1}

@@ -131,6 +131,7 @@ def one_sharded_rank() -> tuple[SightCheck | None, str]:
     return right, str(error.value)
 
 
+@pytest.mark.slow
 def test_images_that_make_ranks_run_other_units_are_named() -> None:
     ((right, error),) = run_on_ranks(one_sharded_rank, 1)
     assert right is not None

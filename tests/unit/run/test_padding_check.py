@@ -166,6 +166,7 @@ def trained(folder: str, strategy: str) -> dict[str, Any]:
     return {"losses": [record["loss"] for record in result.metrics if "learning_rate" in record]}
 
 
+@pytest.mark.slow
 def test_ranks_run_a_forward_for_each_row_and_step_as_a_plain_loop(tmp_path: Path) -> None:
     """Several forwards before a backward, under DDP and FSDP2."""
     texts = [

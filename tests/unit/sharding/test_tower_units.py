@@ -55,6 +55,7 @@ def _is_in(path: str, outer: list[str]) -> bool:
     return any(path == each or path.startswith(f"{each}.") for each in outer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.grid)], ids=["small", "default"])
 def test_no_list_of_blocks_is_in_the_root_but_those_that_are_known(
     small: bool, monkeypatch: pytest.MonkeyPatch

@@ -401,6 +401,7 @@ ALL_ON_HARDWARE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [ON_HARDWARE, pytest.param(ALL_ON_HARDWARE, marks=pytest.mark.grid)])
 def test_what_init_writes_is_what_the_plan_of_it_recommends(cases: list[tuple[str, str, str]]) -> None:
     """Also where the plan has other micro-batches than the draft, and where offload or groups would be as fast."""

@@ -99,7 +99,7 @@ def written(config: Any, dtype: torch.dtype) -> tuple[int, int]:
     return sum(math.ceil(size / 512) * 512 for size in sizes), ledger.peak - before
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_cache_has_the_bytes_of_transformers_own(name: str, precision: str) -> None:
     config = configured(name)
@@ -133,7 +133,14 @@ def peaks(recipe: Recipe, name: str, mixed_precision: str = "bf16") -> dict[str,
     return {each.moment: each.total for each in planner.moments(Setup(strategy, mesh, False, None, 1, 1))}
 
 
-@pytest.mark.parametrize(("name", "held"), [("ddp", 16 + 2), ("zero2", 12 / 2 + 2), ("zero3", 12 / 2)])
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        pytest.param("ddp", 16 + 2, marks=pytest.mark.slow),
+        ("zero2", 12 / 2 + 2),
+        pytest.param("zero3", 12 / 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_plan_counts_the_state_what_is_gathered_and_the_cache(name: str, held: float) -> None:
     rows, tokens = 64, 64 + 448
     recipe, parameters = (

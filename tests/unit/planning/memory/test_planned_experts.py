@@ -44,6 +44,7 @@ def recipe(**sharding: object) -> Recipe:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(lacks_products(), reason="experts in float32 are planned with transformers 5.23 or later")
 def test_a_table_has_what_spread_experts_can_run_with() -> None:
     found = plan(recipe(experts=4), presets()["h100_sxm"], 8)
@@ -61,6 +62,7 @@ def test_a_table_has_what_spread_experts_can_run_with() -> None:
     assert found.asked.traffic.trainable == gathered.trainable
 
 
+@pytest.mark.slow
 def test_tokens_go_to_experts_and_around_attention_where_rows_are_shared() -> None:
     found = plan(recipe(experts=4, sequence=2), presets()["h100_sxm"], 8, with_levers=False).asked.traffic
     tokens, width, layers = 2 * 64 // 2, 64, 2  # of a rank

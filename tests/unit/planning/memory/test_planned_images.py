@@ -66,7 +66,14 @@ def planned(
     return max(moment.total - moment.optimizer for moment in moments)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.grid) for kind in OTHERS)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        KINDS[0],
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:]),
+        *(pytest.param(kind, marks=pytest.mark.grid) for kind in OTHERS),
+    ],
+)
 def test_the_plan_is_the_trace(kind: str) -> None:
     packed = kind != "qwen3_5"
     for parts, strategy, checkpointing in (
@@ -80,6 +87,7 @@ def test_the_plan_is_the_trace(kind: str) -> None:
         assert found == pytest.approx(traced.peak, rel=0.015), (parts, strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.grid)])
 def test_by_block_is_not_planned_too_low(kind: str) -> None:
     """Others are taken to hold as much as in the block that is under way, which beside towers is more than they do."""
@@ -108,6 +116,7 @@ def drawn_row(height: int, width: int) -> Row:
     return Row([20, *places, 21, 22], [False] * (len(places) + 2) + [True], [Drawn(1, height, width)])
 
 
+@pytest.mark.slow
 def test_the_largest_images_of_the_rows_count() -> None:
     text = random_rows("qwen2_5_vl", [0], seed=1)[0]
     small, large = (

@@ -80,15 +80,18 @@ def case(
     checkpointing: Checkpointing | None = None,
     *,
     rel: float = 0.02,
-    marks: Any = (),
+    mark: Any = None,
     **more: Any,
 ) -> Any:
+    marks = [*([] if name in FIRST else [pytest.mark.slow]), *([mark] if mark else [])]
     return pytest.param(work, (strategy, mesh, checkpointing), more, rel, id=name, marks=marks)
 
 
 SHARDS_BYTES = pytest.mark.skipif(Version(torch.__version__) < OLDEST_TORCH, reason="this torch cannot shard bytes")
 FLOAT32 = pytest.mark.skipif(lacks_products(), reason="transformers before 5.23 looks at the numbers of tokens")
 GRID = pytest.mark.grid
+FIRST = ("stacks zero2", "stacks by block", "experts of 2 ranks", "attention adapted", "int8 zero2")
+"""Cases of the first tier."""
 ONE_BLOCK = r".*layers\.1\.self_attn\.(q|o)_proj"  # backward comes to the last two blocks alone
 
 CASES = [
@@ -108,11 +111,11 @@ CASES = [
     case("experts adapted", lambda: mixtral(16, 2048, 2, "all-linear"), "zero3", FOUR, EVERY, accumulation=2),
     case("attention adapted", lambda: mixtral(160, 2048, 2, ["q_proj", "v_proj"]), "zero3", FOUR, EVERY),
     case("one block adapted", lambda: mixtral(16, 2048, 2, ONE_BLOCK), accumulation=2),
-    case("float32", lambda: mixtral(16, mixed_precision="no"), accumulation=2, marks=FLOAT32),
+    case("float32", lambda: mixtral(16, mixed_precision="no"), accumulation=2, mark=FLOAT32),
     case("float32 islands zero3", ernie),
     case("float32 islands zero2", ernie, "zero2", MeshShape(1, 2), accumulation=2),
     case("float32 islands zero1", ernie, "zero1", MeshShape(1, 1), accumulation=2),
-    case("nf4", lambda: quantised(quantize="nf4"), "zero3", EIGHT, marks=SHARDS_BYTES),
+    case("nf4", lambda: quantised(quantize="nf4"), "zero3", EIGHT, mark=SHARDS_BYTES),
     *(
         case(
             f"nf4 double, {ranks} ranks",
@@ -120,12 +123,12 @@ CASES = [
             "zero3",
             MeshShape(1, ranks),
             EVERY,
-            marks=SHARDS_BYTES,
+            mark=SHARDS_BYTES,
         )
         for ranks in (1, 2)
     ),
-    case("nf4 hybrid", lambda: quantised("no", quantize="nf4"), "hybrid", MeshShape(2, 2), marks=SHARDS_BYTES),
-    case("int8 zero2", lambda: quantised(quantize="int8"), "zero2", marks=SHARDS_BYTES),
+    case("nf4 hybrid", lambda: quantised("no", quantize="nf4"), "hybrid", MeshShape(2, 2), mark=SHARDS_BYTES),
+    case("int8 zero2", lambda: quantised(quantize="int8"), "zero2", mark=SHARDS_BYTES),
     case("t5", lambda: seq2seq({**T5, "num_layers": 5, "num_decoder_layers": 6}, (64, 24), "bf16"), micro_batch=2),
     case("bart", lambda: seq2seq({**BART, "encoder_layers": 5, "decoder_layers": 6}, (64, 24), "bf16"), micro_batch=2),
     case(
@@ -135,14 +138,14 @@ CASES = [
         FOUR,
         EVERY,
         micro_batch=2,
-        marks=GRID,
+        mark=GRID,
     ),
     case(
         "bart, long",
         lambda: seq2seq({**BART, "encoder_layers": 2, "decoder_layers": 5}, (24, 96), "no"),
         "zero2",
         micro_batch=2,
-        marks=GRID,
+        mark=GRID,
     ),
 ]
 
@@ -173,8 +176,8 @@ def test_tokens_sent_to_experts_by_formula() -> None:
     assert {p.shard_numel(8) * 8 / p.numel for p in stacks} == {1.0}, "along their rows"
 
 
-@pytest.mark.parametrize("checkpointing", [None, EVERY])
-@pytest.mark.parametrize("skew", [2, 4])
+@pytest.mark.parametrize("checkpointing", [None, pytest.param(EVERY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("skew", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_plans_of_uneven_loads_hold_what_the_trace_does(skew: int, checkpointing: Checkpointing | None) -> None:
     """And that is what docs/experts.md says: rows that come besides are kept until backward, which has more."""
     peaks = {}
@@ -190,7 +193,10 @@ def test_plans_of_uneven_loads_hold_what_the_trace_does(skew: int, checkpointing
     assert kept < peaks[skew] - peaks[1] < kept + of_layer
 
 
-@pytest.mark.parametrize(("tokens", "offload", "rel"), [(160, False, 0.01), (8, False, 0.01), (160, True, 0.05)])
+@pytest.mark.parametrize(
+    ("tokens", "offload", "rel"),
+    [(8, False, 0.01), *(pytest.param(160, *each, marks=pytest.mark.slow) for each in ((False, 0.01), (True, 0.05)))],
+)
 def test_the_plan_of_a_window_is_its_trace(tokens: int, offload: bool, rel: float) -> None:
     work = workload("llama", tokens=tokens, layers=4, vocabulary=256)
     plan = Planned(work, "zero3", EIGHT, Checkpointing(1, offload), accumulation=4, by_block=True)
@@ -202,6 +208,7 @@ def test_the_plan_of_a_window_is_its_trace(tokens: int, offload: bool, rel: floa
     assert {kind: num_bytes for kind, num_bytes in sent.items() if num_bytes} == traced.traffic
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_chunks_are_planned_and_most_of_a_blocks_activations_are_gone(lora: bool) -> None:
     peaks, flops = [], []

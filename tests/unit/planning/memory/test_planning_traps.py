@@ -235,7 +235,9 @@ def python_calls(function: Callable[[], T]) -> tuple[int, T]:
     return calls, found
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "70b" else name for name in LARGE]
+)
 def test_a_plan_costs_few_calls_and_no_memory(name: str) -> None:
     """A second's worth of calls, as many for 4,096 ranks as for 2."""
     work = large(name)

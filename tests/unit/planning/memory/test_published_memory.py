@@ -168,6 +168,7 @@ def their_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "precision_policies", policies)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("their_policy")
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_h200s(row: Published) -> None:
