@@ -316,12 +316,20 @@ def _choose(run: P, step: int | None) -> tuple[int, Manifest, int | None]:
         finished = [one for one in every if not one.unfinished]
         if not finished:
             problem = told_of_checkpoint(run) if isinstance(run, Path) else None
-            shown = shlex.quote(str(run))
-            raise BadInputError(problem or f"{str(run)!r} has no whole checkpoint; see toolkit checkpoints {shown}")
+            raise BadInputError(problem or _without_checkpoint(run))
         chosen, unfinished = finished[-1], every[-1].step if every[-1].unfinished else None
     if chosen.manifest is None or chosen.problem is not None:
         raise _not_whole(run, chosen.folder, str(chosen.problem))
     return chosen.step, chosen.manifest, unfinished
+
+
+def _without_checkpoint(run: Place) -> str:
+    export = run / "export"
+    if isinstance(export, Path) and any((export / name).is_file() for name in ("config.json", "adapter_config.json")):
+        mend = f"its model is in {str(export)!r}, which loads as it is, and which --format gguf and ollama take"
+    else:
+        mend = f"see toolkit checkpoints {shlex.quote(str(run))}"
+    return f"{str(run)!r} has no whole checkpoint; {mend}"
 
 
 def _not_whole(run: Place, folder: Place, problem: str) -> BadInputError:

@@ -16,6 +16,8 @@ from toolkit.checkpoint.consolidate import EXPORT_TYPES, MODEL_FILES, Exported, 
 from toolkit.checkpoint.export import let_others_read
 from toolkit.errors import BadInputError, ExportError
 from toolkit.generation.text.load import model_in
+from toolkit.model.beside_weights.base_files import TOKENIZER
+from toolkit.paths import parse_json, read_foreign
 from toolkit.serving.ollama import GGUF, MODELFILE, write_modelfile
 
 OUTTYPES = dict(zip(EXPORT_TYPES, ("f32", "bf16", "f16"), strict=True))
@@ -69,7 +71,7 @@ class Made:
     Attributes:
         folder: the folder.
         exported: the checkpoint that was exported, or None if an export was converted.
-        notes: what Ollama's template lacks, a sentence each.
+        notes: what the converter does not read, and what Ollama's template lacks, a sentence each.
         commands: commands that start a server and a conversation.
     """
 
@@ -117,10 +119,24 @@ def make_gguf(
         made = scratch / "made"
         made.mkdir()
         convert(converter, whole, made / GGUF, "--outtype", OUTTYPES[dtype], "--model-name", to.name)
-        notes = write_modelfile(whole, made) if for_ollama else []
+        notes = [*_doubts(whole), *(write_modelfile(whole, made) if for_ollama else [])]
         let_others_read(made)
         made.rename(to)
     return Made(to, exported, notes, _commands(to, for_ollama))
+
+
+def _doubts(model: Path) -> list[str]:
+    """Says if the converter cannot read the order of the tokenizer's merges (`LlamaHfVocab` in its gguf package)."""
+    if (model / "tokenizer.model").is_file() or not (model / TOKENIZER).is_file():
+        return []
+    fields = parse_json(read_foreign(model / TOKENIZER)).get("model") or {}
+    if fields.get("type") != "BPE" or not fields.get("byte_fallback"):
+        return []
+    return [
+        "there is no tokenizer.model, and llama.cpp's converter takes from tokenizer.json neither the order of merges "
+        "nor special tokens that tokenizer_config.json does not list: prompts may have other tokens than in training; "
+        "put the base's tokenizer.model into the export, and convert that"
+    ]
 
 
 def _adapter_error(source: str) -> BadInputError:

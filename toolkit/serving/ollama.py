@@ -44,7 +44,7 @@ def write_modelfile(export: Path, folder: Path) -> list[str]:
                 "blank line between them"
             )
     stops = dict.fromkeys([*end_texts(tokenizer), *_configured_ends(export, tokenizer)])
-    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops]  # Ollama takes what is between the quotes as it is
     (folder / MODELFILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
     return notes
 
@@ -163,8 +163,13 @@ def _around(text: str, messages: list[Message]) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Returns an action of a Go template that writes a text: JSON's escapes are Go's, too."""
-    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""
+    """Returns an action of a Go template that writes a text: JSON's escapes are Go's, too.
+
+    Ollama drops characters of a Modelfile that cannot be printed, such as a no-break space, unless they are escaped.
+    """
+    written = json.dumps(text, ensure_ascii=False)
+    escaped = "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in written)
+    return f"{{{{ {escaped} }}}}" if text else ""
 
 
 def _chosen(texts: dict[str, str], otherwise: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,13 @@ def test_plain_text_has_no_template_and_dates_are_not_frozen(tmp_path: Path) -> 
     assert 'TEMPLATE """{{ .Prompt }}"""' in modelfile_of(tokenizer, tmp_path)[0]
     use_template(tokenizer, "chatml")
     assert '{{ "<|im_start|>user\\n" }}' in modelfile_of(tokenizer, tmp_path)[0]
+    tokenizer.chat_template = "{% for m in messages %}\u00a0[{{ m.role }}]\U0001f389\u200d{{ m.content }}{% endfor %}"
+    tokenizer.eos_token = 'a"b\\'
+    written = modelfile_of(tokenizer, tmp_path)[
+        0
+    ]  # Ollama drops what cannot be printed, and knows no escapes in a stop
+    assert '{{ "\\U000000a0[user]\U0001f389\\U0000200d" }}' in written
+    assert 'PARAMETER stop "a"b\\"\n' in written
     tokenizer.chat_template = "{{ strftime_now('%Y') }}" + tokenizer.chat_template
     assert "TEMPLATE" not in modelfile_of(tokenizer, tmp_path)[0]
 
@@ -179,6 +187,17 @@ def test_an_export_is_converted(
     assert sorted(path.name for path in to.iterdir()) == ["Modelfile", "model.gguf"]
     given = json.loads((to / "model.gguf").read_text())
     assert (given[0], given[3:]) == (str(base), ["--outtype", "f16", "--model-name", "Ours"])
+    like_llama_2 = tmp_path / "like llama 2"
+    shutil.copytree(base, like_llama_2)
+    (like_llama_2 / "tokenizer.json").write_text('{"model": {"type": "BPE", "byte_fallback": true}}')
+    doubts = []
+    for name in ("without", "with"):
+        assert not run_export(
+            monkeypatch, str(like_llama_2), "--to", str(tmp_path / name), "--format", "gguf", *made[2:]
+        )
+        doubts.append("there is no tokenizer.model" in capsys.readouterr().out)
+        (like_llama_2 / "tokenizer.model").touch()
+    assert doubts == [True, False]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -191,6 +210,7 @@ def test_what_cannot_be_converted_is_said(
     (odd / "config.json").write_text("{}")
     (odd / "tokenizer_config.json").write_text('"refuse"')
     adapter = save_adapter(tmp_path / "adapter", base)
+    shutil.copytree(base, tmp_path / "run/export")
     there = ["--llama-cpp", str(llama_cpp)]
     cases: list[tuple[Path, list[str], str]] = [
         (base, ["--format", "vllm"], "allowed: huggingface, gguf, ollama; vLLM and SGLang read huggingface"),
@@ -200,6 +220,11 @@ def test_what_cannot_be_converted_is_said(
         (base, ["--format", "gguf", "--llama-cpp", str(base)], "has no convert_hf_to_gguf.py"),
         (base, ["--format", "gguf", *there, "--checkpoint", "3"], "--checkpoint has no effect on an export"),
         (odd, ["--format", "gguf", *there], "refuses it: Model OwnForCausalLM is not supported. transformers, vLLM"),
+        (
+            tmp_path / "run",
+            ["--format", "gguf", *there],
+            f"its model is in '{tmp_path}/run/export', which loads as it is",
+        ),
         (adapter, ["--format", "gguf", *there], f"run `toolkit merge {adapter} --to merged`, and export that folder"),
     ]
     for source, options, said in cases:

@@ -1,0 +1,156 @@
+"""The part of loaders.py that loads exports with servers' engines. It imports nothing of the toolkit.
+
+Each function returns the logits after the tokens TOKENS, and whether the engine's tokenizer, where it has one of its
+own, gives the tokens of the base.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+TOKENS = list(range(5, 85))
+TEXT = "the cat <|im_end|> sat  \n über"
+Answer = dict[str, Any]
+
+
+def ctranslate2(job: dict[str, Any]) -> Answer:
+    """Converts an export by ctranslate2's converter, and runs it in float32."""
+    import ctranslate2
+    from ctranslate2.converters import TransformersConverter
+
+    vocabulary = transformers.AutoTokenizer.from_pretrained(job["folder"]).convert_ids_to_tokens(TOKENS)
+    with tempfile.TemporaryDirectory() as folder:
+        TransformersConverter(job["folder"]).convert(folder, quantization="float32", force=True)
+        engine = ctranslate2.Generator(folder, device="cpu", compute_type="float32")
+        import numpy
+
+        logits = numpy.array(engine.forward_batch([vocabulary]).to_device(ctranslate2.Device.cpu))
+    return {"logits": logits[0, -1].tolist(), "as_base": {}}
+
+
+def mlx(job: dict[str, Any]) -> Answer:
+    """Loads an export by mlx-lm, on the CPU."""
+    import mlx.core
+    from mlx_lm.utils import load_model, load_tokenizer
+
+    mlx.core.set_default_device(mlx.core.cpu)
+    model, _ = load_model(Path(job["folder"]))
+    model.set_dtype(mlx.core.float32)
+    logits = model(mlx.core.array([TOKENS]))[0, -1].astype(mlx.core.float32)
+    own, base = (load_tokenizer(Path(job[name])).encode(TEXT) for name in ("folder", "base"))
+    return {"logits": logits.tolist(), "as_base": {"tokens": own == base}}
+
+
+def vllm(job: dict[str, Any]) -> Answer:
+    """Loads an export by vLLM on the CPU, with its LoRA engine for an adapter, and its pooling engine for scores."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    scores = job["auto"].endswith("SequenceClassification")
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "disable_log_stats": True,
+    }
+    name, tokenizer, request = job["folder"], job["folder"], None
+    if job["adapter"]:
+        options |= {"enable_lora": True, "max_lora_rank": 8}
+        name, request = job["base"], LoRARequest("tuned", 1, job["folder"])
+    if scores:
+        options |= {"runner": "pooling"}
+    else:
+        options |= {"max_logprobs": -1, "logprobs_mode": "raw_logits"}
+    engine = LLM(name, tokenizer=tokenizer, gpu_memory_utilization=0.05, **options)
+    prompt: Any = {"prompt_token_ids": TOKENS}
+    if scores:
+        (answer,) = engine.classify([prompt], use_tqdm=False, pooling_params=_raw())
+        return {"logits": list(answer.outputs.probs), "as_base": {}}
+    once = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+    (answer,) = engine.generate([prompt], once, lora_request=request, use_tqdm=False)
+    (found,) = answer.outputs[0].logprobs
+    logits = [found[number].logprob for number in range(len(found))]
+    own = engine.get_tokenizer().encode(TEXT)
+    base = transformers.AutoTokenizer.from_pretrained(job["base"]).encode(TEXT)
+    return {"logits": logits, "as_base": {"tokens": own == base}}
+
+
+def _raw() -> Any:
+    """Returns settings that leave the scores as the head gives them."""
+    from vllm import PoolingParams
+
+    return PoolingParams(use_activation=False)
+
+
+def llama_cpp(job: dict[str, Any], sources: Path) -> Answer:
+    """Converts an export by llama.cpp's converters, and runs it in float32, an adapter on its converted base.
+
+    The converters know a tokenizer by a checksum, so they are told that it is GPT-2's, by whose rules it was trained.
+    """
+    import llama_cpp
+    import numpy
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole, adapter = Path(folder) / "whole.gguf", Path(folder) / "adapter.gguf"
+        _convert("convert_hf_to_gguf", sources, [job["base" if job["adapter"] else "folder"], "--outfile", str(whole)])
+        if job["adapter"]:
+            given = [job["folder"], "--base", job["base"], "--outfile", str(adapter)]
+            _convert("convert_lora_to_gguf", sources, given)
+        # Without these types the cache of keys and values is float16.
+        types = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
+        path = str(adapter) if job["adapter"] else None
+        engine = llama_cpp.Llama(str(whole), n_ctx=256, logits_all=True, verbose=False, lora_path=path, **types)
+        engine.eval(TOKENS)
+        logits = numpy.array(engine.scores[len(TOKENS) - 1]).tolist()
+        tokens = engine.tokenize(TEXT.encode(), add_bos=False, special=True)
+        template = engine.metadata.get("tokenizer.chat_template")
+        end = engine.token_eos()
+        engine.close()
+    base = transformers.AutoTokenizer.from_pretrained(job["base"])
+    same = {
+        "tokens": tokens == base.encode(TEXT),
+        "conversation": template == base.chat_template,
+        "end": end == base.eos_token_id,
+    }
+    return {"logits": logits, "as_base": same}
+
+
+def _convert(script: str, sources: Path, arguments: Sequence[str]) -> None:
+    """Runs a converter in this process, in float32."""
+    sys.path[:0] = [str(sources), str(sources / "gguf-py")]
+    module = __import__(script)
+    from conversion import base
+
+    base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
+    sys.argv = [script, *arguments, "--outtype", "f32"]
+    before = os.getcwd()
+    try:
+        module.main()
+    finally:
+        os.chdir(before)
+
+
+def sglang(job: dict[str, Any]) -> Answer:
+    """Reads an export's configuration, ends and tokenizer by SGLang, which has no engine without a GPU."""
+    from sglang.srt.utils.hf_transformers_utils import get_config, get_generation_config, get_tokenizer
+
+    found = [_read_by(get_config, get_generation_config, get_tokenizer, job[name]) for name in ("folder", "base")]
+    return {"logits": [1.0], "as_base": {key: found[0][key] == found[1][key] for key in found[0]}}
+
+
+def _read_by(config: Any, generation: Any, tokenizer: Any, folder: str) -> dict[str, Any]:
+    read, ends = config(folder, trust_remote_code=False), generation(folder, trust_remote_code=False)
+    changed = ("dtype", "torch_dtype", "_name_or_path", "vocab_size", "architectures", "transformers_version")
+    fields = {key: value for key, value in read.to_dict().items() if key not in changed}
+    return {
+        "configuration": fields,
+        "ends": getattr(ends, "eos_token_id", None),
+        "tokens": tokenizer(folder).encode(TEXT),
+    }
