@@ -41,7 +41,7 @@ READS = {
 }
 """Room -> the rooms it may import, and with them whatever those may."""
 
-FULLER = {"cli/commands": 19, "objectives": 14, "recipe/objectives": 14}
+FULLER = {"cli/commands": 19, "objectives": 15, "recipe/objectives": 14}
 """Folders of more than 13 files: lists, of which each file is one entry."""
 
 LONG_FILES = {"recipe/schema"}

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from toolkit.data.samples.documents_apart import documents_apart
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.samples.sequence_parts import predictions_of
 from toolkit.errors import BadInputError
-from toolkit.model.adapters.adapters import adapters_off, has_adapter
-from toolkit.model.structure.without_dropout import without_dropout
-from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.completions import OfCompletions
 from toolkit.objectives.losses.policy_losses import policy_losses, token_weights
 from toolkit.objectives.losses.preference_losses import summed_by_document
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
 
 
-class Grpo(Objective):
+class Grpo(OfCompletions):
     """Group-relative policy gradient on fresh samples; the losses of `losses/policy_losses.py` on a causal model.
 
     A batch holds completions behind their prompts: `segments` (B, T) number them, `advantages` (R,) are theirs, and
@@ -31,33 +26,37 @@ class Grpo(Objective):
         loss: how the losses of tokens are averaged; see `token_weights`.
         beta: weight of KL(policy || reference); the reference is the model with its adapters off.
         max_new_tokens: the most tokens of a completion.
-        apart: whether each completion has a row of its own; otherwise they share rows.
+        apart, continued: see `OfCompletions`.
 
     Raises:
-        BadInputError: if there is a `beta`, and no adapter is trained.
+        BadInputError: if there is a `beta`, and no new adapter is trained.
     """
 
-    needs_documents = True
-
-    def __init__(self, model: nn.Module, loss: str, beta: float, max_new_tokens: int, apart: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str,
+        beta: float,
+        max_new_tokens: int,
+        apart: bool = False,
+        continued: bool = False,
+    ) -> None:
+        super().__init__(model, apart, continued)
         self.unit = "targets" if loss == "dapo" else "rows"
-        self.apart = apart
         self._loss, self._beta, self._max_new_tokens = loss, beta, max_new_tokens
-        self._causal = CausalLM(model, packed=not apart)
-        self._adapted = model if has_adapter(model) else None
         if beta and self._adapted is None:
+            trained = "an adapter is trained further" if continued else "every weight is trained"
             raise BadInputError(
-                "objective.beta: the reference of grpo is the model under a new adapter, and every weight is trained; "
-                "set adapter.kind=lora, or remove objective.beta (null: no reference)"
+                f"objective.beta: the reference of grpo is the model under a new adapter, and {trained}; set "
+                "adapter.kind=lora without adapter.start_from, or remove objective.beta (null: no reference)"
             )
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:
         section = of.section
         assert section.max_new_tokens is not None, "the section checks it"
-        return cls(
-            of.model, section.policy_loss, section.beta or 0.0, section.max_new_tokens, of.apart or not of.packed
-        )
+        apart = of.apart or not of.packed
+        return cls(of.model, section.policy_loss, section.beta or 0.0, section.max_new_tokens, apart, of.continued)
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -68,18 +67,6 @@ class Grpo(Objective):
         if self.unit == "targets":
             return int((predictions_of(batch)[0] != IGNORED).sum())
         return len(batch["advantages"])
-
-    def on_host(self, batch: Batch) -> dict[str, Any]:
-        """Adds what `CausalLM.on_host` adds."""
-        return self._causal.on_host(documents_apart(batch) if self.apart and "segments" in batch else batch)
-
-    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Returns logits (B, T, V)."""
-        return self._causal.logits(model, batch)
-
-    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
-        """Checks as `CausalLM.check_head_loss` does."""
-        return self._causal.check_head_loss(model, device, in_16_bits)
 
     def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the log-probabilities of the completions' learned tokens, (R, 1)."""
@@ -94,18 +81,7 @@ class Grpo(Objective):
         """Returns the batches with the base's log-probability of each token, (B * T,), if there is a `beta`."""
         if not self._beta:
             return batches
-        # For all micro-batches at once: adapters are switched off for the whole process, not for a thread.
-        with self._as_base(model):
-            found = run([functools.partial(self.token_log_probabilities, model, batch) for batch in batches])
-        return [{**batch, OF_BASE: of_base} for batch, of_base in zip(batches, found, strict=True)]
-
-    def _as_base(self, model: nn.Module) -> ExitStack:
-        assert self._adapted is not None, "a beta needs an adapter"
-        stack = ExitStack()
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(without_dropout(model))
-        stack.enter_context(adapters_off(self._adapted))
-        return stack
+        return self._with_base(model, batches, run, self.token_log_probabilities)
 
     def _of_reference(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
         if not self._beta or OF_BASE in batch:

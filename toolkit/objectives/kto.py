@@ -11,10 +11,9 @@ from torch import nn
 from toolkit.data.samples.documents_apart import documents_apart
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.samples.sequence_parts import KL_PREFIX, counts_here
-from toolkit.model.adapters.adapters import adapters_off, has_adapter
 from toolkit.model.structure.fake_tensors import has_values
 from toolkit.model.structure.without_dropout import without_dropout
-from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.completions import OfCompletions
 from toolkit.objectives.losses.preference_losses import share_won
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
 
@@ -34,7 +33,7 @@ def signed_distances(log_ratios: torch.Tensor, good: torch.Tensor, kl: torch.Ten
     return torch.where(good, distances, -distances)
 
 
-class Kto(Objective):
+class Kto(OfCompletions):
     """The sum of w (1 - sigma(s)) over the rows, with s = `signed_distances` (arXiv 2402.01306, eq. 7).
 
     z0 is max(0, mean of log pi(y'|x) - log ref(y'|x)) over prompts x with completions y' of other rows, without a
@@ -47,7 +46,6 @@ class Kto(Objective):
     """
 
     unit = "rows"
-    needs_documents = True
     needs_whole_steps = True
 
     def __init__(
@@ -59,12 +57,9 @@ class Kto(Objective):
         apart: bool = False,
         continued: bool = False,
     ) -> None:
+        super().__init__(model, apart, continued)
         self._beta = beta
         self._weights = (desirable_weight, undesirable_weight)
-        self.apart = apart
-        # Packed even with one row per sample: a prompt with a mismatched completion may share it.
-        self._causal = CausalLM(model, packed=not apart)
-        self._adapted = model if has_adapter(model) and not continued else None
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:
@@ -97,22 +92,12 @@ class Kto(Objective):
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
         """Returns the batches with the base's log-probabilities, (R, 2), and `window_sums`, (2,)."""
-        # For all micro-batches at once: dropout and adapters are switched off for the whole process, not for a thread.
+        if self._adapted is not None:
+            batches = self._with_base(model, batches, run, lambda *of: self.log_probabilities(*of)[0])
+        # For all micro-batches at once: dropout is switched off for the whole process, not for a thread.
         with without_dropout(model):
-            if self._adapted is not None:
-                with adapters_off(self._adapted):
-                    known = run([functools.partial(self.log_probabilities, model, batch) for batch in batches])
-                batches = [{**batch, OF_BASE: sums} for batch, (sums, _) in zip(batches, known, strict=True)]
             found = run([functools.partial(self.window_sums, model, batch) for batch in batches])
         return [{**batch, SUMS: sums} for batch, sums in zip(batches, found, strict=True)]
-
-    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Returns logits (B, T, V)."""
-        return self._causal.logits(model, batch)
-
-    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
-        """Checks as `CausalLM.check_head_loss` does."""
-        return self._causal.check_head_loss(model, device, in_16_bits)
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns log-probabilities (R, 2) of each row's own and mismatched completion, and their tokens (R, 2)."""
@@ -143,7 +128,7 @@ class Kto(Objective):
         part = _mismatched(batch) if is_other else batch
         reference = batch[OF_BASE if OF_BASE in batch else "reference"][:, int(is_other)]
         if self._adapted is not None and OF_BASE not in batch:
-            with torch.no_grad(), adapters_off(self._adapted), without_dropout(model):
+            with self._as_base(model):
                 reference, _ = self._causal.segment_log_probabilities(model, part, len(reference))
         return self._causal.segment_log_probabilities(model, part, len(reference))[0] - reference
 

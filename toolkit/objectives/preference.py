@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from toolkit.data.samples.documents_apart import documents_apart
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.samples.sequence_parts import counts_here
-from toolkit.model.adapters.adapters import adapters_off, has_adapter
-from toolkit.model.structure.without_dropout import without_dropout
-from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.completions import OfCompletions
 from toolkit.objectives.losses.preference_losses import LOSSES, Loss, Pairs
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
 
@@ -23,7 +18,7 @@ FIGURES = ("accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
 """Metrics of preferences in steps and evaluations; the last one needs a reference."""
 
 
-class Preference(Objective):
+class Preference(OfCompletions):
     """Chosen completions over rejected ones; the loss of `preference_losses` summed over the pairs.
 
     The reference's log-probabilities come with the batch, or are those of the model with its adapters off.
@@ -34,7 +29,6 @@ class Preference(Objective):
     """
 
     unit = "pairs"
-    needs_documents = True
 
     def __init__(
         self,
@@ -44,11 +38,9 @@ class Preference(Objective):
         apart: bool = False,
         continued: bool = False,
     ) -> None:
+        super().__init__(model, apart, continued)
         self.loss = loss
         self._settings = settings
-        self.apart = apart
-        self._causal = CausalLM(model, packed=not apart)
-        self._adapted = model if has_adapter(model) and not continued else None
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:
@@ -66,18 +58,6 @@ class Preference(Objective):
             return 0
         # Segments 2 p and 2 p + 1 are the completions of pair p.
         return int(torch.unique(batch["segments"][batch["labels"] != IGNORED] // 2).numel())
-
-    def on_host(self, batch: Batch) -> dict[str, Any]:
-        """Adds what `CausalLM.on_host` adds."""
-        return self._causal.on_host(documents_apart(batch) if self.apart and "segments" in batch else batch)
-
-    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Returns logits (B, T, V)."""
-        return self._causal.logits(model, batch)
-
-    def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
-        """Checks as `CausalLM.check_head_loss` does."""
-        return self._causal.check_head_loss(model, device, in_16_bits)
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns log-probabilities of each pair's chosen and rejected completion, (P, 2), and their tokens, (P, 2)."""
@@ -119,22 +99,14 @@ class Preference(Objective):
             return None
         if self._adapted is None or OF_BASE in batch:
             return batch["reference" if self._adapted is None else OF_BASE]
-        with self._as_base(model, self._adapted), torch.no_grad():
-            return self.log_probabilities(model, batch)[0]
+        with self._as_base(model):
+            return self.by_document(model, batch)
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
         """Returns the batches with the log-probabilities of the base, (P, 2), if the loss needs them."""
         if not self.loss.needs_reference or self._adapted is None:
             return batches
-        # For all micro-batches at once: adapters are switched off for the whole process, not for a thread.
-        with self._as_base(model, self._adapted):
-            found = run([functools.partial(self.log_probabilities, model, batch) for batch in batches])
-        return [{**batch, OF_BASE: sums} for batch, (sums, _) in zip(batches, found, strict=True)]
-
-    @contextmanager
-    def _as_base(self, model: nn.Module, adapted: nn.Module) -> Iterator[None]:
-        with without_dropout(model), adapters_off(adapted):
-            yield
+        return self._with_base(model, batches, run, self.by_document)
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         losses, figures, counted = self._losses_and_figures(model, batch)
