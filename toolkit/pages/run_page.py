@@ -31,6 +31,7 @@ from toolkit.pages.parts.page import ChartCard, Note, Table, Tile, render, scrip
 from toolkit.pages.parts.run_metrics import Metrics, NonFinite, column, non_finite, samples_itself, split_lines
 from toolkit.pages.parts.side_by_side import SideBySide, prompts_and_answers
 from toolkit.pages.parts.svg import NARROW_PX, WIDE_PX
+from toolkit.pages.samples_page import SampledPrompt, best_first
 from toolkit.pages.status import SCRIPT as STATUS_SCRIPT
 from toolkit.pages.status import Status, status_head, status_note
 from toolkit.terminal import format_bytes, format_time
@@ -58,6 +59,7 @@ class RunSummary:
     versions: dict[str, str]
     sample: tuple[str, str] | None  # prompt, continuation
     side_by_side: Sequence[SideBySide] = ()
+    sampled: tuple[int, Sequence[SampledPrompt]] | None = None  # a step, and some of its own samples with rewards
     doubts: Sequence[str] = ()  # warnings about the losses
     status: Status | None = None  # None if the run is finished
     step_seconds: dict[str, float] | None = None  # of a profiled step, by what took them
@@ -92,6 +94,7 @@ def render_report(summary: RunSummary) -> str:
         small_charts=small_charts,
         wide_charts=wide_charts,
         side_by_side=prompts_and_answers(summary.side_by_side),
+        sampled=None if summary.sampled is None else (summary.sampled[0], best_first(summary.sampled[1])),
         experts=expert_loads(train),
         data_page=DATA_PAGE,
         data_remark=window_remark(data),
@@ -274,7 +277,7 @@ def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[Char
     own = samples_itself(train)
     if own:
         title = "Loss (of fresh samples only its gradient matters)"
-        small.append(_train_chart("loss", title, train, "loss", x_range, from_zero=False))
+        small.append(_train_chart("own-loss", title, train, "loss", x_range, from_zero=False))
     small = [chart for chart in small if chart.values()]
     # Two stand side by side; the last of an odd number would leave a hole beside it.
     wide = [replace(small.pop(), sizes=(WIDE_PX, NARROW_PX))] if len(small) % 2 else []

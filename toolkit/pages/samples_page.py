@@ -50,11 +50,15 @@ def render_samples(title: str, results: Sequence[str], prompts: Sequence[Sampled
         "sampled.html.jinja",
         title=title,
         results=[*results, *([f"{counted(left, 'prompt')} more in samples.jsonl"] if left > 0 else [])],
-        prompts=[
-            (prompt.place, prompt.prompt[-LENGTH_SHOWN:], [_line(*each) for each in _sorted(prompt)])
-            for prompt in prompts[:PROMPTS_SHOWN]
-        ],
+        prompts=best_first(prompts[:PROMPTS_SHOWN]),
     )
+
+
+def best_first(prompts: Sequence[SampledPrompt]) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Returns place and text of each prompt, and its completions, each with what stands above it."""
+    return [
+        (prompt.place, prompt.prompt[-LENGTH_SHOWN:], [_line(*each) for each in _sorted(prompt)]) for prompt in prompts
+    ]
 
 
 def _sorted(prompt: SampledPrompt) -> list[tuple[float | None, str, bool]]:

@@ -27,10 +27,11 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.folder import write_beginning, write_data_report
 from toolkit.run.shown.held_out_samples import HeldOutSamples
 from toolkit.run.shown.live_report import LiveReport
+from toolkit.run.shown.rollout_records import RolloutRecords
 from toolkit.run.shown.trackers import Trackers, config_of
 from toolkit.run.stages.accelerator import inner_optimizer
 from toolkit.run.stages.answers import Answers
-from toolkit.run.stages.rollouts import RolloutRecords, Rollouts
+from toolkit.run.stages.rollouts import Rollouts, RunSampler
 from toolkit.run.stages.rows import build_evaluation
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.training.durable_writes import patiently
@@ -44,6 +45,7 @@ from toolkit.training.extensions.own import OwnExtensions
 from toolkit.training.extensions.records import Records
 from toolkit.training.loop_state import Windows
 from toolkit.training.metrics import Metrics
+from toolkit.training.phase import Phase
 from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
 from toolkit.training.trainer import Trainer
@@ -107,9 +109,9 @@ def fit(
         checkpoints = _checkpoints_of(opened, run, metrics, store, heartbeat)
         samples = HeldOutSamples(opened, run, metrics, heartbeat)
         extensions = _extensions_of(opened, run, metrics, checkpoints, profile, heartbeat)
-        rollouts = Rollouts(opened, run, heartbeat) if recipe.objective.spec.samples_itself else None
-        of_rollouts = [] if rollouts is None else [RolloutRecords(rollouts)]
-        trainer = _build_trainer(opened, run, rollouts or run.windows, [stop, *of_rollouts, *extensions, samples])
+        rollouts = _rollouts_of(opened, run, heartbeat) if recipe.objective.spec.samples_itself else None
+        of_rollouts = [] if rollouts is None else [RolloutRecords(rollouts, metrics, run.shown)]
+        trainer = _build_trainer(opened, run, rollouts or run.windows, [stop, *extensions, *of_rollouts, samples])
         if found.start is not None:
             checkpoints.restore(*found.start, trainer, trainer.schedule, run.num_positions)
             if (told := changed_rate(trainer.schedule, metrics.records)) is not None:
@@ -129,6 +131,12 @@ def fit(
     if run.data.stream is not None:
         _report_stream(opened, run)
     return Fitted(metrics.records, profile.seconds if profile is not None else None, checkpoints.missing, trackers)
+
+
+def _rollouts_of(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> Rollouts:
+    sampler = RunSampler(opened, run, lambda: heartbeat.enter_phase(Phase.GENERATE))
+    warn, wait = opened.console.warn, heartbeat.wait
+    return Rollouts(opened.recipe, run.data, run.windows, run.tokenizer, sampler, opened.device, warn, wait)
 
 
 def _checkpoints_of(

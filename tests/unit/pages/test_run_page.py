@@ -17,6 +17,7 @@ import pytest
 from support.html_page import HOSTILE, Page
 
 from toolkit.pages.run_page import MAX_LISTED_STEPS, RunSummary, render_report, write_report
+from toolkit.pages.samples_page import SampledPrompt
 
 GIB = 2**30
 
@@ -564,3 +565,16 @@ def test_text_cannot_steer_a_terminal_or_turn_the_direction_of_what_follows() ->
     text = render_report(summary([], sample=("a\u202eb\x1b[2J", "c\0<\n")))
     assert ">a\ufffdb\u241b[2J<" in text
     assert ">c\ufffd&lt;\n<" in text
+
+
+def test_samples_stand_beside_their_rewards_and_the_loss_comes_last() -> None:
+    """A run that learns from its own samples: the reward leads."""
+    metrics = [train_line(step, reward=step / 10, loss=0.0) for step in range(1, 5)]
+    prompt = SampledPrompt("rows.jsonl:3", HOSTILE, [(0.0, "worst", True), (1.5, "best", False)])
+    page = Page(render_report(summary(metrics, sampled=(4, [prompt]))))
+    words = "".join(page.text_of["sampled"].split("\n"))
+    assert words.startswith("Samples of step 4")
+    assert words.endswith(f"rows.jsonl:3{HOSTILE}score 1.5, cutbestscore 0worst")
+    charts = [name for name in page.text_of if name.startswith("chart-")]
+    assert "Reward of the samples" in page.text_of[charts[0]]
+    assert "Loss (of fresh samples only its gradient matters)" in page.text_of[charts[-1]]

@@ -47,6 +47,35 @@ def test_what_speaks_against_a_run(losses: list[dict[str, Any]], words: list[str
     assert not [word for word in words if word not in told], told
 
 
+def rewarded(*intervals: tuple[float | None, float]) -> list[dict[str, Any]]:
+    """Records of two steps with a mean reward, if there is one, and then of an evaluation with right answers."""
+    found: list[dict[str, Any]] = []
+    for number, (reward, answers) in enumerate(intervals):
+        steps = [] if reward is None else [reward - 0.25, reward + 0.25]
+        found += [{"split": "train", "step": number, "loss": 0.0, "reward": value} for value in steps]
+        found.append({"split": "eval", "step": number, "answer_accuracy": answers})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("intervals", "answers"),
+    [
+        (
+            [(None, 0.5), (0.5, 0.4), (0.7, 0.3)],
+            "from 50.0% to 30.0% right over 2 evaluations, while the reward rose to 0.7",
+        ),
+        ([(None, 0.5), (0.5, 0.6), (0.7, 0.4), (0.8, 0.3), (0.9, 0.9)], "60.0% to 30.0%"),  # it came back later
+        ([(None, 0.5), (0.5, 0.4), (0.7, 0.4), (0.8, 0.3)], None),  # not in a row
+        ([(None, 0.5), (0.5, 0.4), (0.4, 0.3)], None),  # the reward fell, too
+        ([(None, 0.5), (0.5, 0.6), (0.7, 0.7)], None),
+        ([(0.5, 0.6), (0.7, 0.5)], None),
+    ],
+)
+def test_a_reward_that_rises_while_answers_get_worse_is_told(intervals: Any, answers: str | None) -> None:
+    told = doubts_of(rewarded(*intervals), None)
+    assert ([] if answers is None else [True]) == [str(answers) in each for each in told], told
+
+
 def test_without_a_guess_only_held_out_losses_speak() -> None:
     assert doubts_of(records([0.6931] * 20), None) == []
 

@@ -1,4 +1,4 @@
-"""Warnings about the losses of a finished run, with what to look at."""
+"""Warnings about the losses of a finished run, and about rewards, with what to look at."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ FEWEST_STEPS = 10
 
 NEAR = 0.98
 """Share of the uniform guess's loss above which a run has learned almost nothing."""
+
+FALLS = 2
+"""Evaluations in a row at which held-out answers get worse while the reward rises, before a warning."""
 
 WORSE = 1.001
 """Factor on the held-out loss before the first step; a smaller increase is rounding noise."""
@@ -45,9 +48,9 @@ def uniform_guess(objective: Objective, model: nn.Module, class_weights: object)
 def doubts_of(metrics: list[dict[str, Any]], guess: Guess | None) -> list[str]:
     """Returns a sentence for each reason to doubt the run; none if it went well."""
     if samples_itself(metrics):  # whose loss says nothing
-        return []
+        return [told] if (told := gamed(metrics)) is not None else []
     train = [_loss(record) for record in metrics if record["split"] == "train"]
-    held_out = [_loss(record) for record in metrics if record["split"] == "eval"]
+    held_out = [_loss(record) for record in metrics if record["split"] == "eval" and "loss" in record]
     return [
         doubt
         for doubt in (_at_the_uniform_guess(train, guess), _worse_than_before(held_out, train))
@@ -90,3 +93,34 @@ def _worse_than_before(held_out: list[float], train: list[float]) -> str | None:
             "lower optimizer.learning_rate, and see whether the held-out rows are of the same kind as the others"
         )
     return f"{told}: lower optimizer.learning_rate, lengthen schedule.warmup_steps, and look at the data of the run"
+
+
+def gamed(metrics: list[dict[str, Any]]) -> str | None:
+    """Returns a sentence if the reward rose while held-out answers got worse at two evaluations in a row, else None.
+
+    Each of these evaluations is compared with the one before it, and so are the mean rewards of the steps up to them.
+    """
+    intervals: list[tuple[float, float]] = []  # the mean reward of the steps before an evaluation, and its answers
+    rewards: list[float] = []
+    falls = 0
+    for record in metrics:
+        if record["split"] == "train":
+            rewards.append(record["reward"])
+        elif "answer_accuracy" in record:
+            # Before the first step there is no reward, and any is above that.
+            intervals.append((statistics.fmean(rewards) if rewards else -math.inf, record["answer_accuracy"]))
+            rewards = []
+            is_fall = len(intervals) > 1 and intervals[-1][0] > intervals[-2][0] and intervals[-1][1] < intervals[-2][1]
+            falls = falls + 1 if is_fall else 0
+            if falls == FALLS:
+                return _told_of_falls(intervals[-1 - FALLS :])
+    return None
+
+
+def _told_of_falls(intervals: list[tuple[float, float]]) -> str:
+    (_, answers), *_, (reward, worse) = intervals
+    return (
+        f"held-out answers fell from {answers:.1%} to {worse:.1%} right over {FALLS} evaluations, while the reward "
+        f"rose to {reward:.3g}: completions may earn it otherwise than by right answers; see the samples in "
+        "report.html, change objective.rewards, or train fewer steps"
+    )

@@ -327,6 +327,7 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         versions={**{package: version(package) for package in packages}, "machine": machine},
         sample=sample,
         side_by_side=run.shown.side_by_side,
+        sampled=run.shown.sampled,
         doubts=result.doubts,
         folder=result.output_dir.name,
         command=own_command(opened),

@@ -11,7 +11,7 @@ ranks, and neither does the order in which completions are learned.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,24 +20,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.build import TokenisedData
 from toolkit.data.samples.loader import EpochOrder, TrainLoader, first_positions
 from toolkit.data.samples.samples import Batch, padded_length, sample_of, segments_of, stack
+from toolkit.data.stream import StreamLoader
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling.fresh import FreshSample, draw
 from toolkit.generation.sampling.rewards import Judged, Rewards
 from toolkit.generation.sampling.sampled_rows import PromptForm
 from toolkit.generation.text.complete import Prompt
+from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.rows import PromptRow, all_right, answers_of
 from toolkit.model.adapters.adapters import base_of
 from toolkit.objectives.losses.policy_losses import advantages_of
+from toolkit.pages.samples_page import SampledPrompt
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
-from toolkit.training.extension import Extension
-from toolkit.training.extensions.heartbeat import Heartbeat
-from toolkit.training.phase import Phase
-from toolkit.user_function import require_same_source
 
 MANY = 0.5
 """Share of completions that are cut from which on a warning says so."""
@@ -47,6 +48,9 @@ SHOWN = 3
 
 CHARACTERS = 200
 """Characters of each of them."""
+
+PROMPTS_SHOWN = 4
+"""Prompts of a step whose completions the report shows."""
 
 
 @dataclass(frozen=True)
@@ -102,32 +106,33 @@ def _require_no_dropout(model: Any) -> None:
         )
 
 
-class Rollouts:
-    """The windows of a run that learns from its own samples.
+Sampler = Callable[[list[Prompt]], list[FreshSample]]
+"""Draws a completion of each prompt, from the weights that the model has. Collective."""
+
+
+def drawn_in_batches(recipe: Recipe, loaded: Loaded, prompts: list[Prompt]) -> list[FreshSample]:
+    """Draws completions in batches that do not depend on the ranks, which share them. Collective."""
+    section = recipe.objective
+    size = section.rollout_batch_size or recipe.training.micro_batch_size
+    batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+    assert section.max_new_tokens is not None
+    work = partial(draw, loaded, max_new_tokens=section.max_new_tokens, seed=recipe.training.seed)
+    with torch.no_grad():
+        return [sample for batch in split_over_ranks(batches, work) for sample in batch]
+
+
+class RunSampler:
+    """Lets the model of a run sample, sharded as it is.
 
     Args:
-        opened, run: the run whose model samples, with the weights that it has at the beginning of a step.
-        heartbeat: told before each forward, so that long completions do not count as a stall.
-
-    Attributes:
-        last: the rollout of the step under way, or None before the first.
-        figures: what is recorded of it.
-        fingerprints: SHA-256 of the source of each function that rewards, by the reward's name.
+        beat: called before each forward, so that long completions do not count as a stall.
 
     Raises:
-        BadInputError: if the model has no token that ends a text, or a reward cannot be loaded.
+        BadInputError: if the model has dropout, or no token that ends a text.
     """
 
-    fresh = True
-
-    def __init__(self, opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> None:
-        assert isinstance(run.windows, TrainLoader), "prompts are not streamed"
-        self._opened, self._run, self._heartbeat, self._positions = opened, run, heartbeat, run.windows
-        self._section, self._training = opened.recipe.objective, opened.recipe.training
-        assert run.data.train.asked_of_itself is not None
-        self._samples, self._group = run.data.train.asked_of_itself, self._section.completions_per_prompt
-        data = opened.recipe.data
-        self._order = EpochOrder(self._samples.num_prompts, self._training.seed, data.shuffle)
+    def __init__(self, opened: OpenedRun, run: PreparedRun, beat: Callable[[], None]) -> None:
+        self._opened, self._run, self._beat = opened, run, beat
         _require_no_dropout(run.inner)
         self._whole = run.planned.gathers_whole
         too_large = "lower objective.rollout_batch_size or objective.max_new_tokens"
@@ -137,6 +142,53 @@ class Rollouts:
                 "objective.kind: grpo samples until a token ends the text, and neither the tokenizer nor "
                 "generation_config.json names one; set eos_token in tokenizer_config.json"
             )
+
+    def __call__(self, prompts: list[Prompt]) -> list[FreshSample]:
+        with generating(self._opened, self._run, self._beat, self._whole):
+            return drawn_in_batches(self._opened.recipe, self._loaded, prompts)
+
+
+class Rollouts:
+    """The windows of a run that learns from its own samples.
+
+    Args:
+        data: prompts.
+        positions: counts the completions of the run, and says which are this rank's.
+        sampler: draws them.
+        device: where reward models run.
+        warn: told of rewards and completions from which nothing can be learned.
+        wait: called before rewards, which may be slow on rank 0 while the others wait for it.
+
+    Attributes:
+        last: the rollout of the step under way, or None before the first.
+        figures: what is recorded of it.
+        names: of the rewards.
+        fingerprints: SHA-256 of the source of each function that rewards, by the reward's name.
+
+    Raises:
+        BadInputError: if a reward cannot be loaded.
+    """
+
+    fresh = True
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: TokenisedData,
+        positions: TrainLoader | StreamLoader,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        device: torch.device,
+        warn: Callable[[str], None],
+        wait: Callable[[], None],
+    ) -> None:
+        assert isinstance(positions, TrainLoader), "prompts are not streamed"
+        self._positions, self._tokenizer, self._sampler = positions, tokenizer, sampler
+        self._warn, self._wait = warn, wait
+        self._section, self._training = recipe.objective, recipe.training
+        assert data.train.asked_of_itself is not None
+        self._samples, self._group = data.train.asked_of_itself, self._section.completions_per_prompt
+        self._order = EpochOrder(self._samples.num_prompts, self._training.seed, recipe.data.shuffle)
         self._given_up = ExitStack()
         assert self._section.rewards is not None
         assert self._section.max_new_tokens is not None
@@ -144,14 +196,14 @@ class Rollouts:
         self._rewards = Rewards(
             self._section.rewards,
             self._all_rows,
-            PromptForm(run.data.report.chat_template is not None),
+            PromptForm(data.report.chat_template is not None),
             self._section.max_new_tokens,
             self._training.micro_batch_size,
-            str(opened.device),
+            str(device),
             self._given_up,
         )
         self.figures: dict[str, Any] = {}
-        self.fingerprints = self._rewards.fingerprints
+        self.names, self.fingerprints = self._rewards.names, self._rewards.fingerprints
         self.last: Rollout | None = None
 
     # The windows of the loop, as `TrainLoader` counts them: a sample is a completion.
@@ -180,11 +232,12 @@ class Rollouts:
         """Returns this rank's micro-batches of the step whose first completion is at this position. Collective."""
         began = time.perf_counter()
         prompts = [self._prompt_at(position) for position in range(start, start + self.samples_per_step)]
-        samples = self._drawn(prompts)
+        samples = self._sampler(prompts)
         sampled = time.perf_counter()
         self.last = self._scored(prompts, samples)
         self.figures = self._figures(self.last, sampled - began, time.perf_counter() - sampled)
-        self._warn(self.last, start == 0)
+        if start == 0:
+            self._look_at_first(self.last)
         size = self._training.micro_batch_size
         loader = self._positions
         firsts = first_positions(0, size, loader.accumulation, loader.rank, loader.world_size)
@@ -206,26 +259,14 @@ class Rollouts:
         numbers = range(self._samples.num_prompts)
         return all_right("data.train", [(self._samples.prompt(n)[1], partial(self._row, n)) for n in numbers])
 
-    def _drawn(self, prompts: list[Prompt]) -> list[FreshSample]:
-        size = self._section.rollout_batch_size or self._training.micro_batch_size
-        batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
-        assert self._section.max_new_tokens is not None
-        work = partial(draw, self._loaded, max_new_tokens=self._section.max_new_tokens, seed=self._training.seed)
-        with generating(self._opened, self._run, self._beat, self._whole), torch.no_grad():
-            return [sample for batch in split_over_ranks(batches, work) for sample in batch]
-
-    def _beat(self) -> None:
-        self._heartbeat.enter_phase(Phase.GENERATE)
-
     def _scored(self, prompts: Sequence[Prompt], samples: Sequence[FreshSample]) -> Rollout:
         rows = [self._row(self._order[prompt.row]) for prompt in prompts]
-        decode = self._run.tokenizer.decode
+        decode = self._tokenizer.decode
         texts = [
             decode(sample.written, skip_special_tokens=True, clean_up_tokenization_spaces=False) for sample in samples
         ]
         lengths, stopped = [len(sample.ids) for sample in samples], [sample.stopped for sample in samples]
-        # Waits are not counted as beats: a judge may be slow on rank 0 while the others wait for it.
-        self._heartbeat.wait()
+        self._wait()
         values, rewards = self._rewards.of(Judged(texts, lengths, stopped, rows))
         found = advantages_of(rewards, self._group, self._section.scale_rewards or "group")
         return Rollout(prompts, rows, samples, texts, values, rewards, found)
@@ -278,44 +319,35 @@ class Rollouts:
             "reward_seconds": scoring,
         }
 
-    def _warn(self, rollout: Rollout, is_first: bool) -> None:
-        if not is_first:
-            return
-        warn, first = self._opened.console.warn, rollout.rewards[0]
+    def _look_at_first(self, rollout: Rollout) -> None:
+        """Warns if nothing, or little, can be learned from the first step's completions."""
+        first = rollout.rewards[0]
         if (rollout.rewards == first).all():
             shown = "\n".join(f"  {text[:CHARACTERS]!r}" for text in rollout.texts[:SHOWN])
-            warn(
+            self._warn(
                 f"objective.rewards: all {len(rollout.rewards)} completions of the first step have the reward "
                 f"{first:g}, so there is nothing to learn from them. Three of them:\n{shown}"
             )
         if self.figures["cut"] > MANY:
-            warn(
+            self._warn(
                 f"objective.max_new_tokens: {self.figures['cut']:.0%} of the first step's completions were cut after "
                 f"{self._section.max_new_tokens} tokens; raise it, or ask for shorter answers"
             )
 
+    def shown(self) -> list[SampledPrompt]:
+        """Returns the first prompts of the last rollout, with their completions and rewards."""
+        assert self.last is not None
+        found = []
+        for first in range(0, PROMPTS_SHOWN * self._group, self._group):
+            of_prompt = range(first, first + self._group)[: max(0, len(self.last.samples) - first)]
+            completions = [
+                (float(self.last.rewards[n]), self.last.texts[n], self.last.samples[n].stopped) for n in of_prompt
+            ]
+            if completions:
+                asked = self._tokenizer.decode(self.last.prompts[first].ids)
+                found.append(SampledPrompt(self.last.rows[first].place, asked, completions))
+        return found
+
     def close(self) -> None:
         """Gives the reward models up."""
         self._given_up.close()
-
-
-class RolloutRecords(Extension):
-    """Puts the figures of each rollout into the record of its step."""
-
-    def __init__(self, rollouts: Rollouts) -> None:
-        self._rollouts = rollouts
-
-    def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
-        return self._rollouts.figures
-
-    def state(self) -> dict[str, Any]:
-        return {"rewards": self._rollouts.fingerprints}
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Raises BadInputError if the source of a function that rewards has changed: it decides what is learned."""
-        for name, now in self._rollouts.fingerprints.items():
-            what = f"rewarded the run up to step {state['step']}"
-            require_same_source(state["rewards"].get(name, now), now, f"objective.rewards: {name}: score", what)
-
-    def close(self) -> None:
-        self._rollouts.close()

@@ -31,6 +31,7 @@ from toolkit.model.weights.weights import Fit
 from toolkit.objectives.losses.balance import Balance
 from toolkit.objectives.objective import Objective
 from toolkit.pages.parts.side_by_side import SideBySide
+from toolkit.pages.samples_page import SampledPrompt
 from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.by_block_check import Accumulation
@@ -160,10 +161,12 @@ class ReportExtras:
     Attributes:
         data_report: report of the rows; for a stream, of those that were read so far.
         side_by_side: what the model writes after held-out prompts, if the recipe asks for that.
+        sampled: the last step whose own samples were learned, and some of them; None if there are none.
     """
 
     data_report: DataReport
     side_by_side: list[SideBySide]
+    sampled: tuple[int, list[SampledPrompt]] | None = None
 
 
 @dataclass(frozen=True)
