@@ -31,9 +31,11 @@ from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.errors import ToolkitError
 from toolkit.model import load
 from toolkit.model.quantised import quantised
+from toolkit.objectives import grpo
 from toolkit.objectives.losses.divergence import Divergence
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.stages.rollouts import RunSampler
 from toolkit.verify import FAILED, NOT_USED, OK, Report, Row, ShardedRun, ranks, verify
 from toolkit.verify.sharded import _run_sharded
 
@@ -49,6 +51,13 @@ DORA = {"use_dora": True, "use_rslora": True, "target_modules": ["q_proj", "down
 TOWERS = ["language", "projector", "vision"]
 ROUTED = {"router_aux_coef": 0.1, "router_z_coef": 0.01, "router_bias_rate": 0.01}
 """DeepSeek V3's routers have all losses that routers can have, and biases that move."""
+
+SAMPLED = {
+    "kind": "grpo",
+    "rewards": [{"name": "e", "match": "e"}, {"name": "short", "overlong": 6}],
+    "group_size": 4,
+    "max_new_tokens": 8,
+}
 
 RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "text": ("llama", "texts", {}),
@@ -81,6 +90,12 @@ RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "adapter": QLORA,
         },
     ),
+    "grpo": ("llama", "prompts", {"objective": SAMPLED}),
+    "grpo, lora and a reference": (
+        "llama",
+        "prompts",
+        {"objective": {**SAMPLED, "loss": "grpo", "beta": 0.1}, "adapter": {"kind": "lora", "r": 4}},
+    ),
 }
 """Name -> its model, its rows, and what else its recipe has."""
 
@@ -94,6 +109,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, with_objectives: Path, text
         (folder / path.name).symlink_to(path)
     (folder / "texts.jsonl").symlink_to(text_file)
     lines = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
+    prompts = [{"prompt": " ".join(text.split()[:3])} for text in lines]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     tokenizer = AutoTokenizer.from_pretrained(save_llama(folder / "llama", lines, tied=True, layers=3))
     experts = mixture("deepseek_v3", vocab_size=len(tokenizer), max_position_embeddings=128)
     for model in (experts, tokenizer):
@@ -136,7 +153,7 @@ def values_of(folder: Path, name: str) -> dict[str, Any]:
     model, rows, sections = RECIPES[name]
     training = {"micro_batch_size": 1 if model == "experts" else 2, "gradient_accumulation_steps": 2}
     values = recipe_values(folder / model, folder / f"{rows}.jsonl", folder / "out", folder / "cache", **training)
-    if rows != "texts":
+    if rows not in ("texts", "prompts"):
         values["data"]["max_length"] = 128
     values = with_sections(values, sections)
     if name == "distillation":
@@ -215,9 +232,18 @@ def wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "add_adapter", scaled)
 
 
+def drawn_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks draw for the prompts in another order, and count the tokens of a completion twice."""
+    right = RunSampler.__call__
+    monkeypatch.setattr(RunSampler, "__call__", lambda self, prompts: right(self, prompts[::-1]))
+    weights = grpo.token_weights
+    monkeypatch.setattr(grpo, "token_weights", lambda *given: 2 * weights(*given))
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "wrong"),
     [
+        ("grpo", drawn_for_others, {"samples", "gradient norm"}),
         ("distillation", twice_the_temperature, {"loss", "gradients"}),
         ("seq2seq", shifted_twice, {"loss", "gradients"}),
         ("images", mixed_up_images, {"gradient norm", "weights"}),
@@ -343,7 +369,7 @@ def test_ranks_that_hang_are_ended(folder: Path, tmp_path: Path, monkeypatch: py
             for name in ("text", "distillation", "seq2seq", "packed images", "packed tiles", "experts")
         ),
         *((name, "zero3-2") for name in ("qlora", "adapters of spread experts")),
-        *((name, "ddp-2") for name in ("lora", "int8", "dora")),
+        *((name, "ddp-2") for name in ("lora", "int8", "dora", "grpo, lora and a reference")),
     ],
 )
 def test_right_runs_pass_on_two_ranks(name: str, config: str, folder: Path) -> None:

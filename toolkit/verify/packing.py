@@ -20,6 +20,8 @@ PACKING_SAMPLES = 256
 
 def packing_row(model: nn.Module, samples: Samples) -> Row:
     """Returns the row that compares the logits of two documents in one sample with those of each alone."""
+    if samples.asked_of_itself is not None:
+        return Row("packing", None, None, NOT_USED, "the plain loop runs each completion alone")
     if not samples.is_packed:
         return Row("packing", None, None, NOT_USED, "no documents share a sample")
     found = two_documents(samples)

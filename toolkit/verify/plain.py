@@ -18,6 +18,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.samples.image_samples import image_samples_of
 from toolkit.data.samples.samples import Batch
 from toolkit.data.tokens import tokenizer
+from toolkit.errors import BadInputError
 from toolkit.model.load import load
 from toolkit.model.routers import find_routers
 from toolkit.model.structure.model_parts import VISION, asked_parts, parts_of
@@ -38,6 +39,7 @@ from toolkit.verify.plain_losses import PLAIN_LOSSES, PlainLoss
 from toolkit.verify.plain_model import plain_model
 from toolkit.verify.plain_routers import PlainRouters
 from toolkit.verify.results import Outcome, PlainRun, Row
+from toolkit.verify.rollouts import PlainSampler, rollouts
 
 
 def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
@@ -70,15 +72,24 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     num_micro_batches = groups * training.gradient_accumulation_steps
     samples_per_step = training.micro_batch_size * num_micro_batches
     num_steps = steps_of_run(training, len(data.train), samples_per_step)
-    windows = build_windows(recipe, row_by_row(data), num_steps, num_micro_batches, rank=0, world_size=1)
+    windows: Iterable[list[Batch]]
+    windows = loader = build_windows(recipe, row_by_row(data), num_steps, num_micro_batches, rank=0, world_size=1)
     factor = learning_rate_factor(recipe.schedule, num_steps)
     rates = [recipe.optimizer.learning_rate * factor(step) for step in range(min(steps, num_steps))]
     routers = PlainRouters(model, recipe, groups) if find_routers(model) else None
+    sampler = None
+    if recipe.objective.spec.samples_itself:
+        if routers is not None:
+            raise BadInputError(
+                "objective.kind: grpo of a mixture of experts cannot be verified; verify causal_lm on it"
+            )
+        sampler = PlainSampler(recipe, model, tokens)
+        windows = rollouts(recipe, data, loader, tokens, sampler, device)
     loss = PlainImages() if data.train.has_images else PLAIN_LOSSES[kind](recipe, device)
     plain = plain_loop(model, recipe, loss, windows, rates, packing, routers)
     del model
     torch.cuda.empty_cache()
-    return replace(plain, padded=padded)
+    return replace(plain, padded=padded, drawn=None if sampler is None else sampler.drawn)
 
 
 def _packing_leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.device) -> str | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from toolkit.generation.sampling.fresh import FreshSample
+
 OK, FAILED, NOT_USED = "ok", "FAILED", "not used"
 
 REHEARSED_DROPOUT = 0.1
@@ -87,6 +89,7 @@ class PlainRun:
         packing: the row about documents that share a sample.
         padded: why rows are padded although `data.packing` is not set, or None if they are not.
         towers: the names of trained parameters of vision towers. A tower may not use some, like LLaVA's last layer.
+        drawn: the completions of each step of a model that samples itself, or None.
     """
 
     outcome: Outcome
@@ -96,6 +99,7 @@ class PlainRun:
     packing: Row
     padded: str | None = None
     towers: frozenset[str] = frozenset()
+    drawn: list[list[FreshSample]] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class ShardedRun:
         precision: the mixed precision of the run.
         device: the type of device.
         replay: the check of dropout under activation checkpointing, or None without it.
+        differ: completions of the first step that the ranks draw otherwise than the plain model; None without any.
     """
 
     outcome: Outcome
@@ -115,6 +120,7 @@ class ShardedRun:
     precision: str
     device: str
     replay: dict[str, float] | None
+    differ: int | None = None
 
 
 def finite(value: Any) -> Any:

@@ -30,16 +30,19 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.run_summary import facts_of
 from toolkit.run.stages.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries, release
 from toolkit.run.stages.prepare import prepare_run
+from toolkit.run.stages.rollouts import RunSampler
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.sharding.blocks import checkpointing
 from toolkit.sharding.fsdp2.shards import local_tensor, state_once
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.terminal import Terminal
+from toolkit.training.loop_state import Windows
 from toolkit.training.trainer import Trainer
 from toolkit.verify.plain import is_nonzero, set_dropout
 from toolkit.verify.ranks import outcome_path
 from toolkit.verify.results import REHEARSED_DROPOUT
+from toolkit.verify.rollouts import GivenSamples, rollouts
 
 
 def rank_main(folder: Path) -> int:
@@ -82,7 +85,7 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     model = run.inner
     # The plain side draws no masks that these ranks could share.
     set_dropout(model, 0.0)
-    result = _run_steps(opened, run, steps, folder)
+    result, batch = _run_steps(opened, run, steps, folder)
     result["facts"] = facts_of(opened, run)
     # On every rank, because gathering is collective. Only rank 0 gets the tensors.
     tensors = as_peft_has_them(model, dequantised(model, whole_tensors(state_once(model))))
@@ -92,17 +95,25 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     checkpointed = plugin.checkpointing is not None
     # Offload removes gradients as they arrive. Blocks are checkpointed in the same way with and without it.
     offloaded = plugin.offload is not None
-    result["replay"] = _check_replay(accelerator, run) if checkpointed and not offloaded else None
+    result["replay"] = _check_replay(accelerator, run, batch) if checkpointed and not offloaded else None
     release(accelerator, plugin)
     return result
 
 
-def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) -> dict[str, Any]:
-    """Runs the trainer's steps. A parameter counts as having had a gradient if its first moment is not zero."""
+def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) -> tuple[dict[str, Any], Batch]:
+    """Runs the trainer's steps; returns their results, and this rank's first micro-batch of the last one.
+
+    A parameter counts as having had a gradient if its first moment is not zero.
+    """
     recipe, accelerator, model = opened.recipe, opened.accelerator, run.inner
     named = {peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = inner_optimizer(run.sharded.optimizer)
     schedule = build_schedule(optimizer, recipe.schedule, run.num_steps)
+    windows: Windows = run.windows
+    given = None
+    if recipe.objective.spec.samples_itself:
+        given = GivenSamples(folder, RunSampler(opened, run, lambda: None))
+        windows = rollouts(recipe, run.data, run.windows, run.tokenizer, given, opened.device)
     trainer = Trainer(
         accelerator,
         run.model,
@@ -110,13 +121,13 @@ def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) ->
         schedule,
         run.objective,
         recipe.training,
-        run.windows,
+        windows,
         by_block=run.accumulation.by_block,
         balance=run.balance,
     )
     run.model.train()
     found, loads = [], []
-    for window in itertools.islice(run.windows, steps):
+    for window in itertools.islice(windows, steps):
         found.append(trainer.train_step(window))
         loads.append(run.balance.loads())
         schedule.step()
@@ -125,7 +136,7 @@ def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) ->
         engine.flush()  # the last step may still be under way
     moments = {name: optimizer.state[p].get("exp_avg") for name, p in named.items()}
     held = {name: local_tensor(moment).double() for name, moment in moments.items() if moment is not None}
-    return {
+    result = {
         "losses": [step.loss for step in found],
         "grad_norms": [step.grad_norm for step in found],
         "trainable": sorted(named),
@@ -136,18 +147,19 @@ def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) ->
         "balance": [loss for layers, loss in loads if layers],
         "precision": accelerator.mixed_precision,
         "device": accelerator.device.type,
+        "differ": None if given is None else given.differ,
     }
+    return result, window[0]
 
 
-def _check_replay(accelerator: Accelerator, run: PreparedRun) -> dict[str, float]:
-    """Compares gradients of this rank's first micro-batch with and without checkpointing, from one random state.
+def _check_replay(accelerator: Accelerator, run: PreparedRun, batch: Batch) -> dict[str, float]:
+    """Compares gradients of a micro-batch with and without checkpointing, from one random state.
 
     Returns:
         `blocks`: the number of forwards under checkpointing. `difference`: the difference of the gradients, as a share
         of the largest. `effect`: the difference that another random state makes, 0 if the model has no dropout.
     """
     set_dropout(run.inner, REHEARSED_DROPOUT)
-    batch = next(iter(run.windows))[0]
     checkpointed = _gradients(accelerator, run, batch, seed=0)
     with _without_checkpointing() as calls:
         direct = _gradients(accelerator, run, batch, seed=0)

@@ -183,7 +183,7 @@ def test_missing_gradients_are_named_and_compared_with_the_plain_loop() -> None:
 
 def test_a_part_on_any_rank_is_a_gradient() -> None:
     result = {"losses": [], "grad_norms": [], "trainable": ["a", "b"], "facts": {}, "precision": "no", "device": "cpu"}
-    result |= {"loads": [], "balance": [], "numel": {"a": 4, "b": 2}}
+    result |= {"loads": [], "balance": [], "numel": {"a": 4, "b": 2}, "differ": None}
     results = [
         {**result, "with_gradient": ["a"], "replay": {"difference": 0.0}, "moments": {"a": (3, 5.0), "b": (2, 9.0)}},
         {**result, "with_gradient": ["b"], "replay": {"difference": 1.0}, "moments": {"a": (1, 4.0), "b": (2, 9.0)}},
