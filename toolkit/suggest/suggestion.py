@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,12 @@ MOST_ROWS_PACKED = 100_000
 
 FEWEST_ROWS_TO_HOLD_OUT, MOST_ROWS_HELD_OUT = 20, 1000
 """Below the first nothing is held out; above the second an evaluation gets slower, but not more precise."""
+
+GROUP = 8
+"""Completions of a prompt, as TRL's GRPOConfig has them."""
+
+THINKING = 256
+"""The most tokens of a completion whose length the answers do not tell, as TRL's GRPOConfig has them."""
 
 MICRO_BATCH_TOKENS = 8192
 """The largest micro-batch that is tried first (tokens): it keeps a GPU busy."""
@@ -212,7 +219,7 @@ def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tupl
         data = _data_section(draft, spec)
         tokens = tokenizers.load(model, data, spec.kind)
     tell(f"reading {source.name}: {layout.name}")
-    rows = measure(data, tokens, ObjectiveSection(kind=spec.kind))
+    rows = measure(data, tokens, _stand_in(spec))
     if (rows.earlier_thoughts or rows.other_prompts) and spec.may_pad:
         told = f"The chat template leaves out thoughts of earlier turns in {counted(rows.earlier_thoughts, 'row')}."
         why = f"{told} So each answer is learned as it was written, thoughts included."
@@ -221,10 +228,49 @@ def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tupl
             why = f"{told} So each answer is learned behind its own."
         draft.set("data.targets", "each_turn", why)
         data = _data_section(draft, spec)
-        rows = measure(data, tokens, ObjectiveSection(kind=spec.kind))
+        rows = measure(data, tokens, _stand_in(spec))
     prompt = first_words(source, layout) if spec.writes_text else ""
     prompt = f"{data.source_prefix or ''}{prompt}" if prompt else ""
-    return method, layout.name, rows, look_at(model, tokens, rows.labels, spec.kind), prompt
+    found = look_at(model, tokens, rows.labels, spec.kind)
+    return method, layout.name, _with_completions(draft, rows, found), found, prompt
+
+
+def _stand_in(spec: ObjectiveSpec) -> ObjectiveSection:
+    """Returns settings of an objective with which its rows can be read; what they lack is not decided yet."""
+    of_samples = {"rewards": [{"name": "any", "match": "."}], "max_new_tokens": 1} if spec.samples_itself else {}
+    return ObjectiveSection.model_validate({"kind": spec.kind, **of_samples})
+
+
+def _with_completions(draft: Draft, rows: Rows, model: Model) -> Rows:
+    """Sets how completions of prompts are sampled and rewarded. Returns the rows with room for a completion in each.
+
+    Raises:
+        BadInputError: if prompts have no answers to compare completions with, and no reward is given.
+    """
+    answers = rows.answers
+    if answers is None:
+        return rows
+    if answers.lacking and "objective.rewards" not in draft.given:
+        more = f" and {len(answers.lacking) - 1} more" if len(answers.lacking) > 1 else ""
+        raise BadInputError(
+            f"data.train: {answers.lacking[0]}{more}: no answer to compare completions with; add a column `answer`, or "
+            "give a reward that needs none, as in objective.rewards='[{name: mine, score: my_rewards.py:score}]' "
+            "(docs/online.md)"
+        )
+    how, why = ("numeric", "numbers") if answers.are_numbers else ("text", "texts")
+    rewards = [{"name": "right", "compare": how}]
+    draft.set("objective.rewards", rewards, f"The answers are {why}; docs/online.md has other rewards.")
+    draft.set("objective.group_size", GROUP, "So many completions of a prompt are compared with each other.")
+    most = covering(answers.lengths, COVERED)
+    length, reason = THINKING, "Numbers may follow thoughts. Raise it if many completions are cut."
+    if not answers.are_numbers and not answers.lacking:
+        length = -(-2 * most // ROUND_TARGETS_TO) * ROUND_TARGETS_TO
+        reason = f"{COVERED:.0%} of the answers have at most {most:,} tokens; wrong ones may be longer."
+    room = length if model.positions is None else model.positions - covering(rows.lengths, COVERED)
+    if 0 < room < length:
+        length, reason = room, f"What prompts leave of the model's {model.positions:,} positions."
+    draft.set("objective.max_new_tokens", length, reason)
+    return replace(rows, lengths=rows.lengths + draft.get("objective.max_new_tokens"))
 
 
 def _reads_sources(method: str) -> bool:
@@ -266,7 +312,7 @@ class Chooser:
         self._set_lengths()
         each = self._samples_of_a_rank()
         largest: int = max(1, MICRO_BATCH_TOKENS // self.draft.get("data.max_length"))
-        size = min(each, 1 << (largest.bit_length() - 1))
+        size = math.gcd(each, 1 << (largest.bit_length() - 1))
         # A table also has a half and a quarter of the micro-batch. If 1 is not among them, it gets a table of its own.
         for micro_batch in (size, 1) if size > 4 else (size,):
             self.draft.set("training.micro_batch_size", micro_batch)
@@ -376,10 +422,16 @@ class Chooser:
             length = min(length, self.model.positions)
         self.draft.set("data.max_target_length", length, f"{COVERED:.0%} of the targets have at most {most:,} tokens.")
 
+    @property
+    def _samples_itself(self) -> bool:
+        return SPEC_OF[self.method.name].samples_itself
+
     def _num_samples(self) -> int:
         """Returns the samples of one epoch, approximately."""
         draft, rows = self.draft, self.rows
         length: int = draft.get("data.max_length")
+        if self._samples_itself:
+            return len(rows.lengths) * int(draft.get("objective.group_size"))
         if draft.get("data.packing", False) is False:
             return len(rows.lengths)
         used = rows.lengths if self.method.name == "pretrain" else rows.lengths[rows.lengths <= length]
@@ -390,22 +442,29 @@ class Chooser:
         return max(1, round((int(best_fit(pieces, length).max()) + 1) * len(used) / len(tried)))
 
     def _samples_of_a_rank(self) -> int:
-        """Returns a step's samples on each rank, a power of two: the method's, or fewer for enough steps."""
+        """Returns a step's samples on each rank: the method's, or fewer for enough steps.
+
+        It is a power of two, of groups of completions if the model samples itself.
+        """
         draft, method = self.draft, self.method
         samples = self._num_samples()
         wanted = method.rows_per_step * samples / len(self.rows.lengths)
         if method.name == "pretrain":
             wanted = TOKENS_PER_STEP / draft.get("data.max_length")
+        if self._samples_itself:
+            wanted = method.rows_per_step  # completions
         enough = method.epochs * samples / FEWEST_STEPS
         each = max(1, int(min(wanted, enough) * draft.get("sharding.sequence", 1) / self.machine.count))
-        return 1 << (each.bit_length() - 1)
+        group: int = draft.get("objective.group_size") if self._samples_itself else 1
+        whole = group // math.gcd(group, self.machine.count)  # a step has whole groups of completions
+        return whole << (max(1, each // whole).bit_length() - 1)
 
     def set_length_of_run(self) -> int:
         """Sets epochs, evaluation and checkpoints; returns the approximate optimizer steps of the run."""
         draft, method = self.draft, self.method
         draft.set("training.num_epochs", method.epochs, f"As published recipes for method {method.name} do.")
         count, samples = len(self.rows.lengths), self._num_samples()
-        if count >= FEWEST_ROWS_TO_HOLD_OUT:
+        if count >= FEWEST_ROWS_TO_HOLD_OUT and not self._samples_itself:
             share = float(f"{min(0.05 if count >= 400 else 0.1, MOST_ROWS_HELD_OUT / count):.2g}")
             held_out = counted(round(share * count), "row")
             draft.set("data.validation_fraction", share, f"About {held_out} are held out for evaluation.")

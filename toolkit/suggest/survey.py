@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from toolkit.data.rows.sources import Source
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import Rows as TokenisedRows
+from toolkit.data.samples.samples import SampledPrompts
 from toolkit.data.templates.templates import MARKERS
 from toolkit.data.templates.turns import OF_EARLIER_TURNS, OTHER_PROMPT
 from toolkit.model.attention.positions import first_position, takes_positions
@@ -37,6 +39,21 @@ PROMPT_WORDS = 8
 
 
 @dataclass(frozen=True)
+class Answers:
+    """The right answers of prompts.
+
+    Attributes:
+        lengths: tokens of each answer, with the one that ends it; of several right ones the longest.
+        are_numbers: whether each is a number and nothing else.
+        lacking: places of the prompts without an answer.
+    """
+
+    lengths: Ints
+    are_numbers: bool
+    lacking: list[str]
+
+
+@dataclass(frozen=True)
 class Rows:
     """The rows that can be used.
 
@@ -47,6 +64,7 @@ class Rows:
         target_lengths: tokens of targets, or None if targets are not separate.
         earlier_thoughts: conversations in which the chat template leaves out thoughts of earlier turns.
         other_prompts: conversations in which an answer does not stand behind the prompt of inference.
+        answers: of prompts whose completions the model samples, or None.
     """
 
     lengths: Ints
@@ -54,6 +72,7 @@ class Rows:
     target_lengths: Ints | None = None
     earlier_thoughts: int = 0
     other_prompts: int = 0
+    answers: Answers | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +130,29 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     noted = found.report.train.noted if found.report.train is not None else {}
     earlier = max((rows.count for what, rows in noted.items() if what.endswith(OF_EARLIER_TURNS)), default=0)
     other = noted[OTHER_PROMPT].count if OTHER_PROMPT in noted else 0
-    return Rows(lengths, found.label_names, targets[0] if targets else None, earlier, other)
+    asked = found.train.asked_of_itself
+    answers = None if asked is None else _answers_of(asked, tokenizer)
+    return Rows(lengths, found.label_names, targets[0] if targets else None, earlier, other, answers)
+
+
+def _answers_of(asked: SampledPrompts, tokenizer: PreTrainedTokenizerBase) -> Answers:
+    texts: list[list[str]] = []
+    lacking = []
+    for number in range(asked.num_prompts):
+        _, place, kept = asked.prompt(number)
+        answer = kept["row"].get("answer")
+        texts.append([text for text in (answer if isinstance(answer, list) else [answer]) if isinstance(text, str)])
+        if not texts[-1]:
+            lacking.append(place)
+    lengths = [max((len(tokenizer(text)["input_ids"]) + 1 for text in each), default=0) for each in texts]
+    return Answers(np.array(lengths), all(map(_is_number, itertools.chain(*texts))), lacking)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text.strip().lstrip("$").rstrip("%").replace(",", "")))
+    except ValueError:
+        return False
 
 
 def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None, objective: str) -> Model:

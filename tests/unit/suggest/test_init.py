@@ -15,7 +15,7 @@ import yaml
 from support.chat_templates import QWEN_3
 from support.texts import make_texts
 from support.tiny import save_llama
-from transformers import AutoTokenizer, T5Config
+from transformers import AutoConfig, AutoTokenizer, T5Config
 from typer.testing import CliRunner, Result
 
 from toolkit.cli.app import app
@@ -43,6 +43,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ab" if number % 3 else text}]}
         for number, text in enumerate(TEXTS)
     ],
+    "asked": [{"prompt": text[:9], "answer": text[9:14]} for text in TEXTS],
+    "sums": [{"prompt": text[:9], "answer": f"{number:,}.5"} for number, text in enumerate(TEXTS)],
     "labels": [{"text": text[:40], "label": "ab"[number % 2]} for number, text in enumerate(TEXTS)],
     "summaries": [{"article": text, "highlights": text[: 5 + number % 9]} for number, text in enumerate(TEXTS)],
     "names": [{"tokens": text.split()[:9], "ner_tags": ["O", "B-X", "O"] * 3} for text in TEXTS if text.count(" ") > 8],
@@ -129,6 +131,45 @@ def test_the_rows_decide_the_method(
     if method is None:
         validated = CliRunner().invoke(app, ["validate", f"{name}.yaml"])
         assert validated.exit_code == 0, validated.output
+
+
+@pytest.mark.slow
+def test_prompts_with_answers_are_learned_from_samples() -> None:
+    """The reward compares as the answers suggest, a completion has room for twice the longest, a step whole groups."""
+    recipe = written("asked", "--method", "grpo")
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    longest = max(len(tokenizer(row["answer"])["input_ids"]) + 1 for row in ROWS["asked"])
+    new = -(-2 * longest // 16) * 16
+    assert recipe["objective"] == {
+        "kind": "grpo",
+        "rewards": [{"name": "right", "compare": "text"}],
+        "group_size": 8,
+        "max_new_tokens": new,
+    }
+    prompts = max(len(tokenizer(row["prompt"])["input_ids"]) for row in ROWS["asked"])
+    assert recipe["data"]["max_length"] == -(-(prompts + new) // 64) * 64
+    assert "validation_fraction" not in recipe["data"]
+    training = recipe["training"]
+    # 120 prompts of 8 completions are 960, and a hundred steps are wanted: the largest whole groups below.
+    assert 2 * training["micro_batch_size"] * training["gradient_accumulation_steps"] == 8
+    assert Recipe.load("asked.yaml").objective.completions_per_prompt == 8
+    assert CliRunner().invoke(app, ["validate", "asked.yaml"]).exit_code == 0
+
+    of_numbers = written("sums", "--method", "grpo")
+    assert of_numbers["objective"]["rewards"][0]["compare"] == "numeric"
+    assert of_numbers["objective"]["max_new_tokens"] < 256, "what the model's positions leave"
+    assert of_numbers["data"]["max_length"] == AutoConfig.from_pretrained("model").max_position_embeddings
+
+    refused = init("model", "text.jsonl", "--cpu", "2", "--method", "grpo")
+    assert refused.exit_code != 0
+    lacking = Path("lacking.jsonl")
+    lacking.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in ROWS["asked"]))
+    told = init("model", "lacking.jsonl", "--cpu", "2", "--method", "grpo")
+    assert isinstance(told.exception, BadInputError)
+    assert "lacking.jsonl:1 and 119 more: no answer to compare completions with" in str(told.exception)
+    own = written("lacking", "--method", "grpo", "objective.rewards=[{name: mine, match: a}]")
+    assert own["objective"]["rewards"] == [{"name": "mine", "match": "a"}]
+    lacking.unlink()
 
 
 def test_lora_takes_answers_text_and_pairs() -> None:

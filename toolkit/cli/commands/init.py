@@ -31,9 +31,9 @@ MethodName = Annotated[
     str | None,
     typer.Option(
         help="Training method: full, lora, qlora, pretrain, dpo, ipo, simpo, orpo, lora-dpo, qlora-dpo, reward, kto, "
-        "classify, tag or seq2seq. By default the rows decide: full for answers, pretrain for plain text, dpo for "
-        "pairs, classify for labels, tag for words with tags, seq2seq for an encoder-decoder; lora if full training "
-        "does not fit, and qlora if lora does not.",
+        "grpo, classify, tag or seq2seq. By default the rows decide: full for answers, pretrain for plain text, dpo "
+        "for pairs, classify for labels, tag for words with tags, seq2seq for an encoder-decoder; lora if full "
+        "training does not fit, and qlora if lora does not.",
     ),
 ]
 HardwareName = Annotated[
