@@ -44,10 +44,18 @@ OVERRIDES_OF = {
     # Without samples of text: quickstart shows that they leave training alone.
     "dpo": ("objective.beta=0.01", "logging.held_out_samples=0"),
     "kto": ("objective.beta=0.01", "logging.held_out_samples=0"),
+    # A model of six steps writes no right answer, and from equal rewards nothing is learned.
+    "grpo": (
+        "objective.rewards=[{name: e, match: e}]",
+        "data.max_validation_samples=null",
+        "objective.max_new_tokens=12",
+        "training.micro_batch_size=16",
+        "answers.max_new_tokens=2",
+    ),
 }
 
 BEGINS = "quickstart"
-AFTER = ("distill", "dpo", "kto", "lora", "qlora", "reward")
+AFTER = ("distill", "dpo", "grpo", "kto", "lora", "qlora", "reward")
 """Recipes that begin with what `BEGINS` exports, which runs before them."""
 
 NUM_ROWS = 200
@@ -145,7 +153,11 @@ def _equal(before: dict[str, Any], now: dict[str, Any], tolerance: float) -> boo
         return False
     exact = all(before[key] == now[key] for key in before if key not in FIGURES)
     figures = [(before[key], now[key]) for key in FIGURES if key in before]
-    return exact and all(found is not None and math.isclose(told, found, rel_tol=tolerance) for told, found in figures)
+    # The loss of fresh samples is a mean of advantages, which cancel out.
+    least = tolerance / 10
+    return exact and all(
+        found is not None and math.isclose(told, found, rel_tol=tolerance, abs_tol=least) for told, found in figures
+    )
 
 
 def main() -> int:

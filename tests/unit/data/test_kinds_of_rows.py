@@ -228,6 +228,29 @@ def test_a_prompt_leaves_room_for_its_completion(tmp_path: Path) -> None:
     assert (found.train.num_prompts, dropped) == (1, {"longer than data.max_length less objective.max_new_tokens": 1})
 
 
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"messages": DIALOGUE[:2]}, "a fox"),
+        ({"prompt": [ASKED], "chosen": [DIALOGUE[1]], "rejected": [DIALOGUE[3]]}, "a fox"),
+        ({"prompt": "who is it", "completion": "a king"}, "a king"),
+        ({"prompt": "who is it", "completion": "a king", "answer": "a fox"}, "a fox"),
+        ({"prompt": "who is it", "completion": "a king", "label": False}, None),
+    ],
+)
+def test_the_answer_of_a_training_row_is_what_completions_are_compared_with(
+    row: dict[str, Any], answer: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    given = {"train": str(tmp_path / "rows.jsonl"), "max_length": 64, "cache_dir": str(tmp_path)}
+    rewards = [{"name": "any", "match": "a"}]
+    section = ObjectiveSection.model_validate({"kind": "grpo", "rewards": rewards, "max_new_tokens": 8})
+    tokens = tokenizer._train_byte_pairs(iter(()), 260, MARKERS["chatml"])
+    use_template(tokens, "chatml")
+    found = build.build(DataSection.model_validate(given), tokens, 0, section).train.asked_of_itself
+    assert found.prompt(0)[2]["row"].get("answer") == answer
+
+
 def test_no_two_kinds_have_a_layout_of_one_name() -> None:
     """Layouts are found again by their names in the cache."""
     names = [layout.name for kind in registry.KINDS.values() for layout in kind.layouts]

@@ -33,6 +33,9 @@ NO_ROOM = "longer than data.max_length less objective.max_new_tokens"
 ASKERS = ("user", "tool")
 """Roles behind which an assistant answers."""
 
+ANSWERED_BY = ("completion", "chosen")
+"""Columns in which training rows have the answer to a prompt, if they have no `answer`."""
+
 
 @dataclass(frozen=True)
 class Prompted(Example):
@@ -66,10 +69,10 @@ def read_prompt(column: str, values: RowValues) -> Prompted:
     value, name = values[column], values.columns[column]
     tools = tools_of(values["tools"])
     values.taken |= set(values.row)
+    row = _with_answer(values.row)
     if not isinstance(value, list):
-        return Prompted(text_of(value, name), tools, dict(values.row), {})
+        return Prompted(text_of(value, name), tools, row, {})
     messages = messages_of(value, name)
-    row = dict(values.row)
     if len(messages) > 1 and messages[-1]["role"] == "assistant":
         # A row to learn answers from: its answer is what the rewards compare with.
         row.setdefault("answer", messages[-1]["content"])
@@ -77,6 +80,16 @@ def read_prompt(column: str, values: RowValues) -> Prompted:
     if messages[-1]["role"] not in ASKERS:
         raise RowProblem("nothing is asked: the last message is not the user's")
     return Prompted(messages, tools, row, {})
+
+
+def _with_answer(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the row with the completion of a training row as its `answer`, if there is none and it is a good one."""
+    found = next((row[name] for name in ANSWERED_BY if row.get(name) is not None), None)
+    if isinstance(found, list):
+        found = found[-1].get("content") if found and isinstance(found[-1], dict) else None
+    if row.get("answer") is not None or found is None or row.get("label") in (False, 0):
+        return dict(row)
+    return {**row, "answer": found}
 
 
 class PromptEncoder(Encoder):
