@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.tiny import llama, objective_of
+from datasets import Dataset
+from support.texts import make_texts
+from support.tiny import llama, objective_of, save_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data.samples.samples import sample_of, segments_of, stack
 from toolkit.objectives.grpo import Grpo
@@ -114,3 +118,107 @@ def test_the_gap_is_the_mean_distance_from_the_log_probabilities_of_sampling() -
 @pytest.mark.parametrize(("packed", "apart"), [(True, False), (False, True)])
 def test_completions_share_rows_unless_the_recipe_pads_them(packed: bool, apart: bool) -> None:
     assert Grpo.build(Ingredients(objective_of("grpo"), llama(), packed, {})).apart is apart
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trl")
+    save_llama(folder, make_texts(40), tied=True)
+    return folder
+
+
+class Asked:
+    """Four prompts of unequal lengths with four completions each, of which the last of each prompt is cut."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        draw = torch.Generator().manual_seed(1)
+        end = self.tokenizer.eos_token_id
+        self.prompts = [" ".join(text.split()[: 2 + n]) for n, text in enumerate(make_texts(4, seed=2))]
+        self.ids: list[list[list[int]]] = []
+        for _ in self.prompts:
+            drawn = [torch.randint(3, 200, (length,), generator=draw).tolist() for length in (1, 3, 4, MAX_NEW_TOKENS)]
+            self.ids.append([[*ids, end] if len(ids) < MAX_NEW_TOKENS else ids for ids in drawn])
+        self.rewards = torch.rand(16, generator=draw, dtype=torch.float64).tolist()
+        self.flat = [ids for of_prompt in self.ids for ids in of_prompt]
+
+    def batch(self, masked: bool) -> dict[str, Any]:
+        """Returns all completions in one packed row, with the advantages of their rewards."""
+        asked = [self.tokenizer(prompt)["input_ids"] for prompt in self.prompts for _ in range(4)]
+        pieces = []
+        for prompt, ids in zip(asked, self.flat, strict=True):
+            is_learned = not (masked and len(ids) == MAX_NEW_TOKENS)
+            pieces.append((np.array(prompt + ids), [False] * len(prompt) + [is_learned] * len(ids)))
+        batch = stack([sample_of(pieces, sum(len(ids) for ids, _ in pieces), 0)])
+        advantages = torch.tensor(advantages_of(np.array(self.rewards), 4, "group"), dtype=torch.float32)
+        zeros = torch.zeros(batch["input_ids"].shape)
+        segments = segments_of([pieces], batch["input_ids"])
+        return {**batch, "segments": segments, "advantages": advantages, "drawn": zeros}
+
+
+def gradients_of_trl(folder: Path, output: Path, of: Asked, loss: str, masked: bool) -> list[torch.Tensor]:
+    """Returns the gradients of GRPOTrainer's first step, in two micro-batches, on the given completions."""
+    trl = pytest.importorskip("trl")
+    args = trl.GRPOConfig(
+        output_dir=str(output),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=MAX_NEW_TOKENS,
+        loss_type=loss,
+        mask_truncated_completions=masked,
+        max_steps=1,
+        max_grad_norm=1e9,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        save_strategy="no",
+        report_to=[],
+    )
+    rewards = dict(zip(map(tuple, of.flat), of.rewards, strict=True))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completion_ids, **_: [rewards[tuple(ids)] for ids in completion_ids],
+        args=args,
+        processing_class=of.tokenizer,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in of.prompts]),
+    )
+    known = {tuple(of.tokenizer(prompt)["input_ids"]): ids for prompt, ids in zip(of.prompts, of.ids, strict=True)}
+
+    def given(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
+        left = {asked: iter(ids) for asked, ids in known.items()}
+        return [next(left[tuple(ids)]) for ids in prompt_ids], None
+
+    trainer._generate_single_turn = given
+    found: list[torch.Tensor] = []
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def kept(parameters: Any, *rest: Any, **named: Any) -> Any:
+        found.extend(parameter.grad.clone() for parameter in model.parameters())
+        return clip(parameters, *rest, **named)
+
+    trainer.accelerator.clip_grad_norm_ = kept
+    trainer.train()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "masked"), [("dapo", False), ("grpo", False), ("dr_grpo", False), ("dapo", True), ("dr_grpo", True)]
+)
+def test_gradients_are_those_of_trl_on_the_same_completions(
+    loss: str, masked: bool, folder: Path, tmp_path: Path
+) -> None:
+    of = Asked(folder)
+    expected = gradients_of_trl(folder, tmp_path, of, loss, masked)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    objective = Grpo(model, loss, 0.0, MAX_NEW_TOKENS)
+    batch = objective.on_host(of.batch(masked))
+    (objective.training_sums(model, batch)[0] / objective.count_targets(batch)).backward()
+    assert max(float(gradient.abs().max()) for gradient in expected) > 0.01, "there is something to compare"
+    for (name, mine), theirs in zip(model.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(
+            mine.grad, theirs, atol=1e-6, rtol=1e-5, msg=lambda told, name=name: f"{name}: {told}"
+        )
