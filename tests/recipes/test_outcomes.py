@@ -16,6 +16,7 @@ SCORED = {
     "quickstart": {"requests": 0.95, "preferences": 0.0},
     "dpo": {"preferences": 0.9, "requests": 0.9},
     "kto": {"preferences": 0.9, "requests": 0.9},
+    "grpo": {"preferences": 0.9, "requests": 0.9},
     "lora": {"skills": 0.95, "requests": 0.9},
     "qlora": {"skills": 0.95, "requests": 0.9},
     "vision": {"shapes": 0.9},
