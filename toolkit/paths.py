@@ -49,6 +49,23 @@ def shipped_folder(name: str) -> Path:
     return installed if installed.is_dir() else package.parent / name
 
 
+def install_command(extra: str) -> str:
+    """Returns the command that installs an extra: from the checkout, or without one the packages that it names.
+
+    No package index has the toolkit itself.
+    """
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return shlex.join(["pip", "install", "-e", f"{shown_path(checkout)}[{extra}]"])
+    from importlib import metadata  # only errors need them
+
+    from packaging.requirements import Requirement
+
+    named = [Requirement(text) for text in metadata.requires("finetune-toolkit") or []]
+    needed = [one for one in named if one.marker is not None and one.marker.evaluate({"extra": extra})]
+    return shlex.join(["pip", "install", *(f"{one.name}{one.specifier}" for one in needed)])
+
+
 def shipped_files(name: str) -> dict[str, Path]:
     """Returns the paths of the YAML files that are shipped in a folder, by name."""
     return {path.stem: path for path in sorted(shipped_folder(name).glob("*.yaml"))}

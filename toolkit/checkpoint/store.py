@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from toolkit.errors import BadInputError, StoreError, ToolkitError, in_words, without_secrets
+from toolkit.paths import install_command
 
-EXTRAS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
-"""Protocol -> its driver, and the extra of this package that installs it. Other drivers are part of fsspec."""
+DRIVERS = {"s3": "s3fs", "gs": "gcsfs"}
+"""Protocol, and extra of this package -> its driver. The other one is part of fsspec."""
 
 PART_BYTES = 2**24
 """The bytes of a part of an object that is copied in parts."""
@@ -265,10 +266,9 @@ def _file_system(url: str) -> Iterator[tuple[Any, str]]:
         system, path = url_to_fs(url, use_listings_cache=False, **options)
         yield system, path
     except ImportError as error:
-        driver, extra = EXTRAS.get(protocol, (protocol, protocol))
         raise BadInputError(
-            f"{protocol}:// needs the driver {driver}, which cannot be imported ({without_secrets(str(error))}); "
-            f"pip install {driver}, or finetune-toolkit[{extra}]"
+            f"{protocol}:// needs the driver {DRIVERS[protocol]}, which cannot be imported "
+            f"({without_secrets(str(error))}); {install_command(protocol)}"
         ) from error
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "no such file or folder", url) from error

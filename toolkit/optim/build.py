@@ -15,6 +15,7 @@ from toolkit.model.adapters.targets import stacked_experts
 from toolkit.model.routers import find_routers
 from toolkit.model.structure.model_parts import PROJECTOR, VISION, parts_of
 from toolkit.optim.muon import Muon
+from toolkit.paths import install_command
 from toolkit.recipe.schema import OptimizerSection
 from toolkit.sharding.blocks.compiling import forget_compiled_steps
 from toolkit.sharding.plan.unit_plan import UnitPlan
@@ -61,8 +62,7 @@ def _quantised_class(kind: str) -> Any:
         return getattr(importlib.import_module("torchao.optim"), QUANTISED[kind])
     except (ImportError, AttributeError) as error:
         raise BadInputError(
-            f"optimizer.kind: {kind} needs torchao ({error}); pip install 'finetune-toolkit[torchao]', or set "
-            "optimizer.kind=adamw"
+            f"optimizer.kind: {kind} needs torchao ({error}); {install_command('torchao')}, or set optimizer.kind=adamw"
         ) from error
 
 

@@ -265,7 +265,7 @@ def test_credentials_stand_in_no_recipe_and_no_message(monkeypatch: pytest.Monke
 
 def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
-    with pytest.raises(BadInputError, match=r"gs:// needs the driver gcsfs.*finetune-toolkit\[gs\]"):
+    with pytest.raises(BadInputError, match=r"gs:// needs the driver gcsfs.*pip install -e '.*\[gs\]'"):
         stores.store_of("gs://bucket/run")
 
 

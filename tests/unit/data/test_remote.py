@@ -207,7 +207,7 @@ def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("No module named 's3fs'")
 
     monkeypatch.setattr("toolkit.data.rows.remote.url_to_fs", missing)
-    with pytest.raises(DataError, match=r"driver of s3:// cannot be imported .*pip install 'finetune-toolkit\[s3\]'"):
+    with pytest.raises(DataError, match=r"driver of s3:// cannot be imported .*pip install -e '.*\[s3\]'"):
         expand_files("s3://bucket/rows.jsonl", "data.train")
 
 

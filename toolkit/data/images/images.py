@@ -30,6 +30,7 @@ from toolkit.data.rows.hub_refusals import hub_error
 from toolkit.data.rows.sources import ROWS_LOOKED_AT
 from toolkit.data.rows.values import RowProblem
 from toolkit.errors import BadInputError, DataError, first_line, in_words
+from toolkit.paths import install_command
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection
 
@@ -136,7 +137,7 @@ class Images:
         except ImportError as error:
             raise BadInputError(
                 f"data.train has images, and the processor of {self.name!r} needs a package that is not installed "
-                f"({in_words(error)}): pip install 'finetune-toolkit[vision]'"
+                f"({in_words(error)}): {install_command('vision')}"
             ) from error
         except Exception as error:  # transformers raises many types about a broken file
             raise hub_error(error, "model.name_or_path", self.name, revision=self.revision) or BadInputError(

@@ -19,11 +19,8 @@ from fsspec.core import url_to_fs
 from toolkit.data.rows.cache import digest, kept
 from toolkit.data.rows.hub_refusals import DATA_SET, hub_error
 from toolkit.errors import DataError, ToolkitError, in_words, without_secrets
-from toolkit.paths import atomic_write, file_name, user_cache, without_query
+from toolkit.paths import atomic_write, file_name, install_command, user_cache, without_query
 from toolkit.terminal import Pass, Terminal, format_time
-
-EXTRAS = {"s3": "finetune-toolkit[s3]", "gs": "finetune-toolkit[gs]", "http": "aiohttp", "https": "aiohttp"}
-"""Protocol -> the package of its driver; that of `hf` comes with huggingface_hub."""
 
 WEB = ("http", "https")
 """Protocols that cannot list files, and whose addresses may contain the characters of a pattern."""
@@ -123,7 +120,8 @@ def _as_data_errors(url: str, field: str) -> Iterator[None]:
     except DataError:
         raise
     except ImportError as error:
-        mend = f"pip install '{EXTRAS[protocol]}'" if protocol in EXTRAS else "download it first"
+        mend = "pip install aiohttp" if protocol in WEB else "download it first"
+        mend = install_command(protocol) if protocol in ("s3", "gs") else mend
         raise DataError(f"{field}: the driver of {protocol}:// cannot be imported ({error}); {mend}") from error
     except IsADirectoryError as error:
         raise DataError(

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.weights.weights import Weights, all_rows
+from toolkit.paths import install_command
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.fsdp2.shards import Rows, shard_chunk, shard_group
 
@@ -337,7 +338,7 @@ def require_bitsandbytes() -> None:
         import bitsandbytes  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         raise BadInputError(
-            f"adapter.quantize needs bitsandbytes ({first_line(error)}); pip install 'finetune-toolkit[qlora]', or set "
+            f"adapter.quantize needs bitsandbytes ({first_line(error)}); {install_command('qlora')}, or set "
             "adapter.quantize=none"
         ) from error
     finally:
