@@ -252,6 +252,8 @@ def refused(folder: str) -> dict[str, str]:
     attempt("again", case=CASES[1][0])
     attempt("finished")
     attempt("never", checkpoint={"resume": "never"})
+    shutil.copytree(f"{folder}/whole-1-0", f"{folder}/longer")
+    attempt("further", "longer", checkpoint={"resume": f"{folder}/longer"}, training={"max_steps": 11})
     attempt("changed", "new", checkpoint={"resume": checkpoint}, data={"max_length": 24}, training={"seed": 5})
     attempt("nowhere", "new", checkpoint={"resume": folder})
     attempt("earlier", checkpoint={"resume": checkpoint})
@@ -269,6 +271,9 @@ def test_what_does_not_fit_is_refused(finished_run: Path, workshop: Path) -> Non
     # The same command, as of a job that is put in the queue again: nothing is done, and nothing is written.
     assert found["again-result"] == "13 records, 0.0 s, False"
     assert "already holds a finished run" in found["finished"]
+    assert f"train it further with checkpoint.resume={finished_run}" in found["finished"]
+    assert found["further-result"].startswith("15 records"), "11 steps, and evaluations at 0, 4, 8 and 11"
+    assert (workshop / "longer/finished.json").is_file()
     assert "already holds a finished run" in found["never"]
     assert "data.max_length: 32 there, 24 now" in found["changed"]
     assert "training.seed: 0 there, 5 now" in found["changed"]

@@ -183,10 +183,12 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
     if not is_done and again and latest(output_dir) is None:
         return True
     if found:
+        is_saved = is_done and latest(output_dir) is not None
+        further = f", train it further with checkpoint.resume={output_dir}" if is_saved else ""
         raise BadInputError(
             f"training.output_dir: {str(output_dir)!r} already holds a {'finished ' if is_done else ''}run "
-            f"({', '.join(found)}); choose another folder, for example training.output_dir=outputs/second, or delete "
-            "this one"
+            f"({', '.join(found)}); choose another folder, for example training.output_dir=outputs/second{further}, or "
+            "delete this one"
         )
     return False
 
