@@ -93,13 +93,13 @@ class Browser:
             assert "error" not in told, told
             yield told
 
-    def show(self, page: Path, width: int, dark: bool) -> None:
-        """Loads a page in a window of this width (px)."""
+    def show(self, page: Path | str, width: int, dark: bool) -> None:
+        """Loads a page, a file or a URL, in a window of this width (px)."""
         self.errors.clear()
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
-        self._call("Page.navigate", url=page.resolve().as_uri())
+        self._call("Page.navigate", url=page.resolve().as_uri() if isinstance(page, Path) else page)
         next(told for told in self._messages() if told.get("method") == "Page.loadEventFired")
 
     def evaluate(self, code: str) -> Any:
@@ -113,10 +113,10 @@ class Browser:
         found = self.evaluate(PROBE)
         return [*self.errors, *found]
 
-    def picture(self, file: Path) -> None:
-        """Writes a picture of the whole page (.png)."""
+    def picture(self, file: Path, top: float = 0, height: float | None = None) -> None:
+        """Writes a picture of the whole page, or of `height` px from `top` on (.png)."""
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": top, "width": size["width"], "height": height or size["height"], "scale": 1}
         shot = self._call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))
 

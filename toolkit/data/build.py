@@ -295,23 +295,28 @@ class Builder:
             splits["validation"] = self._write_split(
                 folder / "validation.npz", held_out, held_out.kept, policy, names, kept_rows
             )
-        report = self._report(policy, splits, kept_rows)
+        report = self._report(policy, splits, kept_rows, held_out)
         facts = {"report": report.to_dict(), "label_names": names}
         (folder / "report.json").write_text(json.dumps(facts), encoding="utf-8")
 
     def _long_rows(self, layouts: Iterable[ColumnLayout]) -> str:
         return self.data.long_rows or ("split" if all(form.is_plain for form in layouts) else "error")
 
-    def _report(self, policy: str, splits: dict[str, SplitReport], train: Selection | None) -> DataReport:
+    def _report(
+        self, policy: str, splits: dict[str, SplitReport], train: Selection | None, held_out: Selection | None
+    ) -> DataReport:
         own = "the tokenizer's own" if getattr(self.tokenizer, "chat_template", None) else None
         warnings = reports.warnings(splits)
         # A classifier writes nothing, nor does a reward model, so they need no token to stop at.
         # A target ends with one in any case.
         if train is not None and self.objective.spec.predicts_next_tokens and self.kind.learns_tokens:
             warnings += reports.unclosed(self.tokenizer, train.rows, train.kept, self.kind.targets != "all")
-        examples = {}
-        if train is not None:
-            examples["examples"] = reports.examples(self.kind, self.tokenizer, train.rows, train.kept, self.images)
+        examples = [
+            example
+            for name, chosen in (("train", train), ("validation", held_out))
+            if chosen is not None
+            for example in reports.examples(self.kind, self.tokenizer, chosen.rows, chosen.kept, name, self.images)
+        ]
         return DataReport(
             max_length=self.data.max_length,
             packing=self.kind.packed,
@@ -321,7 +326,7 @@ class Builder:
             streaming=self.data.streaming,
             warnings=warnings,
             **splits,
-            **examples,
+            **({"examples": examples} if examples else {}),
         )
 
     def _write_split(

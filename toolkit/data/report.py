@@ -24,8 +24,14 @@ from toolkit.errors import counted
 ROWS_NAMED = 20
 """The most rows named for each reason of dropping."""
 
-EXAMPLES = 100
-"""The most decoded samples: all rows of a small source, else the first three and evenly spaced ones."""
+EXAMPLES, EXAMPLES_TOKENS = 1000, 300_000
+"""The most decoded samples of a split, and their tokens: all rows of small data, else evenly spaced ones."""
+
+EXAMPLES_WITH_IMAGES = 100
+"""The most samples if rows have images, of which the page holds small copies."""
+
+EXAMPLES_OF_WINDOW = 100
+"""The most samples of a stream's window."""
 
 FIRST_EXAMPLES = 3
 """Of them the first ones are the first rows of the first sources."""
@@ -280,20 +286,24 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
 
 
 def examples(
-    kind: RowKind, tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, images: Images | None = None
+    kind: RowKind, tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, split: str, images: Images | None
 ) -> list[dict[str, Any]]:
     """Decodes rows in stretches that are targets or not, with small images: first ones, and then evenly spaced ones.
 
     Args:
+        split: the name of the split, which each of them gets.
         images: reads the images of rows, or None if they have none.
     """
+    lengths = np.minimum(rows.column("length")[kept], EXAMPLE_TOKENS)
+    most = min(len(kept), EXAMPLES_WITH_IMAGES if images is not None and rows.have_images else EXAMPLES)
+    most = max(FIRST_EXAMPLES, min(most, int(EXAMPLES_TOKENS / max(1.0, float(lengths.mean())))))
     source_of = np.searchsorted(rows.starts, kept, side="right")
     # A row of each source before a second row of any, because each source has its own layout.
     firsts = [kept[int(np.argmax(source_of == source))] for source in dict.fromkeys(source_of.tolist())]
     begin = sorted(list(dict.fromkeys([*firsts, *kept[:FIRST_EXAMPLES].tolist()]))[:FIRST_EXAMPLES])
-    spaced = kept[np.linspace(0, len(kept) - 1, min(EXAMPLES, len(kept))).astype(int)].tolist()
-    chosen = list(dict.fromkeys(map(int, [*begin, *spaced])))[:EXAMPLES]
-    return [_example(kind, tokenizer, rows, row) | _previews(rows, row, images) for row in chosen]
+    spaced = kept[np.linspace(0, len(kept) - 1, most).astype(int)].tolist()
+    chosen = list(dict.fromkeys(map(int, [*begin, *spaced])))[:most]
+    return [{**_example(kind, tokenizer, rows, row), "split": split, **_previews(rows, row, images)} for row in chosen]
 
 
 def _previews(rows: Rows, row: int, images: Images | None) -> dict[str, Any]:

@@ -460,9 +460,11 @@ def describe_stream(
     )
     examples = [
         reports.decoded(tokenizer, *samples.rows.tokens(row, 0, stream.max_length))
-        for row in range(min(reports.EXAMPLES, len(samples.rows)))
+        for row in range(min(reports.EXAMPLES_OF_WINDOW, len(samples.rows)))
     ]
     splits = {"train": train}
     if report.validation is not None:
         splits["validation"] = report.validation.model_copy(update={"also_in_train": len(counts.held_out)})
-    return report.model_copy(update={**splits, "examples": examples, "warnings": reports.warnings(splits)})
+    return report.model_copy(
+        update={**splits, "examples": [*examples, *report.examples], "warnings": reports.warnings(splits)}
+    )

@@ -20,7 +20,7 @@ from toolkit.pages.parts.number_text import (
     format_tick,
     number,
 )
-from toolkit.pages.parts.page import ChartCard, Key, Note, Table, Tile, render, write_page
+from toolkit.pages.parts.page import ChartCard, Key, Note, Table, Tile, render, script, script_policy, write_page
 from toolkit.pages.parts.svg import COLOR_OF, SMALL_PX, draw_marks, draw_svg, style_axes
 
 Report = dict[str, Any]
@@ -34,7 +34,10 @@ MAX_LISTED_ROWS = 20
 """The most rows named for each reason."""
 
 OPEN_EXAMPLES = 3
-"""Decoded samples that are shown at once; the others unfold."""
+"""Decoded samples that are unfolded at first."""
+
+SCRIPT = "rows.js"
+"""Searches and goes through the decoded samples."""
 
 START = 90
 """Characters of a folded sample that its line shows."""
@@ -77,6 +80,9 @@ def render_data_page(title: str, report: Report) -> str:
         fill_bars=_fill_bars(report),
         examples=[_example(example) for example in report.get("examples") or []],
         num_open=OPEN_EXAMPLES,
+        example_splits=list(dict.fromkeys(example.get("split", "train") for example in report.get("examples") or [])),
+        script=script(SCRIPT) if report.get("examples") else "",
+        policy=script_policy(SCRIPT) if report.get("examples") else "",
         examples_remark=_examples_remark(report),
         tables=[
             Table("dropped", "Dropped rows", ("Reason", *head), _dropped_rows(report), "names"),
@@ -348,12 +354,13 @@ def _example(example: Report) -> Report:
     facts += [f"label {example['label']}"] if example.get("label") is not None else []
     shown = {name: example.get(name) or [] for name in ("segments", "images")}
     start = " ".join("".join(text for text, _ in shown["segments"]).split())[:START]
-    return {"row": example.get("row", ""), "facts": ", ".join(facts), "start": start, **shown}
+    split = example.get("split", "train")
+    return {"row": example.get("row", ""), "facts": ", ".join(facts), "start": start, "split": split, **shown}
 
 
 def _examples_remark(report: Report) -> str:
     """Says how many of the rows the page has."""
-    shown, kept = len(report.get("examples") or []), _count(report.get("train") or {}, "kept")
+    shown, kept = len(report.get("examples") or []), sum(_count(split, "kept") for _, split in splits(report))
     if not kept or report.get("streaming"):
         return ""
     return "all rows" if shown >= kept else f"{shown:,} of {kept:,} rows, evenly spaced"

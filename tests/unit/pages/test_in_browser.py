@@ -35,8 +35,8 @@ SIDES = [
 ]
 LINES = [run.eval_line(0, 4.0), *run.train_lines(101), run.non_finite_line(102), run.eval_line(101, 3.0)]
 ROWS = [
-    data.example((f"a question of row {row} " * 9, False), ("its answer", True), row=f"chat.jsonl:{row}")
-    for row in range(30)
+    data.example((f"a question of row {row}, " * 9, False), ("its answer", True), row=f"chat.jsonl:{row}", split=split)
+    for row, split in enumerate(["train"] * 60 + ["validation"] * 20)
 ]
 RUNS = [
     compared.run("first", [3.0, 2.0, 1.0] * 20, answers={ASKED: ("fifteen", "{}")}),
@@ -104,3 +104,30 @@ def test_the_reference_and_the_turns_of_a_prompt(tab: Browser, tmp_path: Path) -
     assert len({left for left, *_ in tab.evaluate(boxes)}) == 1, "below each other"
     turns = tab.evaluate("[...document.querySelectorAll('#side-by-side dt')].map((one) => one.textContent)")
     assert turns == ["system", "user"]
+
+
+def test_the_data_page_goes_through_its_rows(tab: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(PAGES["data"], encoding="utf-8")
+    tab.show(file, 1280, dark=False)
+
+    def shown(*actions: str) -> tuple[str, list[str]]:
+        """What stands there after the actions: the place, and the rows that can be seen."""
+        for action in actions:
+            tab.evaluate(f"(() => {{ const [card] = document.querySelectorAll('#examples'); {action}; }})()")
+        rows = "[...document.querySelectorAll('#examples details')].filter((row) => row.offsetHeight)"
+        place = tab.evaluate("document.querySelector('#examples output').textContent")
+        return place, tab.evaluate(f"{rows}.map((row) => row.querySelector('strong').textContent)")
+
+    names = [row["row"] for row in ROWS]
+    forward = "card.querySelectorAll('button')[1].click()"
+    searched = "const box = card.querySelector('input'); box.value = '{}'; box.dispatchEvent(new Event('input'))"
+    chosen = "const box = card.querySelector('select'); box.value = '{}'; box.dispatchEvent(new Event('change'))"
+    assert shown() == ("1 to 25 of 80", names[:25])
+    assert shown(forward, forward, forward) == ("76 to 80 of 80", names[75:])
+    assert tab.evaluate("document.querySelectorAll('#examples button')[1].disabled")
+    assert shown(forward) == ("76 to 80 of 80", names[75:]), "there are no more"
+    assert shown(searched.format("Row 7,")) == ("1 to 1 of 1", names[7:8]), "case does not matter"
+    assert shown(searched.format("nowhere")) == ("no such row", [])
+    assert shown(searched.format(""), chosen.format("validation")) == ("1 to 20 of 20", names[60:])
+    assert tab.problems() == []
