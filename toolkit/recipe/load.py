@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,8 @@ def tool_of(values: Mapping[str, Any]) -> str | None:
 def foreign_hint(values: Mapping[str, Any], origin: str) -> list[str]:
     """Returns a line about `toolkit init --from` if these are another tool's settings."""
     tool = tool_of(values)
-    return (
-        [] if tool is None else [f"it looks like a configuration of {tool}: `toolkit init --from {origin}` converts it"]
-    )
+    convert = shlex.join(["toolkit", "init", "--from", origin])
+    return [] if tool is None else [f"it looks like a configuration of {tool}: `{convert}` converts it"]
 
 
 GONE = (("sharding", "offload_threads"),)

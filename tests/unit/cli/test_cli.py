@@ -170,9 +170,10 @@ def test_errors_of_a_recipe_name_their_lines(tmp_path: Path) -> None:
     ],
 )
 def test_another_tools_file_is_recognised(text: str, tool: str | None, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(text)
-    told = str(CliRunner().invoke(app, ["validate", str(tmp_path / "r.yaml")]).exception)
-    hint = f"\n  - it looks like a configuration of {tool}: `toolkit init --from {tmp_path / 'r.yaml'}` converts it\n"
+    file = tmp_path / "of another.yaml"
+    file.write_text(text)
+    told = str(CliRunner().invoke(app, ["validate", str(file)]).exception)
+    hint = f"\n  - it looks like a configuration of {tool}: `toolkit init --from '{file}'` converts it\n"
     assert (hint in told) == (tool is not None), told
     assert ("--from" in told) == (tool is not None)
 
