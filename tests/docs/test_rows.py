@@ -1,4 +1,4 @@
-"""Each line of docs/rows.md is read as a run would read it, and what the page says of its targets is learned."""
+"""Each row of docs/rows.md and docs/reasoning.md is read as a run would, and what the page says of it is learned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.recipe.recipe import Recipe
 pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/rows.md").read_text(encoding="utf-8")
+PAGE = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rows.md", "reasoning.md"))
 ROW = re.compile(r"<!-- row: (.+?) -->\n\n```json\n(.+)\n```\n*(Learned: .*)?")
 ROWS = [(kind, line, told) for kinds, line, told in ROW.findall(PAGE) for kind in kinds.split(", ")]
 

@@ -1,4 +1,4 @@
-"""Every text that docs/troubleshooting.md quotes is one that the code prints."""
+"""Every text that docs/troubleshooting.md and docs/hub.md quote is one that the code prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
-QUOTED = re.compile(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", re.MULTILINE)
+QUOTED = re.compile(r"^\| `([^`]+)` \| [^|]+ \|(?: [^|]+ \|)?$", re.MULTILINE)
+PAGES = ("troubleshooting.md", "hub.md")
 ANYTHING = "\0"
 """What stands where an f-string puts a value in."""
 
@@ -39,9 +40,10 @@ def printed() -> str:
 
 
 def test_quoted_errors_are_those_of_the_code(printed: str) -> None:
-    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    quotes = QUOTED.findall(page)
-    assert len(quotes) > 40
+    found = {name: QUOTED.findall((ROOT / "docs" / name).read_text(encoding="utf-8")) for name in PAGES}
+    quotes = [quote for of_page in found.values() for quote in of_page]
+    assert len(found["troubleshooting.md"]) > 40
+    assert len(found["hub.md"]) == 5
     assert not unknown(quotes, printed)
 
 
