@@ -28,6 +28,44 @@ HEAD = """# Recipe fields
 A recipe is a YAML mapping of these sections. Files that it names are relative to the recipe itself. `required` fields
 have no default; `null` means unset. An override that is given twice takes its last value. Written from
 `toolkit/recipe/schema.py`, which also checks it.
+
+## The fields that most recipes set
+
+All others have defaults that suit most runs. `toolkit init MODEL DATA` writes these for your model, rows and machine;
+[Recipes per family](families.md) has what it writes for well-known models.
+
+```yaml
+model:
+  name_or_path: meta-llama/Llama-3.1-8B-Instruct
+  dtype: bfloat16                  # with adapters; leave it out to train all weights
+data:
+  train: chat.jsonl
+  validation_fraction: 0.05
+  max_length: 4096                 # tokens of a sample
+adapter:                           # leave the section out to train all weights, at a tenth of the learning rate
+  kind: lora
+  r: 16
+optimizer:
+  learning_rate: 2.0e-4
+schedule:
+  kind: cosine
+  warmup_fraction: 0.1
+sharding:
+  strategy: zero3
+  activation_checkpointing: auto   # compute activations again where the plan needs the memory
+training:
+  output_dir: outputs/chat
+  num_epochs: 2                    # or max_steps
+  micro_batch_size: 1              # samples of a rank at once
+  gradient_accumulation_steps: 8
+  mixed_precision: bf16
+  eval_every_steps: 50
+checkpoint:
+  every_steps: 200
+logging:
+  trackers: [tensorboard]
+  held_out_samples: 3
+```
 """
 
 

@@ -23,9 +23,12 @@ SIZES: dict[str, tuple[int, int, int, int, int, bool]] = {
     "1B": (2048, 16, 32, 8192, 128256, True),
     "3B": (3072, 28, 24, 8192, 128256, True),
     "8B": (4096, 32, 32, 14336, 128256, False),
+    "14B": (5120, 48, 40, 13824, 152064, False),
+    "32B": (5120, 64, 40, 27648, 152064, False),
     "70B": (8192, 80, 64, 28672, 128256, False),
 }
-"""Published shapes: hidden size, layers, heads, size of the MLP, vocabulary, and whether the head is the embedding."""
+"""Published shapes of Llama 3, and of Qwen 2.5 at 14B and 32B: hidden size, layers, heads, size of the MLP, vocabulary,
+and whether the head is the embedding."""
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -1,9 +1,13 @@
-"""The tables of docs/choose.md and docs/out_of_memory.md are those that docs/sizes.py makes of plans."""
+"""The pages that are made of plans: tables of docs/choose.md and docs/out_of_memory.md, and docs/families.md."""
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,21 +20,28 @@ def rows_of(page: str) -> list[str]:
     return text.split("<!-- sizes.py -->\n\n")[1].split("\n\n<!-- end -->")[0].splitlines()
 
 
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> object:
+def module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(DOCS))
-    import sizes
-
-    yield sizes
-    del sys.modules["sizes"]
+    yield importlib.import_module(name)
+    del sys.modules[name]
 
 
-def test_the_levers_are_those_of_the_plan(sizes) -> None:  # type: ignore[no-untyped-def]
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield from module("sizes", monkeypatch)
+
+
+@pytest.fixture
+def families(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield from module("families", monkeypatch)
+
+
+def test_the_levers_are_those_of_the_plan(sizes: Any) -> None:
     assert list(sizes.levers()) == rows_of("out_of_memory.md")
 
 
 @pytest.mark.parametrize("size", ["1B", pytest.param("70B", marks=pytest.mark.grid)])
-def test_the_cards_are_those_of_the_plan(size: str, sizes) -> None:  # type: ignore[no-untyped-def]
+def test_the_cards_are_those_of_the_plan(size: str, sizes: Any) -> None:
     made = list(sizes.choice([size]))
     written = rows_of("choose.md")
     assert written[:2] == made[:2]
@@ -38,6 +49,26 @@ def test_the_cards_are_those_of_the_plan(size: str, sizes) -> None:  # type: ign
 
 
 @pytest.mark.first
-def test_every_lever_and_size_has_a_row(sizes) -> None:  # type: ignore[no-untyped-def]
+def test_every_lever_and_size_has_a_row(sizes: Any) -> None:
     assert [row.split(" | ")[0][2:] for row in rows_of("out_of_memory.md")[2:]] == [words for words, _ in sizes.LEVERS]
     assert [row.split(" | ")[0][2:] for row in rows_of("choose.md")[2:]] == list(sizes.SIZES)
+
+
+def test_a_recipe_of_a_family_is_what_init_writes(families: Any) -> None:
+    case = next(case for case in families.CASES if case.model == "Qwen/Qwen3-0.6B")
+    with families.place([case.model]):
+        found, recipe = families.written(case)
+    page = (DOCS / "families.md").read_text(encoding="utf-8")
+    assert families.section(case, recipe) in page
+    assert families.line(case, found) in page.splitlines()
+
+
+@pytest.mark.first
+def test_every_family_has_a_section_and_a_row(families: Any) -> None:
+    page = (DOCS / "families.md").read_text(encoding="utf-8")
+    titles = [case.title for case in families.CASES]
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == titles
+    assert re.findall(r"^\| \[(.*?)\]", page, re.MULTILINE) == titles
+    assert [
+        words for words in (" ".join(["toolkit", *case.words]) for case in families.CASES) if words not in page
+    ] == []
