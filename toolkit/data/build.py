@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.data import report as reports
-from toolkit.data.documents.documents import Named, image_root, read_documents, write_documents
+from toolkit.data.documents.documents import Named, read_documents, write_documents
 from toolkit.data.documents.encode import FEATURES, Encoder
+from toolkit.data.documents.processes import image_root
 from toolkit.data.images.images import (
     Images,
     image_tokens_of,

@@ -283,7 +283,9 @@ class DataSection(Section):
     )
     shuffle: bool = Field(True, description="Shuffle the samples in each epoch, by training.seed.")
     max_validation_samples: PositiveInt | None = Field(None, description="Evaluate on the first N samples only.")
-    num_proc: PositiveInt = Field(1, description="Tokenise with N processes.")
+    num_proc: PositiveInt | Literal["auto"] = Field(
+        "auto", description="Tokenise with N processes; auto: as many as there are cores, if it takes over 5 seconds."
+    )
     cache_dir: str | None = Field(
         None,
         min_length=1,
@@ -345,7 +347,7 @@ class DataSection(Section):
                 "data.validation_fraction is not possible with data.streaming, whose rows are not known in advance; "
                 "name held-out rows in data.validation"
             )
-        if self.streaming and self.num_proc > 1:
+        if self.streaming and self.num_proc not in ("auto", 1):
             raise contradiction("data.num_proc has no effect with data.streaming; remove one of them")
 
     @property

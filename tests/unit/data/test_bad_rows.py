@@ -20,7 +20,7 @@ import pytest
 
 from toolkit import Recipe
 from toolkit.data import build
-from toolkit.data.documents import documents
+from toolkit.data.documents import processes
 from toolkit.data.rows import files, readers, sources
 from toolkit.data.templates.templates import use_template
 from toolkit.data.tokens import tokenizer
@@ -1006,7 +1006,7 @@ def test_an_error_while_rows_are_tokenised_leaves_nothing(
     tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rows are good, and the file ends amid a later one."""
-    monkeypatch.setattr(documents, "BATCH_ROWS", 8)
+    monkeypatch.setattr(processes, "BATCH_ROWS", 8)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(MANY_LINES)[:-500])
     refusal(tmp_path, "a.jsonl.gz", chatml)
     assert list((tmp_path / "cache").iterdir()) == []

@@ -22,7 +22,7 @@ from toolkit.data import build
 from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS, ImageSamples
 from toolkit.data.samples.samples import TextSamples
 from toolkit.data.tokens import tokenizer
-from toolkit.errors import DataError
+from toolkit.errors import BadInputError, DataError
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, ModelSection
 
@@ -310,15 +310,14 @@ def test_another_folder_for_images(model: Path, folder: Path) -> None:
 
 
 def test_what_is_wrong_with_a_processor_is_said_by_name(model: Path, folder: Path, tmp_path: Path) -> None:
-    """It is read among the rows, where `datasets` would wrap what it raises in an error of its own."""
     with pytest.raises(
-        DataError, match=r"^data\.max_pixels: the processor of .* \(CLIPImageProcessor\w*\) does not scale"
+        BadInputError, match=r"^data\.max_pixels: the processor of .* \(CLIPImageProcessor\w*\) does not scale"
     ):
         built(model, folder, [GOOD], max_pixels=10**6)
     broken = shutil.copytree(model, tmp_path / "broken")
     (broken / "processor_config.json").write_text('{"image_processor": 3}')
     with pytest.raises(
-        DataError, match=r"^data\.train has images, and no processor can be loaded from .*; correct its"
+        BadInputError, match=r"^data\.train has images, and no processor can be loaded from .*; correct its"
     ):
         built(broken, folder, [GOOD])
 

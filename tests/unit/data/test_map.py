@@ -12,7 +12,7 @@ import pytest
 from test_build import TEXTS, jsonl, rows_of, section
 
 from toolkit.data import build
-from toolkit.data.rows import sources
+from toolkit.data.documents import processes
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError, RecipeError, ToolkitError
 from toolkit.pages.card import recipe_for_readers
@@ -92,7 +92,7 @@ def test_held_out_rows_and_streams_are_mapped_too(tmp_path: Path, byte_pairs: An
 def test_processes_that_tokenise_import_the_function_themselves(
     tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SHARD_BYTES", 700)
+    monkeypatch.setattr(processes, "BATCH_ROWS", 8)
     rows = jsonl(tmp_path / "a.jsonl", stored(tmp_path))
     function = {"map": f"{tmp_path}/mine.py:told"}
     found = [

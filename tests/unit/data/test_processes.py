@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.ranks import LIMIT_SECONDS
 from test_build import TEXTS, jsonl, rows_of, section
 
 from toolkit.data import build
-from toolkit.data.documents import documents
-from toolkit.data.rows import sources
+from toolkit.data.documents import processes
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import DataError
-from toolkit.recipe.schema import SourceSection
 
 
 @pytest.fixture
@@ -32,24 +33,27 @@ def byte_pairs() -> Any:
 def test_tokenised_in_several_processes_the_rows_are_the_same(
     tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SHARD_BYTES", 700)
+    monkeypatch.setattr(processes, "BATCH_ROWS", 8)
     lines = [json.dumps({"text": text}) for text in TEXTS]
     lines[7] = lines[30] = "no row"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     found = []
-    for number, num_proc in enumerate((1, 3)):
+    monkeypatch.setattr(processes, "ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "affordable_processes", lambda: 2)
+    for number, num_proc in enumerate((1, 3, "auto")):
         data = section(tmp_path, tmp_path / "a.jsonl", num_proc=num_proc)
         data = data.model_copy(update={"cache_dir": str(tmp_path / f"cache-{number}")})
         built = build.build(data, byte_pairs, seed=0)
         dropped = built.report.to_dict()["train"]["dropped"]
         assert dropped == {"not JSON": {"count": 2, "rows": ["a.jsonl:8", "a.jsonl:31"]}}
         found.append(rows_of(built.train))
-    assert found[0] == found[1]
-    assert len(sources.open_source(SourceSection(path=str(tmp_path / "a.jsonl")), "data.train").shards) > 3
+    assert found[0] == found[1] == found[2]
+    assert not multiprocessing.active_children()
+    assert forkserver._forkserver._forkserver_pid is None  # type: ignore[attr-defined]
 
 
 def many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sources, "SHARD_BYTES", 700)
+    monkeypatch.setattr(processes, "BATCH_ROWS", 8)
     return jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
 
 
@@ -73,11 +77,11 @@ def test_a_script_without_a_guard_can_tokenise_in_several_processes(tmp_path: Pa
 
 
 SCRIPT = f"""
-from toolkit.data import build; from toolkit.data.rows import sources; from toolkit.data.tokens import tokenizer
+from toolkit.data import build; from toolkit.data.documents import processes; from toolkit.data.tokens import tokenizer
 from toolkit.recipe.schema import DataSection
 
 print("runs")
-sources.SHARD_BYTES = 700
+processes.BATCH_ROWS = 8
 tokens = tokenizer._train_byte_pairs(iter({TEXTS}), 320)
 data = DataSection(train="a.jsonl", num_proc=2, max_length=16, cache_dir="cache")
 print("tokenised" if len(build.build(data, tokens, seed=0).train) else "none")
@@ -88,12 +92,49 @@ print("tokenised" if len(build.build(data, tokens, seed=0).train) else "none")
 def test_a_process_that_is_killed_is_an_error_with_a_cure(
     tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "_rows", killed)
+    (tmp_path / "mine.py").write_text(KILLED)
+    data = section(tmp_path, many_lines(tmp_path, monkeypatch), num_proc=2, map=f"{tmp_path}/mine.py:killed")
     with pytest.raises(DataError, match=r"^data\.num_proc: a process that tokenises was killed"):
-        build.build(section(tmp_path, many_lines(tmp_path, monkeypatch), num_proc=2), byte_pairs, seed=0)
+        build.build(data, byte_pairs, seed=0)
     assert not list(tmp_path.glob("cache/*/*.arrow"))
 
 
-def killed(**_: Any) -> Iterator[dict[str, Any]]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    yield {}
+@pytest.mark.slow
+def test_no_process_outlives_the_one_that_reads_the_rows(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    (tmp_path / "mine.py").write_text(SLEEPS)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("num_proc=2", "num_proc=2, map='mine.py:sleeps'"))
+    reader = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, start_new_session=True)
+    wait_until(lambda: len(list(tmp_path.glob("asleep-*"))) == 2)
+    reader.kill()
+    reader.wait()
+    wait_until(lambda: not any(psutil.pid_exists(int(file.name.split("-")[1])) for file in tmp_path.glob("asleep-*")))
+
+
+KILLED = """
+import multiprocessing, os
+
+
+def killed(row):
+    if multiprocessing.parent_process():  # the one that reads the rows looks at the first ones
+        os.kill(os.getpid(), 9)
+    return row
+"""
+
+SLEEPS = """
+import multiprocessing, os, pathlib, time
+
+
+def sleeps(row):
+    if not multiprocessing.parent_process():
+        return row
+    (pathlib.Path(__file__).parent / f"asleep-{os.getpid()}").touch()
+    time.sleep(600)
+"""
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    ends = time.monotonic() + LIMIT_SECONDS
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.1)

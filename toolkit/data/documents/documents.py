@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import datasets
-import multiprocess
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from toolkit.data.documents.encode import FEATURES, Encoder, batches, notes_in
+from toolkit.data.documents.encode import FEATURES, Encoder, notes_in
+from toolkit.data.documents.processes import Work, encoded
 from toolkit.data.images.images import parse
 from toolkit.data.layouts.layout import Layout
-from toolkit.data.rows.cache import digest
-from toolkit.data.rows.readers import Shard, read
 from toolkit.data.rows.sources import Source
-from toolkit.data.rows.values import RowProblem
-from toolkit.errors import DataError, ToolkitError
+from toolkit.errors import DataError
 
-BATCH_ROWS = 64
-"""Number of rows that are tokenised in one call."""
+WRITTEN_BATCHES = 16
+"""Batches of rows that are written as one, of which a table has fewer to look through."""
 
 
 class Named(TypedDict):
@@ -43,10 +36,6 @@ class Named(TypedDict):
     paths: list[str]
     told_as: NotRequired[str]
     roots: NotRequired[list[str]]
-
-
-_FATAL = "\0"
-"""Prefix of the problem of a file whose rest cannot be read, because errors lose their type between processes."""
 
 
 @dataclass(frozen=True)
@@ -126,37 +115,22 @@ class Documents:
         return ids.to_numpy(), targets.to_numpy(zero_copy_only=False)
 
 
-def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: int, folder: Path) -> None:
+def write_documents(
+    source: Source, layout: Layout, encoder: Encoder, num_proc: int | Literal["auto"], folder: Path
+) -> None:
     """Tokenises a source's rows into `folder`.
 
     Raises:
         DataError: if a file cannot be read, or the source holds no rows.
+        BadInputError: if the user's function that maps rows fails.
     """
-    work = folder / "work"
     if not source.shards:  # an opened data set; a first row of files has been read already
         raise DataError(f"{source.field}: {source.name!r} holds no rows; name another file")
-    # A user at a terminal waits for this; a log needs no progress bars.
-    (datasets.enable_progress_bars if sys.stderr.isatty() else datasets.disable_progress_bars)()
-    processes = min(num_proc, len(source.shards))
-    with _spawning_processes() if processes > 1 else nullcontext():
-        made = datasets.Dataset.from_generator(
-            partial(_rows, layout=layout, encoder=encoder),
-            features=_features(encoder),
-            cache_dir=str(work),
-            gen_kwargs={"shards": list(enumerate(source.shards))},
-            num_proc=processes if processes > 1 else None,
-            # Otherwise `datasets` hashes the generator with all its arguments, the tokenizer included.
-            fingerprint=digest(str(folder)),
-        )
-    datasets.disable_progress_bars()
-    fatal = [text for text in made.data.column("problem").unique().to_pylist() if (text or "").startswith(_FATAL)]
-    if fatal:
-        raise DataError(fatal[0].removeprefix(_FATAL))
-    for number, file in enumerate(made.cache_files):
-        shutil.move(file["filename"], folder / f"rows-{number:05d}.arrow")
-    # The data set maps its files, so it is deleted before their folder is removed.
-    del made
-    shutil.rmtree(work)
+    schema = _features(encoder).arrow_schema
+    documents = encoded(Work(layout, encoder, schema), source.shards, num_proc)
+    with pa.OSFile(str(folder / "rows-00000.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as written:
+        while together := list(islice(documents, WRITTEN_BATCHES)):
+            written.write_table(pa.Table.from_batches(together).combine_chunks())
     facts = {"layout": layout.name, "label_names": list(layout.label_names)}
     (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
 
@@ -164,31 +138,6 @@ def write_documents(source: Source, layout: Layout, encoder: Encoder, num_proc: 
 def _features(encoder: Encoder) -> datasets.Features:
     own = {name: kind for name, (kind, _) in encoder.columns.items()}
     return datasets.Features({**FEATURES, **own, "shard": datasets.Value("int32")})
-
-
-@contextmanager
-def _spawning_processes() -> Iterator[None]:
-    """Makes `datasets` spawn processes. It would fork, and a lock that another thread holds would stay locked forever.
-
-    The processes do not run the caller's script again, which therefore needs no `if __name__ == "__main__"`.
-
-    Raises:
-        DataError: if one of them is killed.
-    """
-    method, main = multiprocess.get_start_method(allow_none=True), sys.modules["__main__"]
-    multiprocess.set_start_method("spawn", force=True)
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    except RuntimeError as error:
-        if "abruptly died" not in str(error):
-            raise
-        raise DataError(
-            "data.num_proc: a process that tokenises was killed, as happens where memory runs out; set a smaller number"
-        ) from error
-    finally:
-        sys.modules["__main__"] = main
-        multiprocess.set_start_method(method, force=True)
 
 
 def read_documents(cache: Path, named: Named, weight: float | None) -> Documents:
@@ -207,23 +156,3 @@ def read_documents(cache: Path, named: Named, weight: float | None) -> Documents
         told_as=named.get("told_as"),
         roots=tuple(named.get("roots", ())),
     )
-
-
-def _rows(shards: list[tuple[int, Shard]], layout: Layout, encoder: Encoder) -> Iterator[dict[str, Any]]:
-    named_root = encoder.image_root
-    for number, shard in shards:
-        if encoder.images is not None:
-            encoder = replace(encoder, image_root=image_root(shard, named_root))
-        try:
-            for batch in batches(read(shard), BATCH_ROWS):
-                for document in encoder.documents(batch, layout):
-                    yield {**document, "shard": number}
-        except ToolkitError as error:  # of a file, or of the model's image processor
-            [document] = encoder.documents([RowProblem(f"{_FATAL}{error}")], layout)
-            yield {**document, "shard": number}
-            return
-
-
-def image_root(shard: Shard, named: Path | None) -> Path:
-    """Returns the folder that paths of images start from: the one that the recipe names, or that of the rows."""
-    return named if named is not None else Path(shard.path).expanduser().resolve().parent

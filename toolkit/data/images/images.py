@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from toolkit.data.images.image_files import content_of, decoded, file_or_content
@@ -131,6 +131,8 @@ class Images:
         Raises:
             BadInputError: if it cannot be loaded, or cannot keep to the limits.
         """
+        from transformers import AutoProcessor  # of a third of the libraries' import, which rows of text do not need
+
         try:
             # Never code from the hub: a custom processor would need model.trust_remote_code here, too.
             processor = AutoProcessor.from_pretrained(self.name, revision=self.revision)

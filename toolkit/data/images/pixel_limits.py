@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoImageProcessor
-
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import DataSection
 
@@ -81,6 +79,8 @@ class PixelLimits:
         """Writes the limits into a processor's configuration in the folder of an export."""
         if not self:
             return
+        from transformers import AutoImageProcessor  # as in `Images.processor`
+
         own = dict(AutoImageProcessor.from_pretrained(folder, local_files_only=True).size)
         size = {**{name: value for name, value in own.items() if value is not None}, **self._size_settings()}
         for name in CONFIGURATIONS:

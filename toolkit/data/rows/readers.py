@@ -77,17 +77,21 @@ def read(shard: Shard) -> Iterator[Row]:
     """
     try:
         rows = _READERS[shard.kind](shard)
-        yield from rows if shard.map is None else _mapped(rows, shard.map, shard)
+        yield from rows if shard.map is None else mapped(rows, shard.map, shard)
     except ToolkitError:
         raise
     except Exception as error:  # the libraries that read files raise many types
         raise unreadable("data", shard.path, error) from error
 
 
-def _mapped(rows: Iterator[Row], function: UserFunction, shard: Shard) -> Iterator[Row]:
-    """Yields the row that a function makes of each row; one that could not be read stays what it is."""
-    name, first = Path(shard.path).name, 1
-    if shard.table is not None:
+def mapped(rows: Iterator[Row], function: UserFunction, shard: Shard, before: int = 0) -> Iterator[Row]:
+    """Yields the row that a function makes of each row; one that could not be read stays what it is.
+
+    Args:
+        before: number of rows of the shard that come before these, for errors.
+    """
+    name, first = Path(shard.path).name, 1 + before
+    if shard.kind == "rows":
         first += shard.start
     elif shard.start:  # a piece of a file of lines, of whose first line only the byte is known
         name += f" from byte {shard.start:,}"
