@@ -36,7 +36,7 @@ All others have defaults that suit most runs. `toolkit init MODEL DATA` writes t
 
 ```yaml
 model:
-  name_or_path: meta-llama/Llama-3.1-8B-Instruct
+  name_or_path: Qwen/Qwen3-8B
   dtype: bfloat16                  # with adapters; leave it out to train all weights
 data:
   train: chat.jsonl

@@ -24,7 +24,6 @@ PROGRAMS = ("toolkit", "accelerate", "torchrun", "python", "pip", "pytest", "sru
 STARTS_RANKS = ("train", "verify", "doctor", "status", "reproduce")
 """Commands of `toolkit` that start ranks or look at running ones, and have tests of their own."""
 STAND_INS = {
-    "meta-llama/Llama-3.2-1B-Instruct": "model",
     "meta-llama/Llama-3.1-8B": "model",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "model",
     "Qwen/Qwen2.5-1.5B-Instruct": "model",

@@ -74,7 +74,7 @@ app = new_app(cls=Commands, no_args_is_help=True, epilog="Pages of help: docs/in
 
 COMMANDS: dict[str, dict[Any, str]] = {
     "Start": {
-        init: "toolkit init meta-llama/Llama-3.2-1B-Instruct chat.jsonl --gpus 8 --output mine.yaml",
+        init: "toolkit init Qwen/Qwen2.5-1.5B-Instruct chat.jsonl --gpus 8 --output mine.yaml",
         doctor: "toolkit doctor",
         schema: "toolkit schema --to recipe.schema.json",
     },

@@ -381,7 +381,9 @@ def _noted_rows(report: Report) -> list[tuple[str, ...]]:
     """Returns rows of which something is left out, duplicates, and rows that are too long, dropped or not."""
     long = "longer than max_length"
     noted = [
-        _found_row(what, name, found) for name, split in splits(report) for what, found in by_count(split.get("noted"))
+        _found_row(what, name, found, _count(split, "kept"))
+        for name, split in splits(report)
+        for what, found in by_count(split.get("noted"))
     ]
     return noted + [
         _found_row(what, name, split[key])
@@ -391,8 +393,10 @@ def _noted_rows(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
-def _found_row(what: str, split_name: str, found: Report) -> tuple[str, ...]:
-    return what, split_name, format_count(count_of(found)), _names(found)
+def _found_row(what: str, split_name: str, found: Report, kept: int = -1) -> tuple[str, ...]:
+    """Returns a row of a table; where all `kept` rows are found, as with a column that no row uses, none is named."""
+    count = count_of(found)
+    return what, split_name, format_count(count), "all rows" if count == kept else _names(found)
 
 
 def _sources(split: Report | None) -> list[Report]:

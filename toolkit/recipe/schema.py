@@ -857,7 +857,7 @@ class LoggingSection(Section):
         0,
         ge=0,
         description="Show in the report what the model writes behind N held-out prompts, up to 40 tokens each: before "
-        "training, at up to four evaluations, and after it.",
+        "training, at up to four evaluations, and after it. Each of these moments costs up to 40 forwards.",
     )
 
     @model_validator(mode="after")

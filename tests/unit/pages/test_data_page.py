@@ -139,6 +139,14 @@ def test_tables() -> None:
     assert "half of the rows are equal" in found["warnings"]
 
 
+def test_what_holds_for_all_rows_names_none() -> None:
+    names = [f"chat.jsonl:{line}" for line in range(20)]
+    noted = {what: {"count": count, "rows": names} for what, count in (("column id is not read", 997), ("half", 500))}
+    found = text_of(train=split(noted=noted))["noted"]
+    assert "column id is not readtrain997all rows" in found
+    assert "halftrain500chat.jsonl:0, chat.jsonl:1" in found
+
+
 def test_the_first_rows_are_open_and_the_others_unfold() -> None:
     rows = [example((f"question {row}", False), ("answer", True), row=f"chat.jsonl:{row}") for row in range(100)]
     html = render_data_page("chat", {**report(), "examples": rows})

@@ -12,6 +12,9 @@ from toolkit.cli.shared.arguments import AsJson, RecipeArguments, RecipeOption, 
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.terminal import Terminal
 
+EXAMPLES_PRINTED = 20
+"""The most decoded samples that `--json` prints; data_report.json has up to a thousand of each split."""
+
 
 def data(
     arguments: RecipeArguments = None,
@@ -39,7 +42,8 @@ def data(
     if output is not None:
         write_data_report(output, loaded, report)
     if as_json:
-        print(json.dumps(report.to_dict(), indent=1))
+        few = report.model_copy(update={"examples": report.examples[:EXAMPLES_PRINTED]})
+        print(json.dumps(few.to_dict(), indent=1))
         return
     console = Terminal(stderr=False, soft_wrap=False)
     show_report(console, report.to_dict())
