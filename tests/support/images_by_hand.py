@@ -188,7 +188,7 @@ class DrawnRows(Rows):
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         return np.array(self.rows[row].ids[start:stop]), np.array(self.rows[row].targets[start:stop])
 
-    def images(self, row: int) -> list[tuple[dict[str, Any], str]]:
+    def images(self, row: int, start: int | None = None) -> list[tuple[dict[str, Any], str]]:
         return [({"drawn": drawn, "size": (drawn.width, drawn.height)}, "") for drawn in self.rows[row].images]
 
     def name(self, row: int) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from toolkit.data.samples.documents_apart import documents_apart
+from toolkit.data.samples.image_samples import is_of_images
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.samples.sequence_parts import KL_PREFIX, counts_here
 from toolkit.model.structure.fake_tensors import has_values
@@ -87,7 +88,8 @@ class Kto(OfCompletions):
         own, other = batch, _mismatched(batch)
         if self.apart:
             own, other = documents_apart(own), documents_apart(other)
-        of_other = {f"{KL_PREFIX}{name}": value for name, value in self._causal.on_host(other).items()}
+        prepared = self._causal.on_host(other)
+        of_other = {f"{KL_PREFIX}{name}": value for name, value in prepared.items() if not is_of_images(name)}
         return {**self._causal.on_host(own), **of_other, "learned": _learned_rows(batch)}
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
@@ -177,7 +179,8 @@ class Kto(OfCompletions):
 
 def _mismatched(batch: Batch) -> Batch:
     """Returns the batch of prompts with completions of other rows."""
-    return {name.removeprefix(KL_PREFIX): value for name, value in batch.items() if name.startswith(KL_PREFIX)}
+    other = {name.removeprefix(KL_PREFIX): value for name, value in batch.items() if name.startswith(KL_PREFIX)}
+    return {**{name: value for name, value in batch.items() if is_of_images(name)}, **other}
 
 
 def _learned_rows(batch: Batch) -> torch.Tensor:

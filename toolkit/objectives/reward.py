@@ -75,6 +75,8 @@ class Reward(Objective):
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """Adds what `CausalLM.on_host` adds, and `_reward_places`."""
+        if "margin" not in batch:  # completions to try the model on
+            return self._causal.on_host(batch)
         batch = documents_apart(batch) if self.apart else batch
         known = {name: value for name, value in self._causal.on_host(batch).items() if name != "whole_ids"}
         return {**known, **self._reward_places(batch)}

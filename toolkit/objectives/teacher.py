@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.images.images import Images
+from toolkit.data.rows.cache import cache_folder
 from toolkit.data.samples.samples import Batch
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
@@ -105,20 +107,27 @@ def teacher_section(section: ObjectiveSection, student: ModelSection, mixed_prec
     )
 
 
-def load_teacher(recipe: Recipe, tokens: PreTrainedTokenizerBase, mixed_precision: str) -> LoadedModel | None:
+def load_teacher(
+    recipe: Recipe, tokens: PreTrainedTokenizerBase, mixed_precision: str, has_images: bool
+) -> LoadedModel | None:
     """Returns the teacher on the meta device, or None for objectives without one.
 
     Args:
         tokens: the student's tokenizer.
+        has_images: whether rows have images.
 
     Raises:
-        BadInputError: if there is no such model, or its tokens differ from the student's.
+        BadInputError: if there is no such model, or it reads tokens or images otherwise than the student.
     """
     if recipe.objective.teacher is None:
         return None
     section = teacher_section(recipe.objective, recipe.model, mixed_precision)
     with errors_of_teacher():
-        require_same_tokens(tokens, tokenizer.load(section, DataSection(train=[SourceSection(path="-")], max_length=8)))
+        theirs = tokenizer.load(section, DataSection(train=[SourceSection(path="-")], max_length=8))
+        require_same_tokens(tokens, theirs)
+        if has_images:
+            cache = cache_folder(recipe.data)
+            require_same_processor(Images.of(tokens, cache), Images.of(theirs, cache))
         loaded = load(section, tokens, recipe.training.seed)
         loaded.fit.fingerprint = fingerprint(section)
         loaded.model.requires_grad_(False)
@@ -147,6 +156,30 @@ def errors_of_teacher() -> Iterator[None]:
     except BadInputError as error:
         text = str(error).replace("model.name_or_path", "objective.teacher")
         raise BadInputError(text.replace("model.revision", "objective.teacher_revision")) from error
+
+
+def require_same_processor(student: Images | None, teacher: Images | None) -> None:
+    """Checks that the teacher's processor makes the same of an image as the student's, which makes it for both.
+
+    Raises:
+        BadInputError: if it does not; it names the first difference.
+    """
+    assert student is not None, "rows have images"
+    if teacher is None:
+        raise BadInputError(
+            "objective.teacher: the rows have images, and its folder has no image processor; name a teacher that reads "
+            "images as the student does"
+        )
+    ours, theirs = (
+        {"the class": type(images.processor).__name__, **images.processor.image_processor.to_dict()}
+        for images in (student, teacher)
+    )
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise BadInputError(
+                f"objective.teacher: it needs the image processor of the student, but {name} of the student's is "
+                f"{ours.get(name)!r}, and of the teacher's {theirs.get(name)!r}; name a teacher of the same family"
+            )
 
 
 def require_same_tokens(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:

@@ -58,7 +58,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     built = loaded.model
     require_room(built, tokens, recipe)
     data, padded = fitting(recipe, tokens, data, built)
-    teacher = load_teacher(recipe, tokens, "no")
+    teacher = load_teacher(recipe, tokens, "no", data.train.has_images)
     taught_by = None if teacher is None else teacher.model
     build_objective(recipe.objective, built, data.report.packing, None, taught_by)  # refuses what it cannot train
     device = torch.device("cpu" if launch.on_cpu else "cuda")
@@ -85,7 +85,8 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
             )
         sampler = PlainSampler(recipe, model, tokens)
         windows = rollouts(recipe, data, loader, tokens, sampler, device)
-    loss = PlainImages() if data.train.has_images else PLAIN_LOSSES[kind](recipe, device)
+    loss = PLAIN_LOSSES[kind](recipe, device)
+    loss = PlainImages(loss) if data.train.has_images else loss
     plain = plain_loop(model, recipe, loss, windows, rates, packing, routers)
     del model
     torch.cuda.empty_cache()

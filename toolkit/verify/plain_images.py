@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from toolkit.data.build import TokenisedData
 from toolkit.data.images.images import PREFIX
 from toolkit.data.samples.image_samples import ImageSamples, image_samples_of
-from toolkit.data.samples.samples import Batch, TextSamples
-from toolkit.model.adapters.adapters import base_of
+from toolkit.data.samples.samples import Batch, batch_of
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.run.checks.image_check import check_images
 from toolkit.verify.packing import PACKING_TOLERANCE
-from toolkit.verify.plain_losses import IGNORED, PlainCausal
+from toolkit.verify.plain_losses import IGNORED, KINDS, OF_IMAGES, PlainLoss
 from toolkit.verify.results import NOT_USED, Row, measured
 
 ROWS = "rows"
@@ -30,13 +27,14 @@ ROWS = "rows"
 class ImageRows(ImageSamples):
     """Samples whose batches also hold each row separately. A batch without images has one more row with an image."""
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
+    def batch(self, numbers: Sequence[int], seen: Sequence[Sequence[Sequence[Any]]] | None = None) -> Batch:
         """Returns a text batch of these samples with the separate rows under `ROWS`; its tensors have shape (1, T)."""
         rows: Any = [row for number in numbers for row in self._rows_of_sample(number)]
         if not any(self.has_image(number) for number in numbers):
             image, ids = self.images.smallest
             rows.append(self._inputs_of(torch.tensor(ids), [False] * len(ids), [image]))
-        return {**TextSamples.batch(self, numbers), ROWS: rows}
+        of_text = batch_of([self.tokens(number) for number in numbers], self.max_length, self.packed, self.pad_id)
+        return {**of_text, ROWS: rows}
 
     def _rows_of_sample(self, number: int) -> list[dict[str, Any]]:
         pieces = zip(self.tokens(number), self.seen(number), strict=True)
@@ -47,9 +45,9 @@ class ImageRows(ImageSamples):
     def _inputs_of(self, ids: torch.Tensor, targets: list[bool], images: list[Any]) -> dict[str, Any]:
         made = self.images.tensors([images]) if images else {}
         labels = torch.where(torch.tensor(targets), ids, IGNORED)
-        kinds = torch.isin(ids, torch.tensor(sorted(self.images.token_ids))).long()
-        of_text = {"input_ids": ids[None], "labels": labels[None], "kinds": kinds[None]}
-        return {**of_text, **{name.removeprefix(PREFIX): tensor for name, tensor in made.items()}}
+        kinds = torch.isin(ids, torch.tensor(sorted(self.images.token_ids))).long()[None]
+        more = {name.removeprefix(PREFIX): tensor for name, tensor in made.items()}
+        return {"input_ids": ids[None], "labels": labels[None], KINDS: kinds, OF_IMAGES: more}
 
 
 def row_by_row(data: TokenisedData) -> TokenisedData:
@@ -60,25 +58,26 @@ def row_by_row(data: TokenisedData) -> TokenisedData:
     return replace(data, train=ImageRows(**{each.name: getattr(samples, each.name) for each in fields(samples)}))
 
 
-class PlainImages(PlainCausal):
-    """Cross-entropy of each row. Weights that only images reach have a gradient in every micro-batch."""
+class PlainImages:
+    """A plain loss of each row by itself. Weights that only images reach have a gradient in every micro-batch.
+
+    Args:
+        of_rows: the loss.
+    """
+
+    def __init__(self, of_rows: PlainLoss) -> None:
+        self._of_rows = of_rows
+
+    def num_targets(self, batch: Batch) -> int:
+        return self._of_rows.num_targets(batch)
+
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self._of_rows.forward(model, batch)
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the scalar sum of the losses over all target tokens."""
-        device = next(model.parameters()).device
-        taken = inspect.signature(base_of(model).forward).parameters
-        total = torch.zeros((), device=device, requires_grad=True)
         rows: Any = batch[ROWS]
-        for row in rows:
-            given = {name: tensor.to(device) for name, tensor in row.items()}
-            labels, kinds = given.pop("labels")[0, 1:], given.pop("kinds")
-            types = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
-            logits = model(**given, **types, use_cache=False).logits[0, :-1]
-            # Times 0: a row without targets still takes part in backward.
-            total = total + 0.0 * logits.sum()
-            if bool((labels != IGNORED).any()):
-                total = total + F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-        return total
+        return torch.stack([self._of_rows.summed(model, row) for row in rows]).sum()
 
 
 def images_row(model: nn.Module, samples: ImageSamples, device: torch.device) -> Row:

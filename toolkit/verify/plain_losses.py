@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,16 +10,22 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from toolkit.data.samples.samples import Batch
+from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.image_inputs import kinds_of_text
+from toolkit.model.structure.model_parts import writer_class
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ModelSection
 
 IGNORED = -100
 """transformers' value, written out so that a wrong constant of ours would show."""
+
+
+KINDS, OF_IMAGES = "kinds", "of_images"
+"""Keys of a row by itself: the kinds of its tokens, (1, T), and what transformers' processor makes of its images."""
 
 
 class PlainLoss(Protocol):
@@ -42,14 +49,27 @@ class PlainCausal:
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         device = next(model.parameters()).device
-        ids, positions = batch["input_ids"].to(device), batch["position_ids"].to(device)
-        kinds = kinds_of_text(model, ids)
-        return model(input_ids=ids, position_ids=positions, use_cache=False, **kinds).logits  # type: ignore[no-any-return]
+        given: dict[str, torch.Tensor] = {
+            name: batch[name].to(device) for name in ("input_ids", "position_ids") if name in batch
+        }
+        if OF_IMAGES in batch:
+            given |= _of_images(model, batch)
+        else:
+            given |= kinds_of_text(model, given["input_ids"])
+        return model(**given, use_cache=False).logits  # type: ignore[no-any-return]
 
     def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits = self.forward(model, batch)[:, :-1]
         labels = batch["labels"][:, 1:].to(logits.device)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _of_images(model: nn.Module, row: Any) -> dict[str, torch.Tensor]:
+    """Returns the inputs of a model besides tokens for a row of `ImageRows`."""
+    taken = inspect.signature(base_of(model).forward).parameters
+    kinds = {name: row[KINDS] for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
+    device = next(model.parameters()).device
+    return {name: tensor.to(device) for name, tensor in {**row[OF_IMAGES], **kinds}.items()}
 
 
 class PlainDistillation(PlainCausal):
@@ -165,7 +185,8 @@ def _plain_teacher(section: ObjectiveSection, student: ModelSection, device: tor
     settings: dict[str, Any] = {"dtype": getattr(torch, student.dtype)}
     if student.attention != "auto":
         settings["attn_implementation"] = student.attention
-    teacher: nn.Module = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(section.teacher, revision=section.teacher_revision)
+    teacher: nn.Module = writer_class(config).from_pretrained(
         section.teacher, revision=section.teacher_revision, use_safetensors=True, **settings
     )
     return teacher.float().to(device).eval()

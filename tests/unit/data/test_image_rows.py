@@ -137,6 +137,64 @@ def test_a_row_is_what_the_processor_makes_of_it(model: Path, folder: Path, name
     assert batch[COUNTS].tolist() == [len(numbers)]
 
 
+FOX, KING = ANSWER, {**ANSWER, "content": "a king"}
+SEEN = user({**SHOWN, "image": "in/0.png"}, text("who"))
+OTHER = user({**SHOWN, "image": "in/2.png"}, text("who"))
+PAIRS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "trl's": (
+        {"images": ["in/1.png"], "prompt": [user(SHOWN, text("who"))], "chosen": [FOX], "rejected": [KING]},
+        (1, 1),
+    ),
+    "rlaif-v's": ({"image": "in/1.png", "prompt": "who", "chosen": "a fox", "rejected": "a king"}, (1, 1)),
+    "llama-factory's": (
+        {
+            "images": ["in/0.png"],
+            "conversations": [{"from": "human", "value": "<image>who"}],
+            "chosen": {"from": "gpt", "value": "a fox"},
+            "rejected": {"from": "gpt", "value": "a king"},
+        },
+        (0, 0),
+    ),
+    "whole conversations": ({"chosen": [SEEN, FOX], "rejected": [SEEN, KING]}, (0, 0)),
+    "other images": ({"chosen": [SEEN, FOX], "rejected": [OTHER, KING]}, (0, 2)),
+    "other images of the row": (
+        {
+            "images": ["in/0.png"],
+            "rejected_images": ["in/1.png"],
+            "prompt": [user(SHOWN, text("who"))],
+            "chosen": [FOX],
+            "rejected": [FOX],
+        },
+        (0, 1),
+    ),
+}
+"""A layout of pairs -> a row, and the images of its halves."""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_each_half_of_a_pair_is_what_the_processor_makes_of_it(model: Path, folder: Path, name: str) -> None:
+    row, numbers = PAIRS[name]
+    found = built(model, folder, [row], packing=False, kind="preference")
+    assert found.report.train is not None
+    assert not found.report.train.noted or "before the first words" in next(iter(found.report.train.noted))
+    batch = found.train.batch([0])
+    processor = AutoProcessor.from_pretrained(model)
+    images = [drawn_image(number) for number in numbers]
+    words = "a fox" if row["chosen"] == row["rejected"] else "a king"
+    whole = [
+        f"<|im_start|>user\n<image>\nwho<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n"
+        for said in ("a fox", words)
+    ]
+    expected = processor(text=whole, images=[[image] for image in images], return_tensors="pt", padding=True)
+    for half in range(2):
+        ids = expected["input_ids"][half][expected["attention_mask"][half] == 1]
+        assert torch.equal(batch["input_ids"][batch["segments"] == half], ids)
+    assert torch.equal(batch["picture/pixel_values"], expected["pixel_values"])
+    learned = [batch["labels"][(batch["segments"] == half) & (batch["labels"] >= 0)] for half in range(2)]
+    assert processor.tokenizer.batch_decode(learned) == ["a fox<|im_end|>", f"{words}<|im_end|>"]
+    assert batch[COUNTS].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("form", ["bytes in parquet", "image feature", "saved"])
 def test_images_that_a_table_holds_are_the_same(model: Path, folder: Path, form: str) -> None:
     row, numbers, _ = LAYOUTS["llama-factory's"]
@@ -341,6 +399,8 @@ def test_what_nothing_reads_is_refused_by_its_own_name(model: Path, folder: Path
     pair["rejected"] = [{**ANSWER, "content": "a king"}]
     token = {"prompt": "<image>who", "chosen": " a fox", "rejected": " a king"}
     good = {"prompt": "who", "chosen": " a fox", "rejected": " a king"}
+    judged = {"images": ["in/0.png"], "prompt": [user(SHOWN, text("who"))], "completion": [ANSWER], "label": True}
+    labelled = [{"text": "a fox", "label": label} for label in ("x", "y")]
     cases: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         ([*plain, GOOD], {}, "images are read if one of the first 100 rows has one, .*; put such a row first"),
         ([GOOD, sound], {}, r"^a message has sound \(input_audio\), which is not read; leave such rows out"),
@@ -354,13 +414,18 @@ def test_what_nothing_reads_is_refused_by_its_own_name(model: Path, folder: Path
             {"streaming": True, "max_length": 32},
             "images are not read from a stream; remove data.stream",
         ),
-        ([good, pair], {"kind": "preference"}, "and objective.kind=preference reads no images; leave such rows out"),
         (
-            [good, {**good, "image": "in/0.png"}],
-            {"kind": "reward"},
-            r"the row has an image \(image\), and objective.ki",
+            [*labelled, {**labelled[0], "image": "in/0.png"}],
+            {"kind": "sequence_classification"},
+            r"the row has an image \(image\), and objective.kind=sequence_classification reads no images; leave such",
         ),
         ([good, token], {"kind": "preference"}, "the text contains the model's image token, but the row has no im"),
+        ([pair, token], {"kind": "preference"}, "the text contains the model's image token, but the row has no im"),
+        (
+            [{**judged, "label": True}, {**judged, "label": False}, {**judged, "prompt": "who", "completion": "a fox"}],
+            {"kind": "kto"},
+            "no place is known for them; write the prompt and its answer as messages",
+        ),
     ]
     for rows, settings, problem in cases:
         report = built(model, folder, rows, **settings).report.train

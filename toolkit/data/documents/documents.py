@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from toolkit.data.documents.encode import FEATURES, Encoder, notes_in
+from toolkit.data.documents.encode import FEATURES, STARTS_OF_IMAGES, Encoder, notes_in
 from toolkit.data.documents.processes import Work, encoded
 from toolkit.data.images.images import parse
 from toolkit.data.layouts.layout import Layout
@@ -64,11 +64,14 @@ class Documents:
     told_as: str | None = None
     roots: tuple[str, ...] = ()
 
-    def images(self, row: int) -> list[tuple[dict[str, Any], str]]:
-        """Returns the record and the root of each image of a row."""
+    def images(self, row: int, start: int | None = None) -> list[tuple[dict[str, Any], str]]:
+        """Returns the record and the root of each image of a row, or of its piece that begins with token `start`."""
         if "pictures" not in self.table.column_names:
             return []
         records = parse(self.table.column("pictures")[row].as_py())
+        if start is not None and STARTS_OF_IMAGES in self.table.column_names:
+            starts = self.table.column(STARTS_OF_IMAGES)[row].as_py()
+            records = [record for record, first in zip(records, starts, strict=True) if first == start]
         return [(record, self.roots[int(self.column("shard")[row])]) for record in records]
 
     def all_images(self) -> Iterator[list[tuple[dict[str, Any], str]]]:

@@ -21,7 +21,7 @@ from toolkit.data.layouts.row_flags import Span, without
 from toolkit.data.layouts.template_arguments import date_of, note_of, require_taken, takes_tools
 from toolkit.data.layouts.thoughts import left_out
 from toolkit.data.rows.examples import Answer, Conversation, Example, Message, Text
-from toolkit.data.rows.image_places import MARK, WITH_IMAGES
+from toolkit.data.rows.image_places import MARK, PLACE, WITH_IMAGES
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, target_mask
@@ -57,6 +57,9 @@ DEVELOPER = "developer is written as system: the chat template has no developer 
 Document = dict[str, Any]
 """A row of `FEATURES` and of the encoder's own columns, without its shard."""
 
+STARTS_OF_IMAGES = "picture_starts"
+"""Column of rows of several pieces, such as pairs: the first token of the piece that each image is in."""
+
 Columns = dict[str, tuple[Any, Any]]
 """Column -> its type, and its value for a row that cannot be used."""
 
@@ -89,11 +92,12 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Turns:
-    """Answers to tokenise, each with what comes before it, and the parts of it that are not learned."""
+    """Answers to tokenise, each with what comes before it, its parts that are not learned, and records of images."""
 
     turns: list[Turn]
     cuts: list[list[Span]]
-    note: str | None = None
+    note: str | None
+    images: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Encoder:
 
     Attributes:
         own: the columns that documents of the kind have, see `columns`.
+        many_pieces: whether a document holds several pieces, which each see images of their own.
         targets: what is learned of a conversation, or of a prompt and its completion.
         objective: `objective.kind` of the recipe.
         bos_id: the token that is added before plain text, or None if no BOS token is added.
@@ -113,6 +118,7 @@ class Encoder:
     """
 
     own: ClassVar[Columns] = {}
+    many_pieces: ClassVar[bool] = False
 
     tokenizer: PreTrainedTokenizerBase
     targets: Targets | Literal["each_turn"] = "assistant"
@@ -133,6 +139,8 @@ class Encoder:
         """
         strings, numbers = datasets.List(datasets.Value("string")), datasets.List(datasets.Value("int32"))
         images: Columns = {} if self.images is None else {"pictures": (strings, [])}
+        if images and (self.many_pieces or self.targets == EACH_TURN):
+            images[STARTS_OF_IMAGES] = (numbers, [])
         return {**self.own, **images, **({"ends": (numbers, [0])} if self.targets == EACH_TURN else {})}
 
     def key(self, layout: Layout) -> list[Any]:
@@ -204,6 +212,8 @@ class Encoder:
             notes.append(DEVELOPER)
         answers = [message["content"] or "" for message in messages if message["role"] == "assistant"]
         notes += [ENDS_INSIDE.format(end) for end in self._ends if any(end in answer for answer in answers)]
+        if self.images is not None and example.images:
+            messages = [{**message, WITH_IMAGES: self.images.token} for message in messages]
         return messages, notes
 
     @cached_property
@@ -212,8 +222,6 @@ class Encoder:
 
     def _render_conversation(self, example: Conversation) -> _Prepared | _Turns:
         messages, notes = self._messages_for_template(example)
-        if self.images is not None and example.images:
-            messages = [{**message, WITH_IMAGES: self.images.token} for message in messages]
         assert self.targets != EACH_TURN
         rendered = render(self.tokenizer, messages, example.tools, self.targets, example.unlearned, example.arguments)
         spec = SPECS[self.objective]
@@ -228,8 +236,8 @@ class Encoder:
             text, spans = self.next_turn.stopped(text, spans, messages)
         spans = without(spans, parts_in(text, messages, example.parts))
         notes += without_system(messages, text)
-        if not prompted:  # a sample of each answer is not built for images
-            notes.append(ASKED_OTHERWISE if example.images else OTHER_PROMPT)
+        if not prompted:
+            notes.append(OTHER_PROMPT)
         left = left_out(messages, text)
         if example.images:
             assert self.images is not None
@@ -258,15 +266,38 @@ class Encoder:
             for turn in turns
         ]
         left = [note for turn in turns for note in left_out([messages[turn.index]], turn.written)]
-        return _Turns(turns, cuts, joined_notes([*notes, *left]))
+        shown = [self._shown(turn.prompt, example, messages[: turn.index]) for turn in turns]
+        turns = [replace(turn, prompt=prompt) for turn, (prompt, _) in zip(turns, shown, strict=True)]
+        return _Turns(turns, cuts, joined_notes([*notes, *left]), [records for _, records in shown])
+
+    def _shown(self, prompt: str, example: Conversation, before: list[Message]) -> tuple[str, list[str]]:
+        """Returns the prompt with the images of the messages before an answer expanded, and their records."""
+        if self.images is None or not example.images:
+            return prompt, []
+        assert self.image_root is not None
+        count = sum((message["content"] or "").count(PLACE) for message in before)
+        found = self.images.expanded(prompt, [], example.images[:count], self.image_root)
+        return found.text, list(found.records)
 
     def _encode_turns(self, item: _Turns) -> Document:
         """Returns a document of all answers, each behind what comes before it; raises RowProblem."""
         found = encode_turns(self.tokenizer, item.turns, item.cuts)
         # A conversation is as long as its longest sample: the last one, unless it omits thoughts of earlier turns.
         length = int(np.diff([0, *found.ends]).max())
-        document = {**document_of(found.ids, found.targets), "length": length, "note": item.note}
-        return {**document, "ends": found.ends} if self.targets == EACH_TURN else document
+        starts = [0, *found.ends[:-1]]
+        for start, end, records in zip(starts, found.ends, item.images, strict=True):
+            self._require_places(found.ids[start:end], records)
+        images = with_images(list(zip(starts, item.images, strict=True)))
+        document = {**document_of(found.ids, found.targets, digests_of(images)), "length": length, "note": item.note}
+        if self.targets == EACH_TURN:
+            return {**document, **images, "ends": found.ends}
+        return {**document, **{name: value for name, value in images.items() if name != STARTS_OF_IMAGES}}
+
+    def _require_places(self, ids: list[int], records: Sequence[str]) -> None:
+        """Raises RowProblem if tokens stand for an image and there is none."""
+        image_tokens = self.images.token_ids if self.images is not None else self.image_tokens
+        if not records and image_tokens.intersection(ids):
+            raise RowProblem("the text contains the model's image token, but the row has no image")
 
     def _encode(self, prepared: list[_Prepared]) -> list[Document]:
         if not prepared:
@@ -301,15 +332,15 @@ class Encoder:
             ids, targets = [bos, *ids], [False, *targets]
         if item.whole and eos is not None and ids[-1:] != [eos]:
             ids, targets = [*ids, eos], [*targets, True]
-        image_tokens = self.images.token_ids if self.images is not None else self.image_tokens
-        if not item.images and image_tokens.intersection(ids):
-            return unusable(RowProblem("the text contains the model's image token, but the row has no image"))
+        try:
+            self._require_places(ids, item.images)
+        except RowProblem as problem:
+            return unusable(problem)
         if offsets is not None and item.starts and not _begin_tokens(item.starts, offsets):
             note = joined_notes([note, ASKED_OTHERWISE if SPECS[self.objective].compares_completions else OTHER_PROMPT])
         # Nothing precedes the first token.
-        digests = "".join(json.loads(record)["digest"] for record in item.images)
-        document = {**document_of(ids, [False, *targets[1:]], digests), "note": note}
-        return {**document, "pictures": list(item.images)} if item.images else document
+        images: Document = {"pictures": list(item.images)} if item.images else {}
+        return {**document_of(ids, [False, *targets[1:]], digests_of(images)), "note": note, **images}
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         """Returns a document for each example, without `columns` that have the value of a row that cannot be used."""
@@ -346,6 +377,21 @@ def document_of(ids: list[int], targets: Sequence[int], label: str = "", num_tar
         "note": None,
         "digest": int.from_bytes(content.digest(), signed=True),
     }
+
+
+def with_images(pieces: Sequence[tuple[int, list[str]]]) -> Document:
+    """Returns the columns of images of a document, given the first token and the records of each of its pieces.
+
+    They are empty without images.
+    """
+    starts = [start for start, records in pieces for _ in records]
+    found = [record for _, records in pieces for record in records]
+    return {"pictures": found, STARTS_OF_IMAGES: starts} if found else {}
+
+
+def digests_of(images: Document) -> str:
+    """Returns the digests of a document's images, one after the other."""
+    return "".join(json.loads(record)["digest"] for record in images.get("pictures", ()))
 
 
 def _begin_tokens(starts: tuple[int, ...], offsets: list[tuple[int, int]]) -> bool:

@@ -22,8 +22,9 @@ from toolkit.data.layouts.template_arguments import COLUMN
 from toolkit.data.rows.examples import Answer, Conversation, Example
 from toolkit.data.rows.sources import Source
 from toolkit.data.rows.values import RowProblem, RowValues
+from toolkit.data.samples.image_samples import ImageSamples, is_of_images
 from toolkit.data.samples.packing import Ints
-from toolkit.data.samples.samples import Batch, ComparedSamples, Rows, Samples, batch_of, last_tokens_of, segments_of
+from toolkit.data.samples.samples import Batch, ComparedSamples, Rows, Samples, last_tokens_of, segments_of
 from toolkit.data.samples.sequence_parts import KL_PREFIX
 from toolkit.errors import DataError
 
@@ -89,18 +90,21 @@ class JudgedSamples(ComparedSamples):
 
     good: Any = None
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        own, other = (self._batch([tokens(number) for number in numbers]) for tokens in (self.tokens, self.mismatched))
+    def batch(self, numbers: Sequence[int], seen: Sequence[Sequence[Sequence[Any]]] | None = None) -> Batch:
+        seen = [self.seen(number) for number in numbers] if seen is None else seen
+        own = self._batch([self.tokens(number) for number in numbers], seen)
+        # Images are of prompts, so both completions of a prompt see the same.
+        other = self._batch([self.mismatched(number) for number in numbers], seen)
         rows = [row for number in numbers for row in self.rows_of(number)]
         return {
             **own,
-            **{f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()},
+            **{f"{KL_PREFIX}{name}": tensor for name, tensor in other.items() if not is_of_images(name)},
             "good": torch.from_numpy(self.good[rows]),
             "reference": self.references(rows),
         }
 
-    def _batch(self, samples: list[list[tuple[Any, Any]]]) -> Batch:
-        batch = batch_of(samples, self.max_length, self.packed, self.pad_id)
+    def _batch(self, samples: list[list[tuple[Any, Any]]], seen: Sequence[Sequence[Sequence[Any]]]) -> Batch:
+        batch = self.tensors(samples, seen)
         return {**batch, "segments": segments_of(samples, batch["input_ids"])}
 
     def mismatched(self, number: int) -> list[tuple[Any, Any]]:
@@ -122,6 +126,11 @@ class JudgedSamples(ComparedSamples):
         )
         others = {f"{KL_PREFIX}{name}": tensor for name, tensor in other.items()}
         return {**own, **others, "good": torch.ones(1, dtype=torch.bool), "reference": torch.zeros(1, 2)}
+
+
+@dataclass(frozen=True)
+class ImageJudgedSamples(ImageSamples, JudgedSamples):
+    """`JudgedSamples` with images, which are those of the prompt for its own and for the mismatched completion."""
 
 
 class JudgedRows(TextRows):
@@ -163,7 +172,10 @@ class JudgedRows(TextRows):
         return arrays, {**facts, "labels": _judgements(rows, order)}
 
     def fields(self, rows: Rows, images: Images | None) -> tuple[Callable[..., Samples], dict[str, Any]]:
-        return JudgedSamples, {"good": np.array([label == "true" for label in rows.values("label")])}
+        good = np.array([label == "true" for label in rows.values("label")])
+        if rows.have_images:
+            return ImageJudgedSamples, {"good": good, "images": images}
+        return JudgedSamples, {"good": good}
 
     @property
     def batch(self) -> BatchSpec:

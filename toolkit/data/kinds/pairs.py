@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
@@ -12,15 +12,26 @@ from typing import Any, ClassVar
 import datasets
 import torch
 
-from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, joined_notes, unusable
+from toolkit.data.documents.encode import (
+    Columns,
+    Document,
+    Encoder,
+    digests_of,
+    document_of,
+    joined_notes,
+    unusable,
+    with_images,
+)
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import BatchSpec, Field
 from toolkit.data.kinds.text import TEXT, TextRows
 from toolkit.data.layouts.layout import ColumnLayout, Layout
 from toolkit.data.layouts.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.rows.examples import Answer, Conversation, Example, Message
+from toolkit.data.rows.image_places import OF_REJECTED, column_of
 from toolkit.data.rows.sources import ROWS_LOOKED_AT, Source, named_rows
 from toolkit.data.rows.values import RowProblem, RowValues, is_absent, is_empty, text_of, type_of
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import Batch, ComparedSamples, Rows, Samples, last_tokens_of, segments_of
 from toolkit.recipe.objectives.spec import ObjectiveSpec
 
@@ -69,7 +80,8 @@ def read_pair(values: RowValues) -> Pair:
         RowProblem: if the two are the same, or differ before the last message.
     """
     prompt, names = _prompt(values), values.columns
-    if values.templated and isinstance(prompt, str):
+    # Only a conversation has places for images.
+    if (values.templated or values.images is not None) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     sides = [_completion(prompt, values, side) for side in SIDES]
     chosen, rejected = sides
@@ -99,11 +111,11 @@ def _prompt(values: RowValues) -> str | list[Message]:
     """Returns the prompt as text or messages, or an empty list if both sides are whole conversations."""
     prompt = values["prompt"]
     if isinstance(prompt, list):
-        return messages_of(prompt, values.columns["prompt"]) if prompt else []
+        return messages_of(prompt, values.columns["prompt"], values.images is not None) if prompt else []
     if prompt is not None:
         return text_of(prompt, values.columns["prompt"])
     if (messages := values["messages"]) is not None:
-        return messages_of(messages, values.columns["messages"])
+        return messages_of(messages, values.columns["messages"], values.images is not None)
     if values["instruction"] is not None:
         return asked_of(values)
     return []
@@ -118,10 +130,19 @@ def _completion(prompt: str | list[Message], values: RowValues, side: str) -> An
     elif isinstance(value, str) and not isinstance(values["prompt"], list):  # LLaMA-Factory's: the answer alone
         answered = [{"role": "assistant", "content": text_of(value, column)}]
     else:
-        answered = messages_of([value] if isinstance(value, dict) else value, column)
+        answered = messages_of([value] if isinstance(value, dict) else value, column, values.images is not None)
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages = _prompt_and_answer(asked, answered, column)
-    return answered_last(conversation(with_system(messages, values), tools_of(values["tools"])))
+    messages = with_system(_prompt_and_answer(asked, answered, column), values)
+    return answered_last(conversation(messages, tools_of(values["tools"]), _images(values, side)))
+
+
+def _images(values: RowValues, side: str) -> list[Any] | None:
+    """Returns the images of the row's column for one side, which are those of both unless the row has others."""
+    if values.images is None:
+        return None
+    of_rejected = column_of(values.row, (OF_REJECTED,)) if side == "rejected" else []
+    values.taken.add(OF_REJECTED)
+    return of_rejected or values.images
 
 
 def _prompt_and_answer(asked: list[Message], answered: list[Message], column: str) -> list[Message]:
@@ -151,9 +172,10 @@ def _dialogue(text: str, columns: Mapping[str, str]) -> list[Message]:
 
 
 class PairEncoder(Encoder):
-    """Encodes pairs: the chosen one's tokens, and after `split` of them the rejected one's."""
+    """Encodes pairs: the chosen one's tokens, and after `split` of them the rejected one's; their images likewise."""
 
     own: ClassVar[Columns] = {"split": (datasets.Value("int32"), 0), "margin": (datasets.Value("float32"), 0.0)}
+    many_pieces = True
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         sides = [[pair if isinstance(pair, RowProblem) else getattr(pair, side) for pair in examples] for side in SIDES]
@@ -166,9 +188,10 @@ def _pair_document(chosen: Document, rejected: Document, margin: float) -> Docum
     problem = chosen["problem"] or rejected["problem"]
     if problem is not None:
         return unusable(RowProblem(problem))
-    both = [chosen[key] + rejected[key] for key in ("input_ids", "targets")]
-    note = joined_notes([chosen["note"], rejected["note"]])
-    return {**document_of(*both), "note": note, "split": chosen["length"], "margin": margin}
+    ids, targets = (chosen[key] + rejected[key] for key in ("input_ids", "targets"))
+    note, split = joined_notes([chosen["note"], rejected["note"]]), chosen["length"]
+    images = with_images([(0, chosen.get("pictures", [])), (split, rejected.get("pictures", []))])
+    return {**document_of(ids, targets, digests_of(images)), "note": note, "split": split, "margin": margin, **images}
 
 
 @dataclass(frozen=True)
@@ -193,8 +216,8 @@ class PairSamples(ComparedSamples):
     def shares_samples(self) -> bool:
         return True
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        batch = super().batch(numbers)
+    def batch(self, numbers: Sequence[int], seen: Sequence[Sequence[Sequence[Any]]] | None = None) -> Batch:
+        batch = super().batch(numbers, seen)
         batch["segments"] = segments_of([self.tokens(number) for number in numbers], batch["input_ids"])
         rows = [row for number in numbers for row in self.rows_of(number)]
         batch["reference"] = self.references(rows)
@@ -202,23 +225,25 @@ class PairSamples(ComparedSamples):
             batch["margin"] = torch.from_numpy(self.margins[rows])
         return batch
 
-    def tokens(self, number: int) -> list[tuple[Any, Any]]:
-        """Returns `(input_ids, targets)` of the chosen and the rejected completion of each pair, each (length,)."""
-        parts = []
-        for row in self.rows_of(number):
-            # Two pieces, so that positions restart at the second: the rejected side does not see the chosen one.
-            (ids, targets), split = self.rows.tokens(row), int(self.splits[row])
-            parts += [(ids[:split], targets[:split]), (ids[split:], targets[split:])]
-        return parts
+    def places(self, number: int) -> list[tuple[int, int, int | None]]:
+        """Returns row, first token and end of the chosen and the rejected completion of each pair."""
+        # Two pieces, so that positions restart at the second: the rejected side does not see the chosen one.
+        splits = [(row, int(self.splits[row])) for row in self.rows_of(number)]
+        return [place for row, split in splits for place in ((row, 0, split), (row, split, None))]
 
-    def asked(self, number: int) -> list[tuple[Any, Any]]:
-        return self.tokens(number)[::2]
+    def asked(self, number: int) -> Iterator[tuple[tuple[Any, Any], list[Any]]]:
+        return islice(super().asked(number), 0, None, 2)
 
     def few(self, tokens: int) -> Batch:
         """Returns a row (1, T) of the ends of both completions of a pair; see `TextSamples.few`."""
         chosen, rejected = self.tokens(0)[:2]
         batch = last_tokens_of([(chosen, tokens // 3), (rejected, tokens - tokens // 3)], self.pad_id)
         return {**batch, "reference": torch.zeros(1, 2), "margin": torch.zeros(1)}
+
+
+@dataclass(frozen=True)
+class ImagePairSamples(ImageSamples, PairSamples):
+    """`PairSamples` with images: each completion sees those of its own conversation."""
 
 
 class PairRows(TextRows):
@@ -266,7 +291,8 @@ class PairRows(TextRows):
 
     def fields(self, rows: Rows, images: Images | None) -> tuple[Callable[..., Samples], dict[str, Any]]:
         margins = rows.column("margin") if self.objective.spec.has_margins else None
-        return PairSamples, {"splits": rows.column("split"), "margins": margins}
+        fields = {"splits": rows.column("split"), "margins": margins}
+        return (ImagePairSamples, {**fields, "images": images}) if rows.have_images else (PairSamples, fields)
 
     @property
     def batch(self) -> BatchSpec:

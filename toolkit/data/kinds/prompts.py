@@ -175,10 +175,10 @@ class PromptSamples(TextSamples):
         others = [(first + 1) % self.num_prompts] if self.packed and self.num_prompts > 1 else []
         return [int(self.pieces.row[each]) for each in (first, *others)]
 
-    def tokens(self, number: int) -> list[tuple[Any, Any]]:
-        return [self.rows.tokens(row) for row in self.rows_of(number)]
+    def places(self, number: int) -> list[tuple[int, int, int | None]]:
+        return [(row, 0, None) for row in self.rows_of(number)]
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
+    def batch(self, numbers: Sequence[int], seen: Sequence[Sequence[Sequence[Any]]] | None = None) -> Batch:
         samples = [self.tokens(number) for number in numbers]
         longest = max(sum(len(ids) for ids, _ in sample) for sample in samples)
         batch = batch_of(samples, longest, False, self.pad_id)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from toolkit.data.layouts.row_flags import UnreadMedium, refuse_media
 from toolkit.data.layouts.template_arguments import COLUMN, arguments_of
 from toolkit.data.rows.examples import Example
-from toolkit.data.rows.image_places import COLUMNS, column_of
+from toolkit.data.rows.image_places import COLUMNS, OF_REJECTED, column_of
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem, RowValues, is_empty, key_shown
 
@@ -89,14 +89,17 @@ class Layout:
         columns = {what: name for what, name in self.columns.items() if what not in self.idle}
         values = RowValues(row, columns, self.label_names, None, self.templated)
         try:
-            known = {*self.columns.values(), *(COLUMNS if self.images else ())}
+            known = {*self.columns.values(), *((*COLUMNS, OF_REJECTED) if self.images else ())}
             refuse_media({name: value for name, value in row.items() if name not in known}, "the row")
             values.images = column_of(row) if self.images else None
             example = self.form.read(values)
         except UnreadMedium as found:
             raise RowProblem(f"{found}, {self.blind if found.is_image else UNREAD}") from found
         if values.images and not example.is_conversation:
-            raise RowProblem("images beside text that is no conversation, where no place is known for them")
+            raise RowProblem(
+                "images beside text that is no conversation, where no place is known for them; write the prompt and "
+                "its answer as messages"
+            )
         read = {*values.taken, *(COLUMNS if self.images else ())}
         if example.is_conversation:  # only a chat template takes arguments
             example = example.with_arguments(arguments_of(row.get(COLUMN)))

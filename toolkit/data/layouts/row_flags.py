@@ -26,7 +26,7 @@ IN_PARTS = f"parts of a message are not learned ({PARTS})"
 MEDIA = tuple(
     name
     for kind in ("image", "video", "audio")
-    for name in (kind, f"{kind}s", f"{kind}_url", f"{kind}_urls", f"{kind}_path", f"{kind}_paths")
+    for name in (kind, f"{kind}s", f"{kind}_url", f"{kind}_urls", f"{kind}_path", f"{kind}_paths", f"rejected_{kind}s")
 )
 """Columns and keys of values that are not text."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.data.rows.examples import Message
@@ -13,6 +13,9 @@ PLACE = "\ufffc"
 
 WITH_IMAGES = "pictured"
 """Key of every message of a conversation with images: the word that stands for one in the chat template."""
+
+OF_REJECTED = "rejected_images"
+"""Column of the images that the rejected completion of a pair sees, if they are others than the chosen one's."""
 
 COLUMNS = ("images", "image", "image_paths", "image_path", "image_urls", "image_url")
 """Columns of a row's images: one image or a list, in the order of their places."""
@@ -41,13 +44,13 @@ def reference_of(part: Mapping[str, Any]) -> Any:
     return OF_ROW
 
 
-def column_of(row: Mapping[str, Any]) -> list[Any]:
-    """Returns the images of a row's own column.
+def column_of(row: Mapping[str, Any], names: Sequence[str] = COLUMNS) -> list[Any]:
+    """Returns the images of a row's own column, which has one of these names.
 
     Raises:
         RowProblem: if several columns have some.
     """
-    found = [name for name in COLUMNS if not is_empty(row.get(name))]
+    found = [name for name in names if not is_empty(row.get(name))]
     if len(found) > 1:
         raise RowProblem(f"both {found[0]} and {found[1]} hold images")
     value = row[found[0]] if found else []

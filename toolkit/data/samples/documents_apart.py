@@ -7,25 +7,47 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from toolkit.data.samples.image_samples import KINDS_OF_TOKENS
 from toolkit.data.samples.samples import IGNORED, Batch
 
-FILLING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "segments": -1, "drawn": 0.0}
+FILLING = {
+    "input_ids": 0,
+    "labels": IGNORED,
+    "segments": -1,
+    "drawn": 0.0,
+    KINDS_OF_TOKENS: 0,
+}
 """Values behind a document, which no token of a causal model sees, by the names of tensors (B, T)."""
 
 
 def documents_apart(batch: Batch) -> Batch:
-    """Returns a micro-batch with a row for each of its D documents, (D, longest), in the order of `segments`.
+    """Returns a micro-batch with a row for each of its D documents, (D, longest), in their order.
 
     Args:
         batch: on the host, with `segments` (B, T); tensors that are not of tokens stay as they are.
     """
-    segments: Any = batch["segments"].flatten()
-    counts = torch.bincount(segments[segments >= 0])
+    numbers: Any = _numbers_of_documents(batch).flatten()
+    counts = torch.bincount(numbers[numbers >= 0])
     # The tokens of a document are neighbours in a row, and documents are numbered row by row.
     rows = {}
     for name, filling in FILLING.items():
         if name not in batch:
             continue
-        documents = torch.split(batch[name].flatten()[segments >= 0], counts.tolist())
+        documents = torch.split(batch[name].flatten()[numbers >= 0], counts.tolist())
         rows[name] = pad_sequence(list(documents), batch_first=True, padding_value=filling)
-    return {**batch, **rows, "lengths": counts}
+    positions = torch.arange(int(counts.max())).expand(len(counts), -1)
+    return {**batch, **rows, "position_ids": positions, "lengths": counts}
+
+
+def _numbers_of_documents(batch: Batch) -> torch.Tensor:
+    """Returns the number of each token's document, (B, T); -1 for padding.
+
+    They are the segments, and one more for the small image of a batch without any, which is behind the first row.
+    """
+    segments, end = batch["segments"], int(batch["lengths"][0])
+    if KINDS_OF_TOKENS not in batch or not batch[KINDS_OF_TOKENS][0, end:].any():
+        return segments
+    number = int(segments[0].max()) + 1
+    numbers = torch.where(segments >= number, segments + 1, segments)
+    numbers[0, end:] = number
+    return numbers

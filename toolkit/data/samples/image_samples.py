@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
 from toolkit.data.images.images import PREFIX, Images
 from toolkit.data.rows.cache import digest
-from toolkit.data.samples.packing import Pieces
 from toolkit.data.samples.samples import Batch, Rows, Samples, TextSamples, batch_of
 
 KINDS_OF_TOKENS = "mm_token_type_ids"
@@ -46,36 +44,34 @@ class ImageSamples(TextSamples):
         """Always: the small image of a micro-batch without one is in a document of its own."""
         return True
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        return self.shown(numbers, [self.seen(number) for number in numbers])
+    def records(self, number: int) -> list[tuple[int, list[tuple[dict[str, Any], str]]]]:
+        """Returns row and images of each piece of a sample, as `Rows.images` has them."""
+        assert isinstance(self.rows, Rows)
+        return [(row, self.rows.images(row, start)) for row, start, _ in self.places(number)]
 
     def seen(self, number: int) -> list[list[Image.Image]]:
-        """Returns the images of each row of a sample."""
+        """Returns the images of each piece of a sample."""
         assert isinstance(self.rows, Rows)
         rows = self.rows
         return [
-            [self.images.read(*shown, rows.name(row), rows.cached_in(row)) for shown in rows.images(row)]
-            for row in self.rows_of(number)
+            [self.images.read(*record, rows.name(row), rows.cached_in(row)) for record in found]
+            for row, found in self.records(number)
         ]
 
     @property
     def placeholders(self) -> frozenset[int]:
         return self.images.token_ids
 
-    def shown(self, numbers: Sequence[int], seen: list[list[list[Image.Image]]]) -> Batch:
-        """Returns the batch of samples, given the images of each of their rows, in the sizes that the rows have."""
-        own = [self.tokens(number) for number in numbers]
-        samples, extra = list(own), 0
-        if not any(found for rows in seen for found in rows):
+    def tensors(self, samples: list[list[tuple[Any, Any]]], seen: Sequence[Sequence[Sequence[Any]]]) -> Batch:
+        extra = 0
+        if not any(found for pieces in seen for found in pieces):
             image, ids = self.images.smallest
-            samples[0], seen = [*own[0], (ids, [False] * len(ids))], [[*seen[0], [image]], *seen[1:]]
+            samples = [[*samples[0], (ids, [False] * len(ids))], *samples[1:]]
+            seen = [[*seen[0], [image]], *seen[1:]]
             extra = len(ids)
         batch = batch_of(samples, self.max_length + extra, self.packed, self.pad_id)
         batch["lengths"][0] -= extra
-        batch = self.with_kinds(batch) | self.shown_tensors(seen)
-        if self.source_of is not None:
-            batch["sources"] = self._source_numbers(numbers, own, batch["input_ids"])
-        return batch
+        return self.with_kinds(batch) | self.shown_tensors(seen)
 
     def with_kinds(self, batch: Batch) -> Batch:
         """Adds the kinds of a batch's tokens, (B, T), int64."""
@@ -89,11 +85,9 @@ class ImageSamples(TextSamples):
         shown = [images for images in by_sample if images]
         return {COUNTS: counts, **(self.images.tensors(shown) if shown else {})}
 
-    def alone(self, number: int, place: int) -> ImageSamples:
-        """Returns one row of a sample as a sample of its own."""
-        first = self.ends[number - 1] if number else 0
-        row, start, stop = ([part] for part in self.pieces.place(first + place))
-        return replace(self, pieces=Pieces(*map(np.array, (row, start, stop))), ends=[1])
+    def alone(self, number: int, place: int) -> Batch:
+        """Returns one piece of a sample as a batch of its own."""
+        return self.tensors([[self.tokens(number)[place]]], [[self.seen(number)[place]]])
 
     def images_of_prompt(self, ids: list[int], images: Sequence[Image.Image]) -> Batch:
         """Returns what a model gets for the images of one prompt: kinds of its tokens, (1, T), and pixel tensors."""
@@ -109,8 +103,7 @@ class ImageSamples(TextSamples):
 
     def has_image(self, number: int) -> bool:
         """Returns whether a sample has an image."""
-        assert isinstance(self.rows, Rows)
-        return any(self.rows.images(row) for row in self.rows_of(number))
+        return any(found for _, found in self.records(number))
 
 
 def image_samples_of(samples: Samples) -> ImageSamples | None:
@@ -131,6 +124,11 @@ def identify_images(rows: Rows, images: Images) -> str:
                 images.require_there(record, root, partial(source.row_name, row), source.folder)
             found.append([record["digest"] for record, _ in shown])
     return digest("pictures", found)
+
+
+def is_of_images(name: str) -> bool:
+    """Returns whether a tensor of a batch belongs to its images, and not to its tokens."""
+    return name == COUNTS or name.startswith(PREFIX)
 
 
 def images_in(batch: Batch) -> dict[str, Any]:

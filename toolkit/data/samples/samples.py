@@ -220,10 +220,10 @@ class Rows:
         source, number = self.where(row)
         return source.ends(number)
 
-    def images(self, row: int) -> list[tuple[dict[str, Any], str]]:
+    def images(self, row: int, start: int | None = None) -> list[tuple[dict[str, Any], str]]:
         """See `Documents.images`."""
         source, number = self.where(row)
-        return source.images(number)
+        return source.images(number, start)
 
     def cached_in(self, row: int) -> Path:
         """Returns the folder in the cache that holds a row's tokens."""
@@ -277,12 +277,21 @@ class TextSamples(Samples):
     def continues_text(self) -> bool:
         return True
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
+    def batch(self, numbers: Sequence[int], seen: Sequence[Sequence[Sequence[Any]]] | None = None) -> Batch:
+        """Returns the samples of these numbers, each tensor (B, ...).
+
+        Args:
+            seen: images of each piece of each sample, in the sizes of the rows' own; None: the rows' own.
+        """
         samples = [self.tokens(number) for number in numbers]
-        batch = batch_of(samples, self.max_length, self.packed, self.pad_id)
+        batch = self.tensors(samples, [self.seen(number) for number in numbers] if seen is None else seen)
         if self.source_of is not None:
             batch["sources"] = self._source_numbers(numbers, samples, batch["input_ids"])
         return batch
+
+    def tensors(self, samples: list[list[tuple[Any, Any]]], seen: Sequence[Sequence[Sequence[Any]]]) -> Batch:
+        """Returns a batch of samples, given `(input_ids, targets)` and the images of each of their pieces."""
+        return batch_of(samples, self.max_length, self.packed, self.pad_id)
 
     def _source_numbers(
         self, numbers: Sequence[int], samples: list[list[tuple[Any, Any]]], ids: torch.Tensor
@@ -300,21 +309,25 @@ class TextSamples(Samples):
         first = self.ends[number - 1] if number else 0
         return self.pieces.row[first : self.ends[number]].tolist()  # type: ignore[no-any-return]
 
-    def tokens(self, number: int) -> list[tuple[Any, Any]]:
+    def places(self, number: int) -> list[tuple[int, int, int | None]]:
+        """Returns row, first token and end of each piece of a sample; no end is the row's."""
         first = self.ends[number - 1] if number else 0
-        return [self.rows.tokens(*self.pieces.place(i)) for i in range(first, self.ends[number])]
+        return [self.pieces.place(i) for i in range(first, self.ends[number])]
 
-    def asked(self, number: int) -> list[tuple[Any, Any]]:
-        """Returns the pieces of a sample whose answers the model should write; of a pair, the chosen one."""
-        return self.tokens(number)
+    def tokens(self, number: int) -> list[tuple[Any, Any]]:
+        return [self.rows.tokens(*place) for place in self.places(number)]
+
+    def asked(self, number: int) -> Iterator[tuple[tuple[Any, Any], list[Any]]]:
+        """Yields the pieces whose answers the model should write, with their images; of a pair, the chosen one."""
+        return zip(self.tokens(number), self.seen(number), strict=True)
 
     def seen(self, number: int) -> list[list[Any]]:
-        """Returns the images of each row of a sample; text has none."""
-        return [[] for _ in self.rows_of(number)]
+        """Returns the images of each piece of a sample; text has none."""
+        return [[] for _ in self.places(number)]
 
     def prompts(self, number: int) -> Iterator[RowPrompt]:
         """Yields the prompts of a sample, but those in which an image follows the prompt."""
-        for (ids, targets), images in zip(self.asked(number), self.seen(number), strict=True):
+        for (ids, targets), images in self.asked(number):
             prompt = prompt_of(ids, targets)
             if prompt is not None and self.placeholders.isdisjoint(map(int, ids[len(prompt.asked) :])):
                 yield replace(prompt, images=tuple(images))

@@ -72,7 +72,11 @@ def asked_parts(model: ModelSection, adapter: AdapterSection, has_images: bool) 
 
 def sees(model: nn.Module) -> bool:
     """Tells whether the model reads more than text."""
-    return isinstance(model, PreTrainedModel) and writer_class(model.config) is not AutoModelForCausalLM
+    if not isinstance(model, PreTrainedModel):
+        return False
+    # The files of a reward model name a class that does not write.
+    scores = hasattr(model, "score") and any(type(model.config) in whole._model_mapping for whole in WHOLE)
+    return scores or writer_class(model.config) is not AutoModelForCausalLM
 
 
 def writer_of(config: PretrainedConfig, field: str) -> Any:
@@ -142,7 +146,8 @@ def parts_of(model: nn.Module) -> dict[str, str]:
     if not isinstance(model, PreTrainedModel) or not sees(model):
         return {}
     readers: list[Any] = [model.get_decoder(), *([model.get_encoder()] if model.config.is_encoder_decoder else [])]
-    language = [*readers, model.get_input_embeddings(), model.get_output_embeddings()]
+    heads = [model.get_output_embeddings(), getattr(model, "score", None)]
+    language = [*readers, model.get_input_embeddings(), *heads]
     towers = [tower for reader in readers for tower in _towers_within(reader)]
     reached = {id(parameter) for module in language if module is not None for parameter in module.parameters()}
     reached -= {id(parameter) for module in towers for parameter in module.parameters()}

@@ -16,6 +16,7 @@ from toolkit.data.build import build
 from toolkit.data.rows.sources import has_images, map_of, open_source
 from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, ImageSamples, image_samples_of
 from toolkit.data.samples.samples import IGNORED, Batch
+from toolkit.data.samples.sequence_parts import KL_PREFIX
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.fake_tensors import unset_fake_temporarily
@@ -109,8 +110,11 @@ def _padded_to_length(batch: Batch, length: int, pad_id: int) -> Batch:
     missing = length - batch["input_ids"].shape[1]
     if missing <= 0:
         return batch
-    filled: dict[str, Any] = {"input_ids": pad_id, "labels": IGNORED, KINDS_OF_TOKENS: 0}
-    longer = {name: F.pad(batch[name], (0, missing), value=value) for name, value in filled.items()}
-    positions = batch["position_ids"]
-    more = positions[:, -1:] + 1 + torch.arange(missing)
-    return {**batch, **longer, "position_ids": torch.cat([positions, more], dim=1)}
+    filled: dict[str, Any] = {"input_ids": pad_id, "labels": IGNORED, "segments": -1, KINDS_OF_TOKENS: 0}
+
+    def longer(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "position_ids":
+            return torch.cat([tensor, tensor[:, -1:] + 1 + torch.arange(missing)], dim=1)
+        return F.pad(tensor, (0, missing), value=filled[name]) if name in filled else tensor
+
+    return {name: longer(name.removeprefix(KL_PREFIX), tensor) for name, tensor in batch.items()}

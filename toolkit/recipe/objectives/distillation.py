@@ -34,4 +34,5 @@ DISTILLATION = _Distillation(
     settings=("teacher", "teacher_revision", "divergence", "beta", "temperature", "kd_ratio"),
     may_pad=True,
     has_teacher=True,
+    sees_images=True,
 )

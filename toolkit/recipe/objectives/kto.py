@@ -20,4 +20,5 @@ KTO = ObjectiveSpec(
         ),
     ),
     trained_turns="last_turn",
+    sees_images=True,
 )

@@ -94,4 +94,5 @@ PREFERENCE = _Preference(
     settings=("loss", "beta", "label_smoothing", "gamma", "odds_weight"),
     methods=_METHODS,
     trained_turns="last_turn",
+    sees_images=True,
 )

@@ -24,6 +24,7 @@ REWARD = ObjectiveSpec(
         ),
     ),
     trained_turns="last_turn",
+    sees_images=True,
     writes_text=False,
     has_margins=True,
 )

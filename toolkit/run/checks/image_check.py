@@ -107,7 +107,7 @@ def _require_features(
     """
     for number, place in _rows_of_unlike_sizes(samples):
         try:
-            _logits(model, objective, samples.alone(number, place).batch([0]), device)
+            _logits(model, objective, samples.alone(number, place), device)
         except Exception as error:  # of the model's own code
             raise SightError(
                 f"{_row_name(samples, number, place)}: {_class(inner)} cannot take its images: {type(error).__name__}: "
@@ -157,18 +157,18 @@ def _measure(
     """Measures a sample in which the first row with an image gets another image."""
     seen, first = samples.seen(number), _first_seen(samples, number)
     others_seen = [*seen[:first], [_changed_image(seen[first][0]), *seen[first][1:]], *seen[first + 1 :]]
-    batch, other = samples.shown([number], [seen]), samples.shown([number], [others_seen])
-    together, changed = (_logits(model, objective, one, device) for one in (batch, other))
-    spans, alone = _documents(batch), 0.0
-    for place, (start, end) in enumerate(spans):
-        by_itself = _logits(model, objective, samples.alone(number, place).batch([0]), device)[: end - start]
-        alone = max(alone, relative_difference(together[start:end], by_itself))
-    others = [slice(*span) for place, span in enumerate(spans) if place != first]
+    together, changed = (
+        _logits(model, objective, samples.batch([number], [images]), device) for images in (seen, others_seen)
+    )
+    # The small image of a batch without any is behind all pieces.
+    alone = [_logits(model, objective, samples.alone(number, place), device)[0] for place in range(len(seen))]
+    pairs = list(zip(changed, together, strict=True))[: len(seen)]
+    others = [pair for place, pair in enumerate(pairs) if place != first]
     return SightCheck(
-        seen=relative_difference(changed[slice(*spans[first])], together[slice(*spans[first])]),
-        leaks=max((relative_difference(changed[span], together[span]) for span in others), default=0.0),
-        alone=alone,
-        shared=len(spans) > 1,
+        seen=relative_difference(*pairs[first]),
+        leaks=max((relative_difference(*pair) for pair in others), default=0.0),
+        alone=max(relative_difference(together[place], one) for place, one in enumerate(alone)),
+        shared=len(pairs) > 1,
     )
 
 
@@ -177,21 +177,17 @@ def _looked_at(samples: ImageSamples) -> range:
 
 
 def _first_seen(samples: ImageSamples, number: int) -> int:
-    """Returns the place of the first row of a sample that has an image."""
-    return next(place for place, row in enumerate(samples.rows_of(number)) if _image_records(samples, row))
-
-
-def _image_records(samples: ImageSamples, row: int) -> list[tuple[dict[str, Any], str]]:
-    found: list[tuple[dict[str, Any], str]] = samples.rows.images(row)  # type: ignore[attr-defined]
-    return found
+    """Returns the place of the first piece of a sample that has an image."""
+    return next(place for place, (_, found) in enumerate(samples.records(number)) if found)
 
 
 def _rows_of_unlike_sizes(samples: ImageSamples) -> list[tuple[int, int]]:
-    """Returns sample and place of rows with images of different sizes: the longest ones, and the shortest."""
+    """Returns sample and place of pieces with images of different sizes: the longest ones, and the shortest."""
     by_sizes: dict[str, tuple[int, int, int]] = {}
     for number in _looked_at(samples):
-        for place, (row, (ids, _)) in enumerate(zip(samples.rows_of(number), samples.tokens(number), strict=True)):
-            if records := _image_records(samples, row):
+        pieces = zip(samples.records(number), samples.tokens(number), strict=True)
+        for place, ((_, records), (ids, _)) in enumerate(pieces):
+            if records:
                 sizes = str(sorted(str(record.get("size")) for record, _ in records))
                 by_sizes.setdefault(sizes, (len(ids), number, place))
     in_order = sorted(by_sizes.values(), reverse=True)
@@ -200,7 +196,7 @@ def _rows_of_unlike_sizes(samples: ImageSamples) -> list[tuple[int, int]]:
 
 
 def _row_name(samples: ImageSamples, number: int, place: int) -> str:
-    name: str = samples.rows.name(samples.rows_of(number)[place])  # type: ignore[attr-defined]
+    name: str = samples.rows.name(samples.records(number)[place][0])  # type: ignore[attr-defined]
     return name
 
 
@@ -229,13 +225,7 @@ MEND = "Set data.packing=false, or another model.attention"
 
 def _shared_samples_first(samples: ImageSamples) -> list[int]:
     """Returns the numbers of samples, those of several rows first."""
-    return sorted(_looked_at(samples), key=lambda number: (len(samples.rows_of(number)) < 2, number))
-
-
-def _documents(batch: Batch) -> list[tuple[int, int]]:
-    """Returns the start and the end of each document of the only row, without padding."""
-    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
-    return list(zip(starts, [*starts[1:], int(batch["lengths"][0])], strict=True))
+    return sorted(_looked_at(samples), key=lambda number: (len(samples.places(number)) < 2, number))
 
 
 def _changed_image(image: Image.Image) -> Image.Image:
@@ -244,6 +234,12 @@ def _changed_image(image: Image.Image) -> Image.Image:
     return Image.fromarray(pixels ^ np.random.default_rng(0).integers(0, 256, pixels.shape, dtype=np.uint8))
 
 
-def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> torch.Tensor:
-    """Returns the logits of the only row, (T, V), as training computes them."""
-    return logits_of(model, objective, objective.on_host(batch), device)[0].float()
+def _logits(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> list[torch.Tensor]:
+    """Returns the logits of each document of a sample, (t, V), without padding, as training computes them."""
+    prepared = objective.on_host(batch)
+    found: list[torch.Tensor] = []
+    logits = logits_of(model, objective, prepared, device).float()
+    for row, positions, length in zip(logits, prepared["position_ids"], prepared["lengths"].tolist(), strict=True):
+        starts = (positions[:length] == 0).nonzero().flatten().tolist()
+        found += [row[start:end] for start, end in zip(starts, [*starts[1:], length], strict=True)]
+    return found

@@ -119,13 +119,14 @@ def check_packing(
     if recipe.objective.spec.predicts_next_tokens and recipe.sharding.sequence == 1:
         check_causal(model, inner, objective, opened.device)
     train = data.train
+    with_images = image_samples_of(train)
     # Both completions of a pair share a sample, whether or not it is packed, until the objective keeps them apart.
-    if not train.is_packed and (objective.apart or not train.shares_samples):
+    if with_images is None and not train.is_packed and (objective.apart or not train.shares_samples):
         return None, None
     found, leak, size = None, None, recipe.training.micro_batch_size
     try:
         with Pass(Terminal(quiet=ranks.rank() != 0), "checking that packed rows do not attend to each other"):
-            if (with_images := image_samples_of(train)) is not None:
+            if with_images is not None:
                 seen = check_images(model, inner, objective, with_images, opened.device, opened.in_16_bits)
                 found = (seen.leaks, seen.alone) if seen is not None and seen.shared else None
             else:

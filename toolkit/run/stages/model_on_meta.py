@@ -70,7 +70,7 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     require_sample(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
     attention = _choose_attention(opened, model, packed, data.train.has_images)
-    teacher = asked_teacher(opened.accelerator, recipe, tokens, packed)
+    teacher = asked_teacher(opened.accelerator, recipe, tokens, packed, data.train.has_images)
     models = [model] if teacher is None else [model, teacher.model]
     share_rows(recipe.sharding.sequence, recipe.data.max_length, *models)
     sources = recipe.data.source_names

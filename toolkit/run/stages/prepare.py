@@ -148,7 +148,9 @@ def _with_log_probabilities(
         compared = None if samples is None else samples.compared
         if compared is not None:
             precision = accelerator.mixed_precision
-            identity = identity_of(recipe, sharded.inner, adapter, precision, data.fingerprint, split)
+            # The fingerprint has images by name alone.
+            of_rows = data.fingerprint if data.content is None else f"{data.fingerprint} {data.content}"
+            identity = identity_of(recipe, sharded.inner, adapter, precision, of_rows, split)
             size, cache = recipe.training.micro_batch_size, cache_folder(recipe.data)
             if split == "train":
                 reached = EpochOrder(len(compared), recipe.training.seed, recipe.data.shuffle).first(last)

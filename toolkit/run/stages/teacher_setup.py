@@ -7,27 +7,29 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
+from toolkit.data.samples.image_samples import image_samples_of
 from toolkit.model.attention.attention import settle_attention
 from toolkit.model.load import LoadedModel
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.teacher import load_teacher, shard_teacher
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.checks.image_check import check_images
 from toolkit.run.checks.packing_check import check_leaks
 from toolkit.sharding.plugin import ShardingPlugin
 
 
 def asked_teacher(
-    accelerator: Accelerator, recipe: Recipe, tokens: PreTrainedTokenizerBase, packed: bool
+    accelerator: Accelerator, recipe: Recipe, tokens: PreTrainedTokenizerBase, packed: bool, has_images: bool
 ) -> LoadedModel | None:
     """Returns the teacher on the meta device, with the attention of the run, or None without one.
 
     Raises:
-        BadInputError: if it cannot be loaded, or its tokens differ from the student's.
+        BadInputError: if it cannot be loaded, or reads tokens or images otherwise than the student.
     """
-    teacher = load_teacher(recipe, tokens, accelerator.mixed_precision)
+    teacher = load_teacher(recipe, tokens, accelerator.mixed_precision, has_images)
     if teacher is not None:
-        in_16_bits = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32"
-        settle_attention(teacher.model, recipe.model.attention, accelerator.device, in_16_bits, packed, compiled=False)
+        in_16_bits, device = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32", accelerator.device
+        settle_attention(teacher.model, recipe.model.attention, device, in_16_bits, packed, False, has_images)
     return teacher
 
 
@@ -46,16 +48,21 @@ def place_teacher(
 def check_teacher(
     accelerator: Accelerator, micro_batch_size: int, objective: Objective, data: TokenisedData, in_16_bits: bool
 ) -> None:
-    """Checks that rows that share a sample do not see each other in the teacher. Collective.
+    """Checks that images reach the teacher, and that rows that share a sample do not see each other in it. Collective.
 
     Raises:
-        BadInputError: on every rank, if they do.
+        BadInputError: on every rank, if they do not, or do.
     """
-    train, size = data.train, micro_batch_size
-    if objective.teacher is None or not train.is_packed:
+    train, size, device = data.train, micro_batch_size, accelerator.device
+    with_images = image_samples_of(train)
+    if objective.teacher is None or not (train.is_packed or with_images is not None):
         return
     model, causal = objective.teacher.model, objective.teacher.causal
-    ranks.on_every_rank(
-        lambda: check_leaks(model, model, causal, train, size, accelerator.device, in_16_bits),
-        "look at the teacher's packed rows",
-    )
+
+    def check() -> None:
+        if with_images is not None:
+            check_images(model, model, causal, with_images, device, in_16_bits)
+        else:
+            check_leaks(model, model, causal, train, size, device, in_16_bits)
+
+    ranks.on_every_rank(check, "look at the teacher's rows")

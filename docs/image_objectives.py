@@ -1,0 +1,51 @@
+"""Runs every objective on rows with images for families of models, and writes the table of docs/vision.md.
+
+    python docs/image_objectives.py llava gemma3
+
+A cell is the larger of two differences from a loop on transformers' model and processor, row by row: of a loss, as its
+share, and of a weight after the last step. A family takes some minutes on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support.image_objectives import CASES, HAVE_SCORES, OBJECTIVES, compared
+
+PAGE = Path(__file__).with_name("vision.md")
+HEAD = f"| family | objective | {' | '.join(CASES)} |"
+
+
+def rows_of(kind: str) -> list[str]:
+    """Returns the lines of a family."""
+    objectives = [name for name in OBJECTIVES if name != "reward" or kind in HAVE_SCORES]
+    work = [(objective, case) for objective in objectives for case in CASES]
+    with TemporaryDirectory() as folder:
+        found = compared(Path(folder), kind, work)
+    lines = []
+    for objective in objectives:
+        cells = [max(found[objective, case].loss, found[objective, case].weight) for case in CASES]
+        lines.append(f"| `{kind}` | {objective} | {' | '.join(f'{cell:.0e}' if cell else '0' for cell in cells)} |")
+    return lines
+
+
+def write(kind: str, lines: list[str]) -> None:
+    """Puts the lines of a family into the table, in place of its earlier ones."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(HEAD)
+    rule, *table = rest.lstrip("\n").split("\n\n")[0].splitlines()
+    after = rest.lstrip("\n").partition("\n\n")[2]
+    kept = [line for line in table if not line.startswith(f"| `{kind}` |")]
+    text = "\n".join([HEAD, rule, *kept, *lines])
+    PAGE.write_text(f"{before}{text}\n\n{after}", encoding="utf-8")
+
+
+def main() -> None:
+    for kind in sys.argv[1:]:
+        write(kind, rows_of(kind))
+
+
+if __name__ == "__main__":  # ranks are processes of their own
+    main()
