@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from support.ranks import LIMIT_SECONDS
 from support.sights import save_all
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, with_sections
-from transformers import AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from toolkit.cli import app as cli
 from toolkit.data.samples.image_samples import ImageSamples
@@ -73,6 +74,7 @@ RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "images": ("llava", "rows", {"model": {"train": TOWERS}, "data": {"packing": False}}),
     "packed images": ("llava", "rows", {}),
+    "taught images": ("llava", "rows", {"objective": {"kind": "distillation", "teacher": "other llava"}}),
     "packed tiles": ("idefics3", "rows", {"model": {"train": TOWERS}}),
     "experts": ("experts", "texts", {"objective": ROUTED, "data": {"max_length": 64}}),
     "spread experts": (
@@ -105,6 +107,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, with_objectives: Path, text
     """The models, the rows, and a config of one rank and of two for each strategy."""
     texts = [" ".join(text.split()[: 3 + i % 6]) for i, text in enumerate(make_texts(len(IMAGES), seed=4))]
     folder = save_all(tmp_path_factory.mktemp("verify"), ("llava", "idefics3"), texts, IMAGES)
+    shutil.copytree(folder / "llava", folder / "other llava")
+    other = AutoModelForImageTextToText.from_pretrained(folder / "llava")
+    torch.nn.init.normal_(other.lm_head.weight, std=0.5)
+    other.save_pretrained(folder / "other llava")
     for path in with_objectives.iterdir():
         (folder / path.name).symlink_to(path)
     (folder / "texts.jsonl").symlink_to(text_file)
@@ -156,9 +162,9 @@ def values_of(folder: Path, name: str) -> dict[str, Any]:
     if rows not in ("texts", "prompts"):
         values["data"]["max_length"] = 128
     values = with_sections(values, sections)
-    if name == "distillation":
-        settings = {**OBJECTIVES[name][3], "teacher": str(folder / "teacher")}
-        values["objective"] |= settings
+    if "teacher" in values.get("objective", {}):
+        teacher = folder / values["objective"]["teacher"]
+        values["objective"] |= {**OBJECTIVES["distillation"][3], "teacher": str(teacher)}
     return values
 
 
@@ -209,8 +215,10 @@ def shifted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def mixed_up_images(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ImageSamples.batch
 
-    def mixed_up(self: ImageSamples, numbers: Any) -> Any:
-        batch = right(self, numbers)
+    def mixed_up(self: ImageSamples, numbers: Any, seen: Any = None) -> Any:
+        batch = right(self, numbers, seen)
+        if seen is not None:  # a check before the first step
+            return batch
         return {**batch, "picture/pixel_values": batch["picture/pixel_values"].flip(0)}
 
     monkeypatch.setattr(ImageSamples, "batch", mixed_up)
@@ -246,6 +254,7 @@ def drawn_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
         ("grpo", drawn_for_others, {"samples", "gradient norm"}),
         ("distillation", twice_the_temperature, {"loss", "gradients"}),
         ("seq2seq", shifted_twice, {"loss", "gradients"}),
+        ("taught images", twice_the_temperature, {"loss", "gradients"}),
         ("images", mixed_up_images, {"gradient norm", "weights"}),
         ("qlora", wrong_scales, {"frozen weights", "gradients", "gradient norm"}),
     ],

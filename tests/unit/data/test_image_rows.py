@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -272,11 +273,49 @@ def test_a_row_is_never_cut_inside_an_image(model: Path, folder: Path) -> None:
     assert sum(int(found.train.batch([i])[COUNTS].sum()) for i in range(len(found.train))) == 200
 
 
-@pytest.mark.parametrize("setting", [{"long_rows": "truncate"}, {"targets": "all"}, {"targets": "each_turn"}])
-def test_what_is_not_built_is_refused_by_name(model: Path, folder: Path, setting: dict[str, str]) -> None:
-    ((field, value),) = setting.items()
-    with pytest.raises(DataError, match=rf"data\.{field}: {value} is not built for rows with images"):
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        (
+            {"long_rows": "truncate"},
+            r"long_rows: truncate would cut a row .*; set data\.long_rows=drop, or raise",
+        ),
+        (
+            {"targets": "all"},
+            r"targets: all would learn the tokens .*; set data\.targets=assistant, or each_turn",
+        ),
+    ],
+)
+def test_what_is_not_possible_is_refused_with_advice(
+    model: Path, folder: Path, setting: dict[str, str], told: str
+) -> None:
+    with pytest.raises(DataError, match=told):
         built(model, folder, [GOOD], **setting)
+
+
+def test_each_answer_sees_the_images_before_it(model: Path, folder: Path) -> None:
+    shown = [user({**SHOWN, "image": f"in/{n}.png"}, text("who")) for n in range(2)]
+    row = {"messages": [shown[0], FOX, user(text("so")), KING, shown[1], FOX]}
+    found = built(model, folder, [row], targets="each_turn", max_length=256).train
+    assert isinstance(found, ImageSamples)
+    batch = found.batch([0])
+    processor = AutoProcessor.from_pretrained(model)
+    begins = [f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n" for asked in ("<image>\nwho", "so")]
+    wholes = [f"{begins[0]}a fox<|im_end|>"]
+    wholes.append(f"{wholes[0]}\n{begins[1]}a king<|im_end|>")
+    wholes.append(f"{wholes[1]}\n{begins[0]}a fox<|im_end|>")
+    seen = [[0], [0], [0, 1]]
+    starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), int(batch["lengths"][0])]
+    documents = [batch["input_ids"][0, start:end] for start, end in pairwise(starts)]
+    by_length = sorted(zip(documents, batch[COUNTS].tolist(), strict=True), key=lambda found: len(found[0]))
+    for (ids, count), whole, numbers in zip(by_length, wholes, seen, strict=True):
+        images = [drawn_image(number) for number in numbers]
+        assert torch.equal(ids, processor(text=[whole], images=[images], return_tensors="pt")["input_ids"][0])
+        assert count == len(numbers)
+    pixels = processor(text=["<image>"] * 2, images=[[drawn_image(n)] for n in range(2)], return_tensors="pt")
+    places = [[len(ids) for ids, _ in by_length].index(len(ids)) for ids in documents]
+    order = [image for place in places for image in seen[place]]
+    assert torch.equal(batch["picture/pixel_values"], pixels["pixel_values"][order])
 
 
 def test_rows_of_several_files_share_samples(model: Path, folder: Path) -> None:

@@ -351,13 +351,16 @@ def require_built(data: DataSection, source: str) -> None:
     Raises:
         DataError: if it sets something else.
     """
-    asked = {
-        "data.targets": data.targets in ("all", "each_turn") and data.targets,
-        "data.long_rows": data.long_rows in ("truncate", "split") and data.long_rows,
-    }
-    for setting, value in asked.items():
-        if value:
-            raise DataError(f"{setting}: {value} is not built for rows with images ({source}); remove it")
+    if data.targets == "all":
+        raise DataError(
+            f"data.targets: all would learn the tokens that stand for images ({source}); set data.targets=assistant, "
+            "or each_turn"
+        )
+    if data.long_rows in ("truncate", "split"):
+        raise DataError(
+            f"data.long_rows: {data.long_rows} would cut a row inside of an image or behind it ({source}); set "
+            "data.long_rows=drop, or raise data.max_length"
+        )
 
 
 def require_root(data: DataSection) -> None:
