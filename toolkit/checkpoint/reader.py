@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from toolkit import ranks
@@ -127,7 +128,7 @@ def load_tensors(
     try:
         # Over gloo: inside an NCCL collective the first rank would give up on the last one after ten minutes.
         group = ranks.patient_group() if ranks.world_size() > 1 else None
-        reader = HuggingFaceStorageReader(str(folder))
+        reader = _ReadOnce(str(folder))
         load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise BadInputError(f"{str(folder)!r} cannot be read: {first_failure(error)}") from error
@@ -142,6 +143,14 @@ def load_tensors(
     state = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
     # Not strict: tied weights are there once, and an adapted model has only its trained tensors there.
     model.load_state_dict(state, strict=False)
+
+
+class _ReadOnce(HuggingFaceStorageReader):
+    """Reads the headers of all files on rank 0 alone: if each of N ranks did, they would open N x N files."""
+
+    def read_metadata(self) -> Metadata:
+        read = super().read_metadata
+        return ranks.on_first_rank(read)
 
 
 def _without_unused(

@@ -38,6 +38,9 @@ STALL_FILE = "stall.txt"
 LOOKS_BEFORE_TELLING = 3
 LOOKS_BEFORE_LEAVING = 6
 
+SECONDS_PER_HOST, REMOTE_SHARE = 0.25, 0.1
+"""A rank reads at most four files of other hosts a second, if that keeps them younger than this share of the limit."""
+
 GUARD = -1
 """Stands for the guard process of a host in place of a rank. The guard reports if no rank runs any more."""
 
@@ -83,6 +86,7 @@ class Watch:
         self._records = {int(path.name.removeprefix("rank_")): path for path in local.glob("rank_*")}
         self._host_file = shared / f"host_{min(self._records):05d}.json"
         self._others: dict[Path, tuple[int, float]] = {}
+        self._remote: tuple[float, list[RankStatus]] | None = None
         self._looks = 0
         self._late_looks = 0
         self._looked: float | None = None
@@ -140,7 +144,20 @@ class Watch:
         return found
 
     def _remote_ranks(self, now: float) -> list[RankStatus]:
-        """Returns the ranks of other hosts. Measures their age by this host's clock: clocks of hosts may differ."""
+        """Returns the ranks of other hosts. Measures their age by this host's clock: clocks of hosts may differ.
+
+        The more hosts there are, the longer it returns what it has read: else N ranks would read the files of N hosts
+        at each look.
+        """
+        pause = min(SECONDS_PER_HOST * len(self._others), self._limit * REMOTE_SHARE)
+        if self._remote is not None and now - self._remote[0] < pause:
+            read, places = self._remote
+            return [place.aged(now - read) for place in places]
+        places = self._read_remote(now)
+        self._remote = (now, places)
+        return places
+
+    def _read_remote(self, now: float) -> list[RankStatus]:
         found = []
         for path in host_files(self._shared):
             host = read_host(path) if path != self._host_file else None
