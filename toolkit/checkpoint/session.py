@@ -184,6 +184,13 @@ class RunCheckpoints(Extension):
         job = Job(manifest, tensors, parameters, random_states(), self._metrics.records)
         return self._checkpointer.save(job, wait) and (not wait or self._is_copied())
 
+    def seconds_to_save(self) -> float | None:
+        """Returns how long the longest save and the longest copy to the store took, or None before the first."""
+        uploads = self._checkpointer.uploads
+        parts = [self._checkpointer.seconds, *([] if uploads is None else [uploads.seconds])]
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
+
     @property
     def missing(self) -> str | None:
         """Returns why the last checkpoint is not in the store, or None if it is, or if there is no store."""

@@ -203,6 +203,7 @@ class Uploads:
 
     Attributes:
         missing: why the last checkpoint is not in the store, or None.
+        seconds: how long the longest copy took, or None before the first.
     """
 
     def __init__(self, run: Path, store: StorePath, settings: CheckpointSection, warn: Callable[[str], None]) -> None:
@@ -220,6 +221,7 @@ class Uploads:
         self._give_up_at = 0.0
         self._told = -TELL_SECONDS
         self.missing: str | None = None
+        self.seconds: float | None = None
 
     def folder(self, step: int) -> Path:
         """Returns the folder for this rank's files of a step until they are in the store."""
@@ -308,7 +310,7 @@ class Uploads:
 
     def _copy_with_retries(self, parcel: Parcel) -> None:
         """Retries until the checkpoint is in the store, a newer one waits, or the run's end has waited long enough."""
-        step, pause = parcel.manifest.step, RETRY_SECONDS
+        step, pause, started = parcel.manifest.step, RETRY_SECONDS, time.monotonic()
         while (problem := self._sender.attempt(parcel)) is not None:
             decision = self._from_first_rank(self._decide)
             self.missing = f"the checkpoint of step {step} is not in {self._store}: {problem}"
@@ -325,6 +327,7 @@ class Uploads:
             self._warn(f"the checkpoint of step {step} is in {self._store} now")
             self._told = -TELL_SECONDS
         self.missing = None
+        self.seconds = max(self.seconds or 0.0, time.monotonic() - started)
         self._parcels.pop(step)
 
     def _decide(self) -> str:

@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +92,7 @@ class Checkpointer:
 
     Attributes:
         uploads: copies checkpoints to the store. None without a store.
+        seconds: how long the longest save took, or None before the first.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class Checkpointer:
             dist.barrier(self._group)
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
+        self.seconds: float | None = None
         self.uploads = Uploads(run, store, settings, warn) if store is not None else None
 
     def save(self, job: Job, wait: bool = False) -> bool:
@@ -161,7 +164,7 @@ class Checkpointer:
 
     def _write_checkpoint(self, job: Job) -> None:
         """Writes a checkpoint. Collective over the save's own group. If a rank fails, every rank reports it."""
-        step = job.manifest.step
+        step, started = job.manifest.step, time.monotonic()
         folder = step_folder(self._run, step) if self.uploads is None else self.uploads.folder(step)
         self._place = unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
         # One folder for all ranks or, if each host may have its own disk, one for each rank.
@@ -174,6 +177,7 @@ class Checkpointer:
             non_finite = self._non_finite(job)
             manifest = replace(job.manifest, files=files, tensors=described(job.tensors), non_finite=non_finite)
             self._on_every_rank(lambda: self._publish(manifest, unfinished, folder) if leads else None)
+            self.seconds = max(self.seconds or 0.0, time.monotonic() - started)
             if (uploads := self.uploads) is not None:
                 uploads.begin(*self._on_every_rank(lambda: uploads.offer(manifest))[0])
             if non_finite is not None:

@@ -14,6 +14,7 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from toolkit import ranks
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import Resumption
 from toolkit.checkpoint.session import ASKED, RunCheckpoints, RunIdentity, require_output_dir
 from toolkit.checkpoint.store import StorePath
@@ -36,6 +37,7 @@ from toolkit.run.stages.rows import build_evaluation
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extension import Extension
+from toolkit.training.extensions.allocation import AllocationEnd, seconds_left
 from toolkit.training.extensions.averages import WeightAverages
 from toolkit.training.extensions.early_stopping import EarlyStopping
 from toolkit.training.extensions.expert_loads import ExpertLoads
@@ -90,7 +92,7 @@ def fit(
     ranks.on_first_rank(lambda: trackers.start(config_of(recipe, run.planned, facts), found.start is not None))
     set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
     if found.start is not None:
-        console.print(_resumed_from(found), markup=False)
+        console.print(_resumed_from(found, recipe), markup=False)
     profile = _profile_of(opened)
     with (
         StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
@@ -212,6 +214,8 @@ def _extensions_of(
         found.append(ExpertLoads(run.balance, metrics))
     if run.asked.rows:
         found.append(Answers(opened, run))
+    if (seconds := seconds_left()) is not None:
+        found.append(AllocationEnd(seconds, checkpoints.seconds_to_save))
     if settings.patience is not None:
         found.append(EarlyStopping(settings, metrics, lambda trainer: checkpoints.save(trainer, wait=True)))
     if run.owned:
@@ -229,13 +233,30 @@ def _report_stream(opened: OpenedRun, run: PreparedRun) -> None:
     ranks.on_first_rank(lambda: write_data_report(opened.output_dir, opened.recipe, report))
 
 
-def _resumed_from(found: Resumption) -> str:
+def _resumed_from(found: Resumption, recipe: Recipe) -> str:
     assert found.start is not None
     manifest = found.start[1]
     return (
         f"   resumed: after step {manifest.step}, {counted(manifest.samples, 'sample')}, from {found.origin} "
-        f"(written by {counted(manifest.world_size, 'rank')}, {manifest.strategy})"
+        f"(written by {counted(manifest.world_size, 'rank')}, {manifest.strategy}){_other_ranks(manifest, recipe)}"
     )
+
+
+def _other_ranks(manifest: Manifest, recipe: Recipe) -> str:
+    """Says that other ranks go on than those that wrote a checkpoint, and whether a step has as many samples."""
+    if manifest.world_size == ranks.world_size():
+        return ""
+    before, now = (
+        values["training"]["micro_batch_size"]
+        * values["training"]["gradient_accumulation_steps"]
+        * (number // values["sharding"]["sequence"])
+        for values, number in (
+            (manifest.recipe, manifest.world_size),
+            (recipe.model_dump(mode="json"), ranks.world_size()),
+        )
+    )
+    steps = "as many samples a step" if before == now else f"{now} samples a step, which were {before}"
+    return f"; {counted(ranks.world_size(), 'rank')} now: the same samples in the same order, {steps}"
 
 
 def _profile_of(opened: OpenedRun) -> StepProfile | None:

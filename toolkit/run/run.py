@@ -49,6 +49,7 @@ from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.supervise.lease import owned
 from toolkit.supervise.output_place import require_place
 from toolkit.supervise.rank_status import REPORT
+from toolkit.supervise.starts import forget_starts, require_progress
 from toolkit.supervise.store_lease import owned_store
 from toolkit.supervise.watched import watched
 from toolkit.training.durable_writes import patiently
@@ -103,6 +104,8 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
         if store is not None:
             finish_interrupted(output_dir, store, recipe.checkpoint, console.warn)
         found = find_checkpoint(recipe, output_dir, store)
+        starts, step = store or output_dir, found.start[1].step if found.start is not None else 0
+        ranks.on_first_rank(lambda: require_progress(starts, step))
         with claimed(output_dir, recipe, found, store) as told:
             for line in told:
                 console.warn(line)
@@ -135,6 +138,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             print_result(console, opened.recipe, result, run.shown.side_by_side)
         if fitted.missing is not None:
             console.warn(fitted.missing)
+        ranks.on_first_rank(lambda: forget_starts(starts))
         heartbeat.enter_phase(Phase.EXPORT)
         _push(opened.recipe, result)
         return result

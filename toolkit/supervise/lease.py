@@ -61,11 +61,13 @@ def _start_time(pid: int) -> str | None:
     return None if state in "ZX" else numbers[18]
 
 
-def _job_attempt() -> tuple[str | None, int]:
+def job_attempt() -> tuple[str | None, int]:
     """Returns the job that started this process, or None, and the number of the attempt."""
     if "SLURM_JOB_ID" in os.environ:
         job, count = f"slurm {os.environ['SLURM_JOB_ID']}", int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         return job, 1000 * count + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if (job_id := os.environ.get("TOOLKIT_JOB")) is not None:  # by the file of `toolkit job`
+        return f"job {job_id}", int(os.environ.get("TOOLKIT_JOB_ATTEMPT") or "0")
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return (None if run == "none" else run), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
@@ -89,14 +91,14 @@ class Lease:
     pid: int = field(default_factory=os.getpid)
     boot: str = field(default_factory=_boot_id)
     born: str | None = field(default_factory=lambda: _start_time(os.getpid()))
-    job: str | None = field(default_factory=lambda: _job_attempt()[0])
-    attempt: int = field(default_factory=lambda: _job_attempt()[1])
+    job: str | None = field(default_factory=lambda: job_attempt()[0])
+    attempt: int = field(default_factory=lambda: job_attempt()[1])
     since: str = field(default_factory=lambda: format_time(time.time()))
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def is_over(self) -> bool | None:
         """Returns whether its process is gone, or None if this process cannot see that."""
-        job, attempt = _job_attempt()
+        job, attempt = job_attempt()
         if job is not None and job == self.job and attempt > self.attempt:
             return True  # a launcher ends the ranks of an attempt before it begins the next
         if self.boot != _boot_id():

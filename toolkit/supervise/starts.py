@@ -1,0 +1,57 @@
+"""Ends a job that a batch system starts again and again although no start brings a new checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+from toolkit.checkpoint.store import StorePath
+from toolkit.errors import BadInputError, StoreError
+from toolkit.paths import parse_json
+from toolkit.supervise.lease import job_attempt
+
+FILE = ".starts.json"
+MOST = 5
+"""Starts of a job from the same step. A busy queue may preempt some of them before their first step."""
+
+
+def require_progress(place: Path | StorePath, step: int) -> None:
+    """Notes this start of a job in the run's folder or store. Does nothing for a start by hand.
+
+    Args:
+        step: the step after which the run resumes, or 0.
+
+    Raises:
+        BadInputError: if `MOST` starts of the same job came before from this step. Its exit code asks for no other.
+    """
+    job, attempt = job_attempt()
+    if job is None:
+        return
+    path = place / FILE
+    attempts = _earlier_attempts(path, job, step) - {attempt}
+    if len(attempts) >= MOST:
+        raise BadInputError(
+            f"{MOST} starts of this job ({job}) {f'after step {step}' if step else 'from the first step'} brought no "
+            "new checkpoint, and this one would not either: look at how they ended, then start the job anew. A time "
+            "limit may be too short for a start and a step"
+        )
+    text = json.dumps({"job": job, "step": step, "attempts": sorted({*attempts, attempt})})
+    with contextlib.suppress(OSError, StoreError):  # a run does not end for this
+        path.write_bytes(text.encode())
+
+
+def forget_starts(place: Path | StorePath) -> None:
+    """Removes the note of a run that is done."""
+    with contextlib.suppress(OSError, StoreError):
+        (place / FILE).unlink()
+
+
+def _earlier_attempts(path: Path | StorePath, job: str, step: int) -> set[int]:
+    """Returns the attempts of this job that began at this step, as far as they can be read."""
+    try:
+        found = parse_json(path.read_bytes())
+        is_same = (found["job"], found["step"]) == (job, step)
+        return {int(attempt) for attempt in found["attempts"]} if is_same else set()
+    except (OSError, StoreError, ValueError, TypeError, KeyError):
+        return set()
