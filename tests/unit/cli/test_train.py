@@ -52,6 +52,9 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train", *arguments])
 
 
+MACHINE_1_OF_3 = ["--num-machines", "3", "--machine-rank", "1", "--main-process-ip", "10.0.0.1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
@@ -61,17 +64,26 @@ def run(*arguments: str) -> Result:
         (["--config", "zero2"], "accelerate_configs/zero2.yaml"),
         (["--config", "zero2", "--dry-run"], "accelerate_configs/zero2.yaml"),
         (["sharding.strategy=zero2"], "accelerate_configs/zero3.yaml --num_processes 2 --fsdp_sharding_strategy zero2"),
+        (MACHINE_1_OF_3, "accelerate_configs/zero3.yaml --num_processes 6 MACHINES"),
+        (["--num-machines", "1"], "accelerate_configs/zero3.yaml --num_processes 2"),
+        (
+            ["--strategy", "hybrid", *MACHINE_1_OF_3],
+            "accelerate_configs/zero3.yaml --num_processes 6 MACHINES --use_parallelism_config true "
+            "--parallelism_config_dp_replicate_size 3 --parallelism_config_dp_shard_size 2 "
+            "--fsdp_sharding_strategy hybrid",
+        ),
     ],
 )
 def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str, launched: list[list[str]]) -> None:
     result = run("quickstart", "training.max_steps=3", *arguments)
     (words,) = launched
     overrides = [word for word in arguments if "=" in word]
-    expected = options.replace("STRATEGY", "--fsdp_sharding_strategy zero1+offload").split()
+    machines = "--num_machines 3 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29500"
+    expected = options.replace("STRATEGY", "--fsdp_sharding_strategy zero1+offload").replace("MACHINES", machines)
     last = ["--dry-run"] if "--dry-run" in arguments else []
     assert words == [
         "--config_file",
-        *expected,
+        *expected.split(),
         "recipes/finetune.py",
         "quickstart",
         "training.max_steps=3",
@@ -106,6 +118,10 @@ def test_a_path_with_spaces_is_one_word_of_the_line(launched: list[list[str]], t
         (["--config", "zero4"], "no config of that name (did you mean 'zero3'?). Shipped configs: "),
         (["--config", "two_nodes"], "it is for 2 machines"),
         (["--config", "recipes/lora.yaml"], "--config: recipes/lora.yaml is a recipe; leave --config out before it"),
+        (["--num-machines", "2"], "--main-process-ip is missing: with --num-machines 2, give each machine the first"),
+        (["--machine-rank", "1"], "--machine-rank: 1; allowed: 0 to 0, of --num-machines 1"),
+        ([*MACHINE_1_OF_3, "--retries", "2"], "--retries restarts the ranks of one machine"),
+        ([*MACHINE_1_OF_3, "--config", "zero2"], "--num-machines 3: how many ranks has each? Give --gpus or --cpu"),
         (["--strategy", "zero9"], "--strategy: unknown strategy 'zero9'"),
         (["training.sed=1"], "did you mean 'seed'"),
         (["data.train=nowhere.jsonl"], "data.train: there is no file 'nowhere.jsonl'"),

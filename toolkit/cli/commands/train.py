@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.ranks.launch_options import ON_CPU, launcher_options, shown_script
+from toolkit.cli.ranks.launch_options import ON_CPU, Machines, launcher_options, shown_script
 from toolkit.cli.ranks.retries import require_useful, with_retries
 from toolkit.cli.shared.arguments import (
     MACHINE,
@@ -20,6 +20,10 @@ from toolkit.cli.shared.arguments import (
     ConfigOption,
     CpuOption,
     GpusOption,
+    MachineRank,
+    MainProcessIp,
+    MainProcessPort,
+    NumMachines,
     RecipeArguments,
     RecipeOption,
     complete_strategy,
@@ -49,6 +53,10 @@ def train(
         ),
     ] = None,
     config: ConfigOption = None,
+    num_machines: NumMachines = None,
+    machine_rank: MachineRank = None,
+    main_process_ip: MainProcessIp = None,
+    main_process_port: MainProcessPort = 29500,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan and the first batch; train nothing.")
     ] = False,
@@ -66,11 +74,12 @@ def train(
     Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved, 4 a rank stalled.
     """
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
-    require_useful(loaded, retries, dry_run)
+    machines = Machines(num_machines or 1, machine_rank or 0, main_process_ip, main_process_port)
+    require_useful(loaded, retries, dry_run, machines.count)
     require_inputs(loaded)
     print(_starting_line(cpu or gpus), file=sys.stderr, flush=True)
     name, overrides = split_arguments(arguments, recipe)
-    options = launcher_options(loaded, gpus, cpu, strategy, config)
+    options = launcher_options(loaded, gpus, cpu, strategy, config, machines)
     words = [*options, shown_script(), name, *overrides, *(["--dry-run"] if dry_run else [])]
     command = f"{f'{ON_CPU}=true ' if cpu is not None else ''}accelerate launch {shlex.join(words)}"
     print(command, file=sys.stderr, flush=True)
@@ -86,7 +95,7 @@ def train(
             retries,
             lambda: _saved_step(folder, *stores),
         )
-    if code == 0 and not dry_run:
+    if code == 0 and not dry_run and machines.rank == 0:  # others may have folders of their own
         require_finished(loaded, folder)
     if as_json:
         print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,63 @@ ON_CPU = "ACCELERATE_USE_CPU"
 """Accelerate's variable: the launcher does not hand `use_cpu` of a config to the ranks."""
 
 
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a run, on each of which `toolkit train` starts as many ranks.
+
+    Attributes:
+        count: the number of machines.
+        rank: the number of this one, from 0.
+        address: the address of the first, where launchers and ranks meet.
+        port: a port there that is free.
+    """
+
+    count: int = 1
+    rank: int = 0
+    address: str | None = None
+    port: int = 29500
+
+    def require(self) -> None:
+        """Raises BadInputError if this machine is not one of them, or does not know where they meet."""
+        if self.rank >= self.count:
+            raise BadInputError(
+                f"--machine-rank: {self.rank}; allowed: 0 to {self.count - 1}, of --num-machines {self.count}"
+            )
+        if self.count > 1 and not self.address:
+            raise BadInputError(
+                f"--main-process-ip is missing: with --num-machines {self.count}, give each machine the first one's "
+                "address"
+            )
+
+    def options(self) -> list[str]:
+        """Returns options of `accelerate launch`; none for a single machine."""
+        if self.count == 1:
+            return []
+        options = ["--num_machines", str(self.count), "--machine_rank", str(self.rank)]
+        return [*options, "--main_process_ip", str(self.address), "--main_process_port", str(self.port)]
+
+
+ONE_MACHINE = Machines()
+
+
 def shown_script() -> str:
     """Returns the script that ranks run, as a command line names it."""
     return shown_path(shipped_folder("recipes") / "finetune.py")
 
 
 def launcher_options(
-    recipe: Recipe | None, gpus: int | None, cpu: int | None, strategy: str | None, config: str | None
+    recipe: Recipe | None,
+    gpus: int | None,
+    cpu: int | None,
+    strategy: str | None,
+    config: str | None,
+    machines: Machines = ONE_MACHINE,
 ) -> list[str]:
-    """Returns options of `accelerate launch`: config file, number of processes, strategy.
+    """Returns options of `accelerate launch`: config file, number of processes, strategy, machines.
 
     Args:
         recipe: the recipe to train, or None if nothing is trained.
+        gpus, cpu: ranks on this machine, and on each other one.
 
     Raises:
         BadInputError: if the options contradict each other, or this machine has too few GPUs.
@@ -35,12 +81,15 @@ def launcher_options(
         raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
     word = _strategy_word(recipe, strategy, config)
     path = find_config(config if config is not None else DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG)
-    machines = _checked_config(path).get("num_machines", 1)
-    if isinstance(machines, int) and machines > 1:
+    configured = _checked_config(path).get("num_machines", 1)
+    if isinstance(configured, int) and configured > 1:
         raise BadInputError(
-            f"--config {config}: it is for {machines} machines, but toolkit train starts the ranks of one; "
-            f"run accelerate launch on each machine, as docs/multi_node.md shows"
+            f"--config {config}: it is for {configured} machines, but toolkit train starts the ranks of one; "
+            f"give --num-machines and --machine-rank instead, as docs/multi_node.md shows"
         )
+    machines.require()
+    if machines.count > 1 and gpus is None and cpu is None and config is not None:
+        raise BadInputError(f"--num-machines {machines.count}: how many ranks has each? Give --gpus or --cpu")
     # What is typed is checked first, so that it is on a machine without GPUs, too.
     if gpus is None and cpu is None and config is None:
         gpus = count_gpus() or None
@@ -51,8 +100,17 @@ def launcher_options(
     options = ["--config_file", shown_path(path)]
     processes = cpu if cpu is not None else gpus
     if processes is not None:
-        options += ["--num_processes", str(processes)]
+        options += ["--num_processes", str(processes * machines.count), *machines.options()]
+        options += _hybrid_sizes(word, processes, machines.count)
     return options if word is None else [*options, "--fsdp_sharding_strategy", word]
+
+
+def _hybrid_sizes(word: str | None, ranks: int, machines: int) -> list[str]:
+    """Returns options for hybrid on several machines: sharded inside a machine, replicated across them."""
+    if machines == 1 or word is None or not word.startswith("hybrid"):
+        return []
+    sizes = ["--parallelism_config_dp_replicate_size", str(machines), "--parallelism_config_dp_shard_size", str(ranks)]
+    return ["--use_parallelism_config", "true", *sizes]
 
 
 def _strategy_word(recipe: Recipe | None, strategy: str | None, config: str | None) -> str | None:

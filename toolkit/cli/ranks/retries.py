@@ -16,7 +16,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
 """Seconds before a restart; twice as long after each that was fruitless."""
 
 
-def require_useful(recipe: Recipe, retries: int, dry_run: bool) -> None:
+def require_useful(recipe: Recipe, retries: int, dry_run: bool, num_machines: int = 1) -> None:
     """Checks that restarts can have an effect.
 
     Raises:
@@ -24,6 +24,11 @@ def require_useful(recipe: Recipe, retries: int, dry_run: bool) -> None:
     """
     if retries and dry_run:
         raise BadInputError("--retries has no effect with --dry-run; leave one of them out")
+    if retries and num_machines > 1:
+        raise BadInputError(
+            "--retries restarts the ranks of one machine, and those of the others would not be there; leave it out, "
+            "and let the batch system start all again (toolkit job)"
+        )
     if retries and recipe.checkpoint.every_steps is None and recipe.checkpoint.minutes is None:
         raise BadInputError(
             "--retries needs checkpoints to resume from, and checkpoint.every_minutes is never; set it, for example "

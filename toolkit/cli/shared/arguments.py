@@ -79,8 +79,8 @@ def _names_or_files(names: Iterable[str], incomplete: str) -> list[str]:
 RECIPE, OVERRIDES = "[RECIPE] [section.key=value ...]", "[section.key=value ...]"
 """How these arguments are shown."""
 
-MACHINE = "Machine"
-"""Group of options in the help texts."""
+MACHINE, MACHINES = "Machine", "Several machines"
+"""Groups of options in the help texts."""
 
 RecipeArguments = Annotated[
     list[str] | None,
@@ -109,6 +109,19 @@ ConfigOption = Annotated[
         rich_help_panel=MACHINE,
         autocompletion=complete_config,
     ),
+]
+NumMachines = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of machines. Run the command on each.", rich_help_panel=MACHINES),
+]
+MachineRank = Annotated[
+    int | None, typer.Option(min=0, help="Number of this machine, from 0.", rich_help_panel=MACHINES)
+]
+MainProcessIp = Annotated[
+    str | None, typer.Option(help="Address of machine 0, where the machines meet.", rich_help_panel=MACHINES)
+]
+MainProcessPort = Annotated[
+    int, typer.Option(min=1, max=65535, help="A free port of machine 0.", rich_help_panel=MACHINES)
 ]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 RunPlace = Annotated[str, typer.Argument(help="Folder of a run, or its store (s3://bucket/runs/first).")]
