@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 
 from toolkit.cli.app import app
 from toolkit.cli.commands import doctor
+from toolkit.cluster import nodes
+from toolkit.ranks import free_port
 
 
 def report(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -31,6 +34,51 @@ def test_this_machine_is_well() -> None:
     assert rows["two ranks, gloo"]["verdict"] == doctor.OK
     assert "torch " in rows["packages"]["found"]
     assert rows["cores"]["found"] == f"{len(os.sched_getaffinity(0))} that this process may use, of {os.cpu_count()}"
+
+
+def test_a_table_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes in threads; then what they would say if they were not alike."""
+    monkeypatch.setenv(nodes.INTERFACE_VARIABLE, "lo")
+    port, folder = free_port(), tmp_path / "runs/first"
+    with ThreadPoolExecutor(3) as pool:
+        places = [nodes.Place(3, rank, "127.0.0.1", port) for rank in range(3)]
+        told = list(pool.map(lambda place: nodes.compare_nodes(place, folder), places))
+    assert not folder.parent.exists(), "nothing is left"
+    found = told[0]
+    assert [each.rank for each in found] == [0, 1, 2]
+    assert told[1] == told[2] == found
+    table, problems = nodes.rows(found)
+    assert problems == []
+    assert [row[2:6] for row in table] == [["127.0.0.1", "lo", "all", "shared"]] * 3
+    assert all(abs(each.clock) < nodes.CLOCK_SECONDS for each in found)
+    found[1].unreached, found[1].clock, found[2].clock = [0, 2], -40.0, 0.0
+    found[2].folder, found[2].versions = "does not see files of node 0", {**found[0].versions, "torch": "1.0"}
+    table, problems = nodes.rows(found)
+    assert table[1][4:7] == ["not 0, 2", "shared", "-40.0 s"]
+    assert table[2][5:] == ["does not see files of node 0", "+0.0 s", "torch 1.0"]
+    assert [problem.partition(":")[0] for problem in problems] == [
+        f"node 1 ({found[1].host}) does not reach node 0, 2",
+        f"node 1 ({found[1].host})",
+        f"node 2 ({found[2].host})",
+        f"node 2 ({found[2].host}) has other versions than node 0",
+    ]
+
+
+def test_nodes_with_other_folders_and_names_of_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(nodes.INTERFACE_VARIABLE, "nowhere0")
+    monkeypatch.setattr(nodes, "CONNECT_SECONDS", 0.3)
+    port = free_port()
+    places = [nodes.Place(2, rank, "127.0.0.1", port) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found, _ = pool.map(lambda place: nodes.compare_nodes(place, tmp_path / f"own{place.rank}"), places)
+    assert [each.address for each in found] == [None, None]
+    assert [each.unreached for each in found] == [[0, 1], [0, 1]]
+    assert [each.folder for each in found] == ["does not see files of node 1", "does not see files of node 0"]
+    result = CliRunner().invoke(
+        app, ["doctor", "--job", str(tmp_path / "one"), "--main-process-port", str(free_port())]
+    )
+    assert result.exit_code == 1
+    assert "does not reach node 0: set GLOO_SOCKET_IFNAME" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,16 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson
+from toolkit.cli.ranks.launch_options import Machines
+from toolkit.cli.shared.arguments import (
+    MACHINES,
+    AsJson,
+    MachineRank,
+    MainProcessIp,
+    MainProcessPort,
+    NumMachines,
+)
+from toolkit.cli.shared.console import print_table
 from toolkit.errors import BadInputError, first_line
 from toolkit.paths import GIB, user_cache
 from toolkit.unix import resource
@@ -50,12 +60,28 @@ class Finding:
 
 def doctor(
     hub: Annotated[bool, typer.Option("--hub", help="Also check that the hub can be reached.")] = False,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            help="Compare the nodes of a job instead, with this output folder. Run it on all of them, as by srun.",
+            rich_help_panel=MACHINES,
+        ),
+    ] = None,
+    num_machines: NumMachines = None,
+    machine_rank: MachineRank = None,
+    main_process_ip: MainProcessIp = None,
+    main_process_port: MainProcessPort = 29500,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine: versions, GPUs, memory, disk, limits, and whether ranks can connect.
 
+    With --job it compares all nodes: whether they reach each other and share a folder, their clocks and versions.
+
     Exit code 1 if a check fails.
     """
+    if job is not None:
+        _compare_nodes(job, num_machines, machine_rank, main_process_ip, main_process_port, as_json)
+        return
     findings = []
     for finding in _all_findings(hub):
         findings.append(finding)
@@ -65,6 +91,30 @@ def doctor(
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     if any(finding.verdict == FAILED for finding in findings):
+        raise typer.Exit(1)
+
+
+def _compare_nodes(
+    folder: Path, count: int | None, rank: int | None, address: str | None, port: int, as_json: bool
+) -> None:
+    """Compares the nodes, of which Slurm tells the number and the first if the options do not. Node 0 prints."""
+    from toolkit.cluster.nodes import COLUMNS, Place, compare_nodes, rows
+
+    count = int(os.environ.get("SLURM_NNODES", "1")) if count is None else count
+    rank = int(os.environ.get("SLURM_NODEID", "0")) if rank is None else rank
+    if address is None and "SLURM_JOB_NODELIST" in os.environ:
+        hosts = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True)  # noqa: S607
+        address = hosts.stdout.split()[0]
+    Machines(count, rank, address, port).require()
+    nodes = compare_nodes(Place(count, rank, address or "127.0.0.1", port), folder.expanduser().absolute())
+    table, problems = rows(nodes)
+    if rank == 0:
+        if as_json:
+            print(json.dumps({"nodes": [dataclasses.asdict(node) for node in nodes], "problems": problems}, indent=2))
+        else:
+            print_table(list(COLUMNS), table)
+            print("\n".join(problems or ["all nodes are alike and reach each other"]))
+    if problems:
         raise typer.Exit(1)
 
 

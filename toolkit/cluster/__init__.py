@@ -1,0 +1,1 @@
+"""Job files for batch systems: what `toolkit job` checks and writes."""
