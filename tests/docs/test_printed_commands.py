@@ -81,6 +81,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("accelerate_configs", "recipes", "docs", "benchmarks", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("toolkit.cluster.checks.OWN_DISKS", ())  # pytest's folders are in /tmp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 

@@ -21,6 +21,7 @@ from toolkit.cli.commands.doctor import doctor
 from toolkit.cli.commands.export import export
 from toolkit.cli.commands.generate import generate
 from toolkit.cli.commands.init import init
+from toolkit.cli.commands.job import job
 from toolkit.cli.commands.merge import merge
 from toolkit.cli.commands.plan import plan
 from toolkit.cli.commands.recipes import recipes_app
@@ -86,6 +87,7 @@ COMMANDS: dict[str, dict[Any, str]] = {
     },
     "Run": {
         train: "toolkit train mine.yaml --gpus 8 training.max_steps=50",
+        job: "toolkit job mine.yaml --on slurm --nodes 2 --gpus 8 --time 8h",
         status: "toolkit status outputs/chat",
         checkpoints: "toolkit checkpoints outputs/chat --verify",
     },

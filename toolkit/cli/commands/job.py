@@ -1,0 +1,148 @@
+"""`toolkit job`: write the file with which a batch system runs a recipe on several nodes."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.cli.shared.arguments import (
+    MACHINE,
+    MOST_CPU_RANKS,
+    RecipeArguments,
+    RecipeOption,
+    complete_hardware,
+    complete_strategy,
+    load_recipe,
+    split_arguments,
+)
+from toolkit.cli.shared.hub import settle_hub
+from toolkit.errors import BadInputError, ToolkitError, first_line
+from toolkit.paths import GIB, atomic_write
+
+if TYPE_CHECKING:
+    from toolkit.cluster.job import Job
+    from toolkit.planning.time.hardware import Hardware
+
+SYSTEM = "Batch system"
+"""Group of options in the help text."""
+
+
+def job(
+    arguments: RecipeArguments = None,
+    recipe: RecipeOption = None,
+    system: Annotated[
+        str, typer.Option("--on", help="Batch system: slurm, kubernetes or skypilot.", rich_help_panel=SYSTEM)
+    ] = "slurm",
+    nodes: Annotated[
+        str, typer.Option(help="Number of nodes, or on Slurm a range: 1-2.", rich_help_panel=MACHINE)
+    ] = "1",
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of each node.", rich_help_panel=MACHINE)] = None,
+    cpu: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_CPU_RANKS, help="Processes of each node on its CPU.", rich_help_panel=MACHINE),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Sharding strategy. By default the recipe's, or else zero3.",
+            rich_help_panel=MACHINE,
+            autocompletion=complete_strategy,
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="What a node has (`toolkit plan --list-hardware`), for the check of --gpus and the plan.",
+            rich_help_panel=MACHINE,
+            autocompletion=complete_hardware,
+        ),
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(help="Time limit of each start: 90m, 8h or 2d (Slurm).", rich_help_panel=SYSTEM),
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition.", rich_help_panel=SYSTEM)] = None,
+    image: Annotated[str | None, typer.Option(help="Image of the container.", rich_help_panel=SYSTEM)] = None,
+    volume: Annotated[
+        str | None,
+        typer.Option(help="Claim of a shared volume, and where to mount it: CLAIM:/PATH.", rich_help_panel=SYSTEM),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the job to this file.", show_default="named after the output folder")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a job file for a batch system, with a reason for each line, and print how to submit it.
+
+    The job saves its state when it is preempted or its time is over, starts again, and resumes. Nothing is submitted.
+    """
+    loaded = load_recipe(arguments, recipe)
+    from toolkit.cluster.checks import check_job, minutes_of, nodes_of
+    from toolkit.cluster.job import FILES, SKY_NAMES, SUBMIT, Job
+    from toolkit.planning.time.hardware import hardware_of
+
+    if system not in FILES:
+        raise BadInputError(f"--on: unknown {system!r}; allowed: {', '.join(FILES)}")
+    if (gpus is None) == (cpu is None):
+        raise BadInputError("how many ranks has a node? Give --gpus or --cpu, and one of them alone")
+    source, overrides = split_arguments(arguments, recipe)
+    device = None if hardware is None else hardware_of(hardware)
+    made = Job(
+        system,
+        loaded,
+        source,
+        tuple(overrides),
+        *nodes_of(nodes),
+        ranks=gpus or cpu or 1,
+        on_cpu=cpu is not None,
+        strategy=strategy,
+        minutes=None if time is None else minutes_of(time),
+        partition=partition,
+        image=image,
+        volume=volume,
+        gpu=None if hardware is None else SKY_NAMES.get(hardware),
+    )
+    check_job(made, device)
+    kind = Path(FILES[system])
+    file = output or Path(f"{made.name}.{kind.stem}{kind.suffix}")
+    if file.exists() and not force:
+        raise BadInputError(f"--output: {str(file)!r} exists; name another file, or replace it with --force")
+    text = made.text(shlex.join(["toolkit", *sys.argv[1:]]))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, text)
+    except OSError as error:
+        raise BadInputError(f"--output: {str(file)!r} cannot be written: {error.strerror}; name another") from error
+    if device is not None:
+        print(_verdict(made, device))
+    print(f"{file}: look at it, then submit it:\n  {SUBMIT[system].format(shlex.quote(str(file)))}")
+
+
+def _verdict(job: Job, hardware: Hardware) -> str:
+    """Returns what the plan says of the recipe as it is written, on all nodes, or why it says nothing."""
+    from dataclasses import replace
+
+    from toolkit.planning.table import plan
+    from toolkit.sharding.plan.strategy import OFFLOAD
+
+    settle_hub(job.recipe)
+    node = replace(hardware, devices_per_node=job.ranks)
+    try:
+        word = job.strategy or ""
+        found = plan(
+            job.recipe,
+            node,
+            job.most * job.ranks,
+            strategy=word.removesuffix(OFFLOAD) or None,
+            offload=word.endswith(OFFLOAD),
+            with_levers=False,
+        )
+    except (ToolkitError, OSError) as error:
+        return f"plan: none ({first_line(error)})"
+    row = found.asked
+    need = f"{row.need / GIB:.1f} of {hardware.memory_bytes / GIB:.0f} GiB a GPU"
+    return f"plan: {row.setup.name} on {job.most} x {job.ranks}: {row.verdict}, {need}, {row.time.mid:.2g} s a step"
