@@ -24,6 +24,7 @@ from toolkit.checkpoint.beside_weights.model_files import (
     write_model_files,
 )
 from toolkit.checkpoint.beside_weights.older_names import with_older_names
+from toolkit.checkpoint.beside_weights.tokenizer_files import save_tokenizer
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.errors import ExportError
 from toolkit.model.beside_weights.base_files import BaseFiles
@@ -110,11 +111,35 @@ def test_added_tokens_and_a_template_are_set_where_the_base_has_such(base: Path,
     assert after == {**before, "added_tokens": [*before["added_tokens"], *new]}
     found, own = fields(out, "tokenizer_config.json"), fields(base, "tokenizer_config.json")
     assert found.pop("chat_template").startswith("{%- macro write_calls")
-    assert found.pop("added_tokens_decoder") == {str(each.pop("id")): each for each in new}
+    assert found.pop("added_tokens_decoder") == {str(each.pop("id")): each for each in after["added_tokens"]}
     assert own.pop("chat_template") == TEMPLATE
     assert found == {**own, "additional_special_tokens": ["<|a|>", "<|b|>"]}
     assert fields(out, "special_tokens_map.json")["additional_special_tokens"] == ["<|a|>", "<|b|>"]
     assert compare_files(compared(loaded.model, loaded.fit.files, False), out)
+
+
+def test_tokens_are_added_to_those_that_tokenizer_json_alone_lists(base: Path, tmp_path: Path) -> None:
+    """As transformers 5 writes a tokenizer; it adds no token that is missing where tokenizer_config.json lists some."""
+    own, out = tmp_path / "own", tmp_path / "out"
+    shutil.copytree(base, own)
+    config = {**fields(own), "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (own / "config.json").write_text(json.dumps(config))
+    tokens = fields(own, "tokenizer.json")
+    tokens["added_tokens"].append({"id": 2, "content": "<|user|>", **NEW})
+    tokens["model"]["vocab"] = {
+        "<|user|>" if number == 2 else text: number for text, number in tokens["model"]["vocab"].items()
+    }
+    (own / "tokenizer.json").write_text(json.dumps(tokens))
+    tokenizer = load_tokenizer(
+        ModelSection(name_or_path=str(own), add_tokens=["<|a|>"]), DataSection(train="-", max_length=32)
+    )
+    out.mkdir()
+    shutil.copy(own / "config.json", out)
+    save_tokenizer(tokenizer, out, BaseFiles.read(own))
+    require_same_tokenizer(tokenizer, out)
+    assert {"<|user|>", "<|a|>"} < {
+        one["content"] for one in fields(out, "tokenizer_config.json")["added_tokens_decoder"].values()
+    }
 
 
 def test_a_template_is_replaced_in_every_place(base: Path, tmp_path: Path) -> None:

@@ -138,7 +138,11 @@ def _with_tokens(tokenizer: PreTrainedTokenizerBase, files: BaseFiles) -> dict[s
         new = [{"id": number, **token} for number, token in added.items()]
         changed[TOKENIZER]["added_tokens"] = sorted(kept + new, key=lambda each: int(each["id"]))
     settings = changed[TOKENIZER_CONFIG]
-    decoder = {**(settings.get("added_tokens_decoder") or {}), **{str(number): added[number] for number in added}}
+    # transformers 5 lists added tokens in tokenizer.json alone, and adds no others where this key names some.
+    inside = {str(each["id"]): each for each in changed.get(TOKENIZER, {}).get("added_tokens") or []}
+    own = settings.get("added_tokens_decoder") or inside
+    decoder = {**own, **{str(number): added[number] for number in added}}
+    decoder = {number: {key: value for key, value in each.items() if key != "id"} for number, each in decoder.items()}
     settings["added_tokens_decoder"] = dict(sorted(decoder.items(), key=lambda item: int(item[0])))
     _list_special(settings, names)
     if SPECIAL_TOKENS in changed:
