@@ -1,6 +1,6 @@
 """The part of loaders.py that runs on another version of transformers. It imports nothing of the toolkit.
 
-`make` writes small models in the words of that version, `read` loads exports, and `convert` runs llama.cpp's converter.
+`make` writes small models in the words of that version, and `read` loads exports.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import loaders_servers
 import torch
 import transformers
 
@@ -46,11 +47,11 @@ TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # the smallest that vLLM has on a CPU
     "max_position_embeddings": 512,
-    "bos_token_id": None,
+    "bos_token_id": 0,
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
@@ -75,31 +76,54 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text",
         "rope_theta": 1e6,
         "rope_local_base_freq": 2e4,
-        "query_pre_attn_scalar": 16,
+        "query_pre_attn_scalar": 32,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 6,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+        "sliding_window_pattern": 6,  # for older readers
         "sliding_window": 16,
     },
     "gemma3": {"model_type": "gemma3", "mm_tokens_per_image": 4, "image_token_index": 3},
+    "qwen3.5": {
+        "model_type": "qwen3_5",
+        "image_token_id": 3,
+        "tie_word_embeddings": False,
+    },
 }
+NESTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (FAMILIES["gemma3 text"], {**VISION, "image_size": 56, "patch_size": 14}),
+    "qwen3.5": (
+        {
+            "model_type": "qwen3_5_text",
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+    ),
+}
+"""Of families that see: their language model, and their vision tower."""
 
 
-def make(folder: Path) -> list[str]:
-    """Writes a small model of each family. Returns their names."""
+def make(folder: Path) -> None:
+    """Writes a small model of each family that this version knows, unless an older one has written it."""
     tokenizer = _tokenizer()
     for name, fields in FAMILIES.items():
+        if (folder / name).is_dir() or fields["model_type"] not in transformers.CONFIG_MAPPING:
+            continue
         sizes = {**TEXT, "vocab_size": len(tokenizer)}
-        if fields["model_type"] == "gemma3":
-            vision = {**VISION, "image_size": 56, "patch_size": 14}
-            fields = {**fields, "text_config": {**sizes, **FAMILIES["gemma3 text"]}, "vision_config": vision}
+        if name in NESTED:
+            text, vision = NESTED[name]
+            fields = {**fields, "text_config": {**sizes, **text}, "vision_config": vision}
         else:
             fields = {**sizes, **fields}
         torch.manual_seed(0)
-        auto = transformers.AutoModelForImageTextToText if "vision_config" in fields else None
-        model = (auto or transformers.AutoModelForCausalLM).from_config(transformers.AutoConfig.for_model(**fields))
+        auto = transformers.AutoModelForImageTextToText if name in NESTED else transformers.AutoModelForCausalLM
+        model = auto.from_config(transformers.AutoConfig.for_model(**fields))
         model.to(torch.bfloat16).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name, save_jinja_files=False)
-    return list(FAMILIES)
 
 
 def _tokenizer() -> Any:
@@ -113,7 +137,12 @@ def _tokenizer() -> Any:
     made.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=letters)
     )
-    own = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    own = {
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": TEMPLATE,
+    }
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **own)
 
 
@@ -130,7 +159,7 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
         model = PeftModel.from_pretrained(auto.from_pretrained(job["base"], **plain, **kept), job["folder"])
     else:
         model = auto.from_pretrained(job["folder"], **plain)
-    logits = model.eval()(input_ids=torch.arange(5, 85)[None]).logits
+    logits = model.eval()(input_ids=torch.tensor([loaders_servers.TOKENS])).logits
     own, base = (_encoded(job[name]) for name in ("folder", "base"))
     return {"logits": logits.flatten(0, -2)[-1].tolist(), "as_base": {key: own[key] == base[key] for key in own}}
 
@@ -139,48 +168,25 @@ def _encoded(folder: str) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     turns = [{"role": "user", "content": "a dog ran"}]
     rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    tokens = tokenizer("the cat <|im_end|> sat  \n über").input_ids
+    tokens = tokenizer(loaders_servers.TEXT).input_ids
     return {"tokens": tokens, "conversation": rendered, "end": tokenizer.eos_token}
 
 
-def convert(job: dict[str, Any], llama_cpp: Path) -> dict[str, Any]:
-    """Converts an export by llama.cpp's converter, which is told that the tokenizer is GPT-2's.
-
-    Returns:
-        The file's fields about positions, ends and the chat template, and the names of its tensors.
-    """
-    sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
-    import convert_hf_to_gguf
-    import gguf
-    from conversion import base
-
-    base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
-    made = Path(job["folder"]).with_suffix(".gguf")
-    sys.argv = ["convert", job["folder"], "--outfile", str(made), "--outtype", "f32"]
-    convert_hf_to_gguf.main()
-    found = gguf.GGUFReader(made)
-    asked = ("rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "eos_token_id", "chat_template")
-    fields = {name: str(field.contents()) for name, field in found.fields.items() if name.endswith(asked)}
-    names = sorted(tensor.name for tensor in found.tensors)
-    made.unlink()
-    return {"fields": fields, "tensors": names}
-
-
 def main() -> None:
-    """Runs `make FOLDER`, `read JOBS ANSWERS` or `convert JOBS ANSWERS LLAMA_CPP`."""
+    """Runs `make FOLDER`, or `LOADER JOBS ANSWERS [SOURCES]` with the name of a function."""
     verb, place = sys.argv[1], Path(sys.argv[2])
     if verb == "make":
         make(place)
         return
-    answers, to = {}, Path(sys.argv[3])
-    llama_cpp = Path(sys.argv[4]) if verb == "convert" else None
+    load = read if verb == "read" else getattr(loaders_servers, verb)
+    answers, to, sources = {}, Path(sys.argv[3]), [Path(each) for each in sys.argv[4:]]
     for name, job in json.loads(place.read_text(encoding="utf-8")).items():
         try:
-            answers[name] = read(job) if llama_cpp is None else convert(job, llama_cpp)
-        except (Exception, SystemExit) as error:  # the converter ends with SystemExit
+            answers[name] = load(job, *sources)
+        except (Exception, SystemExit) as error:  # llama.cpp's converter ends with SystemExit
             shown = (str(error) or " ").splitlines()[0].replace(job["folder"], "FOLDER")
-            answers[name] = {"error": f"{type(error).__name__}: {shown[:200]}"}
-    to.write_text(json.dumps(answers), encoding="utf-8")
+            answers[name] = {"error": f"{type(error).__name__}: {shown[:120]}"}
+        to.write_text(json.dumps(answers), encoding="utf-8")
 
 
 if __name__ == "__main__":

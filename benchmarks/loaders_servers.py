@@ -10,8 +10,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import transformers
 
@@ -138,11 +141,38 @@ def _convert(script: str, sources: Path, arguments: Sequence[str]) -> None:
 
 
 def sglang(job: dict[str, Any]) -> Answer:
-    """Reads an export's configuration, ends and tokenizer by SGLang, which has no engine without a GPU."""
+    """Reads an export's configuration, ends and tokenizer by SGLang, which has no engine without a GPU.
+
+    It imports torchvision, for images, which does not load with torch's build for CPUs: an empty one takes its place.
+    """
+    if not any(isinstance(finder, Empty) for finder in sys.meta_path):
+        sys.meta_path.append(Empty())
     from sglang.srt.utils.hf_transformers_utils import get_config, get_generation_config, get_tokenizer
 
     found = [_read_by(get_config, get_generation_config, get_tokenizer, job[name]) for name in ("folder", "base")]
     return {"logits": [1.0], "as_base": {key: found[0][key] == found[1][key] for key in found[0]}}
+
+
+class Empty:
+    """Finds a torchvision without contents."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        module.__path__ = []
+        module.__getattr__ = _mock
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        return None
+
+
+def _mock(name: str) -> MagicMock:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MagicMock(name=name)
 
 
 def _read_by(config: Any, generation: Any, tokenizer: Any, folder: str) -> dict[str, Any]:
