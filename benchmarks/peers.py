@@ -1,6 +1,6 @@
 """The toolkit beside its peers: the same model on the same rows; useful tokens per second, memory and losses.
 
-    python benchmarks/peers.py [--groups padded packed trl deepspeed offload] [--output benchmarks/results/peers.jsonl]
+    python benchmarks/peers.py [--groups padded packed transformers ...] [--output benchmarks/results/peers.jsonl]
 
 All train one random-weight Llama (23M parameters) on 512 rows of lognormal length, 2 gloo ranks of one
 thread, float32, 4 rows a micro-batch, AdamW, clipping. Useful tokens are targets: every token of a row but
@@ -344,10 +344,68 @@ def train_by_trl(gate: Gate, job: Job, model: Any, rows: Any, processing_class: 
     Args:
         settings: more of SFTConfig's.
     """
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
+    seen = count_targets(model)
+    asked = SFTConfig(output_dir=str(Path(job.folder, "trl")), **arguments_of_trainer(job), **settings)
+    SFTTrainer(
+        model=model,
+        args=asked,
+        train_dataset=rows,
+        processing_class=processing_class,
+        callbacks=[at_the_gate(gate, seen)],
+    ).train()
+
+
+def by_transformers(gate: Gate, job: Job, rank: int) -> None:
+    """transformers' own FSDP2: a model that is loaded with `DistributedConfig(fsdp_size=)`, and its `Trainer`."""
+    from transformers import DataCollatorWithPadding, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+    from transformers import TrainingArguments as Arguments
+    from transformers.distributed import DistributedConfig
+
+    gate.imported()
+    folder = Path(job.folder, "model")
+    if rank == 0:
+        whole_model(job).save_pretrained(folder)
+    dist.barrier()
+    split = DistributedConfig(fsdp_size=dist.get_world_size())
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=split).train()
+    pad = DataCollatorWithPadding(PreTrainedTokenizerFast.from_pretrained(Path(job.folder, "words")))
+
+    def collate(rows: list[dict[str, list[int]]]) -> Any:
+        batch = pad(rows)
+        return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)}
+
+    seen = count_targets(model)
+    asked = Arguments(str(Path(job.folder, "transformers")), **arguments_of_trainer(job))
+    rows: Any = [{"input_ids": row} for row in job.rows()]
+    Trainer(model, asked, collate, rows, callbacks=[at_the_gate(gate, seen)]).train()
+
+
+def arguments_of_trainer(job: Job) -> dict[str, Any]:
+    return {
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": job.batch,
+        "max_steps": 10**6, "learning_rate": ADAMW["lr"], "weight_decay": 0.0, "lr_scheduler_type": "constant",
+        "max_grad_norm": MAX_NORM, "optim": "adamw_torch_fused", "train_sampling_strategy": "sequential",
+        "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+
+
+def count_targets(model: Any) -> dict[str, int]:
+    """Returns where the targets of the model's forwards are counted from now on."""
     seen = {"targets": 0}
+
+    def count(_module: Any, _args: Any, given: dict[str, Any]) -> None:
+        seen["targets"] += targets_of(given["labels"])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    return seen
+
+
+def at_the_gate(gate: Gate, seen: dict[str, int]) -> Any:
+    """Returns the callback of a `Trainer` that waits for its turn before each step."""
+    from transformers import TrainerCallback
 
     class AtTheGate(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -359,21 +417,7 @@ def train_by_trl(gate: Gate, job: Job, model: Any, rows: Any, processing_class: 
                 seen["targets"] = 0
                 control.should_training_stop = not gate()
 
-    def count(_module: Any, _args: Any, given: dict[str, Any]) -> None:
-        seen["targets"] += targets_of(given["labels"])
-
-    asked = SFTConfig(
-        output_dir=str(Path(job.folder, "trl")), use_cpu=True, bf16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=job.batch, max_steps=10**6, learning_rate=ADAMW["lr"], weight_decay=0.0,
-        lr_scheduler_type="constant", max_grad_norm=MAX_NORM, optim="adamw_torch_fused",
-        train_sampling_strategy="sequential", logging_steps=1, report_to="none", save_strategy="no",
-        disable_tqdm=True, dataloader_pin_memory=False, **settings,
-    )  # fmt: skip
-    trainer = SFTTrainer(
-        model=model, args=asked, train_dataset=rows, processing_class=processing_class, callbacks=[AtTheGate()]
-    )
-    model.register_forward_pre_hook(count, with_kwargs=True)
-    trainer.train()
+    return AtTheGate()
 
 
 def by_deepspeed(stage: int, offload: bool = False) -> Callable[[Gate, Job, int], None]:
@@ -424,6 +468,7 @@ VARIANTS: dict[str, Callable[[Gate, Job, int], None]] = {
     "toolkit ddp, packed": by_toolkit("ddp", packing=True),
     "toolkit zero2, packed": by_toolkit("zero2", packing=True),
     "toolkit zero3, packed": by_toolkit("zero3", packing=True),
+    "transformers' FSDP2": by_transformers,
     "TRL": by_trl(packing=False),
     "TRL, packed": by_trl(packing=True),
     "DeepSpeed ZeRO-1": by_deepspeed(1),
@@ -434,6 +479,7 @@ VARIANTS: dict[str, Callable[[Gate, Job, int], None]] = {
 GROUPS = {
     "padded": [REFERENCE, "FSDP2 by hand", "toolkit ddp", "toolkit zero2", "toolkit zero3"],
     "packed": [REFERENCE, "toolkit ddp, packed", "toolkit zero2, packed", "toolkit zero3, packed"],
+    "transformers": [REFERENCE, "transformers' FSDP2", "toolkit zero3", "toolkit zero3, packed"],
     "trl": [REFERENCE, "toolkit zero3, packed", "TRL", "TRL, packed"],
     "deepspeed": [REFERENCE, "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3"],
     "offload": [REFERENCE, "toolkit zero2, offload", "DeepSpeed ZeRO-2, offload"],
@@ -446,6 +492,8 @@ TARGETS = [
     ("padded", "toolkit zero2", REFERENCE, 1.0),
     ("padded", "toolkit zero3", REFERENCE, 1.0),
     *(("packed", f"toolkit {word}, packed", REFERENCE, 1.9) for word in ("ddp", "zero2", "zero3")),
+    ("transformers", "toolkit zero3", "transformers' FSDP2", 1.0),
+    ("transformers", "toolkit zero3, packed", "transformers' FSDP2", 1.9),
     ("trl", "toolkit zero3, packed", "TRL", 2.5),
     ("trl", "toolkit zero3, packed", "TRL, packed", 1.2),
 ]
