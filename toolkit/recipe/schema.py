@@ -284,7 +284,8 @@ class DataSection(Section):
     shuffle: bool = Field(True, description="Shuffle the samples in each epoch, by training.seed.")
     max_validation_samples: PositiveInt | None = Field(None, description="Evaluate on the first N samples only.")
     num_proc: PositiveInt | Literal["auto"] = Field(
-        "auto", description="Tokenise with N processes; auto: as many as there are cores, if it takes over 5 seconds."
+        "auto",
+        description="Tokenise with N processes; auto: as many as there are cores, where it takes over 5 CPU seconds.",
     )
     cache_dir: str | None = Field(
         None,

@@ -37,7 +37,8 @@ BATCH_ROWS = 64
 """Number of rows that are tokenised in one call."""
 
 ALONE_SECONDS = 5.0
-"""How long one process works before `auto` starts others, which takes them about as long."""
+"""CPU time that this process takes before `auto` starts others, which takes them about as much. Not wall time: on a
+loaded machine a few rows would start them."""
 
 PROCESS_BYTES = 2**30
 """Host memory that `auto` counts for a process: its libraries, a tokenizer and a few batches of rows."""
@@ -88,7 +89,7 @@ def encoded(work: Work, shards: list[Shard], processes: int | Literal["auto"]) -
     """Yields the documents of all rows, in order.
 
     Args:
-        processes: how many tokenise. With `auto` it is this one, and after a few seconds as many as there are cores.
+        processes: how many tokenise. With `auto` this one does, and after a few CPU seconds as many as there are cores.
 
     Raises:
         DataError: if a file cannot be read, or a process is killed.
@@ -96,10 +97,10 @@ def encoded(work: Work, shards: list[Shard], processes: int | Literal["auto"]) -
     """
     unread = _batches(shards)
     if processes == "auto":
-        started = time.monotonic()
+        started = time.process_time()
         for batch in unread:
             yield work.documents(batch)
-            if time.monotonic() - started > ALONE_SECONDS:
+            if time.process_time() - started > ALONE_SECONDS:
                 break
         processes = affordable_processes()
     following = next(unread, None)
