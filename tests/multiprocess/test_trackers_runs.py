@@ -101,6 +101,7 @@ def test_tensorboard(run: Callable[[str], Path]) -> None:
     scalars = found.Scalars("train/loss")
     assert [event.step for event in scalars] == STEPS
     assert [event.value for event in scalars] == pytest.approx(losses(folder))
+    assert "train/step" not in found.Tags()["scalars"], "the axis is no figure"
     texts = {tag.removesuffix("/text_summary"): found.Tensors(tag) for tag in found.Tags()["tensors"]}
     assert "max_steps: 6" in texts["recipe"][0].tensor_proto.string_val[0].decode()
     assert written(folder)[1]["after"] in texts["held_out/1"][0].tensor_proto.string_val[0].decode()

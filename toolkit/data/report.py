@@ -24,7 +24,7 @@ from toolkit.errors import counted
 ROWS_NAMED = 20
 """The most rows named for each reason of dropping."""
 
-EXAMPLES, EXAMPLES_TOKENS = 1000, 300_000
+EXAMPLES, EXAMPLES_TOKENS = 2000, 300_000
 """The most decoded samples of a split, and their tokens: all rows of small data, else evenly spaced ones."""
 
 EXAMPLES_WITH_IMAGES = 100

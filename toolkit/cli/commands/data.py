@@ -13,7 +13,7 @@ from toolkit.cli.shared.hub import settle_hub
 from toolkit.terminal import Terminal
 
 EXAMPLES_PRINTED = 20
-"""The most decoded samples that `--json` prints; data_report.json has up to a thousand of each split."""
+"""The most decoded samples that `--json` prints; data_report.json has up to two thousand of each split."""
 
 
 def data(

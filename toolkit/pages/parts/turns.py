@@ -1,7 +1,8 @@
-"""Finds the turns of a conversation in the text that a chat template has made of it, to show them without its marks."""
+"""Finds the turns of a conversation in the text of a chat template or of its messages as JSON, to show them bare."""
 
 from __future__ import annotations
 
+import json
 import re
 
 _ROLE = r"(?P<role>system|developer|user|assistant|model|tool|ipython|environment)"
@@ -20,6 +21,8 @@ def turns_of(text: str) -> list[tuple[str, str]]:
 
     A last turn without text, which the model is to write, is left out.
     """
+    if messages := _messages(text):
+        return messages
     for begin, end in FAMILIES:
         marks = list(begin.finditer(text))
         if not marks or _without_special(text[: marks[0].start()]):
@@ -31,6 +34,18 @@ def turns_of(text: str) -> list[tuple[str, str]]:
         ]
         return found if found[-1][1] else found[:-1]
     return []
+
+
+def _messages(text: str) -> list[tuple[str, str]]:
+    """Returns the turns of messages as JSON; nothing for other text, or if a message has more than role and content."""
+    if not text.startswith("["):
+        return []
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    are_plain = all(isinstance(one, dict) and one.keys() == {"role", "content"} for one in found)
+    return [(str(one["role"]), str(one["content"])) for one in found] if are_plain else []
 
 
 def _without_special(text: str) -> str:

@@ -109,7 +109,7 @@ class Trackers:
 
     def log(self, split: str, values: Mapping[str, float], step: int) -> None:
         """Gives a record to each tracker, unless an earlier start has given it that step."""
-        named = {f"{split}/{key}": value for key, value in values.items()}
+        named = {f"{split}/{key}": value for key, value in values.items() if key != "step"}
         for tracker in list(self._accelerator.trackers):
             if step > self._sent.get(tracker.name, {}).get(split, -1):
                 self._try(tracker, lambda tracker=tracker: tracker.log(named, step=step))  # type: ignore[misc]
