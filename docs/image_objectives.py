@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.image_objectives import CASES, HAVE_SCORES, OBJECTIVES, compared
+from support.image_objectives import CASES, HAVE_SCORES, NOT_PACKED, OBJECTIVES, compared
 
 PAGE = Path(__file__).with_name("vision.md")
 HEAD = f"| family | objective | {' | '.join(CASES)} |"
@@ -22,13 +22,15 @@ HEAD = f"| family | objective | {' | '.join(CASES)} |"
 def rows_of(kind: str) -> list[str]:
     """Returns the lines of a family."""
     objectives = [name for name in OBJECTIVES if name != "reward" or kind in HAVE_SCORES]
-    work = [(objective, case) for objective in objectives for case in CASES]
+    cases = [case for case in CASES if case != "packed" or kind not in NOT_PACKED]
+    work = [(objective, case) for objective in objectives for case in cases]
     with TemporaryDirectory() as folder:
         found = compared(Path(folder), kind, work)
     lines = []
     for objective in objectives:
-        cells = [max(found[objective, case].loss, found[objective, case].weight) for case in CASES]
-        lines.append(f"| `{kind}` | {objective} | {' | '.join(f'{cell:.0e}' if cell else '0' for cell in cells)} |")
+        each = [found.get((objective, case)) for case in CASES]
+        cells = ["" if one is None else f"{max(one.loss, one.weight):.0e}" for one in each]
+        lines.append(f"| `{kind}` | {objective} | {' | '.join('0' if cell == '0e+00' else cell for cell in cells)} |")
     return lines
 
 

@@ -189,8 +189,7 @@ def values_of(folder: Path, kind: str, objective: str, case: str, output: Path) 
     values["sharding"] = {"strategy": "zero3"}
     if case == "packed":
         # All rows in one sample, so that the second rank has none.
-        packed = {"packing": None if kind in NOT_PACKED else True, "max_length": 8192 if kind == "gemma4" else 2048}
-        values["data"] |= packed
+        values["data"] |= {"packing": True, "max_length": 8192 if kind == "gemma4" else 2048}
         values["training"] |= {"max_steps": None, "num_epochs": 1, "micro_batch_size": 1}
     if case == "LoRA":
         values["adapter"] = {"kind": "lora", "r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -344,8 +343,8 @@ def expected(folder: Path, kind: str, objective: str, case: str) -> Trained:
     """The same steps by hand."""
     model, reference, teacher = models_of(folder, kind, objective, case)
     by_hand, every = ByHand(folder, kind, model, reference, teacher), list(range(STEPS * ROWS))
-    packed = case == "packed" and kind not in NOT_PACKED
-    steps = [every] if case == "packed" else [every[step * ROWS :][:ROWS] for step in range(STEPS)]
+    packed = case == "packed"
+    steps = [every] if packed else [every[step * ROWS :][:ROWS] for step in range(STEPS)]
 
     def loss(numbers: list[int]) -> torch.Tensor:
         # In a sample of several rows the completion of the row before it, else that of the next sample's.

@@ -13,7 +13,7 @@ from toolkit.data import build
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError, DataError
-from toolkit.generation.text.complete import _encode_text
+from toolkit.generation.text.complete import encode_text
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection
 
@@ -348,7 +348,7 @@ def test_plain_text_begins_as_the_tokenizer_does(
         assert (
             targets == ("the fox" if begins else text.removeprefix(with_bos.tokenize("the fox")[0])[: -len(end)]) + end
         )
-    assert (_encode_text(with_bos, "the fox", True)[0] == with_bos.bos_token_id) == adds_it, "as generation does"
+    assert (encode_text(with_bos, "the fox", True)[0] == with_bos.bos_token_id) == adds_it, "as generation does"
 
 
 def test_add_bos_without_effect(tmp_path: Path, chatml: Any) -> None:

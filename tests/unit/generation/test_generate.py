@@ -539,7 +539,7 @@ def test_choices_are_scored_by_their_log_probability(chat: Path, plain: Path, tm
     row = PromptRow("f:1", "the king", "the king", answers=(" and",), choices=(" and the queen", " sang"))
     encoded = encode_choices(loaded, [row], "--eval", None, raw=True)
     scores = next(log_probabilities(loaded, encoded, 8))
-    for (ids, count), score in zip(encoded[0], scores, strict=True):
+    for (ids, count, _), score in zip(encoded[0], scores, strict=True):
         logits = loaded.model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
         by_hand = sum(logits[place - 1, ids[place]].item() for place in range(len(ids) - count, len(ids)))
         assert score == pytest.approx(by_hand, rel=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -15,9 +17,18 @@ from support.tiny import save_llama
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from toolkit import evaluate, generate
+from toolkit.data import build
+from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
+from toolkit.generation.sampling.sample_options import SampleOptions
+from toolkit.generation.sampling.sampling import sample
+from toolkit.generation.text.choices import encode_choices, log_probabilities
 from toolkit.generation.text.command import run
+from toolkit.generation.text.load import load_model
 from toolkit.generation.text.options import Options
+from toolkit.generation.text.rows import read_rows
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.recipe.schema import DataSection, ModelSection
 
 KINDS = ("llava", "gemma3", "idefics3")
 TEXTS = make_texts(12, seed=4)
@@ -118,6 +129,11 @@ def test_files_with_images_are_answered_as_by_transformers(
     assert len(set(answers)) > 2, "what is shown makes a difference"
     run(Options(str(folder / kind), file=file, output=folder / "out.jsonl", temperature=0.0, max_new_tokens=6))
     assert [json.loads(line)["completion"] for line in (folder / "out.jsonl").open()] == answers
+    # All those with images in one batch, left-padded, and one by one.
+    for size in (8, 1):
+        again = Options(str(folder / kind), file=file, output=folder / f"{size}.jsonl", batch_size=size)
+        run(dataclasses.replace(again, temperature=0.0, max_new_tokens=6))
+        assert [json.loads(line)["completion"] for line in (folder / f"{size}.jsonl").open()] == answers
     file.write_text("\n".join(json.dumps(json.loads(line) | {"answer": answers[0]}) for line in lines))
     found = evaluate(folder / kind, file, max_new_tokens=6)
     assert found.exact == sum(answer == answers[0] for answer in answers)
@@ -128,13 +144,60 @@ def test_files_with_images_are_answered_as_by_transformers(
         assert found_from_script == [expected(folder, kind, (1,))]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_choices_behind_images_are_scored_as_by_transformers(kind: str, folder: Path) -> None:
+    """Of unequal length, so that they are padded."""
+    processor = AutoProcessor.from_pretrained(folder / kind)
+    model = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float32).eval()
+    choices, asked = ["a fox", "the king of the sea", "so"], EYES[kind]["written"] * 2 + ASKED
+    begin = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    images, scores = [[drawn_image(1), drawn_image(2)]], []
+    for choice in choices:
+        inputs = processor(text=[begin + choice], images=images, return_tensors="pt")
+        count = len(processor.tokenizer(choice)["input_ids"])
+        with torch.no_grad():
+            each = model(**inputs).logits[0, :-1].log_softmax(-1)
+        scores.append(each.gather(1, inputs["input_ids"][0, 1:, None])[-count:].sum().item())
+    file = folder / "choices.jsonl"
+    row = {"prompt": ASKED, "images": ["1.png", "2.png"], "choices": choices, "answer": 0}
+    file.write_text(json.dumps(row))
+    loaded = load_model(str(folder / kind))
+    encoded = encode_choices(loaded, read_rows(file, "--eval", True), "--eval", None, False)
+    for size in (1, 3):
+        assert next(log_probabilities(loaded, encoded, size)) == pytest.approx(scores, rel=1e-5)
+    assert len({round(score, 3) for score in scores}) == 3
+
+
+def test_samples_of_prompts_with_images_are_rows_to_train_on(folder: Path, tmp_path: Path) -> None:
+    file = folder / "sampled.jsonl"
+    answer = expected(folder, "llava", (0,))
+    rows = [{"prompt": ASKED, "images": [f"{n}.png"], "answer": answer} for n in range(2)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = SampleOptions(str(folder / "llava"), file, tmp_path / "to", samples=4, max_new_tokens=24, temperature=2.0)
+    sample(asked)
+    made = [json.loads(line) for line in (tmp_path / "to" / "labels.jsonl").open()]
+    files = [(folder / f"{n}.png").read_bytes() for n in range(2)]
+    assert made
+    for row in made:
+        shown, words = row["prompt"][0]["content"]
+        assert (shown["type"], words) == ("image", {"type": "text", "text": ASKED})
+        assert base64.b64decode(shown["base64"]) in files
+    both = [{**row, "label": good} for row in made[:1] for good in (True, False)]
+    (tmp_path / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
+    given = {"max_length": 128, "cache_dir": str(tmp_path / "cache"), "train": [str(tmp_path / "both.jsonl")]}
+    data = DataSection.model_validate({**given, "packing": False})
+    tokens = tokenizer.load(ModelSection(name_or_path=str(folder / "llava")), data)
+    assert build.build(data, tokens, 0, ObjectiveSection(kind="kto")).train.has_images
+    with pytest.raises(BadInputError, match=r"sampled\.jsonl:1 has images, which --reward is not shown; give the rows"):
+        sample(dataclasses.replace(asked, reward="a", to=tmp_path / "other"))
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [
         ({"prompt": ASKED, "images": ["9.png"]}, "an image that is missing"),
         ({"prompt": ASKED, "images": ["../0.png"]}, "leads out of the folder"),
         ({"prompt": f"<image><image>{ASKED}", "images": ["0.png"]}, "more places for images than the row has images"),
-        ({"prompt": ASKED, "image": "0.png", "choices": ["a", "b"]}, "choices beside images, which are not scored"),
         ({"prompt": ASKED, "images": ["damaged.png"]}, "an image that is damaged or not one of"),
         ({"prompt": ASKED, "videos": ["a.mp4"]}, "video"),
     ],

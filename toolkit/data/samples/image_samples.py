@@ -89,10 +89,6 @@ class ImageSamples(TextSamples):
         """Returns one piece of a sample as a batch of its own."""
         return self.tensors([[self.tokens(number)[place]]], [[self.seen(number)[place]]])
 
-    def images_of_prompt(self, ids: list[int], images: Sequence[Image.Image]) -> Batch:
-        """Returns what a model gets for the images of one prompt: kinds of its tokens, (1, T), and pixel tensors."""
-        return self.with_kinds({"input_ids": torch.tensor([ids])}) | self.shown_tensors([[images]])
-
     def few(self, tokens: int) -> Batch:
         """Returns `TextSamples.few` without images, and with padding in their places."""
         batch = super().few(tokens)

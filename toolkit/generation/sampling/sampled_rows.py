@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.rows.examples import Message
+from toolkit.data.rows.image_places import PLACE
 from toolkit.errors import counted
 from toolkit.generation.sampling.samples import LABELS, PAIRS, SAMPLES, SFT, Sample
 from toolkit.generation.text.complete import after_system
@@ -33,6 +36,7 @@ class PromptForm:
         if not self.chat_template:
             return {"prompt": row.prompt, **texts}
         prompt = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+        prompt = _with_images(prompt, row.images) if row.images else prompt
         answers = {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}
         more = {"tools": row.tools, "chat_template_kwargs": dict(row.arguments)}
         return {"prompt": after_system(prompt, self.system), **answers} | {
@@ -88,6 +92,23 @@ class Sampled:
                 f"{self.folder / name}: {counted(rows, 'row')}{good}{skipped}{'' if rows else '; not written'}"
             )
         return "\n".join(lines)
+
+
+def _with_images(messages: list[Message], images: Sequence[Path | bytes]) -> list[Message]:
+    """Returns messages with their images inside, because the files may lie outside of the folder of the new rows."""
+    contents = iter(image if isinstance(image, bytes) else image.read_bytes() for image in images)
+
+    def in_parts(words: str) -> list[dict[str, str]]:
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(words.split(PLACE)):
+            parts += [{"type": "image", "base64": base64.b64encode(next(contents)).decode()}] if number else []
+            parts += [{"type": "text", "text": text}] if text else []
+        return parts
+
+    return [
+        {**message, "content": in_parts(message["content"])} if PLACE in (message["content"] or "") else message
+        for message in messages
+    ]
 
 
 def write_rows(

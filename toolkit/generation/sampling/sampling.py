@@ -33,9 +33,13 @@ def read_prompts(options: SampleOptions) -> list[PromptRow]:
     """
     rows = read_rows(options.prompts, "PROMPTS", options.reward is None, options.score is not None)
     for row in rows:
-        what = "images" if row.images else "choices" if row.choices else None
-        if what is not None:
-            raise BadInputError(f"PROMPTS: {row.place} has {what}, which is not built yet; leave such rows out")
+        if row.choices:
+            raise BadInputError(f"PROMPTS: {row.place} has choices, which is not built yet; leave such rows out")
+        if row.images and options.reward is not None:
+            raise BadInputError(
+                f"PROMPTS: {row.place} has images, which --reward is not shown; give the rows answers and leave "
+                "--reward out, or leave such rows out"
+            )
     if options.reward is None:
         scoring_of(rows, options.comparing)
     else:

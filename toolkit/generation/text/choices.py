@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.errors import BadInputError
-from toolkit.generation.text.complete import encode_continuation, fitting
+from toolkit.generation.text.complete import Shown, continuation_of, encode_continuation, fitting, image_arguments
 from toolkit.generation.text.load import Loaded
-from toolkit.generation.text.rows import PromptRow, all_right
+from toolkit.generation.text.rows import PromptRow, all_right, row_with_images
 
 if TYPE_CHECKING:
     import torch
 
-Continued = tuple[list[int], int]
-"""The tokens of prompt and continuation, and the number of the continuation's tokens."""
+
+class Continued(NamedTuple):
+    """The tokens of a prompt and a continuation, the number of the continuation's, and the images of the prompt."""
+
+    ids: list[int]
+    num_tokens: int
+    shown: Shown | None = None
 
 
 def encode_choices(
@@ -35,12 +40,19 @@ def encode_choices(
 
 
 def _encode_choices_of(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> list[Continued]:
-    encoded = []
+    encoded, shown = [], None
+    if row.images:
+        text, shown = row_with_images(loaded, row, system, raw)
     for choice in row.choices:
-        prompt, continuation = encode_continuation(loaded, row.prompt, choice, system, raw, row.tools, row.arguments)
+        if shown is not None:
+            prompt, continuation = continuation_of(loaded, text, False, choice)
+        else:
+            prompt, continuation = encode_continuation(
+                loaded, row.prompt, choice, system, raw, row.tools, row.arguments
+            )
         if not continuation:
             raise BadInputError(f"the choice {choice!r} makes no token")
-        encoded.append((fitting(loaded, prompt + continuation), len(continuation)))
+        encoded.append(Continued(fitting(loaded, prompt + continuation), len(continuation), shown))
     return encoded
 
 
@@ -57,14 +69,15 @@ def scored(loaded: Loaded, choices: Sequence[Continued]) -> list[float]:
     """Returns the log-probability (nats) of each choice after its prompt, in one forward."""
     import torch
 
-    width = max(len(ids) for ids, _ in choices)
+    each = [choice.ids for choice in choices]
+    width, device = max(map(len, each)), loaded.model.device
     # Padded on the right, where no token looks; the mask is for models that look both ways.
-    ids = torch.tensor([ids + ids[-1:] * (width - len(ids)) for ids, _ in choices])
-    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in choices])
-    device = loaded.model.device
+    ids = torch.tensor([own + own[-1:] * (width - len(own)) for own in each]).to(device)
+    mask = torch.tensor([[1] * len(own) + [0] * (width - len(own)) for own in each]).to(device)
+    images = image_arguments(loaded, [choice.shown for choice in choices], ids)
     with torch.no_grad():
-        logits = loaded.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-    return [_log_probability(logits[i], ids[i], len(choice), count) for i, (choice, count) in enumerate(choices)]
+        logits = loaded.model(input_ids=ids, attention_mask=mask, **images).logits
+    return [_log_probability(logits[i], ids[i], len(own), choices[i].num_tokens) for i, own in enumerate(each)]
 
 
 def _log_probability(logits: torch.Tensor, ids: torch.Tensor, length: int, count: int) -> float:

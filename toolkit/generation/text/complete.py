@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,10 @@ from toolkit.generation.text.options import Sampling
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
     from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+    from toolkit.data.images.images import Images
 
 CONTEXT = 8
 """Number of tokens before a continuation that are decoded with it, to keep its first space."""
@@ -46,19 +49,32 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """The images of a prompt, which are decoded for each forward and not kept.
+
+    Attributes:
+        reader: makes the model's tensors of them.
+        decode: returns them.
+    """
+
+    reader: Images
+    decode: Callable[[], Sequence[Image]]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt as tokens.
 
     Attributes:
         context: its last tokens, if the completion continues the same text.
-        shown: returns the model's arguments for the prompt's images, by name; None without images.
+        shown: its images; None without images.
         row, k: numbers of the row in its file and of the completion of the row, from 0. With the seed they decide
             about the draws.
     """
 
     ids: list[int]
     context: list[int]
-    shown: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    shown: Shown | None = None
     row: int = 0
     k: int = 0
 
@@ -87,7 +103,7 @@ def encode_prompt(
     text, is_plain = _prompt_text(loaded, prompt, system, raw, tools, arguments or {})
     if is_plain and loaded.encoder_decoder:  # the target is a text of its own
         return Prompt(fitting(loaded, loaded.tokenizer(text, verbose=False)["input_ids"]), [])
-    ids = _encode_text(loaded.tokenizer, text, is_plain)
+    ids = encode_text(loaded.tokenizer, text, is_plain)
     return Prompt(fitting(loaded, ids), ids[-CONTEXT:] if is_plain else [])
 
 
@@ -105,11 +121,19 @@ def encode_continuation(
     Raises:
         BadInputError: as `encode_prompt`.
     """
-    before, is_plain = _prompt_text(loaded, prompt, system, raw, tools, arguments or {})
-    ids = fitting(loaded, _encode_text(loaded.tokenizer, before, is_plain))
+    return continuation_of(loaded, *_prompt_text(loaded, prompt, system, raw, tools, arguments or {}), text)
+
+
+def continuation_of(loaded: Loaded, before: str, is_plain: bool, text: str) -> tuple[list[int], list[int]]:
+    """Returns the tokens of a prompt's text, and those of a text behind it.
+
+    Raises:
+        BadInputError: if the prompt is empty or too long.
+    """
+    ids = fitting(loaded, encode_text(loaded.tokenizer, before, is_plain))
     # Training has both in one text, where a tokenizer may write a word's beginning otherwise than at a text's start;
     # so both are encoded as one where that leaves the prompt's tokens.
-    whole = _encode_text(loaded.tokenizer, before + text, is_plain)
+    whole = encode_text(loaded.tokenizer, before + text, is_plain)
     if whole[: len(ids)] == ids:
         return ids, whole[len(ids) :]
     return ids, loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -143,11 +167,11 @@ def after_system(messages: list[Message], system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
+    """Returns the tokens of a text; plain text gets the begin-of-text token, which a template writes itself."""
     from toolkit.data.tokens.tokenizer import bos_of
 
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    # A template writes the begin-of-text token itself.
     bos = bos_of(tokenizer, None) if is_plain else None
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
@@ -200,7 +224,7 @@ def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
 
 
 def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[Completion]:
-    """Completes each prompt, in one batch except for prompts near the model's last position or with images."""
+    """Completes the prompts in one batch, or in several: of text, with images, and near the model's last position."""
     written = continued(loaded, prompts, sampling)
     return [
         Completion(_continuation(loaded.tokenizer, prompt.context, ids), len(ids), stopped)
@@ -212,12 +236,11 @@ def continued(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list
     """Returns the tokens behind each prompt before the first stop, and whether there is one; batches as `complete`."""
     batches: dict[tuple[int, int], list[int]] = {}
     # RWKV, which sees padding, also mixes rows of one length up.
-    texts_alone = [prompt.ids for prompt in prompts if prompt.shown is None]
-    apart = len(texts_alone) > 1 and sees_padding(loaded, texts_alone[0])
+    apart = len(prompts) > 1 and sees_padding(loaded, prompts[0])
     # `max_new_tokens` is one number for a batch, so that prompts with another room go into another.
     for number, prompt in enumerate(prompts):
-        # From 1 on, so that no prompt of its own shares the batch of the others.
-        place = number + 1 if apart or prompt.shown is not None else 0
+        # From 2 on, so that no prompt of its own shares a batch of others.
+        place = number + 2 if apart else int(prompt.shown is not None)
         batches.setdefault((_room_of(loaded, prompt, sampling), place), []).append(number)
     written: dict[int, tuple[list[int], bool]] = {}
     for (room, _), numbers in batches.items():
@@ -242,7 +265,7 @@ def _room_of(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
     return int(min(free, sampling.max_new_tokens))
 
 
-def sees_padding(loaded: Loaded, ids: list[int]) -> bool:
+def sees_padding(loaded: Loaded, prompt: Prompt) -> bool:
     """Tells whether padding beside a prompt changes the completion, as in RWKV, which has no attention mask.
 
     It is tried once for each model. The signature does not tell: a model may take a mask and ignore it.
@@ -250,7 +273,8 @@ def sees_padding(loaded: Loaded, ids: list[int]) -> bool:
     import torch
 
     if loaded.model not in _FOUND_TO_SEE_PADDING:
-        row, found = ids[:PROBED], []
+        places = frozenset() if prompt.shown is None else prompt.shown.reader.token_ids
+        row, found = [token for token in prompt.ids if token not in places][:PROBED], []
         for width in (len(row), len(row) + PROBED):
             inputs = _padded_inputs(loaded, [row], width)
             with _explain_out_of_memory(loaded):
@@ -299,13 +323,14 @@ def generated(
 ) -> torch.Tensor:
     """Returns at most `room` tokens for each prompt, (prompts, tokens); rows that end early are filled up with padding.
 
-    A prompt with images must be the only one.
+    Either all prompts have images or none has.
 
     Args:
         record: called with the logits from which each token is drawn.
     """
-    rows, shown = [prompt.ids for prompt in prompts], prompts[0].shown
+    rows = [prompt.ids for prompt in prompts]
     width = max(map(len, rows))
+    inputs = _padded_inputs(loaded, rows, width)
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:
         from toolkit.generation.text.draws import drawing, seed_of
@@ -314,8 +339,8 @@ def generated(
         drawn["logits_processor"] = drawing(sampling, seeds, loaded.model.device, record)
     with _explain_out_of_memory(loaded):
         found: torch.Tensor = loaded.model.generate(
-            **_padded_inputs(loaded, rows, width),
-            **({} if shown is None else {name: _on_model_device(loaded, tensor) for name, tensor in shown().items()}),
+            **inputs,
+            **image_arguments(loaded, [prompt.shown for prompt in prompts], inputs["input_ids"]),
             max_new_tokens=room,
             eos_token_id=sorted(loaded.stops) or None,
             suppress_tokens=sorted(loaded.never_written) or None,
@@ -325,6 +350,25 @@ def generated(
             **drawn,
         )
     return found[:, 1 if loaded.encoder_decoder else width :]
+
+
+def image_arguments(loaded: Loaded, shown: Sequence[Shown | None], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the model's arguments besides tokens for the images of rows of tokens; none without images.
+
+    Args:
+        ids: the tokens of the rows, (B, T), of which all show images or none.
+    """
+    seen = [each for each in shown if each is not None]
+    if not seen:
+        return {}
+    import torch
+
+    from toolkit.model.attention.image_inputs import Sight
+
+    reader = seen[0].reader
+    kinds = torch.isin(ids, torch.tensor(sorted(reader.token_ids), device=ids.device)).long()
+    found = Sight(loaded.model).shown(reader.tensors([list(each.decode()) for each in seen]), kinds)
+    return {name: _on_model_device(loaded, tensor) for name, tensor in found.items()}
 
 
 def _on_model_device(loaded: Loaded, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.rows.examples import Message
 from toolkit.errors import BadInputError
-from toolkit.generation.text.complete import Prompt, after_system, fitting, templated
+from toolkit.generation.text.complete import Prompt, Shown, after_system, encode_text, fitting, templated
 from toolkit.generation.text.load import Loaded
 from toolkit.paths import user_cache
 
 if TYPE_CHECKING:
-    import torch
-
-    from toolkit.data.images.images import Images
+    from PIL.Image import Image
 
 
 def asked_of(text: str, images: int) -> list[Message]:
@@ -34,7 +32,24 @@ def encode_with_images(
     tools: list[dict[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """Encodes a prompt with images. They are read again for the forward, and not kept.
+    """Encodes a prompt with images; see `text_with_images`.
+
+    Raises:
+        BadInputError: as `text_with_images`, or if the prompt is too long.
+    """
+    text, shown = text_with_images(loaded, messages, images, system, tools, arguments)
+    return Prompt(fitting(loaded, encode_text(loaded.tokenizer, text, False)), [], shown)
+
+
+def text_with_images(
+    loaded: Loaded,
+    messages: list[Message],
+    images: Sequence[Path | bytes],
+    system: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> tuple[str, Shown]:
+    """Returns the text of a prompt, with the tokens of each image in its place, and the images.
 
     Args:
         messages: messages with `image_places.PLACE` in the text for each image.
@@ -43,11 +58,11 @@ def encode_with_images(
         arguments: arguments of the chat template.
 
     Raises:
-        BadInputError: if an image cannot be read, the model or its chat template takes none, or the prompt is too
-            long.
+        BadInputError: if an image cannot be read, or the model or its chat template takes none.
     """
     from toolkit.data.images.images import Images
     from toolkit.data.rows.image_places import WITH_IMAGES
+    from toolkit.data.rows.values import RowProblem
 
     reader = Images.of(loaded.tokenizer, user_cache())
     if reader is None:
@@ -59,17 +74,23 @@ def encode_with_images(
         raise BadInputError(f"the tokenizer of {loaded.name!r} has no chat template, which says where images stand")
     with_places = [{**message, WITH_IMAGES: reader.token} for message in after_system(messages, system)]
     written = templated(loaded.tokenizer, with_places, tools, arguments or {})
-    if written.count(reader.token) != len(images):
+    first, *others = written.split(reader.token)
+    if len(others) != len(images):
         raise BadInputError(
-            f"the chat template writes {written.count(reader.token)} places for {len(images)} images; the "
+            f"the chat template writes {len(others)} places for {len(images)} images; the "
             f"prompt must not hold {reader.token}, and the template has to know images"
         )
-    inputs = partial(_process, reader, written, tuple(images))
-    return Prompt(fitting(loaded, inputs()["input_ids"][0].tolist()), [], partial(_image_arguments, inputs))
+    decode = partial(_decoded, tuple(images))
+    try:
+        expansions = [reader.expansion(image) for image in decode()]
+    except RowProblem as problem:
+        raise BadInputError(str(problem)) from problem
+    text = first + "".join(part for pair in zip(expansions, others, strict=True) for part in pair)
+    return text, Shown(reader, decode)
 
 
-def _process(reader: Images, written: str, images: Sequence[Path | bytes]) -> dict[str, torch.Tensor]:
-    """Runs the processor on a text and its images. Raises BadInputError for an image that cannot be read."""
+def _decoded(images: Sequence[Path | bytes]) -> list[Image]:
+    """Decodes images. Raises BadInputError for one that cannot be read."""
     from toolkit.data.images.image_files import content_of, decoded
     from toolkit.data.rows.values import RowProblem
 
@@ -79,12 +100,7 @@ def _process(reader: Images, written: str, images: Sequence[Path | bytes]) -> di
             found.append(decoded(image if isinstance(image, bytes) else content_of(image)))
         except RowProblem as problem:
             raise BadInputError(f"{problem}{'' if isinstance(image, bytes) else f' ({image})'}") from problem
-    return dict(reader.processor(text=[written], images=[found], return_tensors="pt", add_special_tokens=False))
-
-
-def _image_arguments(inputs: partial[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Returns the arguments of the model besides tokens."""
-    return {name: tensor for name, tensor in inputs().items() if name not in ("input_ids", "attention_mask")}
+    return found
 
 
 def require_images(paths: Sequence[Path]) -> list[Path]:

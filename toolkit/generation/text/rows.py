@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from toolkit.data.rows.examples import Message
 from toolkit.errors import BadInputError
-from toolkit.generation.text.complete import Completion, Prompt, complete, encode_prompt
-from toolkit.generation.text.image_prompts import encode_with_images
+from toolkit.generation.text.complete import Completion, Prompt, Shown, complete, encode_prompt, encode_text, fitting
+from toolkit.generation.text.image_prompts import text_with_images
 from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.options import Sampling
 
@@ -145,8 +145,6 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
     if not with_answers or (is_scored and answer is None and fields.get("choices") is None):
         return row
     choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
-    if choices and row.images:
-        raise BadInputError("choices beside images, which are not scored; leave the choices out")
     answers = _right_choices(answer, choices) if choices else answers_of(answer)
     return replace(row, answers=answers, choices=choices)
 
@@ -285,10 +283,20 @@ def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str 
 def _encode_row(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> Prompt:
     if not row.images:
         return encode_prompt(loaded, row.prompt, system, raw, row.tools, row.arguments)
+    text, shown = row_with_images(loaded, row, system, raw)
+    return Prompt(fitting(loaded, encode_text(loaded.tokenizer, text, False)), [], shown)
+
+
+def row_with_images(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> tuple[str, Shown]:
+    """Returns the text of a row's prompt, and its images; see `text_with_images`.
+
+    Raises:
+        BadInputError: as that, or if the prompt is plain text.
+    """
     if raw:
         raise BadInputError("an image stands where the chat template says; leave --raw out")
     assert isinstance(row.prompt, list)
-    return encode_with_images(loaded, row.prompt, row.images, system, row.tools, row.arguments)
+    return text_with_images(loaded, row.prompt, row.images, system, row.tools, row.arguments)
 
 
 def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[Completion]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,11 +14,10 @@ import torch
 
 from toolkit import ranks
 from toolkit.data.images.image_files import preview
-from toolkit.data.samples.image_samples import KINDS_OF_TOKENS, image_samples_of
+from toolkit.data.samples.image_samples import image_samples_of
 from toolkit.data.samples.samples import RowPrompt
-from toolkit.generation.text.complete import Prompt, continued
+from toolkit.generation.text.complete import Prompt, Shown, continued
 from toolkit.generation.text.options import Sampling
-from toolkit.model.attention.image_inputs import Sight
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.paths import SAMPLES_FILE, atomic_write
 from toolkit.run.stages.generating import generating, loaded_of
@@ -70,24 +70,19 @@ def continuations(opened: OpenedRun, run: PreparedRun, prompts: list[RowPrompt],
     length = NEW_TOKENS if most is None else min(NEW_TOKENS, most)
     # No further image can be generated.
     loaded = loaded_of(opened, run, "lower logging.held_out_samples", never_written=_placeholders(run))
-    asked = [Prompt(prompt.asked, [], _shown(run, prompt)) for prompt in prompts]
+    with_images = None if samples is None else image_samples_of(samples)
+    asked = [
+        Prompt(prompt.asked, [], Shown(with_images.images, partial(tuple, prompt.images)))
+        if with_images is not None and prompt.images
+        else Prompt(prompt.asked, [])
+        for prompt in prompts
+    ]
     with (
         Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts"),
         generating(opened, run, beat),
     ):
         written = continued(loaded, asked, Sampling(length, 0.0))
     return [_text_up_to_end(run, ids) for ids, _ in written]
-
-
-def _shown(run: PreparedRun, prompt: RowPrompt) -> Callable[[], dict[str, torch.Tensor]] | None:
-    """Returns what makes the model's arguments for the images of a prompt; None without images."""
-    if not prompt.images:
-        return None
-    assert run.data.validation is not None
-    samples = image_samples_of(run.data.validation)
-    assert samples is not None
-    batch = samples.images_of_prompt(prompt.asked, prompt.images)
-    return lambda: Sight(run.inner).shown(batch, batch[KINDS_OF_TOKENS])
 
 
 def _text_up_to_end(run: PreparedRun, ids: list[int]) -> str:

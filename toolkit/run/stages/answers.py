@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,20 +142,18 @@ class Answers(Extension):
 
     def _evaluate_answers(self) -> dict[str, float]:
         size, prompts = self._section.batch_size, self._prompts
-        texts = [number for number, prompt in enumerate(prompts) if prompt.shown is None]
         # Tested here by all ranks at once, because a rank with one prompt in its batch would not test it.
-        if size > 1 and texts and sees_padding(self._loaded, prompts[texts[0]].ids):
+        if size > 1 and sees_padding(self._loaded, prompts[0]):
             size = 1
         sampling = Sampling(self._section.max_new_tokens, 0.0)
 
         def answers(batch: list[int]) -> list[Completion]:
             return complete(self._loaded, [prompts[number] for number in batch], sampling)
 
-        of_texts = [texts[start : start + size] for start in range(0, len(texts), size)]
-        with_images = [[number] for number, prompt in enumerate(prompts) if prompt.shown is not None]
         written: dict[int, Completion] = {}
-        # Apart, and one by one: a prompt with images enters units that others do not, on all ranks or on none.
-        for batches in (of_texts, with_images):
+        # Apart: a prompt with images enters units that others do not, on all ranks or on none.
+        for numbers in _by_images([prompt.shown is not None for prompt in prompts]):
+            batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
             for batch, found in zip(batches, split_over_ranks(batches, answers), strict=True):
                 written.update(zip(batch, found, strict=True))
         completions = [written[number] for number in range(len(prompts))]
@@ -164,12 +163,23 @@ class Answers(Extension):
         )
 
     def _evaluate_choices(self) -> dict[str, float]:
-        size = self._section.batch_size
-        batches = [choices[start : start + size] for choices in self._choices for start in range(0, len(choices), size)]
-        flat = (
-            score for batch in split_over_ranks(batches, lambda batch: scored(self._loaded, batch)) for score in batch
-        )
-        return choose(self._rows, [[next(flat) for _ in choices] for choices in self._choices]).shares()
+        size, all_choices = self._section.batch_size, self._choices
+        found: dict[int, list[float]] = {}
+        for numbers in _by_images([bool(row.images) for row in self._rows]):
+            batches = [
+                all_choices[number][start : start + size]
+                for number in numbers
+                for start in range(0, len(all_choices[number]), size)
+            ]
+            scores = split_over_ranks(batches, lambda batch: scored(self._loaded, batch))
+            flat = (score for batch in scores for score in batch)
+            found |= {number: [next(flat) for _ in all_choices[number]] for number in numbers}
+        return choose(self._rows, [found[number] for number in range(len(all_choices))]).shares()
+
+
+def _by_images(shown: Sequence[bool]) -> list[list[int]]:
+    """Returns the numbers of the rows without images, and of those with images."""
+    return [[number for number, each in enumerate(shown) if each is wanted] for wanted in (False, True)]
 
 
 def _require_room(loaded: Loaded, rows: list[PromptRow], prompts: list[Prompt], section: AnswersSection) -> None:
