@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -191,7 +192,14 @@ def part(folder: str, strategy: str, offload: bool, accumulation: int, stop_afte
     recipe = values(Path(folder), "elastic", case)
     recipe["training"] |= {"max_steps": 12, "micro_batch_size": 1, "eval_every_steps": None}
     recipe["checkpoint"] = {}  # saved when it is asked to stop, and only then
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"headers": 0}
+    read_metadata = HuggingFaceStorageReader.read_metadata
+
+    def counting(self: Any) -> Any:
+        told["headers"] += 1
+        return read_metadata(self)
+
+    HuggingFaceStorageReader.read_metadata = counting  # type: ignore[method-assign]
     try:
         told["metrics"] = finetune(Recipe.from_mapping(recipe)).metrics
     except StoppedError as error:
@@ -205,6 +213,8 @@ def test_a_run_moves_between_ranks_strategies_and_offload(workshop: Path) -> Non
     order: list[str] = []
     for num_ranks, strategy, offload, accumulation, stop_after in PARTS:
         told = run_on_ranks(part, num_ranks, str(workshop), strategy, offload, accumulation, stop_after)
+        if order:
+            assert [rank["headers"] for rank in told] == [1] + [0] * (num_ranks - 1), "rank 0 opens the files for all"
         if stop_after is not None:
             assert all(rank["code"] == 3 for rank in told)
             assert all(f"stopped after step {stop_after}" in rank["stopped"] for rank in told)

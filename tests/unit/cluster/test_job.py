@@ -189,8 +189,12 @@ def test_a_job_for_skypilot(here: Path) -> None:
 def test_skypilots_own_parser(here: Path) -> None:
     sky = _package("sky")
     text = _written(here, *CLUSTER, "--on", "skypilot", "--hardware", "h100_sxm", STORE)
-    task = sky.Task.from_yaml_str(text) if hasattr(sky.Task, "from_yaml_str") else sky.Task.from_yaml("job.txt")
+    task = sky.Task.from_yaml("job.txt")
     assert task.num_nodes == 2
     (resources,) = task.resources
     assert resources.use_spot
     assert dict(resources.accelerators) == {"H100": 8}
+    assert resources.job_recovery["recover_on_exit_codes"] == [3, 4]
+    (here / "job.txt").write_text(text.replace("num_nodes", "num_machines"))
+    with pytest.raises(ValueError, match="num_machines"):
+        sky.Task.from_yaml("job.txt")

@@ -1,6 +1,7 @@
-"""Jobs as `toolkit job` writes them on a real Slurm of two nodes: stopped in every way, and the same run at the end.
+"""Jobs as `toolkit job` writes them, stopped in every way, and the same run at the end.
 
-Skipped with a line where there is no Slurm; docs/CONTRIBUTING.md says how to install it.
+On a real Slurm of two nodes, skipped with a line where there is none (docs/CONTRIBUTING.md says how to install it). Of
+Kubernetes and SkyPilot the commands of the files run here, and the signals of their ends are played.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from typer.testing import CliRunner
 
 from toolkit.checkpoint import latest
 from toolkit.cli.app import app
+from toolkit.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
@@ -107,8 +112,8 @@ def printed(place: Path, number: str) -> str:
     return "\n".join(path.read_text() for path in place.glob(f"*-{number}.txt"))
 
 
-def wait_for_step(run: Path, step: int, told: str = "", seconds: float = 120.0) -> None:
-    until(lambda: [each for each in records(run) if each["step"] >= step], seconds, lambda: f"{told}{records(run)}")
+def wait_for_step(run: Path, step: int, told: Callable[[], str] = str, seconds: float = 120.0) -> None:
+    until(lambda: [each for each in records(run) if each["step"] >= step], seconds, told)
 
 
 def losses(run: Path) -> list[float]:
@@ -279,6 +284,62 @@ def test_a_store_and_a_disk_of_each_node(slurm: Slurm, place: Path, untouched: P
     assert not Path(f"{shared}-1/export").exists(), "the nodes have disks of their own"
     assert not (store / ".lease.json").exists()
     assert_nothing_is_left(place)
+
+
+def commands_of(system: str, file: Path, place: Path) -> list[tuple[str, dict[str, str]]]:
+    """What each of the two pods or machines would run, and its environment, with both on this host."""
+    port = str(free_port())
+    if system == "skypilot":
+        run = yaml.safe_load(file.read_text())["run"].replace("29500", port)
+        shared = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "7"}
+        return [(run, {**shared, "SKYPILOT_NODE_RANK": str(rank)}) for rank in range(2)]
+    recipe, jobs = yaml.safe_load_all(file.read_text())
+    (place / "mounted.yaml").write_text(recipe["data"]["recipe.yaml"])
+    (container,) = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    name = jobs["metadata"]["name"]
+    run = container["command"][2].replace("29500", port).replace(f"{name}-node-0-0.{name}", "127.0.0.1")
+    run = run.replace("/recipe/recipe.yaml", str(place / "mounted.yaml"))
+    return [(run, {"TOOLKIT_JOB": "7", "JOB_COMPLETION_INDEX": str(rank)}) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("system", "taken"), [("kubernetes", 1), ("skypilot", 0)])
+def test_a_pod_or_a_machine_is_taken_away(system: str, taken: int, place: Path, untouched: Path) -> None:
+    """Only one of the two has SIGTERM. All ranks save the step under way, and both end with exit code 3."""
+    store = {"to": f"file://{place / 'store-sky'}"} if system == "skypilot" else {}
+    recipe, run = recipe_of(place, system, **store), place / system
+    options = ["--volume", f"runs:{place}", "--image", "team/toolkit:1"] if system == "kubernetes" else []
+    file = Path(job_of(place, recipe, "--on", system, "--nodes", "2", *options))
+
+    def start() -> list[subprocess.Popen[bytes]]:
+        bin_folder = str(Path(sys.executable).parent)
+        base = clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PATH=f"{bin_folder}:{os.environ['PATH']}")
+        with (place / f"{system}.log").open("ab") as log:
+            return [
+                subprocess.Popen(["bash", "-c", command], cwd=place, env=base | own, stdout=log, stderr=log)
+                for command, own in commands_of(system, file, place)
+            ]
+
+    def told() -> str:
+        return (place / f"{system}.log").read_text()[-3000:]
+
+    (place / "pace").write_text("0.5")
+    pods = start()
+    try:
+        wait_for_step(run, 2, told)
+        pods[taken].send_signal(signal.SIGTERM)
+        assert [pod.wait(120) for pod in pods] == [3, 3], told()
+        last = records(run)[-1]["step"]
+        assert last == (saved_step_of(place / "store-sky") if store else saved_step(run)), "nothing is lost"
+        (place / "pace").write_text("0")
+        pods = start()
+        assert [pod.wait(180) for pod in pods] == [0, 0], told()
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert f"resumed: after step {last}," in (place / f"{system}.log").read_text()
+    assert losses(run) == losses(untouched)
+    assert digest(run) == digest(untouched)
+    assert_nothing_is_left(place, run)
 
 
 def saved_step_of(store: Path) -> int:
