@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from toolkit.sharding.plan.strategy import parse_strategy
 
 OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 (named, not written to)
 """Folders that each node has for itself."""
+
+SINFO_SECONDS = 10.0
+"""How long Slurm may take to list its nodes."""
 
 UNITS = {"m": 1, "h": 60, "d": 24 * 60}
 
@@ -52,15 +57,36 @@ def check_job(job: Job, hardware: Hardware | None) -> None:
     Raises:
         BadInputError: with all that is wrong.
     """
-    if hardware is not None and not job.on_cpu and job.ranks > hardware.devices_per_node:
-        raise BadInputError(
-            f"--gpus: {job.ranks}, but a node of {hardware.name} has {hardware.devices_per_node} GPUs; give at most "
-            "as many, and more --nodes"
-        )
     _check_options(job)
+    if not job.on_cpu:
+        _check_gpus(job, hardware)
     _check_restarts(job)
     _check_folders(job)
     _check_steps(job)
+
+
+def _check_gpus(job: Job, hardware: Hardware | None) -> None:
+    """Raises BadInputError if a rank of a node would have no GPU, as far as that is known here."""
+    known = {} if hardware is None else {f"of {hardware.name}": hardware.devices_per_node}
+    if job.system == SLURM and (listed := _gpus_of_slurm(job.partition)) is not None:
+        known["that `sinfo` lists"] = listed
+    for which, count in known.items():
+        if job.ranks > count:
+            raise BadInputError(
+                f"--gpus: {job.ranks}, but a node {which} has {count} GPUs; give at most as many, and more --nodes"
+            )
+
+
+def _gpus_of_slurm(partition: str | None) -> int | None:
+    """Returns the most GPUs that a node of the partition has, or None if Slurm is not here or does not say."""
+    if shutil.which("sinfo") is None:
+        return None
+    command = ["sinfo", "--noheader", "--format", "%G", *([] if partition is None else ["--partition", partition])]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=SINFO_SECONDS).stdout  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return max(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", told)), default=None)
 
 
 def _check_options(job: Job) -> None:
