@@ -24,7 +24,7 @@ from toolkit.data.rows.examples import Answer, Conversation, Example, Message, T
 from toolkit.data.rows.image_places import MARK, PLACE, WITH_IMAGES
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
-from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, target_mask
+from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, spans_array, target_mask
 from toolkit.data.templates.stops import NextTurn, end_texts
 from toolkit.data.templates.turns import (
     ASKED_OTHERWISE,
@@ -318,13 +318,13 @@ class Encoder:
             # It would warn of rows longer than the model, before data.long_rows has dealt with them.
             verbose=False,
         )
-        offsets = encoded["offset_mapping"] if needs_offsets else [None] * len(prepared)
+        offsets = map(spans_array, encoded["offset_mapping"]) if needs_offsets else [None] * len(prepared)
         return [
             self._document(item, ids, where)
             for item, ids, where in zip(prepared, encoded["input_ids"], offsets, strict=True)
         ]
 
-    def _document(self, item: _Prepared, ids: list[int], offsets: list[tuple[int, int]] | None) -> Document:
+    def _document(self, item: _Prepared, ids: list[int], offsets: np.ndarray[Any, Any] | None) -> Document:
         targets = [True] * len(ids) if offsets is None else target_mask(item.spans, offsets)
         bos, eos, note = self.bos_id, self.tokenizer.eos_token_id, item.note
         # The text may have the token already.
@@ -394,9 +394,9 @@ def digests_of(images: Document) -> str:
     return "".join(json.loads(record)["digest"] for record in images.get("pictures", ()))
 
 
-def _begin_tokens(starts: tuple[int, ...], offsets: list[tuple[int, int]]) -> bool:
+def _begin_tokens(starts: tuple[int, ...], offsets: np.ndarray[Any, Any]) -> bool:
     """Returns whether no token holds the end of a prompt and the beginning of an answer, as of two line ends."""
-    firsts, lasts = np.asarray(offsets).T
+    firsts, lasts = offsets.T
     before = np.searchsorted(firsts, starts) - 1
     return bool((lasts[before] <= starts).all())
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 import jinja2
@@ -117,7 +117,12 @@ def _gaps(spans: list[Span], length: int) -> list[Span]:
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 
-def target_mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
+def spans_array(spans: list[Span]) -> np.ndarray[Any, Any]:
+    """Returns the spans, (n, 2), in less than half of numpy's own time for a list of tuples."""
+    return np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans)).reshape(-1, 2)
+
+
+def target_mask(spans: list[Span], offsets: list[Span] | np.ndarray[Any, Any]) -> list[bool]:
     """Returns which tokens are targets: those whose characters overlap a span.
 
     Args:
@@ -125,10 +130,10 @@ def target_mask(spans: list[Span], offsets: list[Span]) -> list[bool]:
         offsets: each token's characters, by rising start. Tokenizers that trim offsets give whitespace an empty
             span at its end: it counts as the character before that.
     """
-    if not spans or not offsets:
+    if not spans or not len(offsets):
         return [False] * len(offsets)
     starts, ends = np.asarray(offsets).T
-    span_starts, span_ends = np.asarray(spans).T
+    span_starts, span_ends = spans_array(spans).T
     # The first span that ends behind the token's start, or the last span for a token behind all spans.
     following = np.searchsorted(span_ends, np.minimum(starts, ends - 1), side="right")
     overlaps = span_starts[np.minimum(following, len(spans) - 1)] < ends
