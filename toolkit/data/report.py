@@ -303,21 +303,34 @@ def examples(
     begin = sorted(list(dict.fromkeys([*firsts, *kept[:FIRST_EXAMPLES].tolist()]))[:FIRST_EXAMPLES])
     spaced = kept[np.linspace(0, len(kept) - 1, most).astype(int)].tolist()
     chosen = list(dict.fromkeys(map(int, [*begin, *spaced])))[:most]
-    return [{**_example(kind, tokenizer, rows, row), "split": split, **_previews(rows, row, images)} for row in chosen]
+    return [{**_example(kind, tokenizer, rows, row, images), "split": split} for row in chosen]
 
 
-def _previews(rows: Rows, row: int, images: Images | None) -> dict[str, Any]:
+def _previews(rows: Rows, row: int, images: Images | None, start: int | None = None) -> dict[str, Any]:
     if images is None or not rows.have_images:
         return {}
     name, cached = rows.name(row), rows.cached_in(row)
-    found = [preview(images.read(*shown, name, cached)) for shown in rows.images(row)]
+    found = [preview(images.read(*shown, name, cached)) for shown in rows.images(row, start)]
     return {"images": found} if found else {}
 
 
-def _example(kind: RowKind, tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int) -> dict[str, Any]:
-    ids, targets = rows.tokens(row, 0, min(EXAMPLE_TOKENS, sum(kind.lengths)))
+def _example(
+    kind: RowKind, tokenizer: PreTrainedTokenizerBase, rows: Rows, row: int, images: Images | None
+) -> dict[str, Any]:
+    most = min(EXAMPLE_TOKENS, sum(kind.lengths))
+    ids, targets = rows.tokens(row, 0, most)
     targets, facts = kind.shown(rows, row, targets)
-    return {"row": rows.name(row), **decoded(tokenizer, ids, targets), **facts}
+    found = {"row": rows.name(row), **decoded(tokenizer, ids, targets), **facts}
+    # Of a pair each conversation by itself, with its images.
+    apart = [
+        (name, _previews(rows, row, images, start), decoded(tokenizer, ids[start:stop], targets[start:stop]))
+        for name, start, stop in kind.parts(rows, row)
+        if start < len(ids)
+    ]
+    if not apart:
+        return found | _previews(rows, row, images)
+    parts = [{"name": name, "segments": len(part["segments"]), **shown} for name, shown, part in apart]
+    return found | {"segments": [each for _, _, part in apart for each in part["segments"]], "parts": parts}
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any, targets: Any) -> dict[str, Any]:

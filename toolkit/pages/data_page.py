@@ -352,10 +352,21 @@ def _example(example: Report) -> Report:
     # A sample with a label has no targets among its tokens.
     facts = [f"{format_count(count)} {noun}" for count, noun in counts if count]
     facts += [f"label {example['label']}"] if example.get("label") is not None else []
-    shown = {name: example.get(name) or [] for name in ("segments", "images")}
-    start = " ".join("".join(text for text, _ in shown["segments"]).split())[:START]
-    split = example.get("split", "train")
-    return {"row": example.get("row", ""), "facts": ", ".join(facts), "start": start, "split": split, **shown}
+    segments = example.get("segments") or []
+    start = " ".join("".join(text for text, _ in segments).split())[:START]
+    shown = {"split": example.get("split", "train"), "parts": _parts(example, segments)}
+    return {"row": example.get("row", ""), "facts": ", ".join(facts), "start": start, **shown}
+
+
+def _parts(example: Report, segments: list[tuple[str, bool]]) -> list[Report]:
+    """Returns the parts of a decoded sample, each with its name, images and segments: the two sides of a pair."""
+    found, end = [], 0
+    for part in example.get("parts") or [{"segments": len(segments), "images": example.get("images")}]:
+        begin, end = end, end + int(part["segments"])
+        found.append(
+            {"name": part.get("name", ""), "images": part.get("images") or [], "segments": segments[begin:end]}
+        )
+    return found
 
 
 def _examples_remark(report: Report) -> str:

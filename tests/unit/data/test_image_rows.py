@@ -20,10 +20,12 @@ from support.texts import make_texts
 from transformers import AutoProcessor
 
 from toolkit.data import build
+from toolkit.data.images.image_files import preview
 from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS, ImageSamples
 from toolkit.data.samples.samples import TextSamples
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError, DataError
+from toolkit.pages.data_page import render_data_page
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, ModelSection
 
@@ -194,6 +196,17 @@ def test_each_half_of_a_pair_is_what_the_processor_makes_of_it(model: Path, fold
     learned = [batch["labels"][(batch["segments"] == half) & (batch["labels"] >= 0)] for half in range(2)]
     assert processor.tokenizer.batch_decode(learned) == ["a fox<|im_end|>", f"{words}<|im_end|>"]
     assert batch[COUNTS].tolist() == [1, 1]
+    # The page shows each half with its images, and what is learned of it.
+    (example,) = found.report.examples
+    assert [(part["name"], part["images"]) for part in example["parts"]] == [
+        (side, [preview(image)]) for side, image in zip(("chosen", "rejected"), images, strict=True)
+    ]
+    page = render_data_page("pairs", found.report.to_dict()).partition('class="example"')[2].partition("</details>")[0]
+    before, _, after = page.partition(">rejected</p>")
+    for part, image, said in ((before, images[0], "a fox"), (after, images[1], words)):
+        assert part.count("<img") == 1
+        assert preview(image) in part
+        assert f"<mark>{said}&lt;|im_end|&gt;</mark>" in part
 
 
 @pytest.mark.parametrize("form", ["bytes in parquet", "image feature", "saved"])

@@ -241,6 +241,13 @@ class RowKind(ABC):
 
     # ---- the report ----
 
+    def parts(self, rows: Rows, row: int) -> list[tuple[str, int, int | None]]:
+        """Returns the parts of a row that the report shows apart: name, first token and end, None for the row's.
+
+        It is empty for a row that is shown whole.
+        """
+        return []
+
     def shown(self, rows: Rows, row: int, targets: Any) -> tuple[Any, dict[str, Any]]:
         """Returns which tokens of an example in the report are targets, (length,), and what is shown with them."""
         return targets, {}

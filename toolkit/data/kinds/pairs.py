@@ -294,6 +294,10 @@ class PairRows(TextRows):
         fields = {"splits": rows.column("split"), "margins": margins}
         return (ImagePairSamples, {**fields, "images": images}) if rows.have_images else (PairSamples, fields)
 
+    def parts(self, rows: Rows, row: int) -> list[tuple[str, int, int | None]]:
+        split = int(rows.value("split", row))
+        return [("chosen", 0, split), ("rejected", split, None)]
+
     @property
     def batch(self) -> BatchSpec:
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -86,8 +86,8 @@ class ImageSamples(TextSamples):
         return {COUNTS: counts, **(self.images.tensors(shown) if shown else {})}
 
     def alone(self, number: int, place: int) -> Batch:
-        """Returns one piece of a sample as a batch of its own."""
-        return self.tensors([[self.tokens(number)[place]]], [[self.seen(number)[place]]])
+        """Returns one piece of a sample as a batch of its own, which is no longer than it must be."""
+        return replace(self, packed=False).tensors([[self.tokens(number)[place]]], [[self.seen(number)[place]]])
 
     def few(self, tokens: int) -> Batch:
         """Returns `TextSamples.few` without images, and with padding in their places."""
