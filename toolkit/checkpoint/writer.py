@@ -135,7 +135,7 @@ class Checkpointer:
             job = replace(job, tensors=host_copy(job.tensors), records=list(job.records))
         # Also if this rank waits, so that it can tell a slow disk from one that hangs.
         self._thread = threading.Thread(
-            target=ranks.on_this_device(self._write_checkpoint), args=(job,), name="checkpoint", daemon=True
+            target=ranks.on_this_device(self._write_or_tell), args=(job,), name="checkpoint", daemon=True
         )
         self._thread.start()
         return self.wait() if waits else whole
@@ -162,38 +162,44 @@ class Checkpointer:
             self._warn(problem)
         return problem is None
 
-    def _write_checkpoint(self, job: Job) -> None:
-        """Writes a checkpoint. Collective over the save's own group. If a rank fails, every rank reports it."""
-        step, started = job.manifest.step, time.monotonic()
-        folder = step_folder(self._run, step) if self.uploads is None else self.uploads.folder(step)
-        self._place = unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
+    @property
+    def _leads(self) -> bool:
         # One folder for all ranks or, if each host may have its own disk, one for each rank.
-        leads = ranks.rank() == 0 or self.uploads is not None
+        return ranks.rank() == 0 or self.uploads is not None
+
+    def _write_or_tell(self, job: Job) -> None:
+        """Writes a checkpoint. Any error, such as a full disk, costs this one, not the run."""
         try:
-            self._on_every_rank(lambda: _create_folder(unfinished) if leads else None)
-            self._save_tensors(job.tensors, unfinished)
-            entries = self._on_every_rank(lambda: _write_rank_files(job, unfinished, self._note_progress))
-            files = {name: entry for found in entries for name, entry in found.items()}
-            non_finite = self._non_finite(job)
-            manifest = replace(job.manifest, files=files, tensors=described(job.tensors), non_finite=non_finite)
-            self._on_every_rank(lambda: self._publish(manifest, unfinished, folder) if leads else None)
-            self.seconds = max(self.seconds or 0.0, time.monotonic() - started)
-            if (uploads := self.uploads) is not None:
-                uploads.begin(*self._on_every_rank(lambda: uploads.offer(manifest))[0])
-            if non_finite is not None:
-                self._problem = (
-                    f"the checkpoint of step {manifest.step} does not count: {non_finite}; the last good one stays, "
-                    "and a restart goes on from there"
-                )
-        # Any error, such as a full disk, costs one checkpoint, not the run.
+            self._write_checkpoint(job)
         except Exception as error:
             # The run cannot go on without the lost rank, whose own error is the one to read.
             why = "another rank has ended" if is_lost_peer(error) else f"{first_line(error)}; the run goes on"
             self._problem = (
                 f"the checkpoint of step {job.manifest.step} was not saved: {why}, and the last whole checkpoint stays"
             )
-            if leads:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            if self._leads and self._place is not None:
+                shutil.rmtree(self._place, ignore_errors=True)
+
+    def _write_checkpoint(self, job: Job) -> None:
+        """Writes a checkpoint. Collective over the save's own group. If a rank fails, every rank raises."""
+        step, started, leads = job.manifest.step, time.monotonic(), self._leads
+        folder = step_folder(self._run, step) if self.uploads is None else self.uploads.folder(step)
+        self._place = unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
+        self._on_every_rank(lambda: _create_folder(unfinished) if leads else None)
+        self._save_tensors(job.tensors, unfinished)
+        entries = self._on_every_rank(lambda: _write_rank_files(job, unfinished, self._note_progress))
+        files = {name: entry for found in entries for name, entry in found.items()}
+        non_finite = self._non_finite(job)
+        manifest = replace(job.manifest, files=files, tensors=described(job.tensors), non_finite=non_finite)
+        self._on_every_rank(lambda: self._publish(manifest, unfinished, folder) if leads else None)
+        self.seconds = max(self.seconds or 0.0, time.monotonic() - started)
+        if (uploads := self.uploads) is not None:
+            uploads.begin(*self._on_every_rank(lambda: uploads.offer(manifest))[0])
+        if non_finite is not None:
+            self._problem = (
+                f"the checkpoint of step {manifest.step} does not count: {non_finite}; the last good one stays, "
+                "and a restart goes on from there"
+            )
 
     def _non_finite(self, job: Job) -> str | None:
         """Returns what is not finite in the state on any rank, in words, or None."""

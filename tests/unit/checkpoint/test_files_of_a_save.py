@@ -101,3 +101,16 @@ def test_a_wait_for_a_save_is_told_while_it_goes_on(tmp_path: Path, monkeypatch:
     checkpointer.wait()
     assert 3 <= len(waits) <= 12, "ten bytes, the folder and the beginning"
     assert waits[-1] - last[0] < 1.0, "no word while it hangs"
+
+
+def test_a_save_whose_thread_fails_at_once_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Path:
+        raise NameError("folder")
+
+    monkeypatch.setattr(writer, "step_folder", fails)
+    told: list[str] = []
+    job: Any = SimpleNamespace(manifest=SimpleNamespace(step=3))
+    assert not Checkpointer(tmp_path, CheckpointSection(asynchronous=False), told.append).save(job)
+    assert told == [
+        "the checkpoint of step 3 was not saved: folder; the run goes on, and the last whole checkpoint stays"
+    ]
