@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -14,6 +15,7 @@ from support.tiny import llama, objective_of, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data.samples.samples import sample_of, segments_of, stack
+from toolkit.errors import BadInputError
 from toolkit.objectives.grpo import Grpo
 from toolkit.objectives.losses.policy_losses import advantages_of
 from toolkit.objectives.objective import Ingredients
@@ -118,6 +120,15 @@ def test_the_gap_is_the_mean_distance_from_the_log_probabilities_of_sampling() -
 @pytest.mark.parametrize(("packed", "apart"), [(True, False), (False, True)])
 def test_completions_share_rows_unless_the_recipe_pads_them(packed: bool, apart: bool) -> None:
     assert Grpo.build(Ingredients(objective_of("grpo"), llama(), packed, {})).apart is apart
+
+
+def test_the_reference_is_the_model_under_a_new_adapter() -> None:
+    with pytest.raises(BadInputError, match="and every weight is trained"):
+        Grpo(llama(), "dapo", 0.1, MAX_NEW_TOKENS)
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    Grpo(adapted, "dapo", 0.1, MAX_NEW_TOKENS)
+    with pytest.raises(BadInputError, match="and an adapter is trained further"):
+        Grpo(adapted, "dapo", 0.1, MAX_NEW_TOKENS, continued=True)
 
 
 @pytest.fixture(scope="module")

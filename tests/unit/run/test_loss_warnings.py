@@ -69,6 +69,7 @@ def rewarded(*intervals: tuple[float | None, float]) -> list[dict[str, Any]]:
         ([(None, 0.5), (0.5, 0.4), (0.4, 0.3)], None),  # the reward fell, too
         ([(None, 0.5), (0.5, 0.6), (0.7, 0.7)], None),
         ([(0.5, 0.6), (0.7, 0.5)], None),
+        ([(None, 0.5)], None),  # a report that is written before the first step
     ],
 )
 def test_a_reward_that_rises_while_answers_get_worse_is_told(intervals: Any, answers: str | None) -> None:
