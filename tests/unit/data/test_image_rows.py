@@ -21,6 +21,7 @@ from transformers import AutoProcessor
 
 from toolkit.data import build
 from toolkit.data.images.image_files import preview
+from toolkit.data.samples.documents_apart import documents_apart
 from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS, ImageSamples
 from toolkit.data.samples.samples import TextSamples
 from toolkit.data.tokens import tokenizer
@@ -207,6 +208,23 @@ def test_each_half_of_a_pair_is_what_the_processor_makes_of_it(model: Path, fold
         assert part.count("<img") == 1
         assert preview(image) in part
         assert f"<mark>{said}&lt;|im_end|&gt;</mark>" in part
+
+
+def test_completions_in_rows_of_their_own_keep_the_small_image(model: Path, folder: Path) -> None:
+    """For a model that cannot keep documents apart: the small image of pairs without any is behind the first pair."""
+    plain = {"prompt": [user(text("so"))], "chosen": [FOX], "rejected": [KING]}
+    found = built(model, folder, [plain, PAIRS["whole conversations"][0], plain], packing=False, kind="preference")
+    batch = found.train.batch([0, 2])
+    apart = documents_apart(batch)
+    assert apart[COUNTS].tolist() == [0, 0, 1, 0, 0]
+    assert apart["segments"].amax(dim=1).tolist() == [0, 1, -1, 2, 3]
+    assert (apart[KINDS_OF_TOKENS].sum(dim=1) > 0).tolist() == [False, False, True, False, False]
+    assert int((apart["labels"][2] >= 0).sum()) == 0
+    assert len(apart["picture/pixel_values"]) == 1
+    for half in range(4):
+        ids = apart["input_ids"][apart["segments"] == half]
+        assert torch.equal(ids, batch["input_ids"][batch["segments"] == half])
+    assert (apart["position_ids"].diff(dim=1) == 1).all()
 
 
 @pytest.mark.parametrize("form", ["bytes in parquet", "image feature", "saved"])
