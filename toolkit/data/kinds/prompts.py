@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.documents.asked import asked_ids, asked_text
 from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, unusable
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import Arrays, BatchSpec, Field
@@ -20,13 +21,11 @@ from toolkit.data.kinds.pairs import COMPLETIONS
 from toolkit.data.kinds.text import TextRows
 from toolkit.data.layouts.layout import ColumnLayout
 from toolkit.data.layouts.messages import messages_of, tools_of
-from toolkit.data.layouts.template_arguments import require_taken
 from toolkit.data.rows.examples import Example, Message
 from toolkit.data.rows.values import RowProblem, RowValues, text_of
 from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import Batch, Rows, Samples, TextSamples, batch_of, segments_of
-from toolkit.data.templates.templates import rendered
-from toolkit.errors import DataError, first_line
+from toolkit.errors import DataError
 
 NO_ROOM = "longer than data.max_length less objective.max_new_tokens"
 
@@ -114,21 +113,13 @@ class PromptEncoder(Encoder):
         return {**document_of(ids, [True] * len(ids), asked), "asked": asked}
 
     def _ids(self, example: Prompted) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            if not isinstance(example.asked, str):
-                raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
-            ids: list[int] = self.tokenizer(example.asked, add_special_tokens=False, verbose=False)["input_ids"]
-            return ids if self.bos_id is None or ids[:1] == [self.bos_id] else [self.bos_id, *ids]
         asked = example.asked
+        if self.tokenizer.chat_template is None:
+            if not isinstance(asked, str):
+                raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
+            return asked_ids(self.tokenizer, asked, self.bos_id)
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        require_taken(example.arguments, self.tokenizer.get_chat_template(tools=example.tools))
-        try:
-            text = rendered(self.tokenizer, messages, example.tools, prompt=True, arguments=example.arguments)
-        except DataError:  # it comes to no end
-            raise
-        except Exception as error:  # a template is a program, and may refuse a conversation in any way
-            raise RowProblem(f"the chat template rejects it: {first_line(error)}") from error
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return asked_ids(self.tokenizer, asked_text(self.tokenizer, messages, example.tools, example.arguments), None)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from toolkit.data.rows.examples import Message
-from toolkit.errors import BadInputError, ToolkitError, first_line
+from toolkit.errors import BadInputError, ToolkitError
 from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.options import Sampling
 
@@ -169,11 +169,10 @@ def after_system(messages: list[Message], system: str | None) -> list[Message]:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
     """Returns the tokens of a text; plain text gets the begin-of-text token, which a template writes itself."""
+    from toolkit.data.documents.asked import asked_ids
     from toolkit.data.tokens.tokenizer import bos_of
 
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    bos = bos_of(tokenizer, None) if is_plain else None
-    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+    return asked_ids(tokenizer, text, bos_of(tokenizer, None) if is_plain else None)
 
 
 def templated(
@@ -187,19 +186,13 @@ def templated(
     Raises:
         BadInputError: if the template refuses the messages.
     """
-    from toolkit.data.layouts.template_arguments import require_taken
+    from toolkit.data.documents.asked import asked_text
     from toolkit.data.rows.values import RowProblem
-    from toolkit.data.templates.templates import rendered
 
     try:
-        require_taken(arguments, tokenizer.get_chat_template(tools=tools))
-        return rendered(tokenizer, messages, tools, prompt=True, arguments=arguments)
-    except BadInputError:  # it comes to no end
-        raise
+        return asked_text(tokenizer, messages, tools, arguments)
     except RowProblem as problem:
-        raise BadInputError(str(problem)) from None
-    except Exception as error:  # a template is a program, and may refuse a conversation in any way
-        raise BadInputError(f"the chat template rejects it: {first_line(error)}") from error
+        raise BadInputError(str(problem)) from problem
 
 
 def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
