@@ -1,15 +1,13 @@
 """The part of loaders.py that loads exports with servers' engines. It imports nothing of the toolkit.
 
-Each function returns the logits after the tokens TOKENS, and whether the engine's tokenizer, where it has one of its
-own, gives the tokens of the base.
+Each function returns the logits after the tokens TOKENS (None without an engine), and whether the engine's tokenizer,
+where it has one of its own, gives the tokens of the base.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -93,28 +91,29 @@ def _raw() -> Any:
 
 
 def llama_cpp(job: dict[str, Any], sources: Path) -> Answer:
-    """Converts an export by llama.cpp's converters, and runs it in float32, an adapter on its converted base.
+    """Converts an export by llama.cpp's converter, and runs it in float32.
 
-    The converters know a tokenizer by a checksum, so they are told that it is GPT-2's, by whose rules it was trained.
+    The converter knows a tokenizer by a checksum, so it is told that it is GPT-2's, by whose rules it was trained.
     """
     import llama_cpp
     import numpy
 
+    sys.path[:0] = [str(sources), str(sources / "gguf-py")]
+    import convert_hf_to_gguf
+    from conversion import base as converter
+
+    converter.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
     with tempfile.TemporaryDirectory() as folder:
-        whole, adapter = Path(folder) / "whole.gguf", Path(folder) / "adapter.gguf"
-        _convert("convert_hf_to_gguf", sources, [job["base" if job["adapter"] else "folder"], "--outfile", str(whole)])
-        if job["adapter"]:
-            given = [job["folder"], "--base", job["base"], "--outfile", str(adapter)]
-            _convert("convert_lora_to_gguf", sources, given)
+        made = str(Path(folder) / "model.gguf")
+        sys.argv = ["convert", job["folder"], "--outfile", made, "--outtype", "f32"]
+        convert_hf_to_gguf.main()
         # Without these types the cache of keys and values is float16.
         types = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32, "flash_attn": False}
-        path = str(adapter) if job["adapter"] else None
-        engine = llama_cpp.Llama(str(whole), n_ctx=256, logits_all=True, verbose=False, lora_path=path, **types)
+        engine = llama_cpp.Llama(made, n_ctx=256, logits_all=True, verbose=False, **types)
         engine.eval(TOKENS)
         logits = numpy.array(engine.scores[len(TOKENS) - 1]).tolist()
         tokens = engine.tokenize(TEXT.encode(), add_bos=False, special=True)
-        template = engine.metadata.get("tokenizer.chat_template")
-        end = engine.token_eos()
+        template, end = engine.metadata.get("tokenizer.chat_template"), engine.token_eos()
         engine.close()
     base = transformers.AutoTokenizer.from_pretrained(job["base"])
     same = {
@@ -123,21 +122,6 @@ def llama_cpp(job: dict[str, Any], sources: Path) -> Answer:
         "end": end == base.eos_token_id,
     }
     return {"logits": logits, "as_base": same}
-
-
-def _convert(script: str, sources: Path, arguments: Sequence[str]) -> None:
-    """Runs a converter in this process, in float32."""
-    sys.path[:0] = [str(sources), str(sources / "gguf-py")]
-    module = __import__(script)
-    from conversion import base
-
-    base.TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
-    sys.argv = [script, *arguments, "--outtype", "f32"]
-    before = os.getcwd()
-    try:
-        module.main()
-    finally:
-        os.chdir(before)
 
 
 def sglang(job: dict[str, Any]) -> Answer:
@@ -150,7 +134,7 @@ def sglang(job: dict[str, Any]) -> Answer:
     from sglang.srt.utils.hf_transformers_utils import get_config, get_generation_config, get_tokenizer
 
     found = [_read_by(get_config, get_generation_config, get_tokenizer, job[name]) for name in ("folder", "base")]
-    return {"logits": [1.0], "as_base": {key: found[0][key] == found[1][key] for key in found[0]}}
+    return {"logits": None, "as_base": {key: found[0][key] == found[1][key] for key in found[0]}}
 
 
 class Empty:
@@ -177,10 +161,15 @@ def _mock(name: str) -> MagicMock:
 
 def _read_by(config: Any, generation: Any, tokenizer: Any, folder: str) -> dict[str, Any]:
     read, ends = config(folder, trust_remote_code=False), generation(folder, trust_remote_code=False)
-    changed = ("dtype", "torch_dtype", "_name_or_path", "vocab_size", "architectures", "transformers_version")
-    fields = {key: value for key, value in read.to_dict().items() if key not in changed}
     return {
-        "configuration": fields,
+        "configuration": _unchanged(read.to_dict()),
         "ends": getattr(ends, "eos_token_id", None),
         "tokens": tokenizer(folder).encode(TEXT),
     }
+
+
+def _unchanged(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns what training does not change in a configuration, and in those inside it."""
+    changed = ("dtype", "torch_dtype", "_name_or_path", "vocab_size", "architectures", "transformers_version")
+    kept = {key: value for key, value in fields.items() if key not in changed}
+    return {key: _unchanged(value) if isinstance(value, dict) else value for key, value in kept.items()}

@@ -48,7 +48,12 @@ def adapter_problem(export: Path) -> str | None:
     """Says why servers do not load an adapter, or returns None if they do, or if the export is a whole model."""
     adapter = _adapter_config(export) or {}
     heads = {"classifier", "score"}
-    kinds = {"DoRA": adapter.get("use_dora"), "modules_to_save": set(adapter.get("modules_to_save") or []) - heads}
+    kinds = {
+        "DoRA": adapter.get("use_dora"),
+        "modules_to_save": set(adapter.get("modules_to_save") or []) - heads,
+        # vLLM 0.32 has them for gpt-oss and the experts of Qwen3-VL and Qwen 3.5.
+        "experts in one tensor (but for few types)": adapter.get("target_parameters"),
+    }
     refused = [kind for kind, has in kinds.items() if has]
     if not refused:
         return None

@@ -22,6 +22,7 @@ OURS = {"logits": [0.5, -2.0], "as_base": {"tokens": True, "conversation": True}
         ({**OURS, "logits": [0.501, -2.0]}, "differs: logits by 5e-04"),
         ({**OURS, "logits": [float("nan"), -2.0]}, "differs: logits by nan"),
         ({**OURS, "as_base": {"tokens": False, "conversation": False}}, "differs: tokens, conversation"),
+        ({"logits": None, "as_base": {"tokens": True}}, "equal"),
         ({"error": "ValueError: no such class"}, "ValueError: no such class"),
     ],
 )
@@ -40,7 +41,7 @@ def test_what_is_not_equal_is_listed_below_the_table() -> None:
     assert "| old | 1 of 2 |  | 1 of 1 |  | 0 of 1 |" in found
     assert found.rstrip().splitlines()[-2:] == [
         "- old, qwen2: full, added tokens: KeyError: 1",
-        "- old does not have the base of gemma: ValueError: new",
+        "- old does not read the base of gemma: ValueError: new",
     ]
 
 

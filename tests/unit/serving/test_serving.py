@@ -77,9 +77,14 @@ def test_servers_get_the_options_that_an_export_needs(base: Path, tmp_path: Path
             f"serve it: vllm serve {base} --tokenizer {adapter} --enable-lora{option} --lora-modules tuned={adapter}",
             f"      or: {model} {base} --tokenizer-path {adapter} --lora-paths tuned={adapter}",
         ]
-    for name, fields in {"DoRA": {"use_dora": True}, "modules_to_save": {"modules_to_save": ["lm_head"]}}.items():
-        (line,) = how_to_serve(save_adapter(tmp_path / name, base, **fields))
-        assert f"toolkit merge {tmp_path / name} --to merged" in line
+    refused: dict[str, dict[str, Any]] = {
+        "DoRA": {"use_dora": True},
+        "modules_to_save": {"modules_to_save": ["lm_head"]},
+        "experts in one tensor (but for few types)": {"target_parameters": ["mlp.experts.down_proj"]},
+    }
+    for name, fields in refused.items():
+        (line,) = how_to_serve(save_adapter(tmp_path / name.split()[0], base, **fields))
+        assert f"toolkit merge {tmp_path / name.split()[0]} --to merged" in line
         assert line.endswith(f"load no adapter with {name}")
     assert how_to_serve(save_adapter(tmp_path / "scores", base, task_type="SEQ_CLS")) == []
 
