@@ -36,6 +36,8 @@ STARTERS = {
     "supervise/flight_recorder.py": "on_this_device",
     "supervise/watched.py": "on_this_device",
     "sharding/blocks/by_block.py": "on_this_device",
+    "data/documents/processes.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
+    "cluster/nodes.py": "answering",  # opens sockets; knows no torch
     "terminal.py": "_print_elapsed",  # prints a line; knows no torch
     "verify/sharded.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
 }

@@ -116,6 +116,7 @@ def test_a_job_for_slurm(here: Path) -> None:
     assert "ACCUMULATION" not in _written(here, "--cpu", "2", "--nodes", "2")
 
 
+@pytest.mark.slow
 def test_what_the_plan_says() -> None:
     done = job(*CLUSTER, "--hardware", "h100_sxm")
     assert done.exit_code == 0, done.exception

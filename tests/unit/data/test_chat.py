@@ -503,6 +503,7 @@ def test_a_long_conversation_is_rendered_in_parts_to_the_same_spans(monkeypatch:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_the_cost_of_rendering_grows_with_the_turns_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that are rendered: twice the turns, twice the messages. Qwen 3 and R1 take the way by marks."""
     counted = 0

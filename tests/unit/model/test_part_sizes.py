@@ -107,7 +107,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("adapter", [[], pytest.param(["adapter.kind=lora"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [[], ["adapter.kind=lora"]])
 def test_plan_and_init_tell_them(folder: Path, adapter: list[str]) -> None:
     model = llava()
     language = count(model, "language_model", "lm_head")

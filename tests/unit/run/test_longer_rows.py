@@ -99,6 +99,7 @@ def warned(folder: Path) -> str:
     return told.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_warns(tmp_path: Path) -> None:
     folder = save_llama(tmp_path / "model", make_texts(8), tied=True)
     config = Phi3Config(**{**phi3().config.to_dict(), "vocab_size": len(AutoTokenizer.from_pretrained(folder))})

@@ -462,6 +462,7 @@ def test_what_init_writes_is_what_the_plan_of_it_recommends(cases: list[tuple[st
     assert offloaded == {("large", "1 x rtx4090")}, "nowhere else is memory short"
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_row_are_written_if_nothing_else_fits(place: Path) -> None:
     save_sized("positions", max_position_embeddings=16384)
     machine = Machine(hardware_of("h100_sxm", device_memory_gib=2.6), 2)

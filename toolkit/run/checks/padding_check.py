@@ -97,7 +97,8 @@ def _shortened(rows: list[Batch]) -> tuple[list[Batch], Batch]:
         tokens = CHECKED_TOKENS // 2 if number % 2 == 0 else CHECKED_TOKENS
         cut = {name: row[name][:, :tokens] for name in names}
         short.append({**cut, "lengths": torch.tensor([cut["input_ids"].shape[1]])})
-    padded = {name: pad_sequence([row[name][0] for row in short], True, FILLING[name]) for name in names}
+    filling = {**FILLING, "position_ids": 0}
+    padded = {name: pad_sequence([row[name][0] for row in short], True, filling[name]) for name in names}
     return short, {**padded, "lengths": torch.cat([row["lengths"] for row in short])}
 
 
