@@ -53,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
         "data": {"packing": True},
         "training": {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": None, "num_epochs": 1},
     },
+    "stream": {"data": {"streaming": True}},
     # The last layer of LLaVA's tower and Gemma 3's pooling get no gradient.
     "ddp": {"sharding": {"strategy": "ddp"}, "model": {"train": ALL}},
     # LLaVA goes on from a state inside of its tower.
@@ -247,3 +248,34 @@ def test_a_run_of_another_family_is_the_plain_loop(kind: str, tmp_path: Path) ->
     found = run_on_ranks(runs, 2, tmp_path, kind, {case: CASES[case] for case in FEW})[0]
     for case in FEW:
         require_plain(tmp_path, kind, case, found[case])
+
+
+def losses_of_named(folder: Path) -> list[dict[str, float]]:
+    """The losses of a run of one step on two rows of each of two named sources; in each source one row has images."""
+    from toolkit import Recipe, finetune
+
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    named = {"first": lines[:2], "second": lines[2:4]}
+    values = recipe_values(folder / "llava", folder / "rows.jsonl", folder / "named", folder / "cache", max_steps=1)
+    if os.environ["RANK"] == "0":
+        for name, rows in named.items():
+            (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    meet()
+    train = [{"path": str(folder / f"{name}.jsonl"), "name": name} for name in named]
+    values["data"] |= {"train": train, "max_length": 128, "packing": False, "shuffle": False}
+    values["training"] |= {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
+    found = finetune(Recipe.from_mapping(values)).metrics
+    return [{key: record[key] for key in record if key.startswith("loss")} for record in found]
+
+
+def test_losses_by_source_of_rows_with_images(tmp_path: Path) -> None:
+    save_seeing("llava", tmp_path / "llava", TEXTS)
+    save_rows(tmp_path, TEXTS, COUNTS)
+    rows = rows_by_hand(tmp_path, "llava")
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "llava", dtype=torch.float32)
+    with torch.no_grad():
+        by_hand = {name: float(loss_of(model, part)) for name, part in (("", rows[:4]), ("/first", rows[:2]))}
+        by_hand["/second"] = float(loss_of(model, rows[2:4]))
+    assert len(set(by_hand.values())) == 3
+    for records in run_on_ranks(losses_of_named, 2, tmp_path):
+        assert records == [{f"loss{name}": pytest.approx(loss, rel=1e-6) for name, loss in by_hand.items()}]

@@ -36,7 +36,7 @@ from toolkit.data.rows.sources import Source, glimpse, has_images, identify, map
 from toolkit.data.samples.image_samples import identify_images
 from toolkit.data.samples.samples import Rows, Samples
 from toolkit.data.selection import Selection, class_names, hold_out, one_pass, select
-from toolkit.data.stream import Stream, Window, describe_stream
+from toolkit.data.stream import Stream, StreamedSource, Window, describe_stream
 from toolkit.data.templates.stops import next_turn_of, require_turn_end
 from toolkit.data.tokens.tokenizer import bos_of, identity, pad_id
 from toolkit.errors import DataError
@@ -97,7 +97,7 @@ def _with_stream(builder: Builder, prepared: TokenisedData) -> TokenisedData:
         train=first.samples,
         report=describe_stream(prepared.report, stream, first.samples, builder.tokenizer),
         # Streamed rows are not read beforehand: names and sizes of their files stand for their content.
-        fingerprint=digest(prepared.fingerprint, builder.glimpse()),
+        fingerprint=digest(prepared.fingerprint, builder.glimpse(stream.images)),
         content=ranks.on_first_rank(
             lambda: digest(
                 [sampled(source, "data.train") for source in builder.data.train],
@@ -142,7 +142,8 @@ class Builder:
         names = short_names(paths_of(self.data))
         train = self._tokenised([] if self.data.streaming else self.data.train, "data.train", names)
         validation = self._tokenised(self.data.validation or [], "data.validation", names)
-        require_effect(self.data, (named for part in (train, validation) for named in part))
+        if not self.data.streaming:  # a stream's rows are not looked at here
+            require_effect(self.data, any("roots" in named for named in (*train, *validation)))
         limits = {"max_length", "max_target_length", "long_rows", "max_dropped_fraction"}
         fields = self.data.model_dump(include={*limits, "validation_fraction", "packing", "targets", "streaming"})
         keys = [[named["folder"].removeprefix(DOCUMENTS) for named in part] for part in (train, validation)]
@@ -177,11 +178,8 @@ class Builder:
         source = self._open(section, field)
         # max_length is not part of the key: another length needs no tokenising. Texts to classify are the exception,
         # which the tokenizer itself cuts.
-        layout = self._layout(source)
         images = self._images_of(source)
-        blind = why_unread(self.objective, False, self.images is not None, images is not None)
-        layout = replace(layout, images=images is not None, blind=blind)
-        encoder = replace(self._encoder(source, layout), images=images, image_root=self._image_root())
+        layout, encoder = self._reads(source, images)
         key = digest(
             "documents",
             COLUMNS_OF_KEYS,
@@ -211,6 +209,12 @@ class Builder:
     def _map_source(self) -> list[str]:
         mapped = map_of(self.data)
         return [] if mapped is None else [mapped.fingerprint]
+
+    def _reads(self, source: Source, images: Images | None) -> tuple[Layout, Encoder]:
+        """Returns the layout and the encoder of a source's rows, whose images `images` reads; None if none is read."""
+        blind = why_unread(self.objective, self.images is not None, images is not None)
+        layout = replace(self._layout(source), images=images is not None, blind=blind)
+        return layout, replace(self._encoder(source, layout), images=images, image_root=self._image_root())
 
     def _layout(self, source: Source) -> Layout:
         layout = recognise(source, self.data.columns, self.objective.kind)
@@ -380,26 +384,30 @@ class Builder:
         opened = [
             replace(self._open(section, "data.train", streaming=True), paths=names) for section in self.data.train
         ]
-        blind = why_unread(self.objective, True, self.images is not None, False)
-        found = ((source, self._layout(source)) for source in opened)
-        sources = [(source, replace(layout, blind=blind)) for source, layout in found]
-        # Made for each source, because that checks it; what they encode is alike, and the stream takes the first.
-        encoders = [self._encoder(source, layout) for source, layout in sources]
+        seen = [self._images_of(source) for source in opened]
+        held_out_sources = (self._open(section, "data.validation") for section in self.data.validation or [])
+        require_effect(self.data, any(seen) or any(map(self._images_of, held_out_sources)))
+        # A copy of each image in the cache could fill the disk: a window has its images in memory.
+        images = replace(self.images, held={}) if self.images is not None and any(seen) else None
+        sources = [
+            StreamedSource(source, *self._reads(source, images if shown else None))
+            for source, shown in zip(opened, seen, strict=True)
+        ]
         stream = Stream(
             self.kind,
             sources,
-            encoders[0],
-            self._long_rows(layout.form for _, layout in sources),
+            self._long_rows(source.layout.form for source in sources),
             pad_id(self.tokenizer),
             self.seed if self.data.shuffle else None,
             held_out,
+            images,
         )
         # Read now, so that data that cannot be used ends the run before its first step.
         first = next(stream.windows())
         return stream, first
 
-    def glimpse(self) -> list[Any]:
-        """Returns what identifies the streamed sources and settings, without reading the rows."""
+    def glimpse(self, images: Images | None) -> list[Any]:
+        """Returns what identifies the streamed sources, and the reader of their images, without reading the rows."""
         fields = {"targets", "long_rows", "packing", "max_length", "shuffle", "add_bos"}
         return [
             [glimpse(section, "data.train") for section in self.data.train],
@@ -408,6 +416,7 @@ class Builder:
             self.seed,
             *([] if (day := date_of(self.tokenizer)) is None else [str(day)]),
             *self._map_source(),
+            *([] if images is None else [images.identity, self.data.image_root]),
         ]
 
     def read(self, folder: Path) -> TokenisedData:

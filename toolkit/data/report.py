@@ -17,7 +17,7 @@ from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.registry import LAYOUTS
 from toolkit.data.layouts.row_flags import IN_PARTS
-from toolkit.data.samples.samples import Rows
+from toolkit.data.samples.samples import Rows, SeenRows
 from toolkit.data.templates.chat import special_ids
 from toolkit.errors import counted
 
@@ -306,7 +306,8 @@ def examples(
     return [{**_example(kind, tokenizer, rows, row, images), "split": split} for row in chosen]
 
 
-def _previews(rows: Rows, row: int, images: Images | None, start: int | None = None) -> dict[str, Any]:
+def previews(rows: SeenRows, row: int, images: Images | None, start: int | None = None) -> dict[str, Any]:
+    """Returns small images of a row of the report, or of its piece that begins with token `start`, by their key."""
     if images is None or not rows.have_images:
         return {}
     name, cached = rows.name(row), rows.cached_in(row)
@@ -323,12 +324,12 @@ def _example(
     found = {"row": rows.name(row), **decoded(tokenizer, ids, targets), **facts}
     # Of a pair each conversation by itself, with its images.
     apart = [
-        (name, _previews(rows, row, images, start), decoded(tokenizer, ids[start:stop], targets[start:stop]))
+        (name, previews(rows, row, images, start), decoded(tokenizer, ids[start:stop], targets[start:stop]))
         for name, start, stop in kind.parts(rows, row)
         if start < len(ids)
     ]
     if not apart:
-        return found | _previews(rows, row, images)
+        return found | previews(rows, row, images)
     parts = [{"name": name, "segments": len(part["segments"]), **shown} for name, shown, part in apart]
     return found | {"segments": [each for _, _, part in apart for each in part["segments"]], "parts": parts}
 

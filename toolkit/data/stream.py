@@ -9,22 +9,27 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import report as reports
-from toolkit.data.documents.encode import Document, Encoder, ends_of, notes_in
+from toolkit.data.documents.encode import Document, Encoder, ends_of, notes_in, records_of
+from toolkit.data.documents.processes import image_root
+from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import TOO_LONG, RowKind
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
-from toolkit.data.rows.readers import Row
-from toolkit.data.rows.sources import Source, named_rows
+from toolkit.data.rows.readers import Row, Shard
+from toolkit.data.rows.sources import Source, rows_of_shards
+from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.loader import ahead, first_positions
 from toolkit.data.samples.packing import by_sample
-from toolkit.data.samples.samples import Batch, Samples, TextSamples, batch_of
+from toolkit.data.samples.samples import Batch, Samples, TextSamples
 from toolkit.data.samples.sequence_parts import WHOLE, Part
 from toolkit.data.selection import LONG_SHARE, nothing_within, reasons_in_words, too_many_dropped
 from toolkit.errors import DataError
@@ -106,11 +111,25 @@ def _count_row(found: dict[str, dict[str, Any]], what: str, row: str) -> None:
         entry["rows"].append(row)
 
 
-class WindowRows:
-    """The tokens of a window's documents."""
+@dataclass(frozen=True)
+class StreamedSource:
+    """A source, and how its rows are read and encoded."""
 
-    def __init__(self, documents: list[Document]) -> None:
+    source: Source
+    layout: Layout
+    encoder: Encoder
+
+
+class WindowRows:
+    """The tokens of a window's documents, and their images.
+
+    Args:
+        contents: digest -> an image that a row holds itself; None if no images are read.
+    """
+
+    def __init__(self, documents: list[Document], contents: dict[str, bytes] | None = None) -> None:
         self.documents = documents
+        self._contents = contents
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -123,6 +142,26 @@ class WindowRows:
     def ends(self, row: int) -> list[int]:
         """Returns the position after the last token of each sample of a document."""
         return ends_of(self.documents[row])
+
+    @property
+    def have_images(self) -> bool:
+        return self._contents is not None
+
+    def images(self, row: int, start: int | None = None) -> list[tuple[dict[str, Any], str]]:
+        """See `SeenRows.images`; the record of an image that its row holds has it under `content`."""
+        document = self.documents[row]
+        if self._contents is None or "pictures" not in document:
+            return []
+        found = records_of(document, start)
+        contents = [{} if "path" in record else {"content": self._contents[record["digest"]]} for record in found]
+        return [({**record, **held}, document["root"]) for record, held in zip(found, contents, strict=True)]
+
+    def name(self, row: int) -> str:
+        """See `SeenRows.name`."""
+        return str(self.documents[row]["row"])
+
+    def cached_in(self, row: int) -> None:
+        """Returns None: the tokens of a window are in no cache."""
 
 
 @dataclass(frozen=True)
@@ -138,26 +177,26 @@ class Stream:
 
     Args:
         kind: the kind of the rows.
-        sources: with the layout of each.
         policy: what happens to rows longer than `data.max_length`: error, drop, truncate or split.
         pad_id: token of padding.
         seed: seed of the order of a window's samples, or None for the order of the rows.
         held_out: digests of the rows that are evaluated, which should not be trained on.
+        images: reads the images of the sources that have some, and holds those of a window; None if no source has any.
     """
 
     def __init__(
         self,
         kind: RowKind,
-        sources: list[tuple[Source, Layout]],
-        encoder: Encoder,
+        sources: list[StreamedSource],
         policy: str,
         pad_id: int,
         seed: int | None,
         held_out: frozenset[int] = frozenset(),
+        images: Images | None = None,
     ) -> None:
         self.kind = kind
         self.sources = sources
-        self.encoder = encoder
+        self.images = images
         self.policy = policy
         self.max_length = kind.data.max_length
         self.pad_id = pad_id
@@ -174,7 +213,7 @@ class Stream:
         # Counts restart, because the first window is read once before training, for its checks.
         self.counts = StreamCounts()
         places = state["sources"] if state is not None else [(0, 0, 0)] * len(self.sources)
-        cursors = [_Cursor(source, *place) for (source, _), place in zip(self.sources, places, strict=True)]
+        cursors = [_Cursor(of.source, *place) for of, place in zip(self.sources, places, strict=True)]
         number, samples_before = (state["window"], state["samples"]) if state is not None else (0, 0)
         while True:
             # Taken before the rows are read: a run interrupted in this window reads it again from its first row.
@@ -192,7 +231,7 @@ class Stream:
             for document in self._read_documents(cursors):
                 kept_it = self._count_document(document)
                 if (read := cursors[document["source"]].without_good(kept_it)) is not None:
-                    raise DataError(self._nothing_left(self.sources[document["source"]][0], read))
+                    raise DataError(self._nothing_left(self.sources[document["source"]].source, read))
                 if kept_it:
                     # As arrays: lists of Python numbers would take a window several times the memory.
                     arrays = {name: np.asarray(document[name]) for name in ("input_ids", "targets")}
@@ -224,18 +263,26 @@ class Stream:
 
     def _read_documents(self, cursors: list[_Cursor]) -> list[Document]:
         """Returns the next rows in the sources' order, tokenised."""
-        drawn: list[tuple[int, str, Row]] = []
+        drawn: list[tuple[int, str, str, Row]] = []
         for _ in range(BATCH_ROWS):
-            cursor = _next_source(cursors)
-            drawn.append((cursor, *cursors[cursor].draw()))
+            number = _next_source(cursors)
+            shard, name, row = cursors[number].draw()
+            drawn.append((number, self._root_of(number, shard), name, row))
         found: dict[int, Document] = {}
-        # A source at a time, because each has its own layout; then back into the order of the draw.
-        for number in sorted({number for number, _, _ in drawn}):
-            mine = [i for i, (drawn_from, _, _) in enumerate(drawn) if drawn_from == number]
-            documents = self.encoder.documents([drawn[i][2] for i in mine], self.sources[number][1])
+        # A source and folder at a time, because each has its own layout; then back into the order of the draw.
+        for number, root in sorted({(number, root) for number, root, _, _ in drawn}):
+            mine = [i for i, (*drawn_from, _, _) in enumerate(drawn) if drawn_from == [number, root]]
+            encoder = self.sources[number].encoder
+            encoder = replace(encoder, image_root=Path(root)) if encoder.images is not None else encoder
+            documents = encoder.documents([drawn[i][3] for i in mine], self.sources[number].layout)
             for i, document in zip(mine, documents, strict=True):
-                found[i] = {**document, "row": drawn[i][1], "source": number}
+                found[i] = {**document, "row": drawn[i][2], "source": number, "root": root}
         return [found[i] for i in range(len(drawn))]
+
+    def _root_of(self, number: int, shard: Shard) -> str:
+        """Returns the folder of the images that the rows of a source's shard name; empty if none is read."""
+        encoder = self.sources[number].encoder
+        return "" if encoder.images is None else str(image_root(shard, encoder.image_root))
 
     def _count_document(self, document: Document) -> bool:
         counts = self.counts
@@ -261,7 +308,8 @@ class Stream:
             and counts.long > LONG_SHARE * max(counts.good, ROWS_MEASURED // 100)
         ):
             lengths = np.array([*counts.lengths, document["length"]])
-            raise DataError(self.kind.too_many_long("data.train", [lengths], counts.good, counts.long, self.kind.ways))
+            ways = self.kind.ways if self.images is None else ("drop",)
+            raise DataError(self.kind.too_many_long("data.train", [lengths], counts.good, counts.long, ways))
         if self.policy in ("error", "drop"):
             return TOO_LONG
         if self.policy == "truncate":
@@ -271,7 +319,7 @@ class Stream:
         return None
 
     def _samples(self, documents: list[Document], window: int) -> TextSamples:
-        rows = WindowRows(documents)
+        rows = WindowRows(documents, self._taken_contents())
         lengths = np.array([document["length"] for document in documents], dtype=np.int64)
         pieces, _ = self.kind.pieces(rows, np.arange(len(documents)), lengths, self.policy)
         sample_of_piece = self.kind.sample_of(pieces)
@@ -281,7 +329,16 @@ class Stream:
             mixed_up = hashlib.sha256(f"{self.seed}/{window}".encode()).digest()[:8]
             sample_of_piece = np.random.default_rng(int.from_bytes(mixed_up)).permutation(num_samples)[sample_of_piece]
         in_order, ends = by_sample(pieces, sample_of_piece)
-        return TextSamples(rows, in_order, ends, self.max_length, self.kind.packed, self.pad_id)
+        of = TextSamples if self.images is None else partial(ImageSamples, images=self.images)
+        return of(rows, in_order, ends, self.max_length, self.kind.packed, self.pad_id)
+
+    def _taken_contents(self) -> dict[str, bytes] | None:
+        """Takes the images that a window's rows hold themselves from the reader, so that it holds a window's alone."""
+        if self.images is None or self.images.held is None:
+            return None
+        contents = dict(self.images.held)
+        self.images.held.clear()
+        return contents
 
 
 class _Cursor:
@@ -301,7 +358,8 @@ class _Cursor:
         self._drawn = drawn
         self._bad_in_a_row = 0
         self._length: int | None = None  # of a pass, once one is done
-        self._rows: Iterator[tuple[str, Row]] = itertools.islice(named_rows(source.shards, source.paths), row, None)
+        rows = rows_of_shards(source.shards, source.paths)
+        self._rows: Iterator[tuple[Shard, str, Row]] = itertools.islice(rows, row, None)
         # One row ahead, so that a pass is known to end when its last row is drawn.
         self._upcoming = next(self._rows, None)
         if self._upcoming is None:
@@ -315,8 +373,8 @@ class _Cursor:
         """Returns the time of a weighted source's next row: the k-th of weight w at (k + 1/2) / w, see `mixed`."""
         return (self._drawn + 0.5) / (self.weight or 1.0)
 
-    def draw(self) -> tuple[str, Row]:
-        """Returns the next row and its name; the first row follows the last one."""
+    def draw(self) -> tuple[Shard, str, Row]:
+        """Returns the next row after its shard and its name; the first row follows the last one."""
         found = self._upcoming
         assert found is not None
         self._row += 1
@@ -335,7 +393,7 @@ class _Cursor:
     def _begin_again(self) -> None:
         self.passes += 1
         self._length, self._row = self._row, 0
-        self._rows = named_rows(self._source.shards, self._source.paths)
+        self._rows = rows_of_shards(self._source.shards, self._source.paths)
         self._upcoming = next(self._rows)
 
 
@@ -407,20 +465,18 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         samples = self._samples()
-        stream = self.stream
         for start in range(self._start[1], self.num_positions, self.samples_per_step):
             firsts = first_positions(start, self._micro_batch_size, self._accumulation, self._rank, self._world_size)
             mine = [range(first, first + self._micro_batch_size) for first in firsts]
-            taken: dict[int, Any] = {}
+            taken: dict[int, tuple[TextSamples, int]] = {}
             for position in range(start, start + self.samples_per_step):
                 sample = next(samples)
                 if any(position in micro_batch for micro_batch in mine):
                     taken[position] = sample
-            shape = (stream.max_length, stream.kind.packed, stream.pad_id)
-            yield [self._part.of(batch_of([taken[p] for p in micro_batch], *shape)) for micro_batch in mine]
+            yield [self._part.of(_micro_batch([taken[p] for p in micro_batch])) for micro_batch in mine]
 
-    def _samples(self) -> Iterator[list[tuple[Any, Any]]]:
-        """Yields the tokens of the pieces of every sample from the start on."""
+    def _samples(self) -> Iterator[tuple[TextSamples, int]]:
+        """Yields every sample from the start on: the samples of its window, and its number among them."""
         state = self.state_at(self._start[1])
         skip = self._start[1] - (state["samples"] if state is not None else 0)
         for window in ahead(self.stream.windows(state), "stream"):
@@ -428,8 +484,14 @@ class StreamLoader:
             if all(known["samples"] < window.state["samples"] for known in self._states):
                 self._states.append(window.state)
             for number in range(skip, len(window.samples)):
-                yield window.samples.tokens(number)
+                yield window.samples, number
             skip = max(0, skip - len(window.samples))
+
+
+def _micro_batch(taken: list[tuple[TextSamples, int]]) -> Batch:
+    """Returns a batch of samples, which may be of several windows."""
+    tokens = [samples.tokens(number) for samples, number in taken]
+    return taken[0][0].tensors(tokens, [samples.seen(number) for samples, number in taken])
 
 
 def describe_stream(
@@ -458,9 +520,16 @@ def describe_stream(
         samples=len(samples),
         fill_rate=used / (len(samples) * stream.max_length) if stream.kind.packed else None,
     )
+    rows = samples.rows
+    assert isinstance(rows, WindowRows)
+    # At the end of a run the report has them already.
+    shown = range(min(reports.EXAMPLES_OF_WINDOW, len(rows))) if report.train is None else ()
     examples = [
-        reports.decoded(tokenizer, *samples.rows.tokens(row, 0, stream.max_length))
-        for row in range(min(reports.EXAMPLES_OF_WINDOW, len(samples.rows)))
+        {
+            **reports.decoded(tokenizer, *rows.tokens(row, 0, stream.max_length)),
+            **reports.previews(rows, row, stream.images),
+        }
+        for row in shown
     ]
     splits = {"train": train}
     if report.validation is not None:

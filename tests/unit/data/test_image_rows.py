@@ -480,11 +480,6 @@ def test_what_nothing_reads_is_refused_by_its_own_name(model: Path, folder: Path
             r"a message has an image \(images\), where none is looked for; put it into the co",
         ),
         (
-            [*plain, GOOD],
-            {"streaming": True, "max_length": 32},
-            "images are not read from a stream; remove data.stream",
-        ),
-        (
             [*labelled, {**labelled[0], "image": "in/0.png"}],
             {"kind": "sequence_classification"},
             r"the row has an image \(image\), and objective.kind=sequence_classification reads no images; leave such",
@@ -503,9 +498,6 @@ def test_what_nothing_reads_is_refused_by_its_own_name(model: Path, folder: Path
         (why,) = report.dropped
         assert re.search(problem, why), why
     assert built(model, folder, [GOOD, *plain]).report.train.num_dropped == 0  # type: ignore[union-attr]
-    with pytest.raises(DataError, match=r"images are not read from a stream; remove data\.streaming"):
-        built(model, folder, [GOOD], streaming=True)
-    assert built(model, folder, [GOOD]).report.train.num_dropped == 0  # type: ignore[union-attr]
 
 
 def test_what_stands_for_an_image_is_shown_short(model: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from toolkit.data.documents.encode import FEATURES, STARTS_OF_IMAGES, Encoder, notes_in
+from toolkit.data.documents.encode import FEATURES, STARTS_OF_IMAGES, Encoder, notes_in, records_of
 from toolkit.data.documents.processes import Work, encoded
 from toolkit.data.images.images import parse
 from toolkit.data.layouts.layout import Layout
@@ -68,11 +68,9 @@ class Documents:
         """Returns the record and the root of each image of a row, or of its piece that begins with token `start`."""
         if "pictures" not in self.table.column_names:
             return []
-        records = parse(self.table.column("pictures")[row].as_py())
-        if start is not None and STARTS_OF_IMAGES in self.table.column_names:
-            starts = self.table.column(STARTS_OF_IMAGES)[row].as_py()
-            records = [record for record, first in zip(records, starts, strict=True) if first == start]
-        return [(record, self.roots[int(self.column("shard")[row])]) for record in records]
+        columns = ("pictures", STARTS_OF_IMAGES)
+        of_row = {name: self.table.column(name)[row].as_py() for name in columns if name in self.table.column_names}
+        return [(record, self.roots[int(self.column("shard")[row])]) for record in records_of(of_row, start)]
 
     def all_images(self) -> Iterator[list[tuple[dict[str, Any], str]]]:
         """Yields `images` of each row, in order, or nothing if no row may have any."""

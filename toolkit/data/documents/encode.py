@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.images.images import Images
+from toolkit.data.images.images import Images, parse
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.messages import without_system
 from toolkit.data.layouts.row_flags import Span, without
@@ -387,6 +387,14 @@ def with_images(pieces: Sequence[tuple[int, list[str]]]) -> Document:
     starts = [start for start, records in pieces for _ in records]
     found = [record for _, records in pieces for record in records]
     return {"pictures": found, STARTS_OF_IMAGES: starts} if found else {}
+
+
+def records_of(document: Document, start: int | None) -> list[dict[str, Any]]:
+    """Returns the records of a document's images, or those of its piece that begins with token `start`."""
+    records = parse(document["pictures"])
+    if start is None or STARTS_OF_IMAGES not in document:
+        return records
+    return [record for record, first in zip(records, document[STARTS_OF_IMAGES], strict=True) if first == start]
 
 
 def digests_of(images: Document) -> str:

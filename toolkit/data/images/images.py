@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -99,6 +99,8 @@ class Images:
         store: folder of the cache for images that rows hold themselves.
         identity: digest that identifies the processor.
         limits: limits of the number of pixels that an image is scaled to.
+        held: digest -> an image that a row holds itself, for a stream, which may be larger than the disk; None to copy
+            them to `store`.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Images:
     store: Path
     identity: str
     limits: PixelLimits = NO_LIMITS
+    held: dict[str, bytes] | None = None
     _sizes: dict[tuple[int, int], str] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -234,6 +237,9 @@ class Images:
         return Expanded(whole, moved, tuple(json.dumps(record) for record, _ in found))
 
     def _keep_content(self, content: bytes, known_by: str) -> None:
+        if self.held is not None:
+            self.held[known_by] = content
+            return
         place = self.store / known_by
         # Compared whole, because a copy that was cut short would stay so for as long as the cache.
         if place.is_file() and _digest(place.read_bytes()) == known_by:
@@ -243,19 +249,19 @@ class Images:
         unfinished.write_bytes(content)
         os.replace(unfinished, place)
 
-    def read(self, record: dict[str, Any], root: str, row: str, cached: Path) -> Image.Image:
-        """Reads the image of a record.
+    def read(self, record: dict[str, Any], root: str, row: str, cached: Path | None) -> Image.Image:
+        """Reads the image of a record, which has it under `content` if it is in no file.
 
         Args:
             row: name of the row, for errors.
-            cached: the folder of the row's tokens in the cache, for errors.
+            cached: the folder of the row's tokens in the cache, for errors; None for a streamed row.
 
         Raises:
             DataError: if the file is gone, or differs from the one when the rows were read.
         """
         path = self._place(record, root)
         try:
-            content = content_of(path)
+            content = record["content"] if "content" in record else content_of(path)
             if _digest(content) == record["digest"]:
                 return decoded(content)  # another version may have taken what this one refuses
         except RowProblem as problem:
@@ -307,7 +313,9 @@ def parse(records: Sequence[str]) -> list[dict[str, Any]]:
     return [json.loads(record) for record in records]
 
 
-def _mend(cached: Path) -> str:
+def _mend(cached: Path | None) -> str:
+    if cached is None:
+        return "bring the old one back, or resume the run, which reads the rows anew"
     return f"bring the old one back, or delete {str(cached)!r} and start again, which reads the rows anew"
 
 
@@ -318,7 +326,7 @@ def _digest(content: bytes) -> str:
 # ---- what a recipe with images may set ----
 
 
-def why_unread(objective: ObjectiveSection, streaming: bool, has_processor: bool, with_images: bool) -> str:
+def why_unread(objective: ObjectiveSection, has_processor: bool, with_images: bool) -> str:
     """Returns why images of a source are not read, and what to do, for the report.
 
     Args:
@@ -327,8 +335,6 @@ def why_unread(objective: ObjectiveSection, streaming: bool, has_processor: bool
     """
     if with_images:
         return "where none is looked for; put it into the column images of the row, or into the message's content"
-    if streaming:
-        return "and images are not read from a stream; remove data.streaming, or leave such rows out"
     if not objective.spec.sees_images:
         return f"and objective.kind={objective.kind} reads no images; leave such rows out"
     if not has_processor:
@@ -378,19 +384,19 @@ def require_root(data: DataSection) -> None:
     )
 
 
-def require_effect(data: DataSection, sources: Iterable[Mapping[str, Any]]) -> None:
+def require_effect(data: DataSection, with_images: bool) -> None:
     """Checks that settings of images have an effect: some row has an image that the model gets.
 
     Args:
-        sources: facts about each source; one with images has `roots`.
+        with_images: whether images of some source are read.
 
     Raises:
         DataError: if the recipe has such a setting and no row has such an image.
     """
     limits = PixelLimits.of(data)
     fields = [field for field in (limits.fields, data.image_root and "data.image_root") if field]
-    if fields and not any("roots" in source for source in sources):
+    if fields and not with_images:
         raise DataError(
-            f"{' and '.join(fields)} has no effect: the model reads no image of the rows (of conversations that are "
-            "not streamed, for a model with an image processor); remove it"
+            f"{' and '.join(fields)} has no effect: the model reads no image of the rows (of conversations, for a "
+            "model with an image processor); remove it"
         )

@@ -198,10 +198,15 @@ def _columns_of_first_rows(shards: list[Shard], field: str, name: str) -> list[s
 
 def named_rows(shards: list[Shard], names: dict[str, str]) -> Iterator[tuple[str, Row]]:
     """Yields every row with its name, such as `chat.jsonl:12`; `names` are those of the shards' paths."""
+    return ((name, row) for _, name, row in rows_of_shards(shards, names))
+
+
+def rows_of_shards(shards: list[Shard], names: dict[str, str]) -> Iterator[tuple[Shard, str, Row]]:
+    """Yields every row with its shard and its name; see `named_rows`."""
     for path, parts in itertools.groupby(shards, key=lambda shard: shard.path):
-        rows = (row for shard in parts for row in read(shard))
-        for number, row in enumerate(rows, start=1):
-            yield f"{names[path]}:{number}", row
+        rows = ((shard, row) for shard in parts for row in read(shard))
+        for number, (shard, row) in enumerate(rows, start=1):
+            yield shard, f"{names[path]}:{number}", row
 
 
 def has_images(source: Source) -> bool:

@@ -68,6 +68,23 @@ class TokenRows(Protocol):
         """Returns the position after each sample's last token; `data.targets: each_turn` makes one of each answer."""
 
 
+class SeenRows(TokenRows, Protocol):
+    """Rows of tokens and images."""
+
+    @property
+    def have_images(self) -> bool:
+        """Whether rows may have images."""
+
+    def images(self, row: int, start: int | None = None) -> list[tuple[dict[str, Any], str]]:
+        """Returns record and root of each image of a row, or of its piece that begins with token `start`."""
+
+    def name(self, row: int) -> str:
+        """Returns a name such as `chat.jsonl:12`."""
+
+    def cached_in(self, row: int) -> Path | None:
+        """Returns the folder in the cache that holds a row's tokens; None for a streamed row, which is in no cache."""
+
+
 class SampledPrompts(Protocol):
     """Prompts whose completions the model in training writes."""
 

@@ -48,8 +48,8 @@ def workload_on_rows(recipe: Recipe, mixed_precision: str) -> Workload:
 
 
 def _is_remote(data: DataSection) -> bool:
-    """Returns whether some training rows are not on this machine, or are streamed."""
-    return data.streaming or any(not glob(os.path.expanduser(source.path)) for source in data.train)
+    """Returns whether some training rows are not on this machine."""
+    return any(not glob(os.path.expanduser(source.path)) for source in data.train)
 
 
 def _samples_with_images(recipe: Recipe) -> ImageSamples | None:
