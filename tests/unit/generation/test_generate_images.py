@@ -14,7 +14,12 @@ import torch
 from support.sights import EYES, drawn_image, save_seeing
 from support.texts import make_texts
 from support.tiny import save_llama
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 from toolkit import evaluate, generate
 from toolkit.data import build
@@ -188,8 +193,52 @@ def test_samples_of_prompts_with_images_are_rows_to_train_on(folder: Path, tmp_p
     data = DataSection.model_validate({**given, "packing": False})
     tokens = tokenizer.load(ModelSection(name_or_path=str(folder / "llava")), data)
     assert build.build(data, tokens, 0, ObjectiveSection(kind="kto")).train.has_images
-    with pytest.raises(BadInputError, match=r"sampled\.jsonl:1 has images, which --reward is not shown; give the rows"):
-        sample(dataclasses.replace(asked, reward="a", to=tmp_path / "other"))
+
+
+def scored_model(folder: Path, name: str, of: str, pad: str) -> Path:
+    """transformers' classifier of one score with a drawn head, on a model and beside its processor."""
+    torch.manual_seed(2)
+    judge: Any = AutoModelForSequenceClassification.from_pretrained(folder / of, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(judge.score.weight, std=0.5)
+    shutil.copytree(folder / of, folder / name)
+    tokens = AutoTokenizer.from_pretrained(folder / of)
+    judge.config.pad_token_id = judge.config.get_text_config().pad_token_id = tokens.convert_tokens_to_ids(pad)
+    judge.save_pretrained(folder / name)
+    return folder / name
+
+
+def test_a_reward_model_scores_what_it_sees(folder: Path, tmp_path: Path) -> None:
+    judge = scored_model(folder, "judge", "gemma3", "<|pad|>")
+    shown = [["0.png", "1.png"], [], ["2.png"]]
+    rows = [{"prompt": ASKED, **({"images": images} if images else {})} for images in shown]
+    (folder / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"samples": 3, "max_new_tokens": 5, "temperature": 2.0, "reward": str(judge)}
+    sample(SampleOptions(str(folder / "gemma3"), folder / "judged.jsonl", tmp_path / "to", **settings))
+    processor = AutoProcessor.from_pretrained(judge)
+    model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
+    samples = [json.loads(line) for line in (tmp_path / "to/samples.jsonl").open()]
+    scores = [each["score"] for each in samples if each["completion"].strip()]
+    assert len({round(score, 4) for score in scores}) > 5
+    for each in samples:
+        if not each["completion"].strip():
+            continue
+        images = [drawn_image(int(name[0])) for name in shown[each["row"]]]
+        asked = EYES["gemma3"]["written"] * len(images) + ASKED
+        text = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{each['completion']}<|im_end|>\n"
+        inputs = processor(text=[text], images=[images] if images else None, return_tensors="pt")
+        with torch.no_grad():
+            assert each["score"] == pytest.approx(model(**inputs).logits.item(), abs=1e-5), each["row"]
+
+
+def test_a_reward_model_that_does_not_see_is_shown_no_images(folder: Path, tmp_path: Path) -> None:
+    judge = scored_model(folder, "blind-judge", "blind", "<|endoftext|>")
+    (folder / "seen.jsonl").write_text(json.dumps({"prompt": ASKED, "images": ["0.png"]}))
+    options = SampleOptions(str(folder / "llava"), folder / "seen.jsonl", tmp_path / "to", samples=4, temperature=2.0)
+    told = (
+        "cannot be given a sample: .*an image.*, and the reward model's folder has no image processor; leave such rows"
+    )
+    with pytest.raises(BadInputError, match=told):
+        sample(dataclasses.replace(options, reward=str(judge), max_new_tokens=5))
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,6 @@ def read_prompts(options: SampleOptions) -> list[PromptRow]:
     for row in rows:
         if row.choices:
             raise BadInputError(f"PROMPTS: {row.place} has choices, which is not built yet; leave such rows out")
-        if row.images and options.reward is not None:
-            raise BadInputError(
-                f"PROMPTS: {row.place} has images, which --reward is not shown; give the rows answers and leave "
-                "--reward out, or leave such rows out"
-            )
     if options.reward is None:
         scoring_of(rows, options.comparing)
     else:

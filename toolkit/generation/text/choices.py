@@ -74,7 +74,7 @@ def scored(loaded: Loaded, choices: Sequence[Continued]) -> list[float]:
     # Padded on the right, where no token looks; the mask is for models that look both ways.
     ids = torch.tensor([own + own[-1:] * (width - len(own)) for own in each]).to(device)
     mask = torch.tensor([[1] * len(own) + [0] * (width - len(own)) for own in each]).to(device)
-    images = image_arguments(loaded, [choice.shown for choice in choices], ids)
+    images = image_arguments(loaded.model, [choice.shown for choice in choices], ids)
     with torch.no_grad():
         logits = loaded.model(input_ids=ids, attention_mask=mask, **images).logits
     return [_log_probability(logits[i], ids[i], len(own), choices[i].num_tokens) for i, own in enumerate(each)]

@@ -333,7 +333,7 @@ def generated(
     with _explain_out_of_memory(loaded):
         found: torch.Tensor = loaded.model.generate(
             **inputs,
-            **image_arguments(loaded, [prompt.shown for prompt in prompts], inputs["input_ids"]),
+            **image_arguments(loaded.model, [prompt.shown for prompt in prompts], inputs["input_ids"]),
             max_new_tokens=room,
             eos_token_id=sorted(loaded.stops) or None,
             suppress_tokens=sorted(loaded.never_written) or None,
@@ -345,8 +345,8 @@ def generated(
     return found[:, 1 if loaded.encoder_decoder else width :]
 
 
-def image_arguments(loaded: Loaded, shown: Sequence[Shown | None], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the model's arguments besides tokens for the images of rows of tokens; none without images.
+def image_arguments(model: Any, shown: Sequence[Shown | None], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns a model's arguments besides tokens for the images of rows of tokens; none without images.
 
     Args:
         ids: the tokens of the rows, (B, T), of which all show images or none.
@@ -360,13 +360,13 @@ def image_arguments(loaded: Loaded, shown: Sequence[Shown | None], ids: torch.Te
 
     reader = seen[0].reader
     kinds = torch.isin(ids, torch.tensor(sorted(reader.token_ids), device=ids.device)).long()
-    found = Sight(loaded.model).shown(reader.tensors([list(each.decode()) for each in seen]), kinds)
-    return {name: _on_model_device(loaded, tensor) for name, tensor in found.items()}
+    found = Sight(model).shown(reader.tensors([list(each.decode()) for each in seen]), kinds)
+    return {name: _on_model_device(model, tensor) for name, tensor in found.items()}
 
 
-def _on_model_device(loaded: Loaded, tensor: torch.Tensor) -> torch.Tensor:
+def _on_model_device(model: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Moves a tensor to the model's device; pixels also get the model's dtype."""
-    return tensor.to(loaded.model.device, loaded.model.dtype if tensor.is_floating_point() else tensor.dtype)
+    return tensor.to(model.device, model.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def before_stop(ids: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
