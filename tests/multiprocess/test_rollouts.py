@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "padded, offload": {"data": {"packing": False}, "sharding": {"offload": "optimizer"}},
     "lora and a reference": {"objective": {"beta": 0.1}, "adapter": LORA},
+    "a frozen reference, ddp": {"objective": {"beta": 0.1}, "sharding": {"strategy": "ddp"}},
+    "a frozen reference, padded": {"objective": {"beta": 0.1, "loss": "grpo"}, "data": {"packing": False}},
     "nf4 and a reference": {
         "objective": {"beta": 0.1},
         "adapter": {**LORA, "quantize": "nf4"},
@@ -127,6 +131,7 @@ def plain_run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         model = adapted(model, {**settings_of_peft, "lora_alpha": 8}, SEED)
     if "judge" in case:
         judge: Any = AutoModelForSequenceClassification.from_pretrained(folder / "judge/export")
+    start = copy.deepcopy(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.0, eps=1e-4, foreach=False)
     loss_name, masked = settings.get("loss", "dapo"), settings.get("mask_truncated", False)
@@ -158,8 +163,8 @@ def plain_run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
             ratio = torch.exp(mine - mine.detach())
             term = -ratio * advantage
             if beta := settings.get("beta"):
-                with torch.no_grad(), model.disable_adapter():
-                    base = log_probabilities(model, prompt, ids)
+                with torch.no_grad(), start.disable_adapter() if "adapter" in case else nullcontext():
+                    base = log_probabilities(start, prompt, ids)
                 term = term + beta * ratio * (torch.exp(base - mine) - (base - mine) - 1)
             terms.append(term)
             learned.append(not masked or ids[-1] in stops)

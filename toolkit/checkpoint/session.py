@@ -254,8 +254,8 @@ class RunCheckpoints(Extension):
             )
         if manifest.teacher != self._identity.teacher:
             raise BadInputError(
-                f"{str(folder)!r}: its run learned from other weights than those of objective.teacher as they are now; "
-                "name that teacher, or start anew with another training.output_dir"
+                f"{str(folder)!r}: the frozen weights that its run learned from, of objective.teacher or of the model "
+                "as a reference, are others now; name the same ones, or start anew with another training.output_dir"
             )
         try:
             self._restore_state(folder, manifest, trainer, schedule, num_positions)

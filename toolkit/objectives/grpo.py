@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,10 +12,20 @@ from torch import nn
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.data.samples.sequence_parts import predictions_of
 from toolkit.errors import BadInputError
+from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.completions import OfCompletions
 from toolkit.objectives.losses.policy_losses import policy_losses, token_weights
 from toolkit.objectives.losses.preference_losses import summed_by_document
 from toolkit.objectives.objective import OF_BASE, Ingredients, Objective, RunsWindows
+
+
+class Reference:
+    """A frozen copy of the model that training started from; see `FrozenModel`."""
+
+    def __init__(self, model: nn.Module, packed: bool) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.causal = CausalLM(model, packed)
+        self.gathering: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Grpo(OfCompletions):
@@ -24,12 +36,13 @@ class Grpo(OfCompletions):
 
     Args:
         loss: how the losses of tokens are averaged; see `token_weights`.
-        beta: weight of KL(policy || reference); the reference is the model with its adapters off.
+        beta: weight of KL(policy || reference); the reference is the model with its adapters off, or `reference`.
         max_new_tokens: the most tokens of a completion.
         apart, continued: see `OfCompletions`.
+        reference: the model that training started from, if every weight of `model` is trained.
 
     Raises:
-        BadInputError: if there is a `beta`, and no new adapter is trained.
+        BadInputError: if there is a `beta`, and an adapter is trained further.
     """
 
     def __init__(
@@ -40,15 +53,18 @@ class Grpo(OfCompletions):
         max_new_tokens: int,
         apart: bool = False,
         continued: bool = False,
+        reference: nn.Module | None = None,
     ) -> None:
         super().__init__(model, apart, continued)
+        self._reference = None if reference is None else Reference(reference, packed=not apart)
+        self.teacher = self._reference
         self.unit = "targets" if loss == "dapo" else "rows"
         self._loss, self._beta, self._max_new_tokens = loss, beta, max_new_tokens
-        if beta and self._adapted is None:
-            trained = "an adapter is trained further" if continued else "every weight is trained"
+        if beta and self._adapted is None and reference is None:
             raise BadInputError(
-                f"objective.beta: the reference of grpo is the model under a new adapter, and {trained}; set "
-                "adapter.kind=lora without adapter.start_from, or remove objective.beta (null: no reference)"
+                "objective.beta: the reference of grpo is the model under a new adapter, or the one that training of "
+                "every weight starts from, and an adapter is trained further; remove adapter.start_from or "
+                "objective.beta (null: no reference)"
             )
 
     @classmethod
@@ -56,7 +72,9 @@ class Grpo(OfCompletions):
         section = of.section
         assert section.max_new_tokens is not None, "the section checks it"
         apart = of.apart or not of.packed
-        return cls(of.model, section.policy_loss, section.beta or 0.0, section.max_new_tokens, apart, of.continued)
+        return cls(
+            of.model, section.policy_loss, section.beta or 0.0, section.max_new_tokens, apart, of.continued, of.teacher
+        )
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -79,13 +97,16 @@ class Grpo(OfCompletions):
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
         """Returns the batches with the base's log-probability of each token, (B * T,), if there is a `beta`."""
-        if not self._beta:
+        if not self._beta or self._reference is not None:
             return batches
         return self._with_base(model, batches, run, self.token_log_probabilities)
 
     def _of_reference(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
         if not self._beta or OF_BASE in batch:
             return batch.get(OF_BASE)
+        if self._reference is not None:
+            with torch.no_grad():
+                return -self._reference.causal.losses_of_tokens(self._reference.model, batch)
         with self._as_base(model):
             return self.token_log_probabilities(model, batch)
 

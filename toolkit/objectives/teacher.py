@@ -1,9 +1,9 @@
-"""Loads and shards the frozen model that a student learns from, compares it with the student, and runs it."""
+"""Loads and shards the frozen model beside the trained one: a teacher, which it also runs, or a reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,10 +107,23 @@ def teacher_section(section: ObjectiveSection, student: ModelSection, mixed_prec
     )
 
 
+def frozen_section(recipe: Recipe, mixed_precision: str) -> ModelSection | None:
+    """Returns the model that stays frozen beside the trained one as a `model` section, or None if there is none.
+
+    It is a teacher, or the reference of a model that learns from its own samples with every weight: a second copy of
+    the model that training starts from. Under a new adapter the model itself is the reference, with the adapter off.
+    """
+    if recipe.objective.teacher is not None:
+        return teacher_section(recipe.objective, recipe.model, mixed_precision)
+    if recipe.objective.spec.samples_itself and recipe.objective.beta and recipe.adapter.kind == "none":
+        return recipe.model.model_copy(update={"dtype": DTYPES.get(mixed_precision, recipe.model.dtype)})
+    return None
+
+
 def load_teacher(
     recipe: Recipe, tokens: PreTrainedTokenizerBase, mixed_precision: str, has_images: bool
 ) -> LoadedModel | None:
-    """Returns the teacher on the meta device, or None for objectives without one.
+    """Returns the model of `frozen_section` on the meta device, or None without one.
 
     Args:
         tokens: the student's tokenizer.
@@ -119,27 +132,33 @@ def load_teacher(
     Raises:
         BadInputError: if there is no such model, or it reads tokens or images otherwise than the student.
     """
-    if recipe.objective.teacher is None:
+    section = frozen_section(recipe, mixed_precision)
+    if section is None:
         return None
-    section = teacher_section(recipe.objective, recipe.model, mixed_precision)
+    if recipe.objective.teacher is None:
+        return _frozen(section, tokens, recipe.training.seed)
     with errors_of_teacher():
         theirs = tokenizer.load(section, DataSection(train=[SourceSection(path="-")], max_length=8))
         require_same_tokens(tokens, theirs)
         if has_images:
             cache = cache_folder(recipe.data)
             require_same_processor(Images.of(tokens, cache), Images.of(theirs, cache))
-        loaded = load(section, tokens, recipe.training.seed)
-        loaded.fit.fingerprint = fingerprint(section)
-        loaded.model.requires_grad_(False)
-        return loaded
+        return _frozen(section, tokens, recipe.training.seed)
+
+
+def _frozen(section: ModelSection, tokens: PreTrainedTokenizerBase, seed: int) -> LoadedModel:
+    loaded = load(section, tokens, seed)
+    loaded.fit.fingerprint = fingerprint(section)
+    loaded.model.requires_grad_(False)
+    return loaded
 
 
 def teacher_without_weights(recipe: Recipe, mixed_precision: str) -> nn.Module | None:
     """Returns the same as `load_teacher` from the configuration alone, for sizes; its tokens are not compared."""
-    if recipe.objective.teacher is None:
+    section = frozen_section(recipe, mixed_precision)
+    if section is None:
         return None
-    with errors_of_teacher():
-        section = teacher_section(recipe.objective, recipe.model, mixed_precision)
+    with errors_of_teacher() if recipe.objective.teacher is not None else nullcontext():
         model: nn.Module = load_without_weights(section, NoTokens())
         return model.requires_grad_(False)
 
@@ -242,10 +261,11 @@ def shard_teacher(
     apply(model, units, by_unit, mesh, mixed_precision, lambda: True, load_weights=load_weights)
 
 
-def teacher_fact(section: ObjectiveSection, model: nn.Module) -> str:
-    """Describes the teacher for the run summary; a folder is named without its path."""
-    name = str(section.teacher)
-    shown = name if is_hub_name(name) else Path(name).name
+def teacher_fact(teacher: str | None, model: nn.Module) -> str:
+    """Describes a teacher, or a reference, for the run summary; a folder is named without its path."""
+    shown = "the model that training starts from"
+    if teacher is not None:
+        shown = teacher if is_hub_name(teacher) else Path(teacher).name
     parameters = list(model.parameters())
     dtype = str(parameters[0].dtype).removeprefix("torch.")
     return f"{shown}, {class_name(model)}, {sum(p.numel() for p in parameters):,} parameters, frozen, in {dtype}"

@@ -455,11 +455,10 @@ class Planner:
             reduce_bytes=layout.reduce,
             offload=offload,
         )
-        if self.workload.teacher is not None:
-            head = self._sharded_prober.teacher_head
-            assert head is not None
-            sent = with_teacher(sent, self.teacher_units, head, setup.mesh, setup.accumulation, layout.compute)
         probe, parts = self.probe(setup), self.workload.sequence
+        if self.workload.teacher is not None:
+            head = self._sharded_prober.teacher_head if probe.gathers_head else None
+            sent = with_teacher(sent, self.teacher_units, head, setup.mesh, setup.accumulation, layout.compute)
         # Tokens are sent to experts as if all experts got the same number.
         exchanged = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation
         sent = replace(sent, exchanged=exchanged, group=max(parts, self.workload.experts), sequence=parts)

@@ -180,6 +180,15 @@ COMBINATIONS = (
         "whose teacher runs by micro-batch",
         "remove sharding.accumulate",
     ),
+    Combination(
+        ("by block", "reference"), NOT_BUILT, "whose reference runs by micro-batch", "remove sharding.accumulate"
+    ),
+    Combination(
+        ("by block, if faster", "reference"),
+        NOT_BUILT,
+        "whose reference runs by micro-batch",
+        "remove sharding.accumulate",
+    ),
     # Objectives and their rows
     Combination(("packing", "padded rows"), DEFINITION),
     Combination(("streaming", "padded rows"), NOT_BUILT),
@@ -305,6 +314,7 @@ COMBINATIONS = (
     Combination(("compile", "images"), NOT_BUILT, "whose sizes differ from one micro-batch to the next"),
     # Plans
     Combination(("longest row", "seq2seq"), DEFINITION, "whose samples are two rows", "plan without it"),
+    Combination(("longest row", "reference"), NOT_BUILT, "", "plan with several values of data.max_length"),
     Combination(("longest row", "distillation"), NOT_BUILT, "", "plan with several values of data.max_length"),
     Combination(("longest row", "experts"), NOT_BUILT, "", "set sharding.experts=1"),
 )

@@ -156,6 +156,12 @@ FEATURES = {
     "seq2seq": _feature_of_objective(lambda spec: spec.encoder_decoder),
     "objectives but seq2seq": _feature_of_objective(lambda spec: not spec.encoder_decoder),
     "distillation": _feature_of_objective(lambda spec: spec.has_teacher),
+    "reference": Feature(
+        "objective.beta",
+        lambda settings: (
+            settings.objective.samples_itself and not settings.adapter and "objective.beta" in settings.given
+        ),
+    ),
     "padded rows": _feature_of_objective(lambda spec: spec.padded),
     "compared completions": _feature_of_objective(lambda spec: spec.compares_completions),
     "no text written": _feature_of_objective(lambda spec: not spec.writes_text),

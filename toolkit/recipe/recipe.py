@@ -275,6 +275,7 @@ def _fields_set(recipe: Recipe) -> frozenset[str]:
         "training.patience": training.patience is not None,
         "training.best_by answers": training.best_by == "answers",
         "checkpoint.keep_best": recipe.checkpoint.keep_best,
+        "objective.beta": recipe.objective.beta is not None,
         "objective.loss of your own": recipe.objective.own_loss is not None,
         "export.enabled: false": not recipe.export.enabled,
         "export.merge": recipe.export.merge,

@@ -122,9 +122,30 @@ def test_completions_share_rows_unless_the_recipe_pads_them(packed: bool, apart:
     assert Grpo.build(Ingredients(objective_of("grpo"), llama(), packed, {})).apart is apart
 
 
-def test_the_reference_is_the_model_under_a_new_adapter() -> None:
-    with pytest.raises(BadInputError, match="and every weight is trained"):
-        Grpo(llama(), "dapo", 0.1, MAX_NEW_TOKENS)
+@pytest.mark.parametrize("apart", [False, True], ids=["packed", "padded"])
+def test_the_divergence_from_a_frozen_reference_is_the_formulas(apart: bool) -> None:
+    of, plain, model, reference = Completions(masked=False), llama(), llama(), llama()
+    for parameter in reference.parameters():
+        parameter.data.mul_(1.1)
+    terms = []
+    for number in range(4):
+        found = of.log_probabilities(plain, number)
+        difference = of.log_probabilities(reference, number).detach() - found
+        ratios = torch.exp(found - found.detach())
+        terms.append(-ratios * of.advantages[number] + 0.1 * ratios * (difference.exp() - difference - 1))
+    expected = torch.cat(terms).mean()
+    expected.backward()
+    objective = Grpo(model, "dapo", 0.1, MAX_NEW_TOKENS, apart=apart, reference=reference)
+    batch = objective.on_host(of.batch([0, 1, 2, 3]))
+    total = objective.training_sums(model, batch)[0] / objective.count_targets(batch)
+    total.backward()
+    assert total.item() == pytest.approx(expected.item(), abs=1e-7)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-7, rtol=1e-5)
+    assert all(parameter.grad is None for parameter in reference.parameters())
+
+
+def test_an_adapter_that_is_trained_further_has_no_reference() -> None:
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
     Grpo(adapted, "dapo", 0.1, MAX_NEW_TOKENS)
     with pytest.raises(BadInputError, match="and an adapter is trained further"):

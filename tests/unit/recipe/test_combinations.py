@@ -84,6 +84,16 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "images": ({"has_images": True}, []),
     "seq2seq": (of("seq2seq"), ["objective.kind=seq2seq"]),
     "distillation": (of("distillation"), ["objective={kind: distillation, teacher: a/b}"]),
+    "reference": (
+        {**of("grpo"), **given("answers.file", "objective.beta")},
+        [
+            "objective={kind: grpo, max_new_tokens: 8, beta: 0.1, rewards: [{name: a, match: b}]}",
+            "answers.file=a.jsonl",
+            "training.eval_every_steps=5",
+            "data.validation_fraction=null",
+            "data.max_validation_samples=null",
+        ],
+    ),
     "padded rows": (of("token_classification"), ["objective.kind=token_classification"]),
     "compared completions": (of("kto"), ["objective.kind=kto"]),
     "no text written": (of("reward"), ["objective.kind=reward"]),
@@ -158,6 +168,7 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
 USUAL = {"data.validation", "training.eval_every_steps", "training.patience"}
 LACKS = {
     "own samples": {"data.validation", "training.patience"},
+    "reference": {"data.validation", "training.patience"},
     "no held-out rows": USUAL,
     "no evaluations": {"training.eval_every_steps", "training.patience"},
     "no use of the best": {"training.patience"},

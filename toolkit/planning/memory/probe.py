@@ -96,6 +96,11 @@ class Probe:
         return max(event.host for event in self.events)
 
     @property
+    def gathers_head(self) -> bool:
+        """Whether the head of a teacher is gathered once more for the loss."""
+        return any(event.kind == "unshard" for event in self.events)
+
+    @property
     def _loss(self) -> int:
         return next(i for i, event in enumerate(self.events) if event.kind == "loss")
 

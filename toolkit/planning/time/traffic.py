@@ -151,21 +151,23 @@ def traffic(
 
 
 def with_teacher(
-    sent: Traffic, units: Sequence[UnitShape], head: int, mesh: MeshShape, accumulation: int, compute_bytes: int | None
+    sent: Traffic,
+    units: Sequence[UnitShape],
+    head: int | None,
+    mesh: MeshShape,
+    accumulation: int,
+    compute_bytes: int | None,
 ) -> Traffic:
-    """Adds the gathers of a teacher: each unit for each forward, and the unit of its head once more.
+    """Adds the gathers of a teacher, or of a reference: each unit for each forward.
 
     Args:
-        units: units of the teacher.
-        head: number of the unit that has its head.
+        units: its units.
+        head: number of the unit that has its head, if that is gathered once more for the loss.
     """
     if mesh.shard == 1:
         return sent
-    sizes = [
-        size
-        for size in (_sent_unit(unit, mesh.shard, compute_bytes).gathered for unit in (*units, units[head]))
-        if size
-    ]
+    gathered = units if head is None else (*units, units[head])
+    sizes = [size for size in (_sent_unit(unit, mesh.shard, compute_bytes).gathered for unit in gathered) if size]
     whole = accumulation * sum(sizes)
     return replace(
         sent,

@@ -40,7 +40,7 @@ class ObjectiveSection(Section):
         None,
         description="Scale the rewards of dpo, ipo and kto (null: 0.1) or simpo (null: 2). With divergence jsd: the "
         "teacher's share of the mixture, below 1; null: 0.5. Of grpo: weight the KL divergence from the model without "
-        "its adapter; null: no reference.",
+        "its adapter, or, if every weight is trained, from a frozen copy of the model; null: no reference.",
     )
     label_smoothing: float | None = Field(
         None,

@@ -14,7 +14,7 @@ from toolkit.data import build
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
 from toolkit.model.load import fingerprint
-from toolkit.objectives.teacher import teacher_section
+from toolkit.objectives.teacher import frozen_section
 from toolkit.paths import fingerprint_of
 from toolkit.recipe.adapter_file import WEIGHTS, started_config
 from toolkit.recipe.recipe import Recipe
@@ -31,10 +31,9 @@ def require_same_inputs(origin: Origin, recipe: Recipe) -> None:
         BadInputError: if they are not; it names them.
     """
     models = [("model.name_or_path", recipe.model, origin.base)]
-    if recipe.objective.teacher is not None:
-        models.append(
-            ("objective.teacher", teacher_section(recipe.objective, recipe.model, origin.precision), origin.teacher)
-        )
+    if (frozen := frozen_section(recipe, origin.precision)) is not None:
+        field = "model.name_or_path" if recipe.objective.teacher is None else "objective.teacher"
+        models.append((field, frozen, origin.teacher))
     for field, model, recorded in models:
         if recorded is not None and fingerprint(model) != recorded:
             raise BadInputError(

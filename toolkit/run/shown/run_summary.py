@@ -49,7 +49,8 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
     if (told := code_fact(recipe, run.code)) is not None:
         facts["own code"] = told
     if run.on_meta.teacher is not None:
-        facts["teacher"] = teacher_fact(recipe.objective, run.on_meta.teacher.model)
+        name = recipe.objective.teacher
+        facts["reference" if name is None else "teacher"] = teacher_fact(name, run.on_meta.teacher.model)
     if fact := run.fit.describe():
         facts["weights"] = fact
     if recipe.notes:
