@@ -202,6 +202,7 @@ def scored_model(folder: Path, name: str, of: str, pad: str) -> Path:
     torch.nn.init.normal_(judge.score.weight, std=0.5)
     shutil.copytree(folder / of, folder / name)
     tokens = AutoTokenizer.from_pretrained(folder / of)
+    judge.config.get_text_config().sliding_window = 512  # otherwise the last token, whose score it is, sees no image
     judge.config.pad_token_id = judge.config.get_text_config().pad_token_id = tokens.convert_tokens_to_ids(pad)
     judge.save_pretrained(folder / name)
     return folder / name
@@ -228,6 +229,9 @@ def test_a_reward_model_scores_what_it_sees(folder: Path, tmp_path: Path) -> Non
         inputs = processor(text=[text], images=[images] if images else None, return_tensors="pt")
         with torch.no_grad():
             assert each["score"] == pytest.approx(model(**inputs).logits.item(), abs=1e-5), each["row"]
+            if images:
+                others = {"pixel_values": inputs["pixel_values"].flip(0, -1)}
+                assert abs(model(**{**inputs, **others}).logits.item() - each["score"]) > 1e-3, "it depends on them"
 
 
 def test_a_reward_model_that_does_not_see_is_shown_no_images(folder: Path, tmp_path: Path) -> None:
