@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.image_steps import Case, Difference, Mix, differences
@@ -64,6 +66,37 @@ def test_every_gradient_is_the_plain_loops(kind: str) -> None:
     work = cases_of(kind)
     if kind == "gemma4":  # of the larger ones, in which the tokens of an image see each other
         work.append((Case(kind, text={"use_bidirectional_attention": "vision"}), MIXES))
+    for (case, _), found in zip(work, run_on_ranks(differences, 2, work)[0], strict=True):
+        require_equal(case, found)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {},
+    "llava": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Type -> fields of its language model."""
+
+ONE_MICRO_BATCH: tuple[Mix, ...] = (
+    ((((1, 0), (2,)),), (((0,), (0, 0)),)),
+    ((((0,), (0, 0)),), (((0, 0), (0,)),)),
+    ((((0,), (0,)),), (((1, 2), (0, 3)),)),
+)
+"""So that the balance loss is over the whole step; it is by block, too."""
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_of_experts_takes_the_same_steps(kind: str) -> None:
+    """With its balance loss, over the tokens of images and without the small image of micro-batches of text."""
+    whole = Case(kind, text=MIXTURES[kind], coef=0.3)
+    spread = replace(whole, experts=2)
+    by_block = replace(spread, checkpointed=True, by_block=True)
+    work = [
+        (whole, ONE_MICRO_BATCH),
+        (spread, ONE_MICRO_BATCH),
+        (replace(spread, packed=False, strategy="zero2"), [((((1,), (0,)),), (((0,), (2,)),))]),
+        (by_block, MIXES),
+        (replace(by_block, parts=BUT_TOWERS), MIXES[:2]),
+    ]
     for (case, _), found in zip(work, run_on_ranks(differences, 2, work)[0], strict=True):
         require_equal(case, found)
 

@@ -97,6 +97,19 @@ ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """The recipe's sections, and peft's settings."""
 
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+"""Fields of LLaVA's language model."""
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "experts": {"sharding": {"strategy": "zero3", "experts": 2}, "model": {"train": ALL}},
+    "experts, by block": {"sharding": {**BY_BLOCK, "experts": 2}, "training": TWO_MICRO_BATCHES},
+}
+SPREAD_ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "adapters, experts": (
+        {"adapter": QUERIES, "sharding": {"strategy": "zero3", "experts": 2}},
+        {"target_modules": r".*language_model.*(q_proj|v_proj)"},
+    ),
+}
 FOR_ADAPTERS = {"learning_rate": 1e-2, "eps": 1e-3}
 
 
@@ -165,7 +178,7 @@ def by_peft(folder: Path, case: str) -> tuple[list[float], dict[str, torch.Tenso
     read_by_hand()
     how = {"quantization_config": NF4} if case == "nf4" else {}
     base = AutoModelForImageTextToText.from_pretrained(folder / "llava", dtype=torch.float32, **how)
-    model = adapted(base, {"r": 2, "lora_alpha": 4, **ADAPTED[case][1]}).train()
+    model = adapted(base, {"r": 2, "lora_alpha": 4, **(ADAPTED | SPREAD_ADAPTED)[case][1]}).train()
     rows = rows_by_hand(folder, "llava")
     steps = [rows[step * ROWS :][:ROWS] for step in range(STEPS)]
     found = plain_loop(model, steps, lambda batch: loss_of(model, batch), rates=1e-2, eps=1e-3, max_norm=None)
@@ -198,7 +211,7 @@ def runs(folder: Path, kind: str, cases: dict[str, dict[str, Any]]) -> dict[str,
 
 def require_plain(folder: Path, kind: str, case: str, losses: list[float]) -> None:
     """Losses, and the weights of the export; towers that are not trained are the base's bit for bit."""
-    sections, export = CASES[case], folder / f"{kind}-{case}" / "export"
+    sections, export = (CASES | SPREAD)[case], folder / f"{kind}-{case}" / "export"
     parts = tuple(sections.get("model", {}).get("train", ("language", "projector")))
     fields = sections.get("optimizer", {})
     rates = tuple((field.removesuffix("_learning_rate"), rate) for field, rate in fields.items())
@@ -238,6 +251,19 @@ def test_a_run_is_the_plain_loop_in_full_and_with_adapters(tmp_path: Path) -> No
     for case in CASES:
         require_plain(tmp_path, "llava", case, found[case])
     for case in ADAPTED:
+        require_pefts(tmp_path, case, found[case])
+
+
+def test_a_run_with_spread_experts_is_the_plain_loop(tmp_path: Path) -> None:
+    """The plain loop has no balance loss: tests/multiprocess/test_image_grid.py compares it."""
+    save_seeing("llava", tmp_path / "llava", TEXTS, MIXTURE)
+    save_rows(tmp_path, TEXTS, COUNTS)
+    cases = SPREAD | {case: sections for case, (sections, _) in SPREAD_ADAPTED.items()}
+    cases = {case: {**sections, "objective": {"router_aux_coef": 0.0}} for case, sections in cases.items()}
+    found = run_on_ranks(runs, 2, tmp_path, "llava", cases)[0]
+    for case in SPREAD:
+        require_plain(tmp_path, "llava", case, found[case])
+    for case in SPREAD_ADAPTED:
         require_pefts(tmp_path, case, found[case])
 
 

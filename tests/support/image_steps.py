@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,6 +27,8 @@ from toolkit.model.structure.model_parts import (
     may_leave_unused,
 )
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.objectives.losses.balance import build_balance
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding import Checkpointing, OffloadSettings, plan_units, sharding_kwargs
 from toolkit.sharding.apply import prepare_blocks
@@ -50,7 +54,13 @@ Mix = Sequence[Sequence[Sequence[Sequence[int]]]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how; `text` are changed fields of the language model's configuration."""
+    """What is trained, and how.
+
+    Attributes:
+        text: changed fields of the language model's configuration.
+        experts: ranks of a group that spreads its experts.
+        coef: of the balance loss of its routers; `top_k` experts of a token.
+    """
 
     kind: str
     packed: bool = True
@@ -60,6 +70,9 @@ class Case:
     by_block: bool = False
     offload: bool = False
     text: dict[str, Any] = field(default_factory=dict)
+    experts: int = 1
+    coef: float = 0.0
+    top_k: int = 2
 
     def __str__(self) -> str:
         plain = Case(self.kind)
@@ -96,14 +109,32 @@ class PlainLoop:
             part = LANGUAGE if any(word in name for word in LANGUAGE_NAMES) else VISION
             part = PROJECTOR if any(word in name for word in PROJECTOR_NAMES) else part
             parameter.requires_grad_(part in case.parts)
+        self.routed: dict[str, list[torch.Tensor]] = {}
+        for name, module in self.model.named_modules():
+            if case.coef and name.endswith("mlp.gate"):
+                module.register_forward_hook(partial(self._look, name))
+
+    def _look(self, name: str, router: Any, inputs: Any, _: Any) -> None:
+        """The router's logits of a row, (tokens, experts)."""
+        logits = F.linear(inputs[0].flatten(0, -2), router.weight)
+        self.routed.setdefault(name, []).append(logits)
+
+    def _balance(self) -> torch.Tensor:
+        """The balance loss over all tokens of the step, as the Switch Transformer has it, averaged over layers."""
+        found = []
+        for logits in (torch.cat(of_rows) for of_rows in self.routed.values()):
+            chosen = F.one_hot(logits.detach().topk(self.case.top_k).indices, logits.shape[1]).sum(dim=1).float()
+            found.append(logits.shape[1] * (chosen.mean(dim=0) * logits.softmax(dim=1).mean(dim=0)).sum())
+        return torch.stack(found).mean() if found else torch.zeros(())
 
     def step(self, mix: Mix) -> Step:
         kind = self.case.kind
         rows = [row for rank in rows_of(self.case, mix) for micro in rank for sample in micro for row in sample]
         self.model.zero_grad()
         (0.0 * summed_loss(self.model, kind, random_rows(kind, [1], seed=99)[0])).backward()
+        self.routed.clear()
         loss = torch.stack([summed_loss(self.model, kind, row) for row in rows]).sum() / num_targets(rows)
-        loss.backward()
+        (loss + self.case.coef * self._balance()).backward()
         gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
         return loss.item(), gradients
 
@@ -119,6 +150,7 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
     checkpointing, sharded = Checkpointing(1) if case.checkpointed else None, case.strategy != "ddp"
     offload: Any = OffloadSettings("cpu_torch") if case.offload else "none"
     settings: dict[str, Any] = {"checkpointing": checkpointing, "offload": offload} if sharded else {}
+    settings |= {"experts": case.experts} if case.experts > 1 else {}
     plugins = sharding_kwargs(case.strategy, **settings)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(mixes[0][0]), **plugins)
     if not sharded:
@@ -127,6 +159,7 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
             find_unused_parameters=may_leave_unused(model, case.parts)
         )
     objective = CausalLM(model, packed=case.packed)
+    balance = build_balance(ObjectiveSection(router_aux_coef=case.coef), model) if case.coef else None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # With offload, which takes gradients away as they come, the first step takes g / (|g| + 1) from a weight.
     made = torch.optim.AdamW(trained, lr=float(case.offload), eps=1.0, weight_decay=0.0)
@@ -147,6 +180,7 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
         TrainingSection(output_dir="unused", max_steps=1, max_grad_norm=None),
         NOTHING,
         by_block=ByBlock(inner, plugins["fsdp_plugin"].unit_plan) if case.by_block else None,
+        balance=balance,
     )
     found: list[Step] = []
     for mix in mixes:

@@ -121,6 +121,7 @@ BY_HAND = {
     "mistral3": Family(_lines, _sized),
     "idefics3": _BY_ROW,
     "qwen2_5_vl": _GRID,
+    "qwen3_vl_moe": _GRID,
     "qwen3_5": _GRID,
     "glm4v": _GRID,
     "smolvlm": _BY_ROW,

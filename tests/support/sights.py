@@ -60,13 +60,18 @@ def tokenizer_of(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
     return made
 
 
-def save_seeing(kind: str, folder: Path, texts: list[str]) -> Path:
-    """The model, its tokenizer and its processor, as transformers saves them."""
+def save_seeing(kind: str, folder: Path, texts: list[str], text: dict[str, Any] | None = None) -> Path:
+    """The model, its tokenizer and its processor, as transformers saves them.
+
+    Args:
+        text: changed fields of its language model's configuration.
+    """
     torch.manual_seed(0)
     eyes, tokenizer = EYES[kind], tokenizer_of(kind, texts)
     placeholder = tokenizer.convert_tokens_to_ids(eyes["token"])
     fields = {name: placeholder for name in ("image_token_id", "image_token_index") if name in FAMILIES[kind]}
-    config = AutoConfig.for_model(kind, **{**FAMILIES[kind], **fields})
+    changed = {"text_config": {**FAMILIES[kind]["text_config"], **(text or {})}}
+    config = AutoConfig.for_model(kind, **{**FAMILIES[kind], **fields, **changed})
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim == 1:  # a weight that nobody reads right would not show among ones and zeros

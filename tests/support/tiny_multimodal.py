@@ -48,6 +48,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         **MARKS,
     },
+    "qwen3_vl_moe": {
+        "text_config": {**TEXT, **AXES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        "vision_config": {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **MARKS,
+    },
     "mistral3": _beside("mistral", "pixtral"),
     "gemma3": {
         "text_config": {**TEXT, "sliding_window": 16},
