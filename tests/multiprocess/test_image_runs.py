@@ -58,6 +58,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {"sharding": {"strategy": "ddp"}, "model": {"train": ALL}},
     # LLaVA goes on from a state inside of its tower.
     "by block": {"model": {"train": ALL}, "sharding": BY_BLOCK, "training": TWO_MICRO_BATCHES},
+    "chunks": {
+        "model": {"train": ALL},
+        "sharding": {"strategy": "zero3", "activation_checkpointing": 1, "chunk_tokens": 8},
+    },
     "all": {
         "model": {"train": ALL},
         "optimizer": {"projector_learning_rate": RATE / 2, "vision_learning_rate": RATE / 8},

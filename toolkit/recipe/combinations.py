@@ -304,7 +304,6 @@ COMBINATIONS = (
     Combination(("targets", "own samples"), DEFINITION, "whose completions are learned", "remove it", is_idle=True),
     # Images
     Combination(("sequence", "images"), NOT_BUILT, "which stand in one part of a row", "set sharding.sequence=1"),
-    Combination(("chunks", "images"), NOT_BUILT, "whose blocks take positions and masks of images"),
     Combination(("compile", "images"), NOT_BUILT, "whose sizes differ from one micro-batch to the next"),
     # Plans
     Combination(("longest row", "seq2seq"), DEFINITION, "whose samples are two rows", "plan without it"),
