@@ -19,7 +19,8 @@ SCORED = {
     "grpo": {"preferences": 0.9, "requests": 0.9},
     "lora": {"skills": 0.95, "requests": 0.9},
     "qlora": {"skills": 0.95, "requests": 0.9},
-    "vision": {"shapes": 0.9},
+    "vision": {"shapes": 0.9, "outlines": 0.0},
+    "vision_dpo": {"outlines": 0.75, "shapes": 0.8},
 }
 """Recipe -> held-out file -> the least share of right answers."""
 
@@ -45,6 +46,7 @@ def test_the_recipes_end_in_right_answers(tmp_path: Path) -> None:
     print(found)
     assert accuracy("outputs/quickstart/export", "skills", tmp_path) == 0
     assert found["quickstart"]["preferences"] < 0.6, "it guesses, so that there is something to prefer"
+    assert found["vision"]["outlines"] < 0.6, "as it has seen filled shapes alone"
     low = {
         (recipe, rows): found[recipe][rows]
         for recipe, files in SCORED.items()

@@ -44,6 +44,7 @@ OVERRIDES_OF = {
     # Without samples of text: quickstart shows that they leave training alone.
     "dpo": ("objective.beta=0.01", "logging.held_out_samples=0"),
     "kto": ("objective.beta=0.01", "logging.held_out_samples=0"),
+    "vision_dpo": ("objective.beta=0.01", "logging.held_out_samples=0"),
     # A model of six steps writes no right answer, and from equal rewards nothing is learned.
     "grpo": (
         "objective.rewards=[{name: e, match: e}]",
@@ -54,9 +55,11 @@ OVERRIDES_OF = {
     ),
 }
 
-BEGINS = "quickstart"
-AFTER = ("distill", "dpo", "grpo", "kto", "lora", "qlora", "reward")
-"""Recipes that begin with what `BEGINS` exports, which runs before them."""
+AFTER = {
+    **dict.fromkeys(("distill", "dpo", "grpo", "kto", "lora", "qlora", "reward"), "quickstart"),
+    "vision_dpo": "vision",
+}
+"""Recipe -> the one whose export it begins with, which runs before it."""
 
 NUM_ROWS = 200
 """Rows kept of each data file: the runs read no more, and the others would only be tokenised."""
@@ -68,7 +71,7 @@ Trace = list[dict[str, Any]]
 def record(rank_counts: Sequence[int] = RANKS, names: Sequence[str] | None = None) -> dict[str, Trace]:
     """Name of each shipped recipe -> its trace on one rank and then on two, or of and on those that are named.
 
-    A recipe of `AFTER` needs `BEGINS` among the names.
+    A recipe of `AFTER` needs the one that it begins with among the names.
     """
     from support.ranks import run_on_ranks
 
@@ -127,7 +130,7 @@ def _losses(recipes: list[Path]) -> dict[str, Trace]:
         folders = (f"training.output_dir={output}", f"data.cache_dir={path.with_name('cache')}")
         chosen = [*OVERRIDES, *OVERRIDES_OF.get(path.stem, ()), *folders]
         if path.stem in AFTER:
-            export = path.with_name(f"{BEGINS}-{os.environ['WORLD_SIZE']}") / "export"
+            export = path.with_name(f"{AFTER[path.stem]}-{os.environ['WORLD_SIZE']}") / "export"
             fields = ("objective.teacher", "model.tokenizer") if path.stem == "distill" else ("model.name_or_path",)
             chosen += [f"{field}={export}" for field in fields]
         records = finetune(Recipe.load(path, chosen)).metrics
