@@ -20,6 +20,7 @@ from toolkit.planning.memory.replay import OPTIMIZER_STEP, Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.setup import Setup, settings_of
 from toolkit.planning.time.hardware import Hardware
+from toolkit.planning.time.sampling import Sampling, with_sampling
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic, with_teacher
 from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape, teacher_shapes, unit_shapes
@@ -257,9 +258,29 @@ class Planner:
         found = next((moment for moment in self.moments(setup) if moment.moment == ROLLOUT), None)
         if found is None or not whole or not setup.strategy.sharded:
             return found
+        return replace(found, gathered=max(found.gathered, self._whole_bytes))
+
+    @property
+    def _whole_bytes(self) -> int:
+        """Bytes of all units when they are gathered."""
         compute = COMPUTE_BYTES[self.workload.mixed_precision]
-        gathered = sum(int(p.numel * (compute or p.held)) for unit in self.units for p in unit.parameters)
-        return replace(found, gathered=max(found.gathered, gathered))
+        return sum(int(p.numel * (compute or p.held)) for unit in self.units for p in unit.parameters)
+
+    def _sampling(self, setup: Setup) -> Sampling:
+        rows, prompt, completion = self._rollout_shape
+        written = self._writing(not setup.strategy.sharded, rows, prompt, completion)
+        # As a run decides it, from the room that it finds.
+        whole = self.rollout(setup, whole=True)
+        assert whole is not None, "the model samples"
+        return Sampling(
+            written.first,
+            prompt / (prompt + completion),
+            written.last,
+            completion,
+            -(-setup.micro_batch_size * setup.accumulation // rows),
+            self._whole_bytes if setup.strategy.sharded else 0,
+            verdict_of(whole.total, 0, self.hardware, setup)[0] == "fits",
+        )
 
     @property
     def _pauses_to_save(self) -> bool:
@@ -460,6 +481,7 @@ class Planner:
             head = self._sharded_prober.teacher_head if probe.gathers_head else None
             sent = with_teacher(sent, self.teacher_units, head, setup.mesh, setup.accumulation, layout.compute)
         # Tokens are sent to experts as if all experts got the same number.
+        dtype = DTYPES[self.workload.mixed_precision]
         exchanged = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation
         sent = replace(sent, exchanged=exchanged, group=max(parts, self.workload.experts), sequence=parts)
         time = step_time(
@@ -470,9 +492,11 @@ class Planner:
             setup.mesh,
             self.hardware,
             accumulation=setup.gathering_batches,
-            dtype=DTYPES[self.workload.mixed_precision],
+            dtype=dtype,
             offload=offload,
         )
+        if self.recipe.objective.spec.samples_itself:
+            time = with_sampling(time, self._sampling(setup), setup.mesh, self.hardware, dtype)
         host = self.host_bytes(setup)
         verdict, need, problem = verdict_of(peak.total, host, self.hardware, setup)
         tokens = setup.micro_batch_size * setup.accumulation * (setup.ranks // parts) * self.workload.tokens

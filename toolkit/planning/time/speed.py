@@ -26,7 +26,7 @@ HOST_BYTES: dict[HostExecutor, tuple[int, int]] = {
 """DRAM traffic per parameter of a step on the host, copies to and from the device included: with gradients
 in 16 bits (one rank, no accumulation) and in float32. torch's executor casts the former first."""
 
-Bound = Literal["compute", "network", "PCIe", "host"]
+Bound = Literal["compute", "network", "PCIe", "host", "sampling"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class StepParts:
         exchange: exchange of tokens for heads, if ranks share rows; attention waits for it.
         optimizer: the step on the device.
         host: the step on the host and its copies, as far as nothing hides them.
+        sampling: completions that the model learns from, before their forward.
     """
 
     compute_forward: float
@@ -59,6 +60,7 @@ class StepParts:
     exchange: float
     optimizer: float
     host: float
+    sampling: float = 0.0
 
     @property
     def total(self) -> float:

@@ -112,6 +112,7 @@ def test_one_rank_computes_and_steps() -> None:
         "exchange": 0.0,
         "optimizer": ADAM_BYTES * P / 28,
         "host": 0.0,
+        "sampling": 0.0,
     }
     assert found.low == found.mid == found.high == found.parts.total == 900 + P
 
