@@ -46,7 +46,7 @@ def train_a_little(folder: Path) -> None:
     )
     finetune(recipe)
     shutil.copytree(folder / "outputs/notes/export", folder / "model")
-    for name in ("second", "quickstart"):
+    for name in ("second", "quickstart", "grpo"):
         shutil.copytree(folder / "outputs/notes", folder / "outputs" / name)
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), config)

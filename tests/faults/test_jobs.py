@@ -172,13 +172,13 @@ def test_preempted_requeued_and_out_of_time(slurm: Slurm, place: Path, untouched
     seconds["requeued"] = time.monotonic() - begun
     lost["requeued"] = records(run)[-1]["step"] - saved_step(run)
 
-    # Its limit, of a minute from here on, is over: the file itself asks for the next start.
-    (place / "pace").write_text("4")
-    slurm.run("scontrol", "update", f"JobId={number}", "TimeLimit=1")
+    # Its limit, of two minutes from its start on, is over: the file itself asks for the next start.
+    (place / "pace").write_text("6")
+    slurm.run("scontrol", "update", f"JobId={number}", "TimeLimit=2")
     job = slurm.wait_for(number, "RUNNING")
     assert job["Restarts"] == "2"
-    until(lambda: "the allocation ends in" in printed(place, number), 90, lambda: printed(place, number))
-    slurm.wait_for(number, "PENDING")
+    until(lambda: "the allocation ends in" in printed(place, number), 200, lambda: printed(place, number))
+    slurm.wait_for(number, "PENDING", seconds=200)
     lost["out of time"] = records(run)[-1]["step"] - saved_step(run)
     assert "TIMEOUT" not in slurm.job(number)["JobState"]
 

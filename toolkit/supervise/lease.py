@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, ToolkitError
+from toolkit.errors import BadInputError, RankError, ToolkitError
 from toolkit.supervise.output_place import make_place, unwritable
 from toolkit.terminal import Terminal, format_time
 
@@ -121,6 +121,10 @@ def owned(folder: Path) -> Iterator[None]:
         holder = ranks.alone_on_first_rank(lambda: _LeaseKeeper(folder / LEASE, acquire(folder / LEASE)))
         try:
             yield
+        except ToolkitError as error:
+            if holder is None and not isinstance(error, RankError):  # all ranks have it
+                _await_release(folder / LEASE)
+            raise
         finally:
             if holder is not None:
                 holder.release()
@@ -129,6 +133,13 @@ def owned(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):  # it is not empty
                 for each in made:
                     each.rmdir()
+
+
+def _await_release(path: Path) -> None:
+    """Waits, some seconds at most, until rank 0 has cleaned up: a launcher ends it when this rank has ended."""
+    until = time.monotonic() + BEAT_SECONDS
+    while path.exists() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def acquire(path: Path) -> Lease:

@@ -223,9 +223,9 @@ def test_several_ranks_are_forked_from_what_has_imported_all(
     left = [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("torchelastic_")]
     assert left == [], "torch's launcher leaves an empty folder for each start"
     told = sorted(json.loads(line) for line in ended.stdout.splitlines())
-    default = str(signal.SIG_DFL)
-    assert told[0] == [0, gpus == 0, ["one"], 1, default, True]
-    assert exit_code is None or told[1] == [1, gpus == 0, ["one"], 1, default, True]
+    expected = [[rank, gpus == 0, ["one"], 1, str(signal.SIG_DFL), True] for rank in (0, 1)]
+    # The launcher ends rank 0, which may have said nothing yet, when rank 1 fails.
+    assert told in ([expected] if exit_code == 0 else [expected, expected[:1], expected[1:], []])
 
 
 def test_a_request_for_a_checkpoint_is_handed_on(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, RankError, ToolkitError
 from toolkit.run.folder.folder import clear_killed
 from toolkit.supervise import lease, output_place
 from toolkit.supervise.lease import LEASE, Lease, acquire, owned, read_lease
@@ -48,6 +48,24 @@ def test_a_second_start_is_refused_and_told_who_holds_it(path: Path) -> None:
             assert told in str(error.value)
         assert read_lease(path)[0] == mine
     assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(("error", "waits"), [(BadInputError, True), (RankError, False)])
+def test_another_rank_ends_after_rank_0_has_cleaned_up(
+    error: type[ToolkitError], waits: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a launcher ends all ranks when the first one has ended; but not if it has failed alone."""
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 60.0)
+    monkeypatch.setattr(lease.ranks, "rank", lambda: 1)
+    monkeypatch.setattr(lease.ranks, "on_first_rank", lambda action: [])
+    monkeypatch.setattr(lease.ranks, "alone_on_first_rank", lambda action: None)
+    path.touch()
+    of_rank_0 = threading.Timer(0.5, path.unlink)
+    of_rank_0.start()
+    with pytest.raises(error), owned(path.parent):
+        raise error("the data is wrong")
+    assert path.exists() is not waits
+    of_rank_0.join()
 
 
 def test_a_folder_that_was_made_for_nothing_is_taken_back(path: Path) -> None:
