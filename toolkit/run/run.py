@@ -49,7 +49,7 @@ from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.supervise.lease import owned
 from toolkit.supervise.output_place import require_place
 from toolkit.supervise.rank_status import REPORT
-from toolkit.supervise.starts import forget_starts, require_progress
+from toolkit.supervise.starts import counted_start, forget_starts
 from toolkit.supervise.store_lease import owned_store
 from toolkit.supervise.watched import watched
 from toolkit.training.durable_writes import patiently
@@ -105,8 +105,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             finish_interrupted(output_dir, store, recipe.checkpoint, console.warn)
         found = find_checkpoint(recipe, output_dir, store)
         starts, step = store or output_dir, found.start[1].step if found.start is not None else 0
-        ranks.on_first_rank(lambda: require_progress(starts, step))
-        with claimed(output_dir, recipe, found, store) as told:
+        with counted_start(starts, step), claimed(output_dir, recipe, found, store) as told:
             for line in told:
                 console.warn(line)
             heartbeat = running.enter_context(watched(output_dir, recipe.training.stall_minutes))

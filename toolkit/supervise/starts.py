@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from toolkit import ranks
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, StoreError
 from toolkit.paths import parse_json
@@ -39,6 +42,22 @@ def require_progress(place: Path | StorePath, step: int) -> None:
     text = json.dumps({"job": job, "step": step, "attempts": sorted({*attempts, attempt})})
     with contextlib.suppress(OSError, StoreError):  # a run does not end for this
         path.write_bytes(text.encode())
+
+
+@contextmanager
+def counted_start(place: Path | StorePath, step: int) -> Iterator[None]:
+    """Notes this start, as `require_progress` does; not one that the block refuses, which no batch system repeats.
+
+    Raises:
+        BadInputError: on every rank; see `require_progress`.
+    """
+    ranks.on_first_rank(lambda: require_progress(place, step))
+    try:
+        yield
+    except BadInputError:
+        if ranks.rank() == 0:
+            forget_starts(place)
+        raise
 
 
 def forget_starts(place: Path | StorePath) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.checkpoint.store import store_of
-from toolkit.errors import BadInputError
-from toolkit.supervise.starts import FILE, MOST, forget_starts, require_progress
+from toolkit.errors import BadInputError, ToolkitError, TrainingError
+from toolkit.supervise.starts import FILE, MOST, counted_start, forget_starts, require_progress
 
 
 @pytest.mark.parametrize("in_store", [False, True])
@@ -39,3 +39,13 @@ def test_starts_of_a_job(in_store: bool, tmp_path: Path, monkeypatch: pytest.Mon
     require_progress(place, 4)
     forget_starts(place)
     assert not (place / FILE).exists()
+
+
+@pytest.mark.parametrize(("error", "counts"), [(BadInputError, False), (TrainingError, True)])
+def test_a_start_that_is_refused_leaves_nothing(
+    error: type[ToolkitError], counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(error), counted_start(tmp_path, 0):
+        raise error("no such file")
+    assert (tmp_path / FILE).exists() is counts

@@ -160,7 +160,7 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_processes,
-            run_id="notebook",  # torch warns of one that it draws itself
+            run_id="none",  # as torchrun has it for a run by hand; torch warns of one that it draws itself
             logs_specs=DefaultLogsSpecs(folder),  # by default a new one, which stays
             rdzv_backend="static",
             rdzv_endpoint=f"127.0.0.1:{ranks.free_port()}",
