@@ -55,6 +55,7 @@ PARTS = {"language": 38048, "projector": 1600, "vision": 13488}
 @pytest.mark.parametrize(
     ("rows", "sections", "trained"),
     [
+        ("rows.jsonl", {"sharding": {"chunk_tokens": 16, "activation_checkpointing": 1}}, ("language", "projector")),
         ("rows.jsonl", {}, ("language", "projector")),
         ("rows.jsonl", {"model": {"train": ["projector"]}}, ("projector",)),
         ("rows.jsonl", {"model": {"train": ["language", "projector", "vision"]}}, tuple(PARTS)),
@@ -94,4 +95,4 @@ def test_rows_that_reach_no_tower_are_told(folder: Path) -> None:
 
 def test_what_images_exclude_is_refused_and_not_offered(folder: Path) -> None:
     with pytest.raises(BadInputError, match="rows with images"):
-        planned(recipe(folder, sharding={"chunk_tokens": 16, "activation_checkpointing": 1}))
+        planned(recipe(folder, training={"compile": True}))
