@@ -101,8 +101,16 @@ ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """The recipe's sections, and peft's settings."""
 
-MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-"""Fields of LLaVA's language model."""
+MIXTURES: dict[str, dict[str, Any]] = {
+    "llava": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.0,
+    },
+    "qwen3_vl_moe": {},
+}
+"""Type -> changed fields of its language model, which has no balance loss: test_image_grid.py compares that."""
 
 SPREAD: dict[str, dict[str, Any]] = {
     "experts": {"sharding": {"strategy": "zero3", "experts": 2}, "model": {"train": ALL}},
@@ -177,13 +185,13 @@ def plain(
     return found, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def by_peft(folder: Path, case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_peft(folder: Path, kind: str, case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses, and the adapter after the last step."""
     read_by_hand()
     how = {"quantization_config": NF4} if case == "nf4" else {}
-    base = AutoModelForImageTextToText.from_pretrained(folder / "llava", dtype=torch.float32, **how)
+    base = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float32, **how)
     model = adapted(base, {"r": 2, "lora_alpha": 4, **(ADAPTED | SPREAD_ADAPTED)[case][1]}).train()
-    rows = rows_by_hand(folder, "llava")
+    rows = rows_by_hand(folder, kind)
     steps = [rows[step * ROWS :][:ROWS] for step in range(STEPS)]
     found = plain_loop(model, steps, lambda batch: loss_of(model, batch), rates=1e-2, eps=1e-3, max_norm=None)
     return found.losses, peft.get_peft_model_state_dict(model)
@@ -234,10 +242,10 @@ def require_plain(folder: Path, kind: str, case: str, losses: list[float]) -> No
         assert all(torch.equal(exported[name], base[name]) for name in towers)
 
 
-def require_pefts(folder: Path, case: str, losses: list[float]) -> None:
-    expected, adapter = by_peft(folder, case)
+def require_pefts(folder: Path, kind: str, case: str, losses: list[float]) -> None:
+    expected, adapter = by_peft(folder, kind, case)
     assert losses == pytest.approx(expected, rel=1e-6), case
-    saved = load_file(folder / f"llava-{case}" / "export/adapter_model.safetensors")
+    saved = load_file(folder / f"{kind}-{case}" / "export/adapter_model.safetensors")
     assert saved.keys() == adapter.keys(), case
     for key, tensor in adapter.items():
         assert float((saved[key] - tensor).abs().max()) < 1e-5, (case, key)
@@ -255,20 +263,19 @@ def test_a_run_is_the_plain_loop_in_full_and_with_adapters(tmp_path: Path) -> No
     for case in CASES:
         require_plain(tmp_path, "llava", case, found[case])
     for case in ADAPTED:
-        require_pefts(tmp_path, case, found[case])
+        require_pefts(tmp_path, "llava", case, found[case])
 
 
-def test_a_run_with_spread_experts_is_the_plain_loop(tmp_path: Path) -> None:
-    """The plain loop has no balance loss: tests/multiprocess/test_image_grid.py compares it."""
-    save_seeing("llava", tmp_path / "llava", TEXTS, MIXTURE)
+@pytest.mark.parametrize("kind", ["llava", *(each for each in OTHERS if each.values == ("qwen3_vl_moe",))])
+def test_a_run_with_spread_experts_is_the_plain_loop(kind: str, tmp_path: Path) -> None:
+    save_seeing(kind, tmp_path / kind, TEXTS, MIXTURES[kind])
     save_rows(tmp_path, TEXTS, COUNTS)
     cases = SPREAD | {case: sections for case, (sections, _) in SPREAD_ADAPTED.items()}
-    cases = {case: {**sections, "objective": {"router_aux_coef": 0.0}} for case, sections in cases.items()}
-    found = run_on_ranks(runs, 2, tmp_path, "llava", cases)[0]
+    found = run_on_ranks(runs, 2, tmp_path, kind, cases)[0]
     for case in SPREAD:
-        require_plain(tmp_path, "llava", case, found[case])
+        require_plain(tmp_path, kind, case, found[case])
     for case in SPREAD_ADAPTED:
-        require_pefts(tmp_path, case, found[case])
+        require_pefts(tmp_path, kind, case, found[case])
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -49,7 +49,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **MARKS,
     },
     "qwen3_vl_moe": {
-        "text_config": {**TEXT, **AXES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        "text_config": {
+            **TEXT,
+            **AXES,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "router_aux_loss_coef": 0.0,
+        },
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         **MARKS,
     },
