@@ -143,7 +143,7 @@ class Builder:
         train = self._tokenised([] if self.data.streaming else self.data.train, "data.train", names)
         validation = self._tokenised(self.data.validation or [], "data.validation", names)
         if not self.data.streaming:  # a stream's rows are not looked at here
-            require_effect(self.data, any("roots" in named for named in (*train, *validation)))
+            require_effect(self.data, lambda: any("roots" in named for named in (*train, *validation)))
         limits = {"max_length", "max_target_length", "long_rows", "max_dropped_fraction"}
         fields = self.data.model_dump(include={*limits, "validation_fraction", "packing", "targets", "streaming"})
         keys = [[named["folder"].removeprefix(DOCUMENTS) for named in part] for part in (train, validation)]
@@ -386,7 +386,7 @@ class Builder:
         ]
         seen = [self._images_of(source) for source in opened]
         held_out_sources = (self._open(section, "data.validation") for section in self.data.validation or [])
-        require_effect(self.data, any(seen) or any(map(self._images_of, held_out_sources)))
+        require_effect(self.data, lambda: any(seen) or any(map(self._images_of, held_out_sources)))
         # A copy of each image in the cache could fill the disk: a window has its images in memory.
         images = replace(self.images, held={}) if self.images is not None and any(seen) else None
         sources = [

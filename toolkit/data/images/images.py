@@ -384,18 +384,18 @@ def require_root(data: DataSection) -> None:
     )
 
 
-def require_effect(data: DataSection, with_images: bool) -> None:
+def require_effect(data: DataSection, with_images: Callable[[], bool]) -> None:
     """Checks that settings of images have an effect: some row has an image that the model gets.
 
     Args:
-        with_images: whether images of some source are read.
+        with_images: returns whether images of some source are read; only called if the recipe has such a setting.
 
     Raises:
         DataError: if the recipe has such a setting and no row has such an image.
     """
     limits = PixelLimits.of(data)
     fields = [field for field in (limits.fields, data.image_root and "data.image_root") if field]
-    if fields and not with_images:
+    if fields and not with_images():
         raise DataError(
             f"{' and '.join(fields)} has no effect: the model reads no image of the rows (of conversations, for a "
             "model with an image processor); remove it"
