@@ -44,6 +44,7 @@ class Case:
     device_state_gib: float = 0.0
     whole_logits: bool = True
     experts: int = 1
+    tensor: int = 1
 
     def workload(self, meta: bool) -> Workload:
         work = workload(
@@ -55,7 +56,7 @@ class Case:
             vocabulary=self.vocabulary,
             whole_logits=self.whole_logits,
         )
-        return replace(work, experts=self.experts)
+        return replace(work, experts=self.experts, tensor=self.tensor)
 
     @property
     def checkpointed(self) -> Checkpointing | None:
@@ -66,6 +67,7 @@ TWICE = [("no", 1, 16), ("no", 2, 64), ("bf16", 1, 64), ("bf16", 2, 16)]
 """With few tokens the peak is a reduction's, with many the loss's."""
 
 TRACED = [Case(strategy, *shape) for strategy in ("zero1", "zero2", "zero3") for shape in TWICE]
+TRACED += [Case("zero3", *shape, tensor=2) for shape in TWICE]
 TRACED += [Case("zero3", "bf16", 2, kind="qwen2", vocabulary=2048), Case("zero3", "bf16", checkpointing=True)]
 WHOLE = [Case("ddp", *shape) for shape in TWICE]
 OFFLOADED = [Case("zero3", *shape, offload=True) for shape in TWICE]
@@ -77,6 +79,7 @@ OFFLOADED += [
 if not autograd_sums_gradients():  # torch 2.15, where offload refuses what stays in float32
     OFFLOADED += [Case("zero3", "bf16", 1, 16, "ernie4_5_moe", offload=True)]
 HEAD_LOSS = [Case(strategy, "bf16", vocabulary=2048, whole_logits=False) for strategy in ("zero3", "ddp")]
+HEAD_LOSS += [Case("zero3", "bf16", 2, vocabulary=2048, whole_logits=False, tensor=2)]
 CASES = [*TRACED, *WHOLE, *OFFLOADED, *HEAD_LOSS]
 
 
@@ -93,7 +96,13 @@ def prepared(case: Case, work: Workload) -> tuple[Any, Any, Any]:
     accelerator = Accelerator(
         mixed_precision=case.precision,
         gradient_accumulation_plugin=accumulation_plugin(case.accumulation),
-        **sharding_kwargs(case.strategy, offload=offload, checkpointing=case.checkpointed, experts=case.experts),
+        **sharding_kwargs(
+            case.strategy,
+            offload=offload,
+            checkpointing=case.checkpointed,
+            experts=case.experts,
+            tensor=case.tensor,
+        ),
     )
     optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-3, fused=True)
     return accelerator, *accelerator.prepare(work.model, optimizer)
@@ -170,15 +179,16 @@ def planned(case: Case) -> Memory:
     whole = case.strategy == "ddp"
     prober = Prober(work, whole)
     probe = prober.probe(ROWS, case.checkpointed)
-    units = unit_shapes(work.model, prober.plan, case.precision, experts=case.experts)
+    model = work.model if case.tensor == 1 else work.model_copy()
+    units = unit_shapes(model, prober.plan, case.precision, experts=case.experts)
     compute = 2 if case.precision == "bf16" else None
-    layout = MemoryLayout(1 if whole else RANKS, compute, 4, optimizer=0, offload=case.offload)
+    layout = MemoryLayout(1 if whole else RANKS // case.tensor, compute, 4, optimizer=0, offload=case.offload)
     found = replay(units, probe, STRATEGIES[case.strategy], layout, case.accumulation)
     return max(found, key=lambda memory: memory.total - memory.optimizer)
 
 
 def traced(case: Case) -> Any:
-    shape = MeshShape(1, RANKS)
+    shape = MeshShape(1, RANKS // case.tensor, tensor=case.tensor)
     strategy = STRATEGIES[case.strategy]
     return trace(case.workload(meta=True), strategy, shape, ROWS, case.accumulation, case.checkpointed)
 

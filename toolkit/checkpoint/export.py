@@ -45,7 +45,7 @@ from toolkit.model.structure.tying import config_of_export
 from toolkit.model.weights.file_names import FileNames
 from toolkit.model.weights.weights import Fit, names_in_files
 from toolkit.paths import BASE_FILE, GIB, fingerprint_of
-from toolkit.sharding.fsdp2.shards import shard_group, shard_shape, sharded_dim, state_once
+from toolkit.sharding.fsdp2.shards import shard_group, sharded_dim, state_once, tensor_dim, tensor_group, tensor_part
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The largest allowed difference of logits after reloading, as a share of the largest logit, by exported dtype."""
@@ -239,24 +239,37 @@ def gather_on_rank_zero(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns a whole tensor (any shape) on rank 0, and None on other ranks. Collective for DTensors."""
     if not isinstance(tensor, DTensor):
         return tensor if ranks.rank() == 0 else None
-    group = shard_group(tensor)
-    size, dim = dist.get_world_size(group), sharded_dim(tensor)
+    dim, group = sharded_dim(tensor), shard_group(tensor)
     # With offload the shards are on the host, but NCCL gathers on the device.
     local = tensor.to_local().to(tensor.device_mesh.device_type)
-    # The last shards can have fewer rows, but gather needs equal shapes.
-    padded = local.new_zeros(shard_shape(tensor))
+    length = tensor_part(tensor)[dim]
+    # With replicas, and tensor parallelism, every shard group gathers. Only the result of rank 0 is kept below.
+    whole = _gathered_to_first(local, group, dim, length.stop - length.start)
+    cut_dim, ranks_of_parts = tensor_dim(tensor), tensor_group(tensor)
+    if cut_dim is not None and whole is not None:
+        assert ranks_of_parts is not None
+        whole = _gathered_to_first(whole, ranks_of_parts, cut_dim, tensor.shape[cut_dim])
+    return whole if ranks.rank() == 0 else None
+
+
+def _gathered_to_first(local: torch.Tensor, group: dist.ProcessGroup, dim: int, length: int) -> torch.Tensor | None:
+    """Returns the chunks of a tensor (any shape) joined along `dim`, on the first rank of a group; else None.
+
+    Args:
+        local: this rank's chunk. The last chunks may be shorter.
+        length: the entries of the whole tensor along `dim`.
+    """
+    size = dist.get_world_size(group)
+    # Gather needs equal shapes.
+    padded = local.new_zeros((*local.shape[:dim], -(-length // size), *local.shape[dim + 1 :]))
     padded.narrow(dim, 0, local.shape[dim]).copy_(local)
-    # With replicas every shard group gathers. Only the result of rank 0 is kept below.
     first = dist.get_rank(group) == 0
     parts = [torch.empty_like(padded) for _ in range(size)] if first else None
     dist.gather(padded, parts, group=group, group_dst=0)
     if not first and padded.device.type != "cpu":
         # NCCL returns at once, and its ten minutes start then. So only one gather may wait while rank 0 writes a file.
         torch.get_device_module(padded.device).current_stream().synchronize()
-    if ranks.rank() != 0:
-        return None
-    assert parts is not None
-    return torch.cat(parts, dim).narrow(dim, 0, tensor.shape[dim])
+    return None if parts is None else torch.cat(parts, dim).narrow(dim, 0, length)
 
 
 def write_weights(

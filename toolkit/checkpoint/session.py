@@ -312,10 +312,11 @@ class RunCheckpoints(Extension):
         if self._accelerator.scaler is not None and manifest.scaler is not None:
             self._accelerator.scaler.load_state_dict(manifest.scaler)
         # The generators last: what comes before may draw from them (a DataLoader did, docs/log/reliability.md).
-        if manifest.world_size == ranks.world_size():
+        now, before = (values["sharding"].get("tensor", 1) for values in (self._identity.recipe, manifest.recipe))
+        if (manifest.world_size, before) == (ranks.world_size(), now):
             restore_random_states(reader.read_random_states(folder))
         else:
-            set_seed(self._identity.seed + manifest.step, device_specific=True)
+            set_seed(self._identity.seed + manifest.step + ranks.rank() // now)  # alike where rows are
         self._saved_step = manifest.step
         ranks.gather_objects(None)  # now every rank has read
         clear_incoming(self._run)

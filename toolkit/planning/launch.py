@@ -69,6 +69,8 @@ def _row_settings(found: Plan, setup: Setup) -> dict[str, str]:
     }
     if setup.sequence is not None:
         settings["sharding.sequence"] = str(setup.sequence)
+    if setup.mesh.tensor > 1:
+        settings["sharding.tensor"] = str(setup.mesh.tensor)
     settings |= _checkpoint_settings(section, setup.checkpointing)
     if section.accumulate != "by_micro_batch":
         settings["sharding.accumulate"] = "by_block" if setup.by_block else "by_micro_batch"

@@ -127,7 +127,8 @@ class Planner:
 
     @cached_property
     def units(self) -> list[UnitShape]:
-        model, plan = self.workload.model, self._sharded_prober.plan
+        plan, is_cut = self._sharded_prober.plan, self.workload.tensor > 1
+        model = self.workload.model_copy() if is_cut else self.workload.model
         stepped_by_muon = block_matrices(model, plan) if self.recipe.optimizer.kind == "muon" else []
         return unit_shapes(model, plan, self.workload.mixed_precision, stepped_by_muon, self.workload.experts)
 
@@ -483,7 +484,9 @@ class Planner:
         # Tokens are sent to experts as if all experts got the same number.
         dtype = DTYPES[self.workload.mixed_precision]
         exchanged = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation
-        sent = replace(sent, exchanged=exchanged, group=max(parts, self.workload.experts), sequence=parts)
+        sent = replace(
+            sent, exchanged=exchanged, group=max(parts, self.workload.experts, self.workload.tensor), sequence=parts
+        )
         time = step_time(
             # One segment: which unit an operator belongs to makes no difference to a sum.
             [ModelSegment("model", probe.forward, probe.backward, setup.accumulation // setup.gathering_batches)],
@@ -499,7 +502,12 @@ class Planner:
             time = with_sampling(time, self._sampling(setup), setup.mesh, self.hardware, dtype)
         host = self.host_bytes(setup)
         verdict, need, problem = verdict_of(peak.total, host, self.hardware, setup)
-        tokens = setup.micro_batch_size * setup.accumulation * (setup.ranks // parts) * self.workload.tokens
+        tokens = (
+            setup.micro_batch_size
+            * setup.accumulation
+            * (setup.ranks // (parts * setup.mesh.tensor))
+            * self.workload.tokens
+        )
         dealing = expert_placement(self.workload.model, setup.mesh.shard)
         return PlanRow(setup, peak, tuple(moments), need, host, sent, time, tokens, verdict, problem, dealing)
 

@@ -13,7 +13,15 @@ from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.recipe.schema import ShardingSection
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.chunks import CHUNK_TOKENS
-from toolkit.sharding.plan.strategy import OFFLOAD, STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
+from toolkit.sharding.plan.strategy import (
+    OFFLOAD,
+    STRATEGIES,
+    MeshShape,
+    Strategy,
+    mesh_shape,
+    require_tensor_groups,
+    with_node,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        return self.mesh.replicate * self.mesh.shard
+        return self.mesh.num_ranks
 
     @property
     def name(self) -> str:
@@ -43,7 +51,8 @@ class Setup:
         groups = f" {self.mesh.replicate}x{self.mesh.shard}" if self.strategy.replicated else ""
         node = f" backward in {self.mesh.node}" if self.mesh.node else ""
         by_block = " by block" if self.by_block else ""
-        return self.strategy.name + (OFFLOAD if self.offload else "") + groups + node + by_block
+        tensor = f" tensor {self.mesh.tensor}" if self.mesh.tensor > 1 else ""
+        return self.strategy.name + (OFFLOAD if self.offload else "") + groups + tensor + node + by_block
 
     @property
     def gathering_batches(self) -> int:
@@ -73,8 +82,9 @@ def asked_setup(
     section, training = recipe.sharding, recipe.training
     every = section.activation_checkpointing
     every = None if every == "auto" else every  # chosen by the memory when the run starts
-    mesh = mesh_of(STRATEGIES[name], ranks, shard_size or hardware.devices_per_node)
     ranks_per_node = min(ranks, hardware.devices_per_node)
+    require_tensor_groups(section.tensor, ranks_per_node)
+    mesh = mesh_of(STRATEGIES[name], ranks, shard_size or ranks_per_node // section.tensor, section.tensor)
     return Setup(
         STRATEGIES[name],
         with_node(mesh, STRATEGIES[name], section.reshard_after_forward, ranks_per_node),
@@ -86,16 +96,22 @@ def asked_setup(
     )
 
 
-def mesh_of(strategy: Strategy, ranks: int, shard: int) -> MeshShape:
+def mesh_of(strategy: Strategy, ranks: int, shard: int, tensor: int = 1) -> MeshShape:
     """Returns the number of replicas and the ranks of a shard group; only hybrid uses `shard`.
+
+    Args:
+        tensor: the ranks of a tensor group, which divide `ranks`.
 
     Raises:
         BadInputError: for hybrid, if groups of `shard` ranks do not divide the ranks, or there is only one group.
     """
     # ddp is all replicas and no shards; zero1 to zero3 shard over all ranks.
+    ranks //= tensor
     if not strategy.replicated:
-        return MeshShape(1, ranks) if strategy.sharded else MeshShape(ranks, 1)
-    return mesh_shape(strategy, ranks, replicate=None, shard=shard)
+        shape = MeshShape(1, ranks) if strategy.sharded else MeshShape(ranks, 1)
+    else:
+        shape = mesh_shape(strategy, ranks, replicate=None, shard=shard)
+    return replace(shape, tensor=tensor)
 
 
 def factors(ranks: int) -> list[int]:
@@ -138,6 +154,7 @@ def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Settings:
         precision=mixed_precision,
         sequence=(setup.sequence or recipe.sharding.sequence) > 1,
         node=setup.mesh.node,
+        tensor=setup.mesh.tensor > 1,
     )
 
 
@@ -173,10 +190,13 @@ def _smaller_setups(
     zero3 = STRATEGIES["zero3"]
     # The launch names the strategy, not the recipe, so "strategy zero3" is not an override.
     if setup.mesh.node is not None:
-        yield "sharding.reshard_after_forward=null", replace(setup, mesh=mesh_of(zero3, setup.ranks, 1))
+        yield (
+            "sharding.reshard_after_forward=null",
+            replace(setup, mesh=mesh_of(zero3, setup.ranks, 1, setup.mesh.tensor)),
+        )
     if setup.strategy != zero3 and setup.ranks > 1:
-        yield "strategy zero3", replace(setup, strategy=zero3, mesh=mesh_of(zero3, setup.ranks, 1))
+        yield "strategy zero3", replace(setup, strategy=zero3, mesh=mesh_of(zero3, setup.ranks, 1, setup.mesh.tensor))
     if not setup.offload and section.offload != "none":
         yield "sharding.offload=optimizer", replace(setup, offload=True)
     if setup.strategy == zero3 and section.experts == 1:  # twice the ranks may not divide the experts
-        yield f"{2 * setup.ranks} devices", replace(setup, mesh=MeshShape(1, 2 * setup.ranks, setup.mesh.node))
+        yield f"{2 * setup.ranks} devices", replace(setup, mesh=replace(setup.mesh, shard=2 * setup.mesh.shard))

@@ -217,16 +217,18 @@ def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]
     if ranks == 1:
         yield from ((STRATEGIES[name], mesh_of(STRATEGIES[name], 1, 1)) for name in ("ddp", "zero3"))
         return
+    tensor = asked.mesh.tensor
     for name in ("ddp", "zero1", "zero2", "zero3"):
-        yield STRATEGIES[name], mesh_of(STRATEGIES[name], ranks, 1)
+        yield STRATEGIES[name], mesh_of(STRATEGIES[name], ranks, 1, tensor)
     if asked.mesh.node is not None:
         yield asked.strategy, asked.mesh
     # Powers of two, the sizes of NVLink groups and nodes; others only if there is none, or the recipe asks.
+    ranks //= tensor
     sizes = {2**power for power in range(1, 14)} & set(factors(ranks))
     for shard in sorted(
         sizes | ({asked.mesh.shard} if asked.strategy.replicated else set()) or set(factors(ranks)[:3])
     ):
-        yield STRATEGIES["hybrid"], MeshShape(ranks // shard, shard)
+        yield STRATEGIES["hybrid"], MeshShape(ranks // shard, shard, tensor=tensor)
 
 
 def _micro_batches(asked: Setup) -> list[tuple[int, int]]:

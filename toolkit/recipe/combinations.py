@@ -50,6 +50,8 @@ def _idle(first: str, last: str, why: str = "", mend: str = "remove it") -> Comb
 
 _GATHERS_ONCE = "which gathers parameters once a step at most"
 _REMOVE_ONE = "remove one of them"
+_ZERO3_OR_HYBRID = "remove it, or choose zero3 or hybrid"
+_UNCUT = "set sharding.tensor=1"
 _EACH_EVALUATED = "as each checkpoint is judged by an evaluation"
 _EVALUATE_EACH = "set training.eval_every_steps to checkpoint.every_steps or a divisor of it"
 
@@ -97,6 +99,34 @@ COMBINATIONS = (
     Combination(("hpZ", "experts"), NOT_BUILT, "whose units have ranks of their own", _REMOVE_ONE),
     # Experts
     Combination(("experts", "ddp"), DEFINITION, "which holds every expert on every rank", "remove it, or choose zero3"),
+    # Tensor groups
+    Combination(("tensor", "ddp"), DEFINITION, "which holds the whole model on every rank", _ZERO3_OR_HYBRID),
+    Combination(
+        ("tensor", "zero1, zero2"), NOT_BUILT, "which keep parts of matrices for a whole step", _ZERO3_OR_HYBRID
+    ),
+    Combination(("tensor", "experts"), NOT_BUILT, "whose ranks have other rows", _REMOVE_ONE),
+    Combination(("tensor", "sequence"), NOT_BUILT, "whose ranks share other groups", _REMOVE_ONE),
+    Combination(("tensor", "hpZ"), NOT_BUILT, "whose groups of a node are other ranks", _REMOVE_ONE),
+    Combination(("tensor", "offload"), NOT_BUILT, "whose norm counts each shard once", "set sharding.offload=none"),
+    Combination(("tensor", "by block"), NOT_BUILT, "", "remove sharding.accumulate"),
+    Combination(("tensor", "by block, if faster"), NOT_BUILT, "", "remove sharding.accumulate"),
+    Combination(("tensor", "chunks"), NOT_BUILT, "", "remove sharding.chunk_tokens"),
+    Combination(("tensor", "fp16"), NOT_BUILT, "", "set mixed_precision bf16"),
+    Combination(("tensor", "compile"), NOT_BUILT, "", "remove training.compile"),
+    Combination(
+        ("tensor", "other optimizers"), NOT_BUILT, "which look at whole rows of matrices", "set optimizer.kind=adamw"
+    ),
+    Combination(
+        ("tensor", "quantised base"), NOT_BUILT, "whose blocks of scales are not cut", "set adapter.quantize=none"
+    ),
+    Combination(("tensor", "images"), NOT_BUILT, "", _UNCUT),
+    Combination(("tensor", "padded rows"), NOT_BUILT, "whose models are not cut", _UNCUT),
+    Combination(("tensor", "compared completions"), NOT_BUILT, "", _UNCUT),
+    Combination(("tensor", "distillation"), NOT_BUILT, "whose losses are over whole vocabularies", _UNCUT),
+    Combination(("tensor", "own samples"), NOT_BUILT, "", _UNCUT),
+    Combination(("tensor", "own loss"), NOT_BUILT, "", _UNCUT),
+    Combination(("tensor", "answers beside rows"), NOT_BUILT, "which each rank writes for itself", "remove it"),
+    Combination(("tensor", "held-out samples"), NOT_BUILT, "which each rank writes for itself", "remove it"),
     # Offload
     Combination(
         ("offload", "ddp"),
@@ -310,6 +340,7 @@ COMBINATIONS = (
     Combination(("longest row", "reference"), NOT_BUILT, "", "plan with several values of data.max_length"),
     Combination(("longest row", "distillation"), NOT_BUILT, "", "plan with several values of data.max_length"),
     Combination(("longest row", "experts"), NOT_BUILT, "", "set sharding.experts=1"),
+    Combination(("longest row", "tensor"), NOT_BUILT, "", _UNCUT),
 )
 
 

@@ -52,6 +52,7 @@ class Settings:
     compiled: bool = False
     experts: bool = False
     sequence: bool = False
+    tensor: bool = False
     node: int | None = None
     prefetch: bool = False
     keeps_float32: str | None = None
@@ -143,6 +144,7 @@ FEATURES = {
     "compile": Feature("training.compile", lambda settings: settings.compiled),
     "experts": Feature("sharding.experts", lambda settings: settings.experts),
     "sequence": Feature("sharding.sequence", lambda settings: settings.sequence),
+    "tensor": Feature("sharding.tensor", lambda settings: settings.tensor),
     "hpZ": Feature("sharding.reshard_after_forward", lambda settings: settings.node is not None),
     "prefetch": Feature("sharding.prefetch", lambda settings: settings.prefetch),
     "float32 islands": Feature(
@@ -199,6 +201,10 @@ FEATURES = {
     "best by answers": _feature_of_fields("training.best_by answers"),
     "no use of the best": _feature_without("training.patience", "checkpoint.keep_best"),
     "answers": _feature_of_fields("answers.file"),
+    "answers beside rows": Feature(
+        "answers.file",
+        lambda settings: "answers.file" in settings.given and not settings.objective.samples_itself,
+    ),
     "no answers": _feature_without("answers.file"),
     "answers at some evaluations": _feature_of_fields("answers.every_evaluations above 1"),
     "held-out samples": _feature_of_fields("logging.held_out_samples"),

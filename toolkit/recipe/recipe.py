@@ -217,6 +217,11 @@ def _is_conditional(section: Section, name: str) -> bool:
     return isinstance(section, ExportSection) and name != "enabled" and not section.enabled
 
 
+def with_tensor(recipe: Recipe, size: int) -> Recipe:
+    """Returns the recipe with matrices that `size` ranks cut."""
+    return recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update={"tensor": size})})
+
+
 def settings_of_recipe(recipe: Recipe) -> Settings:
     """Returns the settings of a recipe, before an Accelerate config adds to them."""
     section, training = recipe.sharding, recipe.training
@@ -236,6 +241,7 @@ def settings_of_recipe(recipe: Recipe) -> Settings:
         compiled=training.compile,
         experts=section.experts > 1,
         sequence=section.sequence > 1,
+        tensor=section.tensor > 1,
         node=section.reshard_after_forward,
         prefetch=section.prefetch is not None,
         moves_biases=bool(recipe.objective.router_bias_rate),

@@ -461,6 +461,11 @@ class ShardingSection(Section):
         description="Spread the experts of each layer over groups of N ranks (expert parallelism): tokens travel to "
         "their experts and back. N must divide the ranks (of a replica), and these must divide the experts.",
     )
+    tensor: PositiveInt = Field(
+        1,
+        description="Cut the matrices of each layer over N neighbouring ranks, which have the same rows (tensor "
+        "parallelism). N must divide the ranks of a node and the attention heads.",
+    )
     prefetch: PositiveInt | None = Field(
         None,
         description="Gather the parameters of N blocks ahead of the one that computes; null: FSDP2's own choice, one.",

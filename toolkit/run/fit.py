@@ -90,7 +90,8 @@ def fit(
     ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.fit, run.tokenizer))
     trackers = Trackers(accelerator, recipe, output_dir, console.warn)
     ranks.on_first_rank(lambda: trackers.start(config_of(recipe, run.planned, facts), found.start is not None))
-    set_seed(recipe.training.seed, device_specific=True)  # dropout differs between ranks
+    # Dropout differs between ranks, except those that compute the same rows.
+    set_seed(recipe.training.seed + accelerator.process_index // recipe.sharding.tensor)
     if found.start is not None:
         console.print(_resumed_from(found, recipe), markup=False)
     profile = _profile_of(opened)
@@ -192,6 +193,7 @@ def _build_trainer(opened: OpenedRun, run: PreparedRun, windows: Windows, extens
         evaluation=build_evaluation(accelerator, recipe, run.data),
         by_block=run.accumulation.by_block,
         balance=run.balance,
+        copies=recipe.sharding.tensor,
         extensions=extensions,
     )
 
@@ -249,7 +251,7 @@ def _other_ranks(manifest: Manifest, recipe: Recipe) -> str:
     before, now = (
         values["training"]["micro_batch_size"]
         * values["training"]["gradient_accumulation_steps"]
-        * (number // values["sharding"]["sequence"])
+        * (number // values["sharding"]["sequence"] // values["sharding"].get("tensor", 1))
         for values, number in (
             (manifest.recipe, manifest.world_size),
             (recipe.model_dump(mode="json"), ranks.world_size()),

@@ -43,6 +43,7 @@ from toolkit.run.shown.outcome import (
     write_pages,
 )
 from toolkit.run.shown.run_summary import facts_of, print_run_summary
+from toolkit.run.stages.accelerator import settled
 from toolkit.run.stages.opening import open_run
 from toolkit.run.stages.prepare import prepare_run
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
@@ -94,6 +95,7 @@ def finetune(
 def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult:
     """Runs a recipe on the ranks that are running."""
     started = time.perf_counter()
+    recipe = settled(recipe)
     with open_run(recipe) as opened, ExitStack() as running:
         output_dir, console = opened.output_dir, opened.console
         if ranks.on_first_rank(lambda: is_same_and_finished(output_dir, recipe)):

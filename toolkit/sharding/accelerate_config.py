@@ -15,10 +15,8 @@ PRECISIONS = ("no", "bf16", "fp16")
 """Allowed values of `mixed_precision`. Their types are in `apply.py`, which imports torch; a launcher needs none."""
 
 _LONG_ROWS = "In a recipe, sharding.sequence shares long rows among ranks"
-_WHOLE = "Strategy zero3 shards every parameter over all ranks"
 
 OTHER_AXES = {
-    "tp": ("tensor parallelism", f"{_WHOLE}. {_LONG_ROWS}, and sharding.experts experts"),
     "cp": ("context parallelism", _LONG_ROWS),
     "sp": ("sequence parallelism of DeepSpeed", _LONG_ROWS),
 }
@@ -106,13 +104,22 @@ class AccelerateConfig:
         """
         return self._parallelism_size("dp_shard")
 
+    @property
+    def tensor_size(self) -> int | None:
+        """Returns the number of ranks that cut matrices, or None if the file does not set it.
+
+        Raises:
+            BadInputError: if it is not a positive integer, or `parallelism_config` is not a mapping.
+        """
+        return self._parallelism_size("tp")
+
     def check(self) -> None:
         """Checks every value that a run reads.
 
         Raises:
             BadInputError: if no run can have one of them.
         """
-        _ = self.num_processes, self.mixed_precision, self.replicate_size, self.shard_size
+        _ = self.num_processes, self.mixed_precision, self.replicate_size, self.shard_size, self.tensor_size
         if self.strategy is not None:
             parse_strategy(self.strategy, f"--config: {self.origin}: fsdp_config.fsdp_sharding_strategy")
 

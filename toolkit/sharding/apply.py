@@ -36,6 +36,7 @@ from toolkit.sharding.fsdp2.unit_states import UnitStates
 from toolkit.sharding.parallel.expert_parallel import GROUP, SHARD, holders, require_experts, shard_experts
 from toolkit.sharding.plan.strategy import Strategy
 from toolkit.sharding.plan.unit_plan import UnitPlan
+from toolkit.sharding.tensor.axes import cut_for, present_whole
 
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -115,6 +116,7 @@ def apply(
     experts: DeviceMesh | None = None,
     backward_mesh: DeviceMesh | None = None,
     load_weights: LoadsWeights | None = None,
+    tensor: DeviceMesh | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
@@ -133,14 +135,17 @@ def apply(
         experts: the grid of ranks for expert parallelism. If given, `plan` has units of experts.
         backward_mesh: from `groups_of`. None makes backward gather among all ranks of a shard group.
         load_weights: gives a model on the meta device its weights. None leaves them as they are.
+        tensor: the mesh of all ranks, whose axis `tp` has the ranks that cut matrices; `mesh` is the rest of it. None
+            cuts nothing.
 
     Returns:
         Each old parameter mapped to the sharded parameter that replaces it.
     """
     types, kept = _set_dtypes(model, mixed_precision, offload is not None, experts is not None)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    cut = None if tensor is None else cut_for(model, tensor)
     # First: `fully_shard` then hooks the modules around forwards that are compiled and checkpointed already.
     prepare_blocks(model, plan, checkpointing, compilation)
-    before = dict(model.named_parameters(remove_duplicate=False))
     originals: dict[str, torch.Tensor] = {}
     # One rank reduces nothing: gradients travel in the type of compute, if all have it; zero1 sums windows.
     alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch and not _trained(model, kept)
@@ -156,6 +161,8 @@ def apply(
         else:
             policy = root_policy if unit.kind == "root" else unit_policy
             _shard_unit(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
+        if cut is not None and tensor is not None:
+            present_whole(modules[0], tensor, cut)
     gather_in_float32(model, kept, beside_rounded=offload is not None)
     # After all units are made: now each rank knows its rows, and reads no others.
     keep_master = offload(model) if offload is not None else None

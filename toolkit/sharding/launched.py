@@ -14,7 +14,14 @@ from accelerate.utils import GradientAccumulationPlugin
 from toolkit.errors import BadInputError
 from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
 from toolkit.sharding.offload import OffloadSettings, parse_offload
-from toolkit.sharding.plan.strategy import DEFAULT_STRATEGY, OFFLOAD, Strategy, asks_for_offload, parse_strategy
+from toolkit.sharding.plan.strategy import (
+    DEFAULT_STRATEGY,
+    OFFLOAD,
+    Strategy,
+    agreed_tensor,
+    asks_for_offload,
+    parse_strategy,
+)
 
 STRATEGY_VARIABLE = "FSDP_SHARDING_STRATEGY"
 """Holds `fsdp_config.fsdp_sharding_strategy` of the Accelerate config. Accelerate ignores it with FSDP version 2."""
@@ -73,6 +80,18 @@ def configured_size(axis: str) -> int | None:
     if size is not None and not (size.isdecimal() and int(size) > 0):
         raise BadInputError(f"parallelism_config_{axis}_size is {size!r}; needs a number of at least 1")
     return None if size is None else int(size)
+
+
+def resolve_tensor(asked: int | None) -> int:
+    """Returns the ranks of a tensor group, of the argument or of the Accelerate config, or else 1.
+
+    Args:
+        asked: as the recipe's `sharding.tensor`; None and 1 leave it to the Accelerate config.
+
+    Raises:
+        BadInputError: if the argument and the Accelerate config contradict each other.
+    """
+    return agreed_tensor(asked, configured_size("tp"))
 
 
 def refuse_configured_axes() -> None:

@@ -52,14 +52,16 @@ from toolkit.sharding.launched import (
     require_reachable_host,
     resolve_offload,
     resolve_strategy,
+    resolve_tensor,
 )
 from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
 from toolkit.sharding.parallel.expert_parallel import expert_grid
 from toolkit.sharding.parallel.sequence_parallel import require_groups
-from toolkit.sharding.plan.strategy import OFFLOAD, MeshShape, mesh_shape, with_node
+from toolkit.sharding.plan.strategy import OFFLOAD, MeshShape, tensor_shape, with_node
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.sharding.plan.units import plan_units
+from toolkit.sharding.tensor.axes import data_mesh, tensor_mesh, with_tensor_axis
 from toolkit.terminal import Terminal
 
 
@@ -75,6 +77,7 @@ def sharding_kwargs(
     prefetch: int | None = None,
     experts: int = 1,
     reshard_after_forward: int | None = None,
+    tensor: int | None = None,
 ) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
     """Returns the constructor arguments that register the backend with a stock `Accelerator`.
 
@@ -92,13 +95,15 @@ def sharding_kwargs(
         experts: the number of ranks that exchange tokens under expert parallelism. 1 turns it off.
         reshard_after_forward: the number of ranks of a node among which `zero3` keeps a unit sharded between forward
             and backward. If unset, all ranks.
+        tensor: the number of neighbouring ranks that cut matrices (tensor parallelism). These ranks must get the same
+            rows, as Accelerate's data loaders give them. If unset, that of the Accelerate config, or 1.
 
     Raises:
         BadInputError: if the strategy is unknown or contradicts the Accelerate config, settings cannot be combined, or
             the version of torch or Accelerate is not supported.
     """
     plugin = ShardingPlugin(
-        strategy, unit_classes, checkpointing, offload, compilation, prefetch, experts, reshard_after_forward
+        strategy, unit_classes, checkpointing, offload, compilation, prefetch, experts, reshard_after_forward, tensor
     )
     mesh = ShardingMesh(plugin=plugin, dp_replicate_size=replicate_size, dp_shard_size=shard_size)
     return {"fsdp_plugin": plugin, "parallelism_config": mesh}
@@ -111,6 +116,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         strategy: what is sharded, and when gradients are reduced.
         offload: how optimizer state is offloaded, or None if it is not.
         node: the number of ranks among which units stay sharded between forward and backward, or None for all.
+        tensor: the number of ranks that cut matrices and have the same rows.
         unit_plan: the units of the prepared model. None before `prepare`.
         engine: steps the offloaded optimizer state. None before `prepare`, or without offload.
         load_weights: loads the weights of the next model, if it is built without; `prepare` calls it once.
@@ -126,6 +132,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         prefetch: int | None = None,
         experts: int = 1,
         node: int | None = None,
+        tensor: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_versions()
@@ -140,6 +147,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.prefetch = prefetch
         self.experts = experts
         self.node = node
+        self.tensor = resolve_tensor(tensor)
         self._accelerator: weakref.ref[Accelerator] | None = None
         refuse_stock_settings()
         kwargs.setdefault("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"))
@@ -167,6 +175,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             compiled=self.compilation is not None,
             experts=self.experts > 1,
             node=self.node,
+            tensor=self.tensor > 1,
             prefetch=self.prefetch is not None,
             own_loop=True,
         )
@@ -197,20 +206,22 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         engines: list[OffloadEngine] = []  # until the hooks hold it
         # Taken off, as Accelerate's state holds this plugin to the end of the process.
         load_weights, self.load_weights = self.load_weights, None
+        mesh = data_mesh(state.device_mesh)
         renewed = apply(
             model,
             self.unit_plan,
             self.strategy,
-            state.device_mesh,
+            mesh,
             state.mixed_precision,
             is_last_micro_batch=_is_last_micro_batch,
             checkpointing=self.checkpointing,
             offload=functools.partial(self._make_engine, accelerator, engines) if self.offload is not None else None,
             compilation=self.compilation,
             prefetch=self.prefetch,
-            experts=expert_grid(state.device_mesh, self.experts),
-            backward_mesh=groups_of(state.device_mesh, self.node),
+            experts=expert_grid(mesh, self.experts),
+            backward_mesh=groups_of(mesh, self.node),
             load_weights=load_weights,
+            tensor=with_tensor_axis(state.device_mesh),
         )
         # transformers' mark of a sharded model: `generate` then goes on until every rank has ended its rows. Without
         # it, a rank that ends early leaves the others in a gather.
@@ -295,18 +306,30 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         # Now, as `Accelerator` has the ranks meet first thing.
         require_reachable_host()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        shape = mesh_shape(
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        shape = tensor_shape(
             self.plugin.strategy,
             world_size,
+            self.plugin.tensor,
+            ranks_per_node,
             replicate=self.dp_replicate_size or configured_size("dp_replicate"),  # type: ignore[has-type]
             shard=self.dp_shard_size or configured_size("dp_shard"),  # type: ignore[has-type]
         )
         require_groups("sharding.experts", self.plugin.experts, shape.shard)
-        with_node(shape, self.plugin.strategy, self.plugin.node, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        with_node(shape, self.plugin.strategy, self.plugin.node, ranks_per_node)
         if self.plugin.offload is not None:
             _refuse_replicas_on_one_host(shape)
         self.dp_replicate_size, self.dp_shard_size = shape.replicate, shape.shard
+        # Accelerate would cut the model itself, by a function that transformers has no more (`_prepare_tp`).
+        self.tp_size = 1
         super().__post_init__()
+
+    @property
+    def total_size(self) -> int:
+        """The number of ranks."""
+        assert self.plugin is not None
+        size: int = super().total_size
+        return size * self.plugin.tensor
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Enters the plugin into Accelerate's state and returns the mesh. Called by `Accelerator.__init__`."""
@@ -323,14 +346,22 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         if mesh is None and self.plugin.strategy.sharded:
             assert device_type is not None
             _require_process_group(device_type)
+            self.device_mesh = mesh = self._build_mesh(device_type)
+        return mesh
+
+    def _build_mesh(self, device_type: str) -> DeviceMesh:
+        assert self.plugin is not None
+        if self.plugin.tensor > 1:
+            shape = MeshShape(self.dp_replicate_size, self.dp_shard_size, tensor=self.plugin.tensor)
+            mesh = tensor_mesh(device_type, shape, self.plugin.strategy.replicated)
+        else:
             sizes: tuple[int, ...] = (self.dp_shard_size,)
             names: tuple[str, ...] = ("dp_shard",)
             if self.plugin.strategy.replicated:
                 sizes, names = (self.dp_replicate_size, *sizes), ("dp_replicate", *names)
             mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-            # The axis that `fsdp_dim_names` names; TRL's `prepare_fsdp` shards reference models along it.
-            mesh["dp_shard"]._flatten("dp_shard_cp")
-            self.device_mesh = mesh
+        # The axis that `fsdp_dim_names` names; TRL's `prepare_fsdp` shards reference models along it.
+        mesh["dp_shard"]._flatten("dp_shard_cp")
         return mesh
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
@@ -346,6 +377,11 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         """Raises BadInputError for sizes of axes that the backend does not run."""
         sizes = {axis: getattr(self, f"{axis}_size") for axis in OTHER_AXES}
         refuse_other_axes(sizes, "{}_size of ShardingMesh, or of the model's DistributedConfig,")
+        if self.tp_size not in (None, 1):
+            raise BadInputError(
+                f"tp_size of ShardingMesh, or of the model's DistributedConfig, is {self.tp_size}, but the sharding "
+                "backend cuts whole models itself; remove it, and set tensor in sharding_kwargs or ShardingPlugin"
+            )
 
     def _require_all_processes(self) -> None:
         """Raises BadInputError if each process would silently train a separate model."""

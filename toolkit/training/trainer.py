@@ -47,6 +47,7 @@ class Trainer:
         evaluation: makes this rank's evaluation batches, equally many on every rank; None for no evaluation.
         by_block: runs the micro-batches of a step by block; None runs one after another.
         balance: adds the losses of a mixture's routers; None for no such losses.
+        copies: the number of ranks that have the same rows, so that what is summed over all ranks counts each once.
         extensions: called by the loop, in this order.
     """
 
@@ -62,6 +63,7 @@ class Trainer:
         evaluation: Callable[[], Iterable[Batch]] | None = None,
         by_block: ByBlock | None = None,
         balance: Balance | None = None,
+        copies: int = 1,
         extensions: Sequence[Extension] = (),
     ) -> None:
         self.accelerator = accelerator
@@ -74,6 +76,7 @@ class Trainer:
         self.evaluation = evaluation
         self.by_block = by_block
         self.balance = balance or Balance([])
+        self.copies = copies
         self.extensions = extensions
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
@@ -206,8 +209,8 @@ class Trainer:
         loss, the norm, the ranks' requests and the counts of the next window come in that one transfer.
         """
         counts = self._counted or self._sum_over_ranks(self._count(window))
-        # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks: both are undone.
-        scale = self.accelerator.num_processes * len(window) / max(1, counts.targets)
+        # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks with other rows: both are undone.
+        scale = self.accelerator.num_processes // self.copies * len(window) / max(1, counts.targets)
         run = self._run_in_turn if self.by_block is None else self._run_by_block
         self._begin_balance(counts.tokens)
         loss_sum, figures = run(window, scale)
@@ -235,7 +238,12 @@ class Trainer:
         if not self.objective.needs_whole_steps:
             return {}
         sums = [self.objective.window_sums(self.model, batch) for batch in batches]
-        return {"window": self.accelerator.reduce(torch.stack(sums).sum(dim=0), "sum")}
+        return {"window": self._over_ranks(torch.stack(sums).sum(dim=0))}
+
+    def _over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
+        """Returns sums of any shape over the rows of all ranks."""
+        total: torch.Tensor = self.accelerator.reduce(sums, "sum")
+        return total if self.copies == 1 else total / self.copies
 
     def _run_in_turn(self, window: list[Batch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs one micro-batch after another; returns the sums of their losses, a scalar, and figures, (F,)."""
@@ -359,9 +367,9 @@ class Trainer:
         # Unknown at the end, and where `train_step` is called without `fit`: then it asks the ranks itself.
         self._counted = None
         if self._upcoming is not None:
-            self._counted = Counts.total(rank.next_counts for rank in found)
+            self._counted = Counts.total(rank.next_counts for rank in found[:: self.copies])
         return Step(
-            loss=sum(rank.loss_sum for rank in found) / max(1, counts.targets),
+            loss=sum(rank.loss_sum for rank in found[:: self.copies]) / max(1, counts.targets),
             # If only one replica's norm is non-finite, use that one so that all ranks skip the step.
             grad_norm=next((norm for norm in norms if not math.isfinite(norm)), norms[self.accelerator.process_index]),
             counts=counts,
@@ -369,7 +377,8 @@ class Trainer:
             peak_host_bytes=max(rank.peak_host_bytes for rank in found),
             non_finite_ranks=[number for number, rank in enumerate(found) if not math.isfinite(rank.loss_sum)],
             figures=[
-                sum(sums) / max(1, counts.targets) for sums in zip(*(rank.figures for rank in found), strict=True)
+                sum(sums) / max(1, counts.targets)
+                for sums in zip(*(rank.figures for rank in found[:: self.copies]), strict=True)
             ],
             skipped=False,
             stop=reason_of_all(reason, [rank.wants_to_stop for rank in found]),
@@ -381,7 +390,7 @@ class Trainer:
     def _sum_over_ranks(self, counts: Counts) -> Counts:
         """Sums counts over ranks; float64 is exact up to 2^53."""
         tensor = torch.tensor(astuple(counts), dtype=torch.float64, device=self.accelerator.device)
-        return Counts(*map(int, self.accelerator.reduce(tensor, "sum").tolist()))
+        return Counts(*map(int, self._over_ranks(tensor).tolist()))
 
     def _evaluation_due(self) -> bool:
         every = self.settings.eval_every_steps
@@ -406,9 +415,7 @@ class Trainer:
         self.enter_phase(Phase.COLLECTIVE)
         of_rows: dict[str, Any] = {}
         if parts:
-            of_rows = self.objective.evaluation_record(
-                self.accelerator.reduce(torch.stack(parts).sum(dim=0), "sum").tolist()
-            )
+            of_rows = self.objective.evaluation_record(self._over_ranks(torch.stack(parts).sum(dim=0)).tolist())
         self.model.train()
         record = with_figures({"step": self.global_step, **of_rows}, figures)
         for extension in self.extensions:

@@ -18,10 +18,10 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.ranks import free_port
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, with_tensor
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
 from toolkit.sharding.parallel.sequence_parallel import require_groups
-from toolkit.sharding.plan.strategy import DEFAULT_STRATEGY, MeshShape, mesh_shape, parse_strategy
+from toolkit.sharding.plan.strategy import DEFAULT_STRATEGY, MeshShape, agreed_tensor, parse_strategy, tensor_shape
 
 TWO_RANKS: dict[str, Any] = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
 """The Accelerate config if the user names none and `accelerate config` has made none, without its strategy."""
@@ -36,12 +36,14 @@ class Launch:
         origin: the path of the file, for messages.
         num_processes: the number of ranks.
         on_cpu: whether the ranks run on the CPU.
+        tensor: the number of ranks that cut matrices, of the config or the recipe.
     """
 
     values: dict[str, Any]
     origin: str
     num_processes: int
     on_cpu: bool
+    tensor: int = 1
 
 
 def read_launch(path: Path | None, recipe: Recipe, cpu: int | None = None) -> Launch:
@@ -68,11 +70,12 @@ def read_launch(path: Path | None, recipe: Recipe, cpu: int | None = None) -> La
     num_processes = config.num_processes
     if num_processes is None:
         raise config.error("num_processes is not set; needs a number of at least 1")
-    shape = _shape_of(config, num_processes, recipe)
+    tensor = agreed_tensor(recipe.sharding.tensor, config.tensor_size)
+    shape = _shape_of(config, num_processes, with_tensor(recipe, tensor))
     require_groups("sharding.sequence", recipe.sharding.sequence, num_processes)
     require_groups("sharding.experts", recipe.sharding.experts, shape.shard)
     on_cpu = bool(config.values.get("use_cpu")) or torch.cuda.device_count() < num_processes
-    return Launch(config.values, config.origin, num_processes, on_cpu)
+    return Launch(config.values, config.origin, num_processes, on_cpu, tensor)
 
 
 def _shape_of(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> MeshShape:
@@ -85,7 +88,7 @@ def _shape_of(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> M
     sizes = {"replicate": config.replicate_size, "shard": config.shard_size}
     try:
         strategy = parse_strategy(word, "fsdp_config.fsdp_sharding_strategy")
-        return mesh_shape(strategy, num_processes, **sizes)
+        return tensor_shape(strategy, num_processes, recipe.sharding.tensor, num_processes, **sizes)
     except BadInputError as error:
         raise config.error(str(error)) from error
 

@@ -68,7 +68,8 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     if leak is not None:
         padded, data = leak, without_packing(recipe, tokens)
     packing = _packing_check(model, data, device)
-    groups = launch.num_processes // recipe.sharding.sequence  # of ranks that share their rows
+    # Of ranks that share their rows, or have the same.
+    groups = launch.num_processes // (recipe.sharding.sequence * launch.tensor)
     num_micro_batches = groups * training.gradient_accumulation_steps
     samples_per_step = training.micro_batch_size * num_micro_batches
     num_steps = steps_of_run(training, len(data.train), samples_per_step)

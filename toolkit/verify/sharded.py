@@ -28,7 +28,14 @@ from toolkit.optim.schedule import build_schedule
 from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.run_summary import facts_of
-from toolkit.run.stages.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries, release
+from toolkit.run.stages.accelerator import (
+    build_accelerator,
+    build_plugins,
+    inner_optimizer,
+    quiet_libraries,
+    release,
+    settled,
+)
 from toolkit.run.stages.prepare import prepare_run
 from toolkit.run.stages.rollouts import RunSampler
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
@@ -36,6 +43,7 @@ from toolkit.sharding.blocks import checkpointing
 from toolkit.sharding.fsdp2.shards import local_tensor, state_once
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.plugin import ShardingPlugin
+from toolkit.sharding.tensor.axes import cut_of
 from toolkit.terminal import Terminal
 from toolkit.training.loop_state import Windows
 from toolkit.training.trainer import Trainer
@@ -72,6 +80,7 @@ def _end_with_parent() -> None:
 def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     """Runs a few steps with the same parts as `finetune`. Rank 0 writes the weights to `folder`."""
     quiet_libraries()
+    recipe = settled(recipe)
     plugins = build_plugins(recipe)
     accelerator = build_accelerator(recipe, plugins, folder / "run")
     if accelerator.mixed_precision == "fp16":
@@ -124,6 +133,7 @@ def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) ->
         windows,
         by_block=run.accumulation.by_block,
         balance=run.balance,
+        copies=recipe.sharding.tensor,
     )
     run.model.train()
     found, loads = [], []
@@ -192,7 +202,9 @@ def _without_checkpointing() -> Iterator[list[str]]:
 
 def _gradients(accelerator: Accelerator, run: PreparedRun, batch: Batch, seed: int) -> list[torch.Tensor]:
     """Returns this rank's parts of the gradients of one micro-batch."""
-    torch.manual_seed(1000 * seed + accelerator.process_index)
+    cut = cut_of(run.inner)
+    copies = 1 if cut is None else cut.ranks.size  # ranks that have the same rows draw the same masks
+    torch.manual_seed(1000 * seed + accelerator.process_index // copies)
     moved = send_to_device(run.objective.on_host(batch), accelerator.device)
     accelerator.backward(run.objective.loss_sum(run.model, moved))
     found = [local_tensor(p.grad).clone() for p in run.model.parameters() if p.grad is not None]

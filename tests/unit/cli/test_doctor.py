@@ -108,7 +108,7 @@ def test_the_config_that_accelerate_launch_would_read(monkeypatch: pytest.Monkey
         ("num_processes: 2\n", None),
         ("num_processes: two\n", "num_processes is 'two'"),
         ("fsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),
-        ("parallelism_config:\n  parallelism_config_tp_size: 2\n", "parallelism_config_tp_size is 2, but"),
+        ("parallelism_config:\n  parallelism_config_sp_size: 2\n", "parallelism_config_sp_size is 2, but"),
     ):
         path.write_text(text)
         found = doctor._config_finding()

@@ -79,7 +79,6 @@ def test_its_values_are_those_that_accelerate_reads(tmp_path: Path) -> None:
 
 
 OTHER_AXES = {
-    "tp": "tensor parallelism; remove it. Strategy zero3 shards every parameter",
     "cp": "context parallelism; remove it. In a recipe, sharding.sequence",
     "sp": "sequence parallelism of DeepSpeed; remove it. In a recipe, sharding.sequence",
 }

@@ -99,7 +99,7 @@ def test_the_config_may_not_ask_for_another_accumulation(monkeypatch: pytest.Mon
         accumulation_plugin(2)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "sp"])
+@pytest.mark.parametrize("axis", ["cp", "sp"])
 def test_axes_that_the_backend_does_not_run_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, axis: str) -> None:
     """Not by the number of processes, nor by dp sizes that contradict the strategy because of them."""
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -213,6 +213,7 @@ class Accelerated:
     shard_size: int | None = None
     mixed_precision: str | None = None
     num_processes: int | None = None
+    tensor: int | None = None
 
 
 def accelerated_by(path: Path) -> Accelerated:
@@ -232,6 +233,7 @@ def accelerated_by(path: Path) -> Accelerated:
         shard_size=config.shard_size,
         mixed_precision=config.mixed_precision,
         num_processes=config.num_processes,
+        tensor=config.tensor_size,
     )
 
 
@@ -240,7 +242,7 @@ def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, accelera
 
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
     return table.plan(
-        recipe,
+        _with_groups(recipe, accelerated),
         hardware,
         next(number for number in (ranks, accelerated.num_processes, 1) if number is not None),
         mixed_precision=accelerated.mixed_precision,
@@ -250,11 +252,24 @@ def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, accelera
     )
 
 
+def _with_groups(recipe: Recipe, accelerated: Accelerated) -> Recipe:
+    """Returns the recipe with the tensor groups that it or the Accelerate config asks for."""
+    from toolkit.recipe.recipe import with_tensor
+    from toolkit.sharding.plan.strategy import agreed_tensor
+
+    return with_tensor(recipe, agreed_tensor(recipe.sharding.tensor, accelerated.tensor))
+
+
 def _print_longest(recipe: Recipe, hardware: Hardware, ranks: int, accelerated: Accelerated, as_json: bool) -> None:
     from toolkit.planning.longest import longest_rows
     from toolkit.planning.table import precision_of
 
-    rows = longest_rows(recipe, hardware, ranks, precision_of(recipe.training, accelerated.mixed_precision, hardware))
+    rows = longest_rows(
+        _with_groups(recipe, accelerated),
+        hardware,
+        ranks,
+        precision_of(recipe.training, accelerated.mixed_precision, hardware),
+    )
     if as_json:
         told = {
             v: {"tokens": found.tokens, "settings": found.settings, "model_positions": found.num_positions}

@@ -14,6 +14,7 @@ from toolkit.errors import first_line
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.fake_tensors import unset_fake_temporarily
 from toolkit.objectives.losses.fused_linear_cross_entropy import LOGITS_BIAS, AfterHead, HeadLoss
+from toolkit.sharding.tensor.cut import ranks_of_head
 
 
 def find_head_loss(model: nn.Module) -> HeadLoss | str:
@@ -31,7 +32,8 @@ def find_head_loss(model: nn.Module) -> HeadLoss | str:
     body = None if head is None or decoder is None else _without_head(base, head, decoder)
     if head is None or body is None:
         return f"{name} does not tell its head from its decoder"
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+    is_cut = ranks_of_head(head) is not None
+    if type(head).forward is not nn.Linear.forward or ("forward" in vars(head) and not is_cut):
         return f"the head of {name} is a {type(head).__name__}, not a plain Linear"
     try:
         with unset_fake_temporarily():

@@ -13,10 +13,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -24,6 +25,8 @@ from toolkit.data.samples.samples import IGNORED
 from toolkit.model.structure.fake_tensors import has_values
 from toolkit.objectives.losses.replaced import own_forward, replaced
 from toolkit.sharding.blocks.chunks import each_alike
+from toolkit.sharding.tensor.cut import ranks_of_head
+from toolkit.sharding.tensor.moves import TensorRanks
 
 CHUNK_ENTRIES = 2**27
 """Logits of a chunk, 512 MiB in float32: with less, a GPU spends its time on adding to the weight's gradient.
@@ -41,11 +44,49 @@ BLOCK_ENTRIES = 2**24
 
 
 @dataclass(frozen=True)
+class VocabularyPart:
+    """This rank's part of a vocabulary that a tensor group has cut. The sums of a softmax are over all parts."""
+
+    ranks: TensorRanks
+    vocabulary: int
+
+    @property
+    def most(self) -> int:
+        """Returns the tokens of the largest part, by which all ranks choose the same chunks."""
+        return -(-self.vocabulary // self.ranks.size)
+
+    def largest(self, z: torch.Tensor) -> torch.Tensor:
+        """Returns the largest logit of each token, (n, 1), of all parts."""
+        largest = z.amax(dim=1, keepdim=True)
+        if not self.ranks.is_planned:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ranks.group)
+        return largest
+
+    def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns columns of targets (n,) in this part, both (n, 1): a column of it, and whether it is the target's."""
+        part = self.ranks.part(self.vocabulary)
+        is_here = (targets >= part.start) & (targets < part.stop)
+        return (targets - part.start).clamp(0, part.stop - part.start - 1)[:, None], is_here[:, None]
+
+    def summed(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the sums over all parts of tensors (n, 1)."""
+        both = torch.cat(parts, dim=1)
+        if not self.ranks.is_planned:
+            dist.all_reduce(both, group=self.ranks.group)
+        return torch.split(both, 1, dim=1)
+
+
+@dataclass(frozen=True)
 class AfterHead:
-    """What a model does to its head's output z: scale * z, or cap * tanh(scale * z / cap)."""
+    """What a model does to its head's output z: scale * z, or cap * tanh(scale * z / cap).
+
+    Attributes:
+        part: the part of the vocabulary whose outputs this rank's head has, or None for all.
+    """
 
     scale: float = 1.0
     cap: float | None = None
+    part: VocabularyPart | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +109,8 @@ class Head:
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """Returns the chunks of tokens whose logits exist at the same time."""
-        size = chunk_tokens(self.weight.shape[0], self.entries)
+        part = self.after.part
+        size = chunk_tokens(self.weight.shape[0] if part is None else part.most, self.entries)
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
     def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -82,6 +124,13 @@ class Head:
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, _Chunk]:
         """Returns losses (n,), float32, of hidden states (n, D) and targets (n,), and what `gradient` needs."""
         z, bounded = self.logits(hidden)
+        part = self.after.part
+        if part is not None:
+            columns, is_here = part.own(targets)
+            z.sub_(part.largest(z))
+            picked = z.gather(1, columns).masked_fill_(~is_here, 0.0)
+            totals, picked = part.summed(z.exp_().sum(dim=1, keepdim=True), picked)
+            return (totals.log() - picked).squeeze(1), _Chunk(z, totals, bounded)
         # Subtracting the largest keeps exp from overflowing; the loss stays the same.
         z.sub_(z.amax(dim=1, keepdim=True))
         picked = z.gather(1, targets[:, None])
@@ -95,7 +144,11 @@ class Head:
         """
         # In float32 up to here: in bfloat16 p - 1 would cancel to 0 for p near 1.
         z = chunk.exponentials.div_(chunk.totals)
-        z.scatter_add_(1, targets[:, None], torch.full_like(chunk.totals, -1.0))
+        if self.after.part is None:
+            z.scatter_add_(1, targets[:, None], torch.full_like(chunk.totals, -1.0))
+        else:
+            columns, is_here = self.after.part.own(targets)
+            z.scatter_add_(1, columns, -is_here.to(z.dtype))
         if upstream is not None:
             z.mul_(upstream[:, None])
         return self.to_outputs(z, chunk.bounded)
@@ -396,6 +449,9 @@ class HeadLoss:
             RuntimeError: if the head does not run exactly once on all tokens, or `model` is not this objective's model.
         """
         counted = numbers_of_targets(targets) if known is None else known
+        cut_by = ranks_of_head(self.head)
+        part = None if cut_by is None else VocabularyPart(cut_by, self.vocabulary)
+        after = replace(self.after, part=part)
         found: list[torch.Tensor] = []
 
         def losses(hidden: torch.Tensor) -> torch.Tensor:
@@ -403,7 +459,7 @@ class HeadLoss:
                 raise RuntimeError(f"the head was given {tuple(hidden.shape)}, but there are {len(targets)} tokens")
             rows = hidden.flatten(0, -2).index_select(0, counted)
             chosen = targets.index_select(0, counted).clamp_min(0)
-            return function(rows, self.head.weight, self.bias, chosen, self.after)
+            return function(rows, self.head.weight, self.bias, chosen, after)
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             original(*args, **kwargs)

@@ -106,6 +106,8 @@ def _rule(func: Any) -> _Rule | None:
     namespace, _, name = func._schema.name.partition("::")
     if name == "planned_exchange":  # an exchange of tokens; toolkit.planning.time.traffic counts what FSDP2 sends
         return _Rule("exchange", _no_flops, _exchanged_bytes)
+    if name == "planned_reduction":
+        return _Rule("exchange", _no_flops, _reduced_bytes)
     if namespace in SILENT_NAMESPACES or name in SILENT or _only_views(func):
         return None
     # torch 2.13 has no formula for it.
@@ -195,6 +197,12 @@ def _exchanged_bytes(arguments: Arguments, out: Any) -> int:
     """Counts the bytes sent to other ranks; all ranks, with this one, get equal parts."""
     ranks: int = arguments["ranks"]
     return _written_bytes(arguments, out) * (ranks - 1) // ranks
+
+
+def _reduced_bytes(arguments: Arguments, out: Any) -> int:
+    """Counts the bytes sent to other ranks around a ring: of each rank's part this one adds to all but its own."""
+    ranks: int = arguments["ranks"]
+    return _tensor_bytes(arguments["rows"]) * (ranks - 1) // ranks
 
 
 TRAFFIC: dict[str, Count] = {

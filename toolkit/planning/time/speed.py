@@ -140,22 +140,26 @@ class _Group:
 def shard_group(mesh: MeshShape, devices_per_node: int) -> _Group:
     """Returns a shard group: neighbouring ranks."""
     # Shard groups are the inner axis of the mesh: neighbours, on one node as far as it goes.
+    # With tensor groups of n neighbours they are each n-th rank, and n of them are on the same nodes.
+    devices_per_node = max(1, devices_per_node // mesh.tensor)
     local = min(mesh.shard, devices_per_node)
     on_node = min(mesh.shard * mesh.replicate, devices_per_node)
-    return _Group(mesh.shard, local, max(1, on_node // local))
+    return _Group(mesh.shard, local, max(1, on_node // local) * mesh.tensor)
 
 
 def backward_group(mesh: MeshShape, devices_per_node: int) -> _Group:
     """Returns the ranks among which backward gathers: those of a shard group, or fewer neighbours."""
-    return shard_group(MeshShape(mesh.replicate * mesh.shard // mesh.backward, mesh.backward), devices_per_node)
+    replicas = mesh.replicate * mesh.shard // mesh.backward
+    return shard_group(MeshShape(replicas, mesh.backward, tensor=mesh.tensor), devices_per_node)
 
 
 def replica_group(mesh: MeshShape, devices_per_node: int) -> _Group:
     """Returns a replica group: ranks that are `mesh.shard` apart."""
     # It has one rank of each shard group, so two are on one node only if a node holds several groups.
+    devices_per_node = max(1, devices_per_node // mesh.tensor)
     local = max(1, min(mesh.replicate, devices_per_node // mesh.shard))
     on_node = min(mesh.shard * mesh.replicate, devices_per_node)
-    return _Group(mesh.replicate, local, max(1, on_node // local))
+    return _Group(mesh.replicate, local, max(1, on_node // local) * mesh.tensor)
 
 
 # One job

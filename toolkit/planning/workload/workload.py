@@ -30,6 +30,9 @@ from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.spec import ObjectiveSpec
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ModelSection
+from toolkit.sharding.tensor.cut import cut_model
+from toolkit.sharding.tensor.moves import TensorRanks
+from toolkit.sharding.tensor.plan import tensor_plan
 
 UNMASKED = "unmasked_sdpa"
 """Name of the attention that stands for kernels without a mask: flash attention, and sdpa on plain causal rows.
@@ -57,6 +60,7 @@ class Workload:
         skew: factor on the even share of tokens that a rank's experts get.
         also: batches of other shapes, some of which may need more memory.
         has_images: whether the batches are of rows with images.
+        tensor: ranks that cut matrices; the copies of the model are cut, as the first of these ranks has them.
     """
 
     model: nn.Module
@@ -72,10 +76,14 @@ class Workload:
     skew: int = 1
     also: tuple[Callable[[int], dict[str, torch.Tensor]], ...] = ()
     has_images: bool = False
+    tensor: int = 1
 
     def model_copy(self) -> nn.Module:
         """Returns a copy of the model in training mode, for callers that add hooks."""
-        return self._copy_of(self.model).train()
+        model = self._copy_of(self.model).train()
+        if self.tensor > 1:
+            cut_model(model, tensor_plan(model, self.tensor), TensorRanks(self.tensor))
+        return model
 
     def teacher_copy(self) -> nn.Module | None:
         """Returns a copy of the teacher in evaluation mode, or None without one."""
@@ -147,6 +155,8 @@ def workload_of_model(
     """
     if recipe.sharding.sequence > 1:
         require_sequence(model, recipe.sharding.sequence, recipe.data.max_length)
+    if recipe.sharding.tensor > 1:
+        tensor_plan(model, recipe.sharding.tensor)  # refuses what cannot be cut
     rows = rows_of(recipe.data, recipe.objective)
     packed = rows.packed
     if recipe.data.packing is None and recipe.objective.spec.may_pad:
@@ -167,6 +177,7 @@ def workload_of_model(
         _attention(recipe.objective.spec, attention_of(base_of(model)), packed),
         teacher,
         recipe.sharding.experts,
+        tensor=recipe.sharding.tensor,
     )
 
 

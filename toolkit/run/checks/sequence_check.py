@@ -23,6 +23,7 @@ from toolkit.model.attention.attention import attention_of
 from toolkit.model.attention.attention_by_heads import attend_by_heads, require_sequence
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
+from toolkit.recipe.schema import ShardingSection
 from toolkit.run.checks.checked_forward import on_text_alone
 from toolkit.sharding.blocks.chunks import chunks_of
 from toolkit.sharding.fsdp2.fsdp import class_name
@@ -39,16 +40,17 @@ TOLERANCE = {False: 1e-4, True: 5e-2}
 """The largest difference of logits or gradients, as a share of the largest one, by whether compute is in 16 bits."""
 
 
-def part_of(accelerator: Accelerator, size: int) -> tuple[int, int, Part]:
+def part_of(accelerator: Accelerator, section: ShardingSection) -> tuple[int, int, Part]:
     """Returns the number of this rank's group, how many groups there are, and this rank's part of the group's rows.
 
     Args:
-        size: ranks of a group, which share each row (`sharding.sequence`).
+        section: says how many ranks share each row (`sharding.sequence`), or have the same rows (`sharding.tensor`).
     """
+    size = section.sequence * section.tensor
     return (
         accelerator.process_index // size,
         accelerator.num_processes // size,
-        Part(accelerator.process_index % size, size),
+        Part(accelerator.process_index % section.sequence, section.sequence),
     )
 
 
@@ -96,11 +98,11 @@ def check_parts(
         return None
     length = batch["input_ids"].shape[1]
     with without_dropout(model), chunks_of(length, inner), on_text_alone(inner, samples.has_images):
-        whole = _outputs_and_gradients(model, inner, objective, batch, device)
+        whole = outputs_and_gradients(model, inner, objective, batch, device)
     differences, problem = dict.fromkeys(whole, 0.0), ""
     try:
         with without_dropout(model), chunks_of(max(1, length // part.count // 3), inner):
-            mine = _outputs_and_gradients(model, inner, objective, part.of(batch), device)
+            mine = outputs_and_gradients(model, inner, objective, part.of(batch), device)
         for name, found in mine.items():
             same = whole[name]
             if same.dim() == BY_TOKEN:
@@ -130,7 +132,7 @@ def _refusal(inner: nn.Module, part: Part, problem: str) -> str:
     )
 
 
-def _outputs_and_gradients(
+def outputs_and_gradients(
     model: nn.Module, inner: nn.Module, objective: Objective, batch: Batch, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Returns logits, (B, T, V) or (B, C) of whole rows, and what the loss needs of whole documents, (D, C).

@@ -59,6 +59,11 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         every = None if run.planned.checkpointing is None else run.planned.checkpointing.every
         facts["checkpoints"] = f"auto: {_every_nth_block(every)}"
     facts |= _long_row_facts(recipe.sharding.sequence, run)
+    if recipe.sharding.tensor > 1:
+        by = f"a difference of {checked.parts_differ:.0e}" if checked.parts_differ is not None else "no row"
+        facts["matrices"] = (
+            f"cut by {recipe.sharding.tensor} ranks; checked: logits and gradients as of whole matrices ({by})"
+        )
     if recipe.training.ema is not None:
         facts["average"] = f"of the weights, decay {recipe.training.ema:g} a step; it is evaluated and exported"
     if (fact := run.accumulation.describe()) is not None:

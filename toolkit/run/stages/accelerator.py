@@ -21,15 +21,25 @@ from accelerate.tracking import get_available_trackers
 from toolkit import ranks
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.recipe import Recipe, settings_of_recipe
+from toolkit.recipe.recipe import Recipe, settings_of_recipe, with_tensor
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
-from toolkit.sharding.launched import accumulation_plugin, resolve_offload, resolve_strategy
+from toolkit.sharding.launched import accumulation_plugin, resolve_offload, resolve_strategy, resolve_tensor
 from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.offload import OffloadSettings
 from toolkit.sharding.plugin import ShardingPlugin, reset_accelerate, sharding_kwargs
 from toolkit.terminal import Terminal
+
+
+def settled(recipe: Recipe) -> Recipe:
+    """Returns the recipe with the tensor groups of the Accelerate config, if only that has some.
+
+    Raises:
+        BadInputError: if the recipe and the Accelerate config contradict each other.
+    """
+    tensor = resolve_tensor(recipe.sharding.tensor)
+    return with_tensor(recipe, tensor)
 
 
 def build_plugins(recipe: Recipe) -> dict[str, Any]:
@@ -48,6 +58,7 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
         prefetch=section.prefetch,
         experts=section.experts,
         reshard_after_forward=section.reshard_after_forward,
+        tensor=section.tensor,
     )
 
 

@@ -22,6 +22,7 @@ from toolkit.run.checks.packing_check import LeakError, check_causal, check_leak
 from toolkit.run.checks.padding_check import changed_by_padding
 from toolkit.run.checks.quantised_check import check_quantised
 from toolkit.run.checks.sequence_check import check_parts, part_of
+from toolkit.run.checks.tensor_check import check_tensor
 from toolkit.run.stages.rows import may_pad, without_packing
 from toolkit.run.stages.stages import CheckedModel, MetaModel, OpenedRun, PackingCheck, ShardedModel
 from toolkit.run.stages.teacher_setup import check_teacher
@@ -37,6 +38,7 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
     """
     recipe, accelerator, model = opened.recipe, opened.accelerator, sharded.model
     objective, data, padded = on_meta.objective, on_meta.data, on_meta.padded
+    cut_differs = check_tensor(model, sharded.inner, objective, data.train, opened.device, opened.in_16_bits)
     check_quantised(accelerator, recipe.model.dtype, model, objective, data.train)
     packing, leak = check_packing(opened, sharded, objective, data)
     if leak is not None:
@@ -50,6 +52,7 @@ def check_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned, sharded
         )
     check_teacher(accelerator, recipe.training.micro_batch_size, objective, data, opened.in_16_bits)
     differ = _check_parts(opened, sharded, objective, data, planned)
+    differ = cut_differs if differ is None else differ
     head_loss = objective.check_head_loss(model, opened.device, opened.in_16_bits)
     own = check_own_loss(model, objective, data.train, recipe.training.micro_batch_size, opened.device)
     if own is not None:
@@ -151,7 +154,7 @@ def _check_parts(
     opened: OpenedRun, sharded: ShardedModel, objective: Objective, data: TokenisedData, planned: Planned
 ) -> float | None:
     """Returns the largest difference from whole rows, see `check_parts`; None if it compares nothing."""
-    part = part_of(opened.accelerator, opened.recipe.sharding.sequence)[2]
+    part = part_of(opened.accelerator, opened.recipe.sharding)[2]
     chunked = planned.checkpointing is not None and planned.checkpointing.chunk_tokens is not None
     model, inner, device = sharded.model, sharded.inner, opened.device
     return check_parts(model, inner, objective, data.train, part, device, opened.in_16_bits, chunked)

@@ -32,6 +32,7 @@ from toolkit.run.checks.sequence_check import share_rows
 from toolkit.run.stages.rows import fitting, require_room, require_sample
 from toolkit.run.stages.stages import MetaModel, OpenedRun, TokenisedRows
 from toolkit.run.stages.teacher_setup import asked_teacher
+from toolkit.sharding.tensor.plan import tensor_plan
 
 
 def read_rows(opened: OpenedRun, resumed: Manifest | None = None) -> TokenisedRows:
@@ -73,6 +74,8 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed, data.train.has_images)
     models = [model] if teacher is None else [model, teacher.model]
     share_rows(recipe.sharding.sequence, recipe.data.max_length, *models)
+    if recipe.sharding.tensor > 1:
+        tensor_plan(model, recipe.sharding.tensor)  # refuses what cannot be cut, before any weight is read
     sources = recipe.data.source_names
     objective = build_objective(
         recipe.objective,

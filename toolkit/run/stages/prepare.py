@@ -60,7 +60,7 @@ def prepare_run(
     planned = plan_memory(opened, on_meta)
     sharded = shard_model(opened, on_meta, planned)
     checked = check_model(opened, on_meta, planned, sharded)
-    group, num_groups, part = part_of(accelerator, recipe.sharding.sequence)
+    group, num_groups, part = part_of(accelerator, recipe.sharding)
     size = training.micro_batch_size * training.gradient_accumulation_steps * num_groups
     require_whole_groups(recipe, size)
     num_steps = steps_of_run(training, len(checked.data.train), size)
@@ -156,7 +156,7 @@ def _with_log_probabilities(
                 reached = EpochOrder(len(compared), recipe.training.seed, recipe.data.shuffle).first(last)
             else:
                 reached = list(range(len(compared))[: recipe.data.max_validation_samples])
-            where = (cache, identity, progress, part_of(accelerator, recipe.sharding.sequence)[2])
+            where = (cache, identity, progress, part_of(accelerator, recipe.sharding)[2])
             found[split] = with_reference(accelerator, sharded.model, objective, compared, reached, size, *where)
     return replace(data, **found)
 

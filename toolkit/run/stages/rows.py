@@ -181,7 +181,7 @@ def build_evaluation(
     if held_out is None:
         return None
 
-    group, num_groups, part = part_of(accelerator, recipe.sharding.sequence)
+    group, num_groups, part = part_of(accelerator, recipe.sharding)
     size, limit = recipe.training.micro_batch_size, recipe.data.max_validation_samples
 
     def batches() -> Iterator[Batch]:

@@ -38,7 +38,7 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
     """
     recipe, plugin, accelerator = opened.recipe, opened.plugin, opened.accelerator
     sizes = accelerator.parallelism_config
-    shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.node)
+    shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.node, plugin.tensor)
     mesh = shard if plugin.strategy.sharded else MeshShape(accelerator.num_processes, 1)
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
     with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):
@@ -68,7 +68,7 @@ def _checkpointings(opened: OpenedRun, model: nn.Module) -> list[Checkpointing |
     found = [None, *(Checkpointing(n, offload, size) for n in AUTO_CHECKPOINTING)]
     # Last, because it gains little on short rows. With all blocks checkpointed it takes no extra time.
     tokens = recipe.training.micro_batch_size * recipe.data.max_length // section.sequence
-    may_chunk = not recipe.objective.spec.encoder_decoder and tokens > CHUNK_TOKENS
+    may_chunk = not recipe.objective.spec.encoder_decoder and tokens > CHUNK_TOKENS and section.tensor == 1
     if size is None and may_chunk and num_in_chunks(model, plan_units(model, section.unit_classes)):
         found.append(Checkpointing(1, offload, CHUNK_TOKENS))
     return found

@@ -142,7 +142,8 @@ class CheckedModel:
         packing: measurements of rows that share a sample, or None if none do.
         alone: why rows run one after another without padding, or None if they are padded or packed.
         head_loss: what computes the losses, and why; None for objectives without a choice.
-        parts_differ: the largest difference of logits or gradients from those of whole rows; None for whole rows.
+        parts_differ: the largest difference of logits or gradients from those of whole rows, or of whole matrices;
+            None if rows and matrices are whole.
     """
 
     objective: Objective

@@ -23,16 +23,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients, fsdp_groups, groups_of_module
@@ -216,26 +217,67 @@ def shapes_inside(module: nn.Module) -> dict[tuple[nn.Module, str], torch.Size]:
     return {(owner, name): p.shape for owner in module.modules() for name, p in owner.named_parameters(recurse=False)}
 
 
-def wrap_as_dtensor(module: nn.Module, mesh: DeviceMesh, shapes: Mapping[tuple[nn.Module, str], torch.Size]) -> None:
-    """Presents the shards of a unit that only some ranks of a mesh share as row-sharded DTensors over the whole mesh.
+def wrap_as_dtensor(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    shapes: Mapping[tuple[nn.Module, str], torch.Size],
+    placements_of: Callable[[tuple[nn.Module, str]], Sequence[Placement]] | None = None,
+) -> None:
+    """Presents the shards of a unit that only some ranks of a mesh share as DTensors over the whole mesh.
 
     The unit still gathers and reduces among its own ranks.
 
     Args:
         module: the unit.
-        mesh: 1-D (shard), or 2-D (replicate, shard).
+        mesh: its last axis is that of the shards; parameters are whole along the others.
         shapes: the shapes of the whole parameters, as `shapes_inside` returns them. Each rank's rows precede those of
             the next rank.
+        placements_of: the placement of a parameter on each axis of the mesh but the last. None: along these all are
+            whole.
     """
     assert isinstance(module, FSDPModule)
-    (group,) = groups_of_module(module)
-    for parameter in group.fsdp_params:
-        shape = shapes[parameter._module_info.module, parameter._module_info.param_name]
-        local = parameter.sharded_param.to_local()
+    for parameter in (parameter for group in groups_of_module(module) for parameter in group.fsdp_params):
+        key = parameter._module_info.module, parameter._module_info.param_name
+        shape, local = shapes[key], parameter.sharded_param.to_local()
         meta = TensorMeta(shape, make_contiguous_strides_for(shape), local.dtype)
-        placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-        parameter._sharding_spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        others = [Replicate()] * (mesh.ndim - 1) if placements_of is None else placements_of(key)
+        parameter._sharding_spec = DTensorSpec(mesh, (*others, Shard(0)), tensor_meta=meta)
         parameter._sharding_spec_by_dtype = {}  # torch 2.15's copies of the old one, which gradients would have
         trains = parameter.sharded_param.requires_grad
         parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(local.detach()), requires_grad=trains)
         parameter._setattr_on_modules(parameter.sharded_param)
+
+
+def sum_before_reduction(module: nn.Module, keys: Container[tuple[nn.Module, str]], ranks: dist.ProcessGroup) -> None:
+    """Sums the gradients of some parameters of a unit over `ranks`, once before each reduction.
+
+    Args:
+        module: the unit.
+        keys: the owning modules of the parameters, and their names in these.
+        ranks: they hold the same parameters, and have a share of these gradients each.
+    """
+    assert isinstance(module, FSDPModule)
+    for group in groups_of_module(module):
+        infos = [(parameter, parameter._module_info) for parameter in group.fsdp_params]
+        mine = [parameter for parameter, info in infos if (info.module, info.param_name) in keys]
+        if any(parameter.sharded_param.requires_grad for parameter in mine):
+            before_reduction(group, functools.partial(_sum_gradients, mine, ranks))
+
+
+@torch.no_grad()
+def _sum_gradients(parameters: Iterable[Any], ranks: dist.ProcessGroup, _group: Any) -> None:
+    found = [
+        parameter.unsharded_accumulated_grad
+        if parameter.unsharded_accumulated_grad is not None
+        else parameter.unsharded_param.grad
+        for parameter in parameters
+        if parameter.sharded_param.requires_grad
+    ]
+    present = [gradient for gradient in found if gradient is not None]
+    if not present:
+        return
+    # In float32: each share is rounded to the compute type once, and the sum once more.
+    total = torch.cat([gradient.flatten().float() for gradient in present])
+    dist.all_reduce(total, group=ranks)
+    for gradient, part in zip(present, torch.split(total, [each.numel() for each in present]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -56,45 +56,87 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_dim(parameter: DTensor) -> int:
-    """Returns the dimension along which a parameter of any shape is sharded. Its slices along it are called rows."""
+    """Returns the dimension along which FSDP2 shards a parameter of any shape. Its slices along it are called rows."""
     placement = parameter.placements[_shard_axis(parameter)]
     assert isinstance(placement, Shard)
     return placement.dim
 
 
+def tensor_dim(parameter: DTensor) -> int | None:
+    """Returns the dimension along which a tensor group cuts a parameter (any shape), or None if it is whole there."""
+    axis = _tensor_axis(parameter)
+    placement = None if axis is None else parameter.placements[axis]
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def tensor_part(parameter: DTensor) -> Rows:
+    """Returns the index of the part of a parameter (any shape) that this rank's shard group has, as `torch.chunk`s."""
+    dim = tensor_dim(parameter)
+    if dim is None:
+        return tuple(slice(0, length) for length in parameter.shape)
+    axis = _tensor_axis(parameter)
+    assert axis is not None
+    mesh, length = parameter.device_mesh, parameter.shape[dim]
+    width, position = -(-length // mesh.size(axis)), mesh.get_local_rank(axis)
+    part = slice(min(position * width, length), min((position + 1) * width, length))
+    return tuple(part if number == dim else slice(0, size) for number, size in enumerate(parameter.shape))
+
+
+def tensor_group(parameter: DTensor) -> dist.ProcessGroup | None:
+    """Returns the group of ranks whose parts make a parameter (any shape) whole, or None without tensor parallelism."""
+    axis = _tensor_axis(parameter)
+    return None if axis is None else parameter.device_mesh.get_group(axis)
+
+
 def shard_chunk(parameter: DTensor) -> int:
     """Returns the number of rows in one shard, padding included: ceil(rows / F)."""
-    return -(-parameter.shape[sharded_dim(parameter)] // parameter.device_mesh.size(_shard_axis(parameter)))
+    part = tensor_part(parameter)[sharded_dim(parameter)]
+    return -(-int(part.stop - part.start) // parameter.device_mesh.size(_shard_axis(parameter)))
 
 
 def shard_shape(parameter: DTensor) -> torch.Size:
     """Returns the shape of one shard of a parameter of any shape, padding included."""
     dim = sharded_dim(parameter)
-    return torch.Size((*parameter.shape[:dim], shard_chunk(parameter), *parameter.shape[dim + 1 :]))
+    sizes = [part.stop - part.start for part in tensor_part(parameter)]
+    return torch.Size((*sizes[:dim], shard_chunk(parameter), *sizes[dim + 1 :]))
 
 
 def shard_rows(parameter: DTensor) -> Rows:
-    """Returns the index of the rows that this rank holds: one chunk of ceil(rows / F) rows, as of `torch.chunk`."""
+    """Returns the index of the rows that this rank holds: one chunk of ceil(rows / F) rows, as of `torch.chunk`.
+
+    Under tensor parallelism these are rows of a part, which may have some of the columns.
+    """
     position, dim = parameter.device_mesh.get_local_rank(_shard_axis(parameter)), sharded_dim(parameter)
-    chunk, num_rows = shard_chunk(parameter), parameter.shape[dim]
-    rows = slice(min(position * chunk, num_rows), min((position + 1) * chunk, num_rows))
-    return (*map(slice, parameter.shape[:dim]), rows)
+    parts, chunk = list(tensor_part(parameter)), shard_chunk(parameter)
+    first, last = parts[dim].start, parts[dim].stop
+    parts[dim] = slice(min(first + position * chunk, last), min(first + (position + 1) * chunk, last))
+    return tuple(parts[: max(dim, tensor_dim(parameter) or 0) + 1])
 
 
 def row_counts(parameter: DTensor) -> list[int]:
     """Returns how many rows of a parameter (any shape) each rank of the shard group holds, without padding."""
-    chunk, num_rows = shard_chunk(parameter), parameter.shape[sharded_dim(parameter)]
-    num_shards = parameter.device_mesh.size(_shard_axis(parameter))
+    part, chunk = tensor_part(parameter)[sharded_dim(parameter)], shard_chunk(parameter)
+    num_rows, num_shards = part.stop - part.start, parameter.device_mesh.size(_shard_axis(parameter))
     return [min(chunk, max(0, num_rows - position * chunk)) for position in range(num_shards)]
 
 
 def shard_group(parameter: DTensor) -> dist.ProcessGroup:
-    """Returns the group of the ranks that hold the shards of one copy of a parameter (any shape)."""
+    """Returns the group of the ranks that hold the shards of one copy of a parameter (any shape), or of its part."""
     return parameter.device_mesh.get_group(_shard_axis(parameter))
 
 
 def _shard_axis(parameter: DTensor) -> int:
-    return next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
+    """Returns the axis along which FSDP2 shards: the last one, behind those of replicas and of tensor parallelism."""
+    return len(parameter.placements) - 1
+
+
+TENSOR = "tp"
+"""The axis of a mesh whose ranks cut matrices; the name is Accelerate's."""
+
+
+def _tensor_axis(parameter: DTensor) -> int | None:
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return names.index(TENSOR) if TENSOR in names else None
 
 
 def beside(parameter: DTensor, local: torch.Tensor) -> DTensor:

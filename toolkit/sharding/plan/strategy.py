@@ -7,7 +7,7 @@ parameters, gradients and optimizer state sharded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
@@ -85,17 +85,24 @@ def asks_for_offload(text: str | None) -> bool:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The shape of the mesh of ranks, replicate x shard.
+    """The shape of the mesh of ranks, replicate x shard x tensor.
 
     Attributes:
         replicate: the number of replicas.
         shard: the sharding factor F.
         node: the number of ranks among which a unit stays sharded between forward and backward, or None for all F.
+        tensor: the number of ranks that cut matrices and have the same rows.
     """
 
     replicate: int
     shard: int
     node: int | None = None
+    tensor: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Returns the number of all ranks."""
+        return self.replicate * self.shard * self.tensor
 
     @property
     def backward(self) -> int:
@@ -152,6 +159,57 @@ def _hybrid_shape(world_size: int, replicate: int | None, shard: int | None) -> 
     return MeshShape(world_size // shard, shard)
 
 
+def agreed_tensor(asked: int | None, configured: int | None) -> int:
+    """Returns the ranks of a tensor group, of the recipe or an argument, or of the Accelerate config; else 1.
+
+    Args:
+        asked, configured: None and 1 leave it to the other.
+
+    Raises:
+        BadInputError: if they contradict each other.
+    """
+    if asked in (None, 1) or configured in (None, 1, asked):
+        return max(asked or 1, configured or 1)
+    raise BadInputError(
+        f"sharding.tensor is {asked}, but the Accelerate config's parallelism_config_tp_size is {configured}; "
+        "remove one of them or make them agree"
+    )
+
+
+def require_tensor_groups(tensor: int, on_node: int) -> None:
+    """Checks that groups of `tensor` ranks can be formed.
+
+    Args:
+        on_node: the ranks on a node.
+
+    Raises:
+        BadInputError: if groups do not divide the ranks of a node.
+    """
+    if on_node % tensor:
+        allowed = [size for size in range(1, on_node + 1) if on_node % size == 0]
+        raise BadInputError(
+            f"sharding.tensor: groups of {tensor} do not divide the {on_node} ranks of a node, inside of which they "
+            f"meet several times a layer; set it to one of {', '.join(map(str, allowed))}"
+        )
+
+
+def tensor_shape(
+    strategy: Strategy, world_size: int, tensor: int, ranks_per_node: int, *, replicate: int | None, shard: int | None
+) -> MeshShape:
+    """Returns the shape of the mesh for a number of ranks, of which neighbours form tensor groups.
+
+    Args:
+        tensor: the ranks of a group; 1 forms none.
+        ranks_per_node: the ranks that the launcher starts on each node.
+        strategy, world_size, replicate, shard: see `mesh_shape`; the sizes are those of the ranks with the same part.
+
+    Raises:
+        BadInputError: if groups do not divide the ranks of a node, or as `mesh_shape`.
+    """
+    require_tensor_groups(tensor, min(ranks_per_node, world_size))
+    return replace(mesh_shape(strategy, world_size // tensor, replicate=replicate, shard=shard), tensor=tensor)
+
+
 def with_node(shape: MeshShape, strategy: Strategy, node: int | None, ranks_per_node: int) -> MeshShape:
     """Returns the mesh with units sharded among `node` neighbouring ranks between forward and backward.
 
@@ -177,4 +235,4 @@ def with_node(shape: MeshShape, strategy: Strategy, node: int | None, ranks_per_
             f"sharding.reshard_after_forward: {node} is not a group inside the nodes of {ranks_per_node} ranks that "
             f"{shape.shard} ranks have several of; allowed: {', '.join(map(str, allowed)) or 'none here; remove it'}"
         )
-    return MeshShape(shape.replicate, shape.shard, node)
+    return replace(shape, node=node)

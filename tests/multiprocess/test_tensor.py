@@ -1,0 +1,291 @@
+"""Matrices that ranks cut: a step is that of a plain loop on one process, whatever the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.every_model import causal_kinds
+from support.plain_loop import Trained, plain_loop
+from support.ranks import meet, run_on_ranks
+from support.tiny import tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.errors import BadInputError
+from toolkit.verify.plain import set_dropout
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 5,
+    "head_dim": 8,
+}
+"""With a vocabulary that no number of ranks divides."""
+MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "tied llama": {"tie_word_embeddings": True},
+    "llama of one key head": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma3_text": MIXED,
+    "glm4": {"tie_word_embeddings": False},  # MLPs whose gates and values are one matrix
+}
+KINDS = dict.fromkeys(("tied llama", "llama of one key head"), "llama")
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained; two rows a micro-batch of each group that has the same rows."""
+
+    model: str
+    tensor: int = 2
+    strategy: str = "zero3"
+    accumulation: int = 1
+    checkpointed: bool = False
+    lora: bool = False
+
+
+FIRST = [Case("qwen3", accumulation=2, checkpointed=True)]
+TWO = [
+    Case("llama", accumulation=2),
+    Case("tied llama", checkpointed=True),
+    Case("llama of one key head"),
+    Case("gemma3_text"),
+    Case("llama", lora=True, accumulation=2),
+    Case("qwen3", lora=True),
+]
+
+
+ON_FOUR = [
+    Case("llama", accumulation=2),
+    Case("tied llama", tensor=4, checkpointed=True),  # fewer key heads than ranks
+    Case("llama of one key head"),
+    Case("qwen3", accumulation=2, checkpointed=True),
+    Case("gemma3_text"),
+    Case("glm4", accumulation=2),
+    Case("qwen3", tensor=4, lora=True, accumulation=2),
+    Case("llama", lora=True),
+]
+
+
+def model_of(case: Case) -> Any:
+    """In float32, without dropout; norms and biases are not what they begin with."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(KINDS.get(case.model, case.model), **{**SIZES, **MODELS[case.model]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    if not case.lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    return adapted
+
+
+def adamw(model: Any) -> torch.optim.AdamW:
+    """With an epsilon above rounding, which is all that the gradients of some keys' biases are."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=2e-3, weight_decay=0.1, eps=1e-4)
+
+
+def rows(step: int, groups: int, case: Case) -> list[torch.Tensor]:
+    """The rows of a step, (2, 17) a micro-batch: those of the first group, then of the next."""
+    draw = torch.Generator().manual_seed(step)
+    return [torch.randint(0, 97, (2, 17), generator=draw) for _ in range(groups * case.accumulation)]
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def trained(case: Case) -> Trained:
+    """On ranks, in a loop of a user's own."""
+    from accelerate import Accelerator
+
+    from toolkit.sharding import Checkpointing, sharding_kwargs
+    from toolkit.sharding.fsdp2.shards import whole_tensor
+    from toolkit.sharding.launched import accumulation_plugin
+    from toolkit.sharding.plugin import reset_accelerate
+
+    meet()
+    reset_accelerate()
+    plugins = sharding_kwargs(
+        case.strategy,
+        shard_size=2 if case.strategy == "hybrid" else None,
+        checkpointing=Checkpointing(every=1) if case.checkpointed else None,
+        tensor=case.tensor,
+    )
+    accelerator = Accelerator(gradient_accumulation_plugin=accumulation_plugin(case.accumulation), **plugins)
+    model = model_of(case)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    require_shards(accelerator.unwrap_model(model), dict(model_of(case).named_parameters()))
+    groups = accelerator.num_processes // case.tensor
+    first = accelerator.process_index // case.tensor * case.accumulation
+    mine = slice(first, first + case.accumulation)
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for ids in rows(step, groups, case)[mine]:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, ids)
+                total += loss.detach() / case.accumulation
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(whole_tensor(accelerator.clip_grad_norm_(model.parameters(), 0.5))))
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(total, "mean")))
+    weights = {name: whole_tensor(parameter).detach() for name, parameter in model.named_parameters()}
+    return Trained(losses, norms, weights)
+
+
+def require_shards(model: Any, whole: dict[str, torch.Tensor]) -> None:
+    """That each rank's shard is where it is said to be, and that gathering gives the same bits."""
+    from toolkit.checkpoint.export import gather_on_rank_zero
+    from toolkit.sharding.fsdp2.shards import shard_rows, shard_shape
+
+    for name, parameter in model.named_parameters():
+        local, gathered = parameter.to_local(), gather_on_rank_zero(parameter.detach())
+        assert torch.equal(whole[name][shard_rows(parameter)], local), name
+        assert all(size <= most for size, most in zip(local.shape, shard_shape(parameter), strict=True)), name
+        assert gathered is None or torch.equal(gathered, whole[name]), name
+
+
+def all_trained(cases: list[Case]) -> list[Trained]:
+    return [trained(case) for case in cases]
+
+
+def require_plain(case: Case, found: Trained, groups: int) -> None:
+    model = model_of(case)
+    steps = [rows(step, groups, case) for step in range(STEPS)]
+
+    def mean(batches: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([loss_of(model, ids) for ids in batches]).mean()
+
+    plain = plain_loop(model, steps, mean, max_norm=0.5, optimizer=adamw(model))
+    assert found.losses == pytest.approx(plain.losses, rel=1e-6), case
+    assert found.norms == pytest.approx(plain.norms, rel=1e-5), case
+    for name, weight in plain.weights.items():
+        difference = (found.weights[name] - weight).norm() / weight.norm()
+        assert difference < 1e-5, f"{case}: {name} {difference}"
+
+
+@pytest.mark.first
+def test_a_step_is_that_of_the_plain_loop() -> None:
+    for found in run_on_ranks(all_trained, 2, FIRST):
+        require_plain(FIRST[0], found[0], 1)
+
+
+def test_a_step_of_other_models_is_that_of_the_plain_loop() -> None:
+    for found in run_on_ranks(all_trained, 2, TWO):
+        for case, result in zip(TWO, found, strict=True):
+            require_plain(case, result, 1)
+
+
+def test_a_step_on_4_ranks_is_that_of_the_plain_loop() -> None:
+    for found in run_on_ranks(all_trained, 4, ON_FOUR):
+        for case, result in zip(ON_FOUR, found, strict=True):
+            require_plain(case, result, 4 // case.tensor)
+
+
+def by_trainer(folder: str, tensor: int | None) -> list[tuple[float, float]]:
+    """Losses and norms of transformers' Trainer; without `tensor` it is stock."""
+    from transformers import Trainer, TrainingArguments
+
+    from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, reset_accelerate
+
+    reset_accelerate()
+    settings: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "max_grad_norm": 0.5, "seed": 1}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+    settings |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    if tensor is not None:
+        meet()
+        settings["parallelism_config"] = ShardingMesh(plugin=ShardingPlugin("zero3", tensor=tensor))
+    ids = torch.randint(0, 97, (64, 17), generator=torch.Generator().manual_seed(0)).tolist()
+    dataset = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(model=model_of(Case("qwen3")), args=TrainingArguments(folder, **settings), train_dataset=dataset)
+    trainer.train()
+    return [(found["loss"], found["grad_norm"]) for found in trainer.state.log_history if "loss" in found]
+
+
+def test_trainer_gives_the_ranks_of_a_group_the_same_rows(tmp_path: Path) -> None:
+    (plain,) = run_on_ranks(by_trainer, 1, str(tmp_path), None)
+    for found in run_on_ranks(by_trainer, 2, str(tmp_path), 2):
+        for ours, theirs in zip(found, plain, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def of_kind(kind: str) -> Any:
+    """A small model without dropout, whose parameters are not what they begin with.
+
+    In float64, as the large numbers of some types make rounding in float32 larger than some gradients.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind)).double().train()
+    set_dropout(model, 0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+IDS = torch.randint(3, 64, (2, 13), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(kinds: list[str]) -> dict[str, dict[str, torch.Tensor] | str]:
+    """By type, the gradients of the second of two backwards; or why it is refused."""
+    from accelerate import Accelerator
+
+    from toolkit.sharding import sharding_kwargs
+    from toolkit.sharding.fsdp2.shards import whole_tensor
+    from toolkit.sharding.plugin import reset_accelerate
+
+    found: dict[str, dict[str, torch.Tensor] | str] = {}
+    for kind in kinds:
+        meet()
+        reset_accelerate()
+        accelerator = Accelerator(**sharding_kwargs("zero3", tensor=2))
+        try:
+            whole = of_kind(kind)
+            model, _ = accelerator.prepare(whole, torch.optim.AdamW(whole.parameters()))
+        except BadInputError as error:
+            found[kind] = str(error)
+            continue
+        for _ in range(2):  # what is summed over ranks is summed once
+            accelerator.backward(loss_of(model, IDS))
+        named = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found[kind] = {name: whole_tensor(gradient) for name, gradient in named.items() if gradient is not None}
+    return found
+
+
+def test_every_type_has_the_gradients_of_the_plain_loop_or_is_refused() -> None:
+    """Of transformers' types, those whose plan has the simple styles and cuts attention."""
+    kinds = causal_kinds()
+    right = []
+    for kind, found in run_on_ranks(gradients, 2, kinds)[0].items():
+        if isinstance(found, str):
+            assert found.startswith("sharding.tensor is not possible with "), (kind, found)
+            continue
+        model = of_kind(kind)
+        (2 * loss_of(model, IDS)).backward()
+        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        largest = max(float(gradient.abs().max()) for gradient in expected.values())
+        for name, gradient in expected.items():
+            close = {"rtol": 1e-4, "atol": 2e-6 * largest, "msg": f"{kind}: {name}"}  # norms are in float32
+            torch.testing.assert_close(found[name], gradient, **close)
+        right.append(kind)
+    assert {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "cohere", "olmo", "phi"} <= set(right)
+    assert len(right) >= 30, right

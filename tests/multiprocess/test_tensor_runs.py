@@ -1,0 +1,183 @@
+"""Runs whose matrices ranks cut: the plain loop's losses, norms and weights; checkpoints of any mesh; exports."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from support.plain_loop import in_turn, plain_loop
+from support.ranks import meet, run_on_ranks
+from support.texts import make_texts
+from support.tiny import recipe_values, save_llama, with_sections
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from toolkit.data import build
+from toolkit.errors import BadInputError
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.tensor import moves
+
+STEPS = 3
+TEXTS = [" ".join(text.split()[:20]) for text in make_texts(40, seed=4)]
+SAVING = {"every_steps": 2, "asynchronous": False}
+Changes = dict[str, dict[str, Any]]
+RUNS: dict[str, Changes] = {
+    "zero3": {"training": {"gradient_accumulation_steps": 2, "micro_batch_size": 2}, "checkpoint": SAVING},
+    "zero3-checkpointed": {"sharding": {"activation_checkpointing": 1, "offload_checkpoints": True}},
+    "zero3-by-config": {"sharding": {"tensor": 1}},  # the Accelerate config says it
+}
+RESUMED: dict[str, Changes] = {
+    "zero3-as-before": {"training": {"micro_batch_size": 4}},
+    "zero3-uncut": {"sharding": {"tensor": 1}, "training": {"micro_batch_size": 2}},
+}
+"""Runs that go on after the second step of the run `zero3`."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tensor")
+    save_llama(folder / "model", TEXTS, tied=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def recipe(folder: Path, name: str, changes: Changes) -> Recipe:
+    values = recipe_values(folder / "model", folder / "rows.jsonl", folder / name, folder / "cache")
+    values["data"] |= {"packing": True, "max_length": 63, "validation": str(folder / "rows.jsonl")}
+    values["schedule"] = {"kind": "constant"}
+    values["training"] |= {"max_steps": STEPS, "micro_batch_size": 4}
+    values["sharding"] = {"strategy": name.split("-")[0], "tensor": 2}
+    return Recipe.from_mapping(with_sections(values, changes))
+
+
+def runs(folder: Path, cases: dict[str, Changes], start: str = "never") -> dict[str, Any]:
+    """The metrics of each run, which starts from the last checkpoint of the run `start`."""
+    from toolkit import finetune
+
+    found = {}
+    for name, changes in cases.items():
+        meet()
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if name.startswith("hybrid") else "1"
+        os.environ["PARALLELISM_CONFIG_TP_SIZE"] = "2" if name.endswith("by-config") else "1"
+        resume = {} if start == "never" else {"checkpoint": {"resume": str(folder / start)}}
+        found[name] = finetune(recipe(folder, name, changes | resume)).metrics
+    return found
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """What runs say that are not possible, and one whose sums lack the other ranks' shares."""
+    from toolkit import finetune
+
+    found, sum_tokens = {}, moves._sum_tokens
+    changes: dict[str, Changes] = {
+        "offload": {"sharding": {"offload": "optimizer"}},
+        "by three": {"sharding": {"tensor": 3}},
+        "wrong": {},
+    }
+    for name, change in changes.items():
+        meet()
+        if name == "wrong":
+            moves._sum_tokens = moves._own_tokens
+        try:
+            finetune(recipe(folder, f"zero3-{name}", change))
+        except BadInputError as error:
+            found[name] = str(error)
+        moves._sum_tokens = sum_tokens
+    return found
+
+
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    found = {"runs": runs(folder, RUNS)}
+    return {**found, "resumed": runs(folder, RESUMED, "zero3"), "refused": refused(folder)}
+
+
+@pytest.fixture(scope="module")
+def on_2_ranks(folder: Path) -> dict[str, Any]:
+    return run_on_ranks(on_two_ranks, 2, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    """AdamW on one process, 4 rows a step; losses, norms, weights, and the first and last held-out loss."""
+    tokens = AutoTokenizer.from_pretrained(folder / "model")
+    data = build.build(recipe(folder, "zero3", {}).data, tokens, 0).train
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
+
+    def loss_of(numbers: list[int]) -> torch.Tensor:
+        batch = data.batch(numbers)
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def held_out() -> float:
+        with torch.no_grad():
+            return float(loss_of(list(range(len(data)))))
+
+    before, steps = held_out(), in_turn(range(len(data)), 4, STEPS)
+    found = plain_loop(model, steps, loss_of, decay=0.1)
+    seen = sum(int(data.batch([number])["lengths"].sum()) for step in steps for number in step)
+    ends = {"eval": [before, held_out()], "tokens": seen, "weights": found.weights}
+    return {"loss": found.losses, "norm": found.norms, **ends}
+
+
+def require_plain(metrics: list[dict[str, Any]], plain: dict[str, Any], name: str) -> None:
+    steps = [record for record in metrics if record["split"] == "train"]
+    assert [record["loss"] for record in steps] == pytest.approx(plain["loss"], rel=1e-6), name
+    assert [record["grad_norm"] for record in steps] == pytest.approx(plain["norm"], rel=1e-5), name
+    assert steps[-1]["tokens"] == plain["tokens"], name
+    held_out = [record["loss"] for record in metrics if record["split"] == "eval"]
+    assert [held_out[0], held_out[-1]] == pytest.approx(plain["eval"], rel=1e-6), name
+
+
+def test_runs_are_the_plain_loop(folder: Path, on_2_ranks: dict[str, Any], plain: dict[str, Any]) -> None:
+    for name, metrics in on_2_ranks["runs"].items():
+        require_plain(metrics, plain, name)
+        exported = load_file(folder / name / "export" / "model.safetensors")
+        for path, weight in exported.items():
+            difference = (weight - plain["weights"][path]).norm() / plain["weights"][path].norm()
+            assert difference < 1e-5, (name, path)
+
+
+def test_what_is_not_right_is_refused(on_2_ranks: dict[str, Any]) -> None:
+    told = on_2_ranks["refused"]
+    assert "sharding.tensor is not possible with offload" in told["offload"]
+    assert "groups of 3 do not divide the 2 ranks of a node" in told["by three"]
+    assert "LlamaForCausalLM does not compute the same with matrices that ranks cut (its logits" in told["wrong"]
+
+
+RUNS_ON_4: dict[str, Changes] = {
+    "zero3-of-4": {"sharding": {"tensor": 2}, "training": {"micro_batch_size": 2}},
+    "zero3-lora": {
+        "sharding": {"tensor": 4},
+        "adapter": {"kind": "lora", "r": 4},
+        "export": {"merge": True},
+        "training": {"ema": 0.9},
+    },
+}
+RESUMED_ON_4: dict[str, Changes] = {
+    "zero3-to-2x2": {"training": {"micro_batch_size": 2}},
+    "zero3-to-4": {"sharding": {"tensor": 4}},
+    "zero3-to-none": {"sharding": {"tensor": 1}, "training": {"micro_batch_size": 1}},
+}
+
+
+def on_four_ranks(folder: Path) -> dict[str, Any]:
+    return {"runs": runs(folder, RUNS_ON_4), "resumed": runs(folder, RESUMED_ON_4, "zero3")}
+
+
+def test_runs_on_4_ranks_are_the_plain_loop_from_any_checkpoint(
+    folder: Path, on_2_ranks: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    found = run_on_ranks(on_four_ranks, 4, folder)[0]
+    require_plain(found["runs"]["zero3-of-4"], plain, "zero3-of-4")
+    for name, metrics in found["resumed"].items():
+        require_plain(metrics, plain, name)
+
+
+def test_checkpoints_go_on_with_any_cut(on_2_ranks: dict[str, Any], plain: dict[str, Any]) -> None:
+    for name, metrics in on_2_ranks["resumed"].items():
+        require_plain(metrics, plain, name)
