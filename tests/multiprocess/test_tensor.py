@@ -53,6 +53,7 @@ class Case:
     accumulation: int = 1
     checkpointed: bool = False
     lora: bool = False
+    offload: bool = False
 
 
 FIRST = [Case("qwen3", accumulation=2, checkpointed=True)]
@@ -63,6 +64,8 @@ TWO = [
     Case("gemma3_text"),
     Case("llama", lora=True, accumulation=2),
     Case("qwen3", lora=True),
+    Case("qwen3", accumulation=2, checkpointed=True, offload=True),
+    Case("tied llama", offload=True, lora=True),
 ]
 
 
@@ -75,6 +78,7 @@ ON_FOUR = [
     Case("glm4", accumulation=2),
     Case("qwen3", tensor=4, lora=True, accumulation=2),
     Case("llama", lora=True),
+    Case("gemma3_text", accumulation=2, checkpointed=True, offload=True),
 ]
 
 
@@ -115,7 +119,7 @@ def trained(case: Case) -> Trained:
     """On ranks, in a loop of a user's own."""
     from accelerate import Accelerator
 
-    from toolkit.sharding import Checkpointing, sharding_kwargs
+    from toolkit.sharding import Checkpointing, OffloadSettings, sharding_kwargs
     from toolkit.sharding.fsdp2.shards import whole_tensor
     from toolkit.sharding.launched import accumulation_plugin
     from toolkit.sharding.plugin import reset_accelerate
@@ -127,6 +131,7 @@ def trained(case: Case) -> Trained:
         shard_size=2 if case.strategy == "hybrid" else None,
         checkpointing=Checkpointing(every=1) if case.checkpointed else None,
         tensor=case.tensor,
+        offload=OffloadSettings(executor="cpu_torch") if case.offload else None,
     )
     accelerator = Accelerator(gradient_accumulation_plugin=accumulation_plugin(case.accumulation), **plugins)
     model = model_of(case)
@@ -148,6 +153,8 @@ def trained(case: Case) -> Trained:
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(float(accelerator.reduce(total, "mean")))
+    if (engine := plugins["fsdp_plugin"].engine) is not None:
+        engine.flush()
     weights = {name: whole_tensor(parameter).detach() for name, parameter in model.named_parameters()}
     return Trained(losses, norms, weights)
 

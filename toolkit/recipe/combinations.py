@@ -107,7 +107,6 @@ COMBINATIONS = (
     Combination(("tensor", "experts"), NOT_BUILT, "whose ranks have other rows", _REMOVE_ONE),
     Combination(("tensor", "sequence"), NOT_BUILT, "whose ranks share other groups", _REMOVE_ONE),
     Combination(("tensor", "hpZ"), NOT_BUILT, "whose groups of a node are other ranks", _REMOVE_ONE),
-    Combination(("tensor", "offload"), NOT_BUILT, "whose norm counts each shard once", "set sharding.offload=none"),
     Combination(("tensor", "by block"), NOT_BUILT, "", "remove sharding.accumulate"),
     Combination(("tensor", "by block, if faster"), NOT_BUILT, "", "remove sharding.accumulate"),
     Combination(("tensor", "chunks"), NOT_BUILT, "", "remove sharding.chunk_tokens"),

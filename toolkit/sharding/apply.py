@@ -31,7 +31,7 @@ from toolkit.sharding.fsdp2.fsdp_replaced import (
 )
 from toolkit.sharding.fsdp2.gloo import average_over, communicate
 from toolkit.sharding.fsdp2.precision import hold_in_float32, kept_in_float32, round_buffers, types_of_authors
-from toolkit.sharding.fsdp2.shards import shard_dim, shard_rows
+from toolkit.sharding.fsdp2.shards import rows_in_part, shard_dim
 from toolkit.sharding.fsdp2.unit_states import UnitStates
 from toolkit.sharding.parallel.expert_parallel import GROUP, SHARD, holders, require_experts, shard_experts
 from toolkit.sharding.plan.strategy import Strategy
@@ -148,7 +148,8 @@ def apply(
     prepare_blocks(model, plan, checkpointing, compilation)
     originals: dict[str, torch.Tensor] = {}
     # One rank reduces nothing: gradients travel in the type of compute, if all have it; zero1 sums windows.
-    alone = offload is not None and mesh.size() == 1 and strategy.reduce_each_micro_batch and not _trained(model, kept)
+    is_alone = mesh.size() == 1 and tensor is None
+    alone = offload is not None and is_alone and strategy.reduce_each_micro_batch and not _trained(model, kept)
     unit_policy, root_policy = precision_policies(mixed_precision, None if alone else torch.float32, not types)
     if experts is not None:
         require_experts(model, mesh.shape[-1])
@@ -308,4 +309,4 @@ def _hand_over_masters(model: nn.Module, originals: dict[str, torch.Tensor], kee
         # On the meta device there is nothing to hand over yet: `load_weights` does so when it reads them.
         if original is not None and not original.is_meta:
             assert isinstance(parameter, DTensor)
-            keep_master(name, original[shard_rows(parameter)] if original.ndim else original)
+            keep_master(name, original[rows_in_part(parameter)] if original.ndim else original)

@@ -452,7 +452,7 @@ def _use_cpu_without_gpu() -> None:
 
 def _refuse_replicas_on_one_host(shape: MeshShape) -> None:
     """Raises BadInputError if several replicas would each hold all optimizer state in the memory of one host."""
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(shape.replicate * shape.shard)))
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(shape.num_ranks))) // shape.tensor
     if shape.replicate > 1 and shape.shard < on_host:
         raise BadInputError(
             f"hybrid{OFFLOAD}: the {on_host} ranks of a host form {on_host // shape.shard} replicas, each of which "

@@ -113,6 +113,12 @@ def shard_rows(parameter: DTensor) -> Rows:
     return tuple(parts[: max(dim, tensor_dim(parameter) or 0) + 1])
 
 
+def rows_in_part(parameter: DTensor) -> Rows:
+    """Returns the index of the rows that this rank holds in the part of `tensor_part`."""
+    pairs = zip(shard_rows(parameter), tensor_part(parameter), strict=False)
+    return tuple(slice(rows.start - part.start, rows.stop - part.start) for rows, part in pairs)
+
+
 def row_counts(parameter: DTensor) -> list[int]:
     """Returns how many rows of a parameter (any shape) each rank of the shard group holds, without padding."""
     part, chunk = tensor_part(parameter)[sharded_dim(parameter)], shard_chunk(parameter)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.errors import BadInputError, RankError, first_line
 from toolkit.sharding.fsdp2.gloo import before_reading_shards
-from toolkit.sharding.fsdp2.shards import local_tensor, shard_group
+from toolkit.sharding.fsdp2.shards import local_tensor, shard_group, tensor_dim, tensor_group
 from toolkit.sharding.fsdp2.unused import UsedParameters
 from toolkit.sharding.offload.capture import Capture, wait_for_landing
 from toolkit.sharding.offload.executor_probe import choose, default_threads, make_executor
@@ -99,7 +99,7 @@ class OffloadEngine:
         require_types(units, mixed_precision)
         parameter = units[0].slots[0].parameter
         assert isinstance(parameter, DTensor)
-        self._group = shard_group(parameter)
+        self._group, self._parts = shard_group(parameter), tensor_group(parameter)
         self._device = _device_of(parameter)
         self._handle = getattr(torch, self._device.type)
         self.threads = settings.threads or default_threads(self._device)
@@ -188,15 +188,25 @@ class OffloadEngine:
             return torch.zeros((), device=self._device)
         # In the order given, and without those that have no gradient: as zeros they would change the order of the sum,
         # and its last bit.
-        stacked = torch.stack([norms[id(parameter)] for parameter in listed if id(parameter) in norms])
+        counted = [parameter for parameter in listed if id(parameter) in norms]
+        stacked = torch.stack([norms[id(parameter)] for parameter in counted])
         # Only over the shards of one replica: others hold the same gradients, which would be counted again.
         if dist.get_world_size(self._group) > 1:
             squares = stacked**2
             dist.all_reduce(squares, group=self._group)
             stacked = squares**0.5
+        if self._parts is not None:
+            stacked = self._over_parts(counted, stacked)
         norm: torch.Tensor = torch.linalg.vector_norm(stacked)
         self._clip = _Clip(norm, float(max_norm), self._handle)
         return norm
+
+    def _over_parts(self, parameters: Sequence[torch.Tensor], norms: torch.Tensor) -> torch.Tensor:
+        """Returns the norms (n,) of whole parameters, of which this rank's tensor group has each a part or all."""
+        is_cut = torch.tensor([isinstance(p, DTensor) and tensor_dim(p) is not None for p in parameters])
+        squares = torch.where(is_cut.to(norms.device), norms**2, 0.0)
+        dist.all_reduce(squares, group=self._parts)
+        return torch.where(is_cut.to(norms.device), squares**0.5, norms)
 
     def step(self) -> None:
         """Hands every unit with a gradient to the worker, with the current settings of the optimizer."""
