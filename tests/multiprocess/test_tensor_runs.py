@@ -29,10 +29,21 @@ Changes = dict[str, dict[str, Any]]
 RUNS: dict[str, Changes] = {
     "zero3": {"training": {"gradient_accumulation_steps": 2, "micro_batch_size": 2}, "checkpoint": SAVING},
     "zero3-checkpointed": {"sharding": {"activation_checkpointing": 1, "offload_checkpoints": True}},
+    "zero3-by-block": {
+        "sharding": {"accumulate": "by_block", "activation_checkpointing": 1},
+        "training": {"gradient_accumulation_steps": 2, "micro_batch_size": 2},
+    },
     "zero3-by-config": {"sharding": {"tensor": 1}},  # the Accelerate config says it
 }
+PADDED: Changes = {
+    "data": {"packing": False, "max_length": 63},
+    "sharding": {"accumulate": "by_block", "activation_checkpointing": 1},
+    "training": {"gradient_accumulation_steps": 4, "micro_batch_size": 1},
+}
+"""Micro-batches of different lengths, of which several are under way at once."""
 RESUMED: dict[str, Changes] = {
     "zero3-as-before": {"training": {"micro_batch_size": 4}},
+    "zero3-offloaded": {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}},
     "zero3-uncut": {"sharding": {"tensor": 1}, "training": {"micro_batch_size": 2}},
 }
 """Runs that go on after the second step of the run `zero3`."""
@@ -75,7 +86,7 @@ def refused(folder: Path) -> dict[str, str]:
 
     found, sum_tokens = {}, moves._sum_tokens
     changes: dict[str, Changes] = {
-        "offload": {"sharding": {"offload": "optimizer"}},
+        "compile": {"training": {"compile": True}},
         "by three": {"sharding": {"tensor": 3}},
         "wrong": {},
     }
@@ -92,7 +103,7 @@ def refused(folder: Path) -> dict[str, str]:
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    found = {"runs": runs(folder, RUNS)}
+    found = {"runs": runs(folder, RUNS), "padded": runs(folder, {"zero3-padded": PADDED})}
     return {**found, "resumed": runs(folder, RESUMED, "zero3"), "refused": refused(folder)}
 
 
@@ -103,14 +114,18 @@ def on_2_ranks(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Any]:
+    return plain_run(folder, {})
+
+
+def plain_run(folder: Path, changes: Changes) -> dict[str, Any]:
     """AdamW on one process, 4 rows a step; losses, norms, weights, and the first and last held-out loss."""
     tokens = AutoTokenizer.from_pretrained(folder / "model")
-    data = build.build(recipe(folder, "zero3", {}).data, tokens, 0).train
+    data = build.build(recipe(folder, "zero3", changes).data, tokens, 0).train
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
 
     def loss_of(numbers: list[int]) -> torch.Tensor:
         batch = data.batch(numbers)
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        logits = model(input_ids=batch["input_ids"], position_ids=batch.get("position_ids"), use_cache=False).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
     def held_out() -> float:
@@ -142,9 +157,13 @@ def test_runs_are_the_plain_loop(folder: Path, on_2_ranks: dict[str, Any], plain
             assert difference < 1e-5, (name, path)
 
 
+def test_micro_batches_of_different_lengths_are_the_plain_loop(folder: Path, on_2_ranks: dict[str, Any]) -> None:
+    require_plain(on_2_ranks["padded"]["zero3-padded"], plain_run(folder, PADDED), "padded")
+
+
 def test_what_is_not_right_is_refused(on_2_ranks: dict[str, Any]) -> None:
     told = on_2_ranks["refused"]
-    assert "sharding.tensor is not possible with offload" in told["offload"]
+    assert "sharding.tensor is not possible with training.compile" in told["compile"]
     assert "groups of 3 do not divide the 2 ranks of a node" in told["by three"]
     assert "LlamaForCausalLM does not compute the same with matrices that ranks cut (its logits" in told["wrong"]
 

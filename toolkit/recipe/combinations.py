@@ -107,8 +107,6 @@ COMBINATIONS = (
     Combination(("tensor", "experts"), NOT_BUILT, "whose ranks have other rows", _REMOVE_ONE),
     Combination(("tensor", "sequence"), NOT_BUILT, "whose ranks share other groups", _REMOVE_ONE),
     Combination(("tensor", "hpZ"), NOT_BUILT, "whose groups of a node are other ranks", _REMOVE_ONE),
-    Combination(("tensor", "by block"), NOT_BUILT, "", "remove sharding.accumulate"),
-    Combination(("tensor", "by block, if faster"), NOT_BUILT, "", "remove sharding.accumulate"),
     Combination(("tensor", "chunks"), NOT_BUILT, "", "remove sharding.chunk_tokens"),
     Combination(("tensor", "fp16"), NOT_BUILT, "", "set mixed_precision bf16"),
     Combination(("tensor", "compile"), NOT_BUILT, "", "remove training.compile"),

@@ -36,10 +36,13 @@ class WholeRows:
 class _SharedRows(threading.local):
     """The shared rows of the forward in this thread: micro-batches that run by block have several forwards at once.
 
+    `tokens` are those of a row of which the ranks of a tensor group have parts between layers, or 0.
+
     `for_second_forward` passes them to a checkpoint's second forward, which runs in autograd's thread.
     """
 
     rows: WholeRows | None = None
+    tokens: int = 0
 
 
 @dataclass
@@ -139,8 +142,28 @@ def rows_under_way() -> WholeRows | None:
 
 def for_second_forward() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Returns the contexts of a checkpoint's first and second forward. The second has the same shared rows."""
-    rows = _current.rows
-    return nullcontext(), nullcontext() if rows is None else rows_shared(rows)
+    rows, tokens = _current.rows, _current.tokens
+    return nullcontext(), nullcontext() if rows is None and not tokens else _as_in_first_forward(rows, tokens)
+
+
+@contextmanager
+def _as_in_first_forward(rows: WholeRows | None, tokens: int) -> Iterator[None]:
+    before = _current.rows, _current.tokens
+    _current.rows, _current.tokens = rows, tokens
+    try:
+        yield
+    finally:
+        _current.rows, _current.tokens = before
+
+
+def set_tokens_of_row(tokens: int) -> None:
+    """Notes the tokens of a row of the current forward, of which the ranks of a tensor group go on with parts."""
+    _current.tokens = tokens
+
+
+def tokens_of_row() -> int:
+    """Returns what `set_tokens_of_row` has noted in this forward."""
+    return _current.tokens
 
 
 def heads_for_tokens(local: torch.Tensor, parts: int) -> torch.Tensor:

@@ -23,7 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from toolkit.sharding.parallel.sequence_parallel import exchanges_are_planned, planned_exchange
+from toolkit.sharding.parallel.sequence_parallel import (
+    exchanges_are_planned,
+    planned_exchange,
+    set_tokens_of_row,
+    tokens_of_row,
+)
 
 
 @dataclass
@@ -36,7 +41,6 @@ class TensorRanks:
         group: their process group, or None for a plan.
         whole: whether layers compute with whole matrices now, so that nothing is moved; see `whole_layers`.
         by_tokens: whether each rank has some tokens alone between the layers that are cut.
-        tokens: the tokens of a row in the forward or backward under way, T.
     """
 
     size: int
@@ -44,7 +48,6 @@ class TensorRanks:
     group: dist.ProcessGroup | None = None
     whole: bool = False
     by_tokens: bool = False
-    tokens: int = 0
 
     @property
     def is_planned(self) -> bool:
@@ -66,20 +69,24 @@ class TensorRanks:
 
     def entered(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns whole hidden states (B, T, D) for layers that are cut, of those between such layers."""
-        return self._move(hidden, _gather_tokens, _sum_tokens, self.tokens) if self.by_tokens else self.copied(hidden)
+        return (
+            self._move(hidden, _gather_tokens, _sum_tokens, tokens_of_row()) if self.by_tokens else self.copied(hidden)
+        )
 
     def left(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the ranks' hidden states (B, T, D), of this rank's tokens if each has some alone."""
-        return self._move(hidden, _sum_tokens, _gather_tokens, self.tokens) if self.by_tokens else self.summed(hidden)
+        return (
+            self._move(hidden, _sum_tokens, _gather_tokens, tokens_of_row()) if self.by_tokens else self.summed(hidden)
+        )
 
     def began(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns this rank's tokens of hidden states (B, T, D), with zeros behind them if n does not divide T."""
-        self.tokens = hidden.shape[1]
-        return self._move(hidden, _own_tokens, _gather_tokens, self.tokens)
+        set_tokens_of_row(hidden.shape[1])
+        return self._move(hidden, _own_tokens, _gather_tokens, hidden.shape[1])
 
     def ended(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns whole hidden states (B, T, D) of the ranks' tokens."""
-        return self._move(hidden, _gather_tokens, _own_tokens, self.tokens)
+        return self._move(hidden, _gather_tokens, _own_tokens, tokens_of_row())
 
     def gathered(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """Returns whole columns (..., length) of the ranks' parts (..., about length / n)."""
