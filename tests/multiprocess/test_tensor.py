@@ -82,6 +82,13 @@ ON_FOUR = [
 ]
 
 
+REPLICAS = [
+    Case("qwen3", strategy="hybrid", accumulation=2, checkpointed=True),
+    Case("llama of one key head", strategy="hybrid", lora=True),
+]
+"""On 8 ranks: two replicas, whose shard groups of two have ranks of tensor groups of two."""
+
+
 def model_of(case: Case) -> Any:
     """In float32, without dropout; norms and biases are not what they begin with."""
     torch.manual_seed(0)
@@ -206,6 +213,12 @@ def test_a_step_on_4_ranks_is_that_of_the_plain_loop() -> None:
     for found in run_on_ranks(all_trained, 4, ON_FOUR):
         for case, result in zip(ON_FOUR, found, strict=True):
             require_plain(case, result, 4 // case.tensor)
+
+
+def test_a_step_on_replicas_is_that_of_the_plain_loop() -> None:
+    for found in run_on_ranks(all_trained, 8, REPLICAS):
+        for case, result in zip(REPLICAS, found, strict=True):
+            require_plain(case, result, 4)
 
 
 def by_trainer(folder: str, tensor: int | None) -> list[tuple[float, float]]:
