@@ -40,6 +40,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "prefetch": (None, 2),
     "experts": (0, 1, 2),
     "sequence": (1, 2),
+    "tensor": (1, 2),
     "max_grad_norm": (None, 0.5),
     "ema": (None, 0.9),
 }
@@ -84,6 +85,7 @@ def settings_of(row: Row) -> Settings:
         chunk_tokens=row["chunk_tokens"] is not None,
         experts=row["experts"] > 1,
         sequence=row["sequence"] > 1,
+        tensor=row["tensor"] > 1,
         node=row.get("reshard_after_forward"),
         prefetch=row["prefetch"] is not None,
     )
@@ -92,7 +94,9 @@ def settings_of(row: Row) -> Settings:
 def is_allowed(row: Row) -> bool:
     # A model whose every MLP is a mixture has nothing to run in chunks; T5 has no experts.
     is_idle = row["experts"] and (row["chunk_tokens"] or row.get("objective") == "seq2seq")
-    return not refusals(settings_of(row)) and not is_idle
+    # Nor are mixtures cut; and four ranks in groups of two have no two replicas of two.
+    is_uncut = row["tensor"] > 1 and (row["experts"] or row["strategy"] == "hybrid")
+    return not refusals(settings_of(row)) and not is_idle and not is_uncut
 
 
 def plain_losses(folder: Path, rows: torch.Tensor, size: int, max_norm: float | None) -> Trained:
@@ -130,7 +134,7 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[dict[str, Any]]
             folder / f"run-{ranks}-{number}",
             folder / "cache",
             max_steps=STEPS,
-            micro_batch_size=ROWS_PER_STEP[ranks] * row["sequence"] // ranks // micro_batches,
+            micro_batch_size=ROWS_PER_STEP[ranks] * row["sequence"] * row["tensor"] // ranks // micro_batches,
             gradient_accumulation_steps=micro_batches,
             max_grad_norm=row["max_grad_norm"],
             ema=row["ema"],
@@ -146,7 +150,7 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[dict[str, Any]]
         names = ("strategy", "offload", "activation_checkpointing", "offload_checkpoints", "chunk_tokens", "prefetch")
         values["sharding"] = {
             **values.get("sharding", {}),
-            **{name: row[name] for name in (*names, "sequence")},
+            **{name: row[name] for name in (*names, "sequence", "tensor")},
             "accumulate": "by_block" if row["accumulate"] == "by_block" else "by_micro_batch",
             "experts": max(1, row["experts"]),
             "reshard_after_forward": row.get("reshard_after_forward"),

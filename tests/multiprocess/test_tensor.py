@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.every_model import causal_kinds
 from support.plain_loop import Trained, plain_loop
@@ -162,6 +163,7 @@ def trained(case: Case) -> Trained:
         losses.append(float(accelerator.reduce(total, "mean")))
     if (engine := plugins["fsdp_plugin"].engine) is not None:
         engine.flush()
+    require_alike(model)
     weights = {name: whole_tensor(parameter).detach() for name, parameter in model.named_parameters()}
     return Trained(losses, norms, weights)
 
@@ -176,6 +178,18 @@ def require_shards(model: Any, whole: dict[str, torch.Tensor]) -> None:
         assert torch.equal(whole[name][shard_rows(parameter)], local), name
         assert all(size <= most for size, most in zip(local.shape, shard_shape(parameter), strict=True)), name
         assert gathered is None or torch.equal(gathered, whole[name]), name
+
+
+def require_alike(model: Any) -> None:
+    """That what several ranks of a group hold whole has the same bits on all of them."""
+    from toolkit.sharding.fsdp2.shards import tensor_dim, tensor_group
+
+    for name, parameter in model.named_parameters():
+        if tensor_dim(parameter) is None:
+            group, local = tensor_group(parameter), parameter.to_local().detach()
+            of_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(of_ranks, local, group=group)
+            assert all(torch.equal(local, other) for other in of_ranks), name
 
 
 def all_trained(cases: list[Case]) -> list[Trained]:

@@ -117,8 +117,8 @@ COMBINATIONS = (
         ("tensor", "quantised base"), NOT_BUILT, "whose blocks of scales are not cut", "set adapter.quantize=none"
     ),
     Combination(("tensor", "images"), NOT_BUILT, "", _UNCUT),
-    Combination(("tensor", "padded rows"), NOT_BUILT, "whose models are not cut", _UNCUT),
-    Combination(("tensor", "compared completions"), NOT_BUILT, "", _UNCUT),
+    Combination(("tensor", "seq2seq"), NOT_BUILT, "", _UNCUT),
+    Combination(("tensor", "no text written"), NOT_BUILT, "whose heads are not cut", _UNCUT),
     Combination(("tensor", "distillation"), NOT_BUILT, "whose losses are over whole vocabularies", _UNCUT),
     Combination(("tensor", "own samples"), NOT_BUILT, "", _UNCUT),
     Combination(("tensor", "own loss"), NOT_BUILT, "", _UNCUT),

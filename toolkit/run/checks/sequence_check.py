@@ -133,7 +133,12 @@ def _refusal(inner: nn.Module, part: Part, problem: str) -> str:
 
 
 def outputs_and_gradients(
-    model: nn.Module, inner: nn.Module, objective: Objective, batch: Batch, device: torch.device
+    model: nn.Module,
+    inner: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    device: torch.device,
+    with_documents: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Returns logits, (B, T, V) or (B, C) of whole rows, and what the loss needs of whole documents, (D, C).
 
@@ -144,7 +149,7 @@ def outputs_and_gradients(
         for name, value in objective.on_host(batch).items()
     }
     asked = {"logits": objective.logits}
-    if objective.needs_documents:
+    if objective.needs_documents and with_documents:
         asked["numbers of documents"] = objective.by_document
     found: dict[str, torch.Tensor] = {}
     for name, function in asked.items():

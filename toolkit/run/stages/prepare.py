@@ -156,7 +156,8 @@ def _with_log_probabilities(
                 reached = EpochOrder(len(compared), recipe.training.seed, recipe.data.shuffle).first(last)
             else:
                 reached = list(range(len(compared))[: recipe.data.max_validation_samples])
-            where = (cache, identity, progress, part_of(accelerator, recipe.sharding)[2])
+            part, copies = part_of(accelerator, recipe.sharding)[2], recipe.sharding.tensor
+            where = (cache, identity, progress, part, copies)
             found[split] = with_reference(accelerator, sharded.model, objective, compared, reached, size, *where)
     return replace(data, **found)
 

@@ -44,6 +44,7 @@ def with_reference(
     identity: Sequence[Any],
     tell: Callable[[int, int], None] = lambda done, total: None,
     part: Part = WHOLE,
+    copies: int = 1,
 ) -> ComparedSamples:
     """Returns the samples with the reference's log-probabilities, (rows, 2), float32. Every rank calls this.
 
@@ -56,6 +57,7 @@ def with_reference(
         identity: everything that decides the log-probabilities.
         tell: called with the number of samples done and their total.
         part: the part of the rows that this rank holds.
+        copies: the number of ranks that compute the same rows.
     """
     path = cache / f"reference-{digest(*identity)}" / FILE
     known = ranks.on_first_rank(lambda: _load_cached(path, len(samples.rows)))
@@ -63,7 +65,8 @@ def with_reference(
     kept_at = time.monotonic()
     # The reference is a fixed model: without dropout, whose masks would be kept for the whole run.
     with without_dropout(model):
-        for done in _compute_missing(accelerator, model, objective, samples, missing, micro_batch_size, known, part):
+        settings = (micro_batch_size, known, part, copies)
+        for done in _compute_missing(accelerator, model, objective, samples, missing, *settings):
             tell(done, len(missing))
             if ranks.rank() == 0 and (done == len(missing) or time.monotonic() - kept_at > KEPT_SECONDS):
                 _save_cached(path, known)
@@ -97,9 +100,11 @@ def _compute_missing(
     micro_batch_size: int,
     known: Any,
     part: Part,
+    copies: int,
 ) -> Iterator[int]:
     """Fills `known` (rows, 2) on every rank, some samples at a time; yields how many are done."""
-    group, stride = accelerator.process_index // part.count, micro_batch_size * accelerator.num_processes // part.count
+    size = part.count * copies
+    group, stride = accelerator.process_index // size, micro_batch_size * accelerator.num_processes // size
     for round_start in range(0, len(missing), stride):
         start = round_start + group * micro_batch_size
         # A rank without samples left takes the first: all ranks run the same collectives.
