@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit.data import build
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.shown.held_out_samples import NEW_TOKENS
 from toolkit.sharding.tensor import moves
 
 STEPS = 3
@@ -200,3 +201,32 @@ def test_runs_on_4_ranks_are_the_plain_loop_from_any_checkpoint(
 def test_checkpoints_go_on_with_any_cut(on_2_ranks: dict[str, Any], plain: dict[str, Any]) -> None:
     for name, metrics in on_2_ranks["resumed"].items():
         require_plain(metrics, plain, name)
+
+
+def shown(folder: Path) -> None:
+    logging = {"logging": {"held_out_samples": 2}, "data": {"packing": None}}
+    runs(folder, {"zero3-shown": {**logging, "training": {"eval_every_steps": 2}}})
+
+
+def test_held_out_samples_are_those_of_transformers(tmp_path: Path) -> None:
+    """Before the first step and after the last one; of weights that do not write one token all the time."""
+    save_llama(tmp_path / "model", TEXTS, tied=False)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "model")
+    run_on_ranks(shown, 2, tmp_path)
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "model")
+    samples = json.loads((tmp_path / "zero3-shown" / "samples.json").read_text())
+    assert len(samples) == 2
+    for moment, path in (("before", tmp_path / "model"), ("after", tmp_path / "zero3-shown" / "export")):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for sample in samples:
+            ids = tokens(sample["prompt"], return_tensors="pt").input_ids
+            written = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :]
+            # Written no further than the row itself goes.
+            told = [tokens.decode(written[:number], skip_special_tokens=True) for number in range(5, NEW_TOKENS + 1)]
+            assert sample[moment] in told, (moment, sample)

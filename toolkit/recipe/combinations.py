@@ -123,7 +123,6 @@ COMBINATIONS = (
     Combination(("tensor", "own samples"), NOT_BUILT, "", _UNCUT),
     Combination(("tensor", "own loss"), NOT_BUILT, "", _UNCUT),
     Combination(("tensor", "answers beside rows"), NOT_BUILT, "which each rank writes for itself", "remove it"),
-    Combination(("tensor", "held-out samples"), NOT_BUILT, "which each rank writes for itself", "remove it"),
     # Offload
     Combination(
         ("offload", "ddp"),
