@@ -48,6 +48,11 @@ class UserFunction:
     fingerprint: str
     field: str
 
+    @property
+    def identity(self) -> str:
+        """Returns what decides what the function returns: which one it is, and its source. Folders are left out."""
+        return f"{self.name.rpartition(':')[2]} {self.fingerprint}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process imports the function again, and must find the same source."""
         return _load_same, (self.name, self.field, self.fingerprint)
@@ -202,11 +207,12 @@ def _exits_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Puts the states of the generators back at the end of the block."""
+    """Puts the states of the generators, and whether torch records gradients, back at the end of the block."""
     numpy, torch = (sys.modules.get(name) for name in ("numpy", "torch"))
     state = random.getstate()
     of_numpy = numpy.random.get_state() if numpy is not None else None
     of_torch = torch.get_rng_state() if torch is not None else None
+    records = torch is None or torch.is_grad_enabled()
     of_cuda = torch.cuda.get_rng_state() if torch is not None and torch.cuda.is_initialized() else None
     try:
         yield
@@ -216,6 +222,7 @@ def _same_random_numbers() -> Iterator[None]:
             numpy.random.set_state(of_numpy)
         if torch is not None:
             torch.set_rng_state(of_torch)
+            torch.set_grad_enabled(records)
         if torch is not None and of_cuda is not None:
             torch.cuda.set_rng_state(of_cuda)
 

@@ -208,7 +208,7 @@ class Builder:
 
     def _map_source(self) -> list[str]:
         mapped = map_of(self.data)
-        return [] if mapped is None else [mapped.fingerprint]
+        return [] if mapped is None else [mapped.identity]
 
     def _reads(self, source: Source, images: Images | None) -> tuple[Layout, Encoder]:
         """Returns the layout and the encoder of a source's rows, whose images `images` reads; None if none is read."""

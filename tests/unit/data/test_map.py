@@ -120,6 +120,17 @@ def test_another_source_makes_the_rows_again_and_the_same_one_does_not(tmp_path:
     assert len(list((tmp_path / "cache").glob("documents-*"))) == 2
 
 
+def test_another_function_of_the_same_file_makes_rows_of_its_own(tmp_path: Path, byte_pairs: Any) -> None:
+    rows = jsonl(tmp_path / "a.jsonl", stored(tmp_path))
+    second = "\n\ndef second(row):\n    found = told(row)\n    return {**found, 'prompt': found['prompt'][::-1]}\n"
+    (tmp_path / "mine.py").write_text(SOURCE + second)
+    first, other = (
+        built(mapped(tmp_path, rows, map=f"{tmp_path}/mine.py:{name}"), byte_pairs) for name in ("told", "second")
+    )
+    assert first.fingerprint != other.fingerprint
+    assert rows_of(first.train) != rows_of(other.train)
+
+
 def test_a_tokenizer_is_trained_on_mapped_rows(tmp_path: Path) -> None:
     rows = jsonl(tmp_path / "a.jsonl", stored(tmp_path))
     folders = {
@@ -127,7 +138,7 @@ def test_a_tokenizer_is_trained_on_mapped_rows(tmp_path: Path) -> None:
         for name in ("told", "other")
         if (tmp_path / "mine.py").write_text(SOURCE + "\n\ndef other(row):\n    return told(row)\n")
     }
-    assert len(folders) == 1, "they are in one source"
+    assert len(folders) == 2, "each function has its own rows"
     assert "FOX AND A KING" in "".join(
         tokenizer._texts_of_rows(mapped(tmp_path, rows, map=f"{tmp_path}/mine.py:told"), "causal_lm")
     )

@@ -163,7 +163,7 @@ def _digest_of_pieces(path: Path, field: str) -> str:
 def identify_rows(data: DataSection) -> list[Any]:
     """Returns what decides which rows are read to train on, and from which columns."""
     mapped = map_of(data)
-    through = [] if mapped is None else [mapped.fingerprint]
+    through = [] if mapped is None else [mapped.identity]
     return [[identify(source, "data.train") for source in data.train], data.columns.key(), *through]
 
 
