@@ -173,6 +173,7 @@ class Recipe(Section):
         """Returns the name of each function that a run imports from the user's own files, by its field."""
         own_loss = self.objective.own_loss
         named = {"data.map": self.data.map, "objective.loss": own_loss, "answers.score": self.answers.score}
+        named |= {f"objective.rewards.{reward.name}": reward.score for reward in self.objective.rewards or []}
         named |= {f"{EXTENSIONS}.{name.rpartition(':')[2]}": name for name in self.training.extensions}
         return {field: name for field, name in named.items() if name is not None}
 

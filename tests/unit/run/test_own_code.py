@@ -67,3 +67,22 @@ def test_reproduce_runs_none_of_it_unless_it_is_told_to(tmp_path: Path, monkeypa
     assert f"is not the one that the run used (SHA-256 {'0' * 64})" in " ".join(trusted.told.split())
     assert (tmp_path / "theirs.imported").exists()
     assert json.loads((export / "training.json").read_text())["code"] == origin.code
+
+
+def test_functions_that_reward_are_code_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def share(completion, row):\n    return 1.0\n")
+    rewards = "objective.rewards=[{name: share, score: mine.py:share}, {name: e, match: e}]"
+    recipe = Recipe.load("grpo", [rewards])
+    digest = hashlib.sha256((tmp_path / "mine.py").read_bytes()).hexdigest()
+    assert identify_code(recipe) == {"objective.rewards.share": digest}
+    export = tmp_path / "run/export"
+    export.mkdir(parents=True)
+    Origin(recipe.to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}, code={}).write(export)
+    refused = refusals.toolkit("reproduce", "run/export", "--to", "again")
+    assert refused.problems("objective.rewards.share (") == []
+
+
+def test_a_file_of_code_that_is_not_there_is_found_without_running_any(tmp_path: Path) -> None:
+    refused = refusals.toolkit("validate", "quickstart", f"data.map={tmp_path}/none.py:told")
+    assert refused.problems(f"data.map: there is no '{tmp_path}/none.py'; correct the path") == []

@@ -98,6 +98,10 @@ def _verdict(recipe: Recipe) -> str:
     ):
         if place is not None:
             look(place, is_store(place), partial(_require, place, field, exists))
+    for field, name in recipe.own_code().items():
+        file = name.rpartition(":")[0]
+        if file.endswith(".py"):
+            look(file, False, partial(_require, file, field, Path.is_file))
     if problems:
         raise RecipeError("files of the recipe", problems)
     here = f"the keys, and the files {', '.join(dict.fromkeys(found))}" if found else "the keys"

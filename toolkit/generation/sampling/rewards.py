@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import numbers
 import re
 from collections.abc import Callable, Sequence
@@ -22,6 +21,9 @@ from toolkit.generation.text.evaluation import scoring_of
 from toolkit.generation.text.rows import PromptRow
 from toolkit.recipe.objectives.grpo import RewardSection
 from toolkit.user_function import UserFunction, load_function, shown
+
+LARGEST = 1e30
+"""The largest size of a reward, far from where the squares in a variance are infinite."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,6 @@ class Rewards:
 
     Attributes:
         names: in the order of the recipe, (K,).
-        fingerprints: SHA-256 of the source of each function, by the reward's name.
 
     Raises:
         BadInputError: if a function or a model cannot be loaded, or a row lacks the answer to compare with.
@@ -75,7 +76,6 @@ class Rewards:
         close: ExitStack,
     ) -> None:
         self.names = [section.name for section in sections]
-        self.fingerprints: dict[str, str] = {}
         self._weights = np.array([section.weight for section in sections])
         self._form, self._batch_size, self._device, self._max_new_tokens = prompts, batch_size, device, max_new_tokens
         self._rewards = [self._made(section, rows, close) for section in sections]
@@ -83,10 +83,7 @@ class Rewards:
     def _made(self, section: RewardSection, rows: Callable[[], Sequence[PromptRow]], close: ExitStack) -> Reward:
         where = f"objective.rewards: {section.name}"
         if section.score is not None:
-            # On every rank: all of them then refuse another function when a run is resumed.
-            function = load_function(section.score, where)
-            self.fingerprints[section.name] = function.fingerprint
-            return _once_for_all(_Function(function, section.batched).values)
+            return _once_for_all(_Function(load_function(section.score, where), section.batched).values)
         if section.model is not None:
             judge = close.enter_context(reward_model(section.model, "auto", self._device, f"{where}: model"))
             return _ModelReward(judge, self._form, self._batch_size)
@@ -137,7 +134,7 @@ class _Function:
 
     function: UserFunction
     batched: bool
-    mend: str = field(default="return a finite number for each", init=False)
+    mend: str = field(default=f"return a number of at most {LARGEST:g} for each", init=False)
 
     def values(self, judged: Judged) -> list[float]:
         # Copies, so that one score does not depend on those before it.
@@ -155,7 +152,7 @@ class _Function:
         return [self._number(value, row.place) for value, row in zip(found, judged.rows, strict=True)]
 
     def _number(self, value: Any, place: str) -> float:
-        if isinstance(value, numbers.Real) and math.isfinite(value):
+        if isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST:
             return float(value)
         raise BadInputError(
             f"{self.function.field}: {self.function.name} returned {shown(value)} for {place}; {self.mend}"

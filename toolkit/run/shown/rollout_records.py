@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from toolkit.run.shown.loss_warnings import gamed
@@ -11,7 +10,6 @@ from toolkit.run.stages.stages import ReportExtras
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState
 from toolkit.training.metrics import Metrics
-from toolkit.user_function import require_same_source
 
 
 class RolloutRecords(Extension):
@@ -33,15 +31,6 @@ class RolloutRecords(Extension):
         if told is not None:
             self._has_warned = True
             self._metrics.warn(told)
-
-    def state(self) -> dict[str, Any]:
-        return {"rewards": self._rollouts.fingerprints}
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Raises BadInputError if the source of a function that rewards has changed: it decides what is learned."""
-        for name, now in self._rollouts.fingerprints.items():
-            what = f"rewarded the run up to step {state['step']}"
-            require_same_source(state["rewards"].get(name, now), now, f"objective.rewards: {name}: score", what)
 
     def close(self) -> None:
         self._rollouts.close()

@@ -163,7 +163,6 @@ class Rollouts:
         last: the rollout of the step under way, or None before the first.
         figures: what is recorded of it.
         names: of the rewards.
-        fingerprints: SHA-256 of the source of each function that rewards, by the reward's name.
 
     Raises:
         BadInputError: if a reward cannot be loaded.
@@ -203,7 +202,7 @@ class Rollouts:
             self._given_up,
         )
         self.figures: dict[str, Any] = {}
-        self.names, self.fingerprints = self._rewards.names, self._rewards.fingerprints
+        self.names = self._rewards.names
         self.last: Rollout | None = None
 
     # The windows of the loop, as `TrainLoader` counts them: a sample is a completion.
