@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -12,11 +13,11 @@ from safetensors.torch import load_file
 from support.four_bits import NF4
 from support.texts import make_texts
 from support.tiny import save_llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
-from toolkit.paths import BASE_FILE, fingerprint_of
+from toolkit.paths import BASE_FILE, configuration_digest, fingerprint_of
 
 SCALING = 8 / 4
 """alpha / rank"""
@@ -89,6 +90,38 @@ def test_a_quantised_base_is_merged_as_it_was_trained(base: Path, adapter: Path,
         torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-6)
         assert (after[name] - before[name] - product(adapter, name)).abs().max() > 1e-3
     assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_a_merged_model_ends_where_the_adapter_does(base: Path, tmp_path: Path) -> None:
+    """A base model's settings name its own end; the adapter was taught the end of a turn."""
+    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    end = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.eos_token_id = 1
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    assert "logits differ by " in merged(tmp_path / "adapter", "--to", tmp_path / "whole")
+    found = json.loads((tmp_path / "whole/generation_config.json").read_text())["eos_token_id"]
+    assert found[0] == 1
+    assert end in found
+
+
+def test_a_base_whose_configuration_was_edited_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(base, tmp_path / "base"))
+    told = {"fingerprint": fingerprint_of(own), "configuration": configuration_digest(own), "quantization": None}
+    (adapter / BASE_FILE).write_text(json.dumps(told))
+    assert "logits differ by " in merged(adapter, "--base", own, "--to", tmp_path / "whole")
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
+    refused = merged(adapter, "--base", own, "--to", tmp_path / "again")
+    assert "says something else than when the adapter was trained" in refused
+    assert not (tmp_path / "again").exists()
 
 
 def test_what_cannot_be_merged_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.paths import (
     BASE_FILE,
     CHECKPOINTS,
+    configuration_digest,
     fingerprint_of,
     parse_json,
     read_foreign,
@@ -169,6 +170,13 @@ def adapter_quantisation(place: Place, base: Place) -> dict[str, Any] | None:
         raise BadInputError(
             f"{place.name!r}: the adapter was trained on other weights than those of {base.name!r}; put the base that "
             f"it was trained on there, or, where these are meant, remove {file.name} from its folder"
+        )
+    configuration = told.get("configuration")
+    if configuration is not None and not base.on_hub and configuration != configuration_digest(Path(base.name)):
+        raise BadInputError(
+            f"{place.name!r}: config.json of {base.name!r} says something else than when the adapter was trained, so "
+            f"that its weights are another model; put the old one back, or, where this is meant, remove {file.name} "
+            "from the adapter's folder"
         )
     return None if quantisation is None else dict(quantisation)
 

@@ -5,6 +5,7 @@ Reference: Hu et al., arXiv 2106.09685; rsLoRA arXiv 2312.03732; DoRA arXiv 2402
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -37,7 +38,7 @@ from toolkit.model.adapters.targets import (
 )
 from toolkit.model.quantised.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
 from toolkit.model.structure.model_parts import LANGUAGE, untrained
-from toolkit.paths import BASE_FILE
+from toolkit.paths import BASE_FILE, configuration_digest, folder_on_this_machine
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.fsdp2.shards import Rows, state_once
 
@@ -286,13 +287,17 @@ def trained_names(model: nn.Module) -> set[str]:
 
 
 def _write_base(model: peft.PeftModel, fingerprint: str | None, folder: Path) -> None:
-    """Writes the fingerprint and quantisation of the adapter's base: peft's file only has its name."""
+    """Writes what the adapter's base is, and how it was quantised: peft's file only has its name."""
     base = base_of(model)
     layer = next((layer for _, layer in quantised_layers(base)), None)
     # A base that was quantised in its files says so itself.
     is_ours = layer is not None and not layer.quantisation.stored
     how = layer.quantisation.for_transformers(layers_left_whole(base)) if layer is not None and is_ours else None
-    base_facts = {"fingerprint": fingerprint, "quantization": how}
+    named, configuration = model.peft_config[NAME], None
+    with contextlib.suppress(OSError, ValueError, TypeError):  # a base that nothing here names
+        place = folder_on_this_machine(named.base_model_name_or_path, named.revision)
+        configuration = configuration_digest(place)
+    base_facts = {"fingerprint": fingerprint, "configuration": configuration, "quantization": how}
     (folder / BASE_FILE).write_text(json.dumps(base_facts, indent=2), encoding="utf-8")
 
 
