@@ -91,6 +91,10 @@ def _gpus_of_slurm(partition: str | None) -> int | None:
 
 def _check_options(job: Job) -> None:
     """Raises BadInputError for options that the batch system does not have, or lacks."""
+    given = {"--partition": job.partition, "--image": job.image, "--volume": job.volume, "the recipe": job.source}
+    for option, value in given.items():
+        if value is not None and not value.isprintable():
+            raise BadInputError(f"{option}: {value!r} holds an end of line, or another character that is not printed")
     idle = {
         "--partition": job.partition is not None and job.system != SLURM,
         "--time": job.minutes is not None and job.system != SLURM,

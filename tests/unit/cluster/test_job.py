@@ -92,6 +92,23 @@ def test_a_file_is_not_replaced_by_accident(here: Path) -> None:
     assert job(*CLUSTER, "--force").exit_code == 0
 
 
+def test_what_it_is_given_stays_inside_of_its_line(here: Path) -> None:
+    refused = job(*CLUSTER, "--partition", "long\n#SBATCH --account=other")
+    assert "--partition: 'long\\n#SBATCH --account=other' holds an end of line" in str(refused.exception)
+    text = _written(here, *CLUSTER, "model.config={model_type: llama,\n  hidden_size: 8}")
+    assert all(line.startswith("#") for line in text.partition("Submit it")[0].splitlines())
+
+
+def test_the_recipe_of_a_job_is_not_replaced_by_it(here: Path) -> None:
+    assert CliRunner().invoke(app, ["recipes", "copy", "quickstart", "mine.yaml"]).exit_code == 0
+    before = (here / "mine.yaml").read_text()
+    refused = CliRunner().invoke(
+        app, ["job", "mine.yaml", "--on", "slurm", *CLUSTER, "--output", "mine.yaml", "--force"]
+    )
+    assert "'mine.yaml' is the recipe that the job trains" in str(refused.exception)
+    assert (here / "mine.yaml").read_text() == before
+
+
 def test_a_job_for_slurm(here: Path) -> None:
     done = job("--gpus", "8", "--nodes", "1-2", "--time", "36h", "--partition", "long", "training.max_steps=7")
     assert done.exit_code == 0, done.exception

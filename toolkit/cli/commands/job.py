@@ -111,7 +111,10 @@ def job(
     file = output or Path(f"{made.name}.{kind.stem}{kind.suffix}")
     if file.exists() and not force:
         raise BadInputError(f"--output: {str(file)!r} exists; name another file, or replace it with --force")
-    text = made.text(shlex.join(["toolkit", *sys.argv[1:]]))
+    if file.exists() and Path(source).exists() and file.samefile(source):
+        raise BadInputError(f"--output: {str(file)!r} is the recipe that the job trains; name another file")
+    # Its lines begin the file as comments; what it is given may hold an end of line.
+    text = made.text(" ".join(shlex.join(["toolkit", *sys.argv[1:]]).splitlines()))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, text)

@@ -343,8 +343,8 @@ def why_unread(objective: ObjectiveSection, has_processor: bool, with_images: bo
             "leave such rows out"
         )
     return (
-        f"and images are read if one of the first {ROWS_LOOKED_AT} rows has one, in a column or a message's content; "
-        "put such a row first"
+        f"and images are read if one of the first {ROWS_LOOKED_AT} rows has one in the column images or image, or in a "
+        "message's content; put such a row first"
     )
 
 

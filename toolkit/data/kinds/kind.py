@@ -185,11 +185,11 @@ class RowKind(ABC):
 
     def too_many_long(self, field: str, sizes: Any, num_rows: int, num_long: int, ways: Sequence[str]) -> str:
         """Returns the error's text. `sizes` are those of the rows that are known, and `ways` what it may advise."""
-        lengths = sizes[0]
+        lengths, limit = sizes[0], self.data.max_length if self.too_long == TOO_LONG else self.most[0]
         p99 = int(np.percentile(lengths, 99, method="higher"))
         return (
-            f"{field}: {num_long:,} of {counted(num_rows, 'row')} ({num_long / num_rows:.1%}) are longer than "
-            f"data.max_length, {self.data.max_length} tokens; the longest has {int(lengths.max()):,}, and 99 % have at "
+            f"{field}: {num_long:,} of {counted(num_rows, 'row')} ({num_long / num_rows:.1%}) are {self.too_long}, "
+            f"{limit} tokens; the longest has {int(lengths.max()):,}, and 99 % have at "
             f"most {p99:,}. Raise data.max_length, or choose what happens to them: data.long_rows="
             f"{' or '.join([', '.join(ways[:-1]), ways[-1]]).removeprefix(' or ')}"
         )

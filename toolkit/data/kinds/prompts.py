@@ -217,6 +217,9 @@ class PromptRows(TextRows):
     def most(self) -> tuple[int, ...]:
         return (self.room,)
 
+    def shown(self, rows: Rows, row: int, targets: Any) -> tuple[Any, dict[str, Any]]:
+        return np.zeros_like(targets), {}  # no token of a prompt is learned
+
     def arrays(self, rows: Rows, order: Ints, policy: str, names: list[str] | None) -> Arrays:
         lengths = rows.column("length").astype(np.int64)[order]
         arrays = {"row": order, "start": np.zeros_like(order), "stop": lengths, "ends": np.arange(1, len(order) + 1)}
