@@ -100,11 +100,12 @@ def make_gguf(
     """
     if to.exists():
         raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
-    converter, place = find_converter(llama_cpp), model_in(Path(source).expanduser())
+    place = model_in(Path(source).expanduser())
     if place is not None and checkpoint.get("checkpoint") is not None:
         raise BadInputError(f"--checkpoint has no effect on an export, which {source!r} is; leave it out")
     if place is not None and place.is_adapter:
         raise _adapter_error(source)
+    converter = find_converter(llama_cpp)
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
         scratch, exported = Path(folder), None

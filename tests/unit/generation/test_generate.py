@@ -56,7 +56,7 @@ from toolkit.generation.text.complete import (
 from toolkit.generation.text.evaluation import Comparison, choose, evaluate, summary
 from toolkit.generation.text.load import Loaded, find_model, load_model, stop_tokens
 from toolkit.generation.text.options import Sampling
-from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
+from toolkit.generation.text.rows import PromptRow, answers_of, completions, encode_rows, read_rows
 
 GREEDY = Sampling(12, 0.0)
 PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
@@ -460,6 +460,8 @@ COUNTED = [
     (Comparison(numeric=True), "12 and 30 make 1,042.", "1042", True),
     (Comparison(numeric=True), "It is 18.00 in all", "so 9 * 2 = 18\n#### 18", True),
     (Comparison(numeric=True), "minus: -3", "3", False),
+    (Comparison(numeric=True), "x = \u22123", "-3", True),
+    (Comparison(numeric=True), "x = \u22123", "3", False),
     (Comparison(numeric=True), "nobody knows", "3", False),
     (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "#### 5", True),
     (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "4", False),
@@ -757,7 +759,7 @@ BAD_ROWS = [
     ("--eval", '{"prompt": "a", "completion": []}', "answer is missing"),
     ("--eval", '{"prompt": "a", "completion": "b", "label": false}', "its completion is labelled false"),
     ("--eval", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
-    ("--eval", '{"prompt": "a", "answer": 42}', "answer: 42 is no text; write it in quotes"),
+    ("--eval", '{"prompt": "a", "answer": true}', "answer: true is no text; write it in quotes"),
     ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
     ("--eval", '{"prompt": "a", "answer": "b\\ud800"}', "answer contains half a character"),
     ("--eval", '{"prompt": "a", "choices": ["b\\ud800", "c"], "answer": 1}', "a choice contains half a character"),
@@ -881,3 +883,8 @@ def test_types_of_weights(plain: Path) -> None:
     loaded = load_model(str(plain), "bfloat16", "cpu")
     assert loaded.model.dtype == torch.bfloat16
     assert len(complete(loaded, [encode_prompt(loaded, "the king")], GREEDY)) == 1
+
+
+def test_an_answer_may_be_a_number() -> None:
+    assert answers_of(42) == ("42",)
+    assert answers_of([0.5, "a half"]) == ("0.5", "a half")

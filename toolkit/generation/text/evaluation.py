@@ -18,6 +18,9 @@ from toolkit.generation.text.scorer import load_scorer
 MISMATCHES_SHOWN = 5
 """Number of wrong answers that are printed."""
 
+MINUS = "\u2212"
+"""The minus of mathematics, which models and data write beside the hyphen."""
+
 NUMBER = re.compile(
     r"(?:(?<![A-Za-z0-9_.)\]%])-)?"  # behind a word or a number it is a dash: 3-5
     r"(?:(?:\d{1,3}(?:,\d{4})+(?!\d)|\d+(?:,\d{3}(?!\d))*)(?:\.\d+)?|(?<![A-Za-z0-9_.])\.\d+)"
@@ -59,7 +62,7 @@ class Comparison:
 
     def _value(self, text: str) -> Any:
         if self.numeric:
-            found = NUMBER.findall(text)
+            found = NUMBER.findall(text.replace(MINUS, "-"))
             return Decimal(found[-1].replace(",", "")) if found else None
         if self.structured:
             return _comparable_json(text)

@@ -251,7 +251,10 @@ def answers_of(value: Any) -> tuple[str, ...]:
     """
     answers = value if isinstance(value, list) else [value]
     if value is None or not answers:
-        raise BadInputError("answer is missing; needed: a text, or a list of texts that are right")
+        raise BadInputError("answer is missing; needed: a text or a number, or a list of those that are right")
+    # A number as JSON writes it; true and false are none.
+    is_number = [isinstance(answer, int | float) and not isinstance(answer, bool) for answer in answers]
+    answers = [json.dumps(answer) if number else answer for answer, number in zip(answers, is_number, strict=True)]
     for answer in answers:
         if not isinstance(answer, str):
             raise BadInputError(f"answer: {json.dumps(answer)[:LENGTH_SHOWN]} is no text; write it in quotes")
