@@ -169,7 +169,7 @@ def fenced(action: Callable[[], T], what: str | Callable[[], str], mend: str) ->
         BadInputError: names the exception and the user's line.
     """
     try:
-        with stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _same_random_numbers(), _exits_refused():
+        with stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _same_state(), _exits_refused():
             return action()
     except KeyboardInterrupt:
         raise
@@ -205,11 +205,18 @@ def _exits_refused() -> Iterator[None]:
         _fence.pid = before
 
 
+def _working_folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return None
+
+
 @contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Puts the states of the generators, and whether torch records gradients, back at the end of the block."""
+def _same_state() -> Iterator[None]:
+    """Puts generators, whether torch records gradients, and the working folder back at the end of the block."""
     numpy, torch = (sys.modules.get(name) for name in ("numpy", "torch"))
-    state = random.getstate()
+    state, folder = random.getstate(), _working_folder()
     of_numpy = numpy.random.get_state() if numpy is not None else None
     of_torch = torch.get_rng_state() if torch is not None else None
     records = torch is None or torch.is_grad_enabled()
@@ -218,6 +225,8 @@ def _same_random_numbers() -> Iterator[None]:
         yield
     finally:
         random.setstate(state)
+        if folder is not None:
+            os.chdir(folder)
         if numpy is not None:
             numpy.random.set_state(of_numpy)
         if torch is not None:

@@ -77,6 +77,7 @@ def seeds(value):
 def forgets_gradients(value):
     import torch
     torch.set_grad_enabled(False)
+    os.chdir("/")
     return value
 
 
@@ -156,10 +157,12 @@ def test_what_it_prints_goes_to_stderr_and_random_numbers_stay(file: Path, capfd
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     load_function(f"{file}:seeds", "f").call("row", 1)
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == before
+    folder = Path.cwd()
     for records in (True, False):
         with torch.set_grad_enabled(records):
             load_function(f"{file}:forgets_gradients", "f").call("row", 1)
             assert torch.is_grad_enabled() is records
+            assert Path.cwd() == folder
 
 
 def test_the_hash_is_that_of_what_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

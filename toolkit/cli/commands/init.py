@@ -40,7 +40,7 @@ HardwareName = Annotated[
     str | None,
     typer.Option(
         help="Write the recipe for this hardware: a preset (`toolkit plan --list-hardware`), `calibrated`, or the path "
-        "of a profile. By default this machine's GPU, or else h100_sxm.",
+        "of a profile. By default this machine's GPU; where there is none, h100_sxm with --gpus, and the CPU without.",
         rich_help_panel=MACHINE,
         autocompletion=complete_hardware,
     ),
