@@ -472,7 +472,7 @@ def test_what_nothing_reads_is_refused_by_its_own_name(model: Path, folder: Path
     judged = {"images": ["in/0.png"], "prompt": [user(SHOWN, text("who"))], "completion": [ANSWER], "label": True}
     labelled = [{"text": "a fox", "label": label} for label in ("x", "y")]
     cases: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
-        ([*plain, GOOD], {}, "images are read if one of the first 100 rows has one, .*; put such a row first"),
+        ([*plain, GOOD], {}, "images are read if one of the first 100 rows has one in .*; put such a row first"),
         ([GOOD, sound], {}, r"^a message has sound \(input_audio\), which is not read; leave such rows out"),
         (
             [GOOD, kept],
