@@ -55,6 +55,12 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def chunk_of(length: int, num_chunks: int, number: int) -> slice:
+    """Returns the place of a chunk in `length` entries, as `torch.chunk` cuts them; the last ones may be empty."""
+    width = -(-length // num_chunks)
+    return slice(min(number * width, length), min((number + 1) * width, length))
+
+
 def sharded_dim(parameter: DTensor) -> int:
     """Returns the dimension along which FSDP2 shards a parameter of any shape. Its slices along it are called rows."""
     placement = parameter.placements[_shard_axis(parameter)]
@@ -77,8 +83,7 @@ def tensor_part(parameter: DTensor) -> Rows:
     axis = _tensor_axis(parameter)
     assert axis is not None
     mesh, length = parameter.device_mesh, parameter.shape[dim]
-    width, position = -(-length // mesh.size(axis)), mesh.get_local_rank(axis)
-    part = slice(min(position * width, length), min((position + 1) * width, length))
+    part = chunk_of(length, mesh.size(axis), mesh.get_local_rank(axis))
     return tuple(part if number == dim else slice(0, size) for number, size in enumerate(parameter.shape))
 
 
@@ -107,9 +112,10 @@ def shard_rows(parameter: DTensor) -> Rows:
     Under tensor parallelism these are rows of a part, which may have some of the columns.
     """
     position, dim = parameter.device_mesh.get_local_rank(_shard_axis(parameter)), sharded_dim(parameter)
-    parts, chunk = list(tensor_part(parameter)), shard_chunk(parameter)
+    parts = list(tensor_part(parameter))
     first, last = parts[dim].start, parts[dim].stop
-    parts[dim] = slice(min(first + position * chunk, last), min(first + (position + 1) * chunk, last))
+    rows = chunk_of(last - first, parameter.device_mesh.size(_shard_axis(parameter)), position)
+    parts[dim] = slice(first + rows.start, first + rows.stop)
     return tuple(parts[: max(dim, tensor_dim(parameter) or 0) + 1])
 
 

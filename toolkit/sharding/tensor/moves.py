@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from toolkit.sharding.fsdp2.shards import chunk_of
 from toolkit.sharding.parallel.sequence_parallel import (
     exchanges_are_planned,
     planned_exchange,
@@ -55,9 +56,8 @@ class TensorRanks:
         return self.group is None or exchanges_are_planned()
 
     def part(self, length: int) -> slice:
-        """Returns this rank's part of `length` rows or columns, as `torch.chunk` cuts them."""
-        width = -(-length // self.size)
-        return slice(min(self.index * width, length), min((self.index + 1) * width, length))
+        """Returns this rank's part of `length` rows or columns."""
+        return chunk_of(length, self.size, self.index)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of any shape; its gradient is the sum of the ranks' gradients."""
