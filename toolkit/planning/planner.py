@@ -257,9 +257,13 @@ class Planner:
             UnplannableError: if the model cannot run on tensors without values.
         """
         found = next((moment for moment in self.moments(setup) if moment.moment == ROLLOUT), None)
-        if found is None or not whole or not setup.strategy.sharded:
-            return found
-        return replace(found, gathered=max(found.gathered, self._whole_bytes))
+        return self._gathered_whole(found, setup) if found is not None and whole else found
+
+    def _gathered_whole(self, rollout: Memory, setup: Setup) -> Memory:
+        """Returns the moment of sampling with all units gathered, if they are sharded."""
+        return (
+            replace(rollout, gathered=max(rollout.gathered, self._whole_bytes)) if setup.strategy.sharded else rollout
+        )
 
     @property
     def _whole_bytes(self) -> int:
@@ -267,12 +271,11 @@ class Planner:
         compute = COMPUTE_BYTES[self.workload.mixed_precision]
         return sum(int(p.numel * (compute or p.held)) for unit in self.units for p in unit.parameters)
 
-    def _sampling(self, setup: Setup) -> Sampling:
+    def _sampling(self, setup: Setup, moments: Sequence[Memory]) -> Sampling:
         rows, prompt, completion = self._rollout_shape
         written = self._writing(not setup.strategy.sharded, rows, prompt, completion)
         # As a run decides it, from the room that it finds.
-        whole = self.rollout(setup, whole=True)
-        assert whole is not None, "the model samples"
+        whole = self._gathered_whole(next(moment for moment in moments if moment.moment == ROLLOUT), setup)
         return Sampling(
             written.first,
             prompt / (prompt + completion),
@@ -481,8 +484,8 @@ class Planner:
         if self.workload.teacher is not None:
             head = self._sharded_prober.teacher_head if probe.gathers_head else None
             sent = with_teacher(sent, self.teacher_units, head, setup.mesh, setup.accumulation, layout.compute)
-        # Tokens are sent to experts as if all experts got the same number.
         dtype = DTYPES[self.workload.mixed_precision]
+        # Tokens are sent to experts as if all experts got the same number.
         exchanged = (probe.forward.exchanged + probe.backward.exchanged) * setup.accumulation
         sent = replace(
             sent, exchanged=exchanged, group=max(parts, self.workload.experts, self.workload.tensor), sequence=parts
@@ -499,7 +502,7 @@ class Planner:
             offload=offload,
         )
         if self.recipe.objective.spec.samples_itself:
-            time = with_sampling(time, self._sampling(setup), setup.mesh, self.hardware, dtype)
+            time = with_sampling(time, self._sampling(setup, moments), setup.mesh, self.hardware, dtype)
         host = self.host_bytes(setup)
         verdict, need, problem = verdict_of(peak.total, host, self.hardware, setup)
         tokens = (
