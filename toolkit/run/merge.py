@@ -22,6 +22,7 @@ from toolkit.checkpoint.export import (
     require_close,
     write_weights,
 )
+from toolkit.data.templates.stops import add_ends
 from toolkit.errors import BadInputError
 from toolkit.generation.text.load import (
     adapter_base,
@@ -85,7 +86,7 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
     quantise_loaded(model, quantisation)
     dequantise_loaded(model)
     tokenizer = tokenizer_of(place, of_base)
-    _end_as_the_adapter(model, tokenizer)
+    add_ends(model.generation_config, stop_tokens(model, tokenizer))  # the base's settings name its own ends alone
     adapted = with_adapter(model.float(), tokenizer, place).eval()
     expected = _logits(adapted)
     whole = adapted.merge_and_unload()
@@ -97,15 +98,6 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
         shutil.rmtree(to)
         raise
     return Merged(of_base.name, str(written).removeprefix("torch."), difference)
-
-
-def _end_as_the_adapter(model: Any, tokenizer: Any) -> None:
-    """Adds the tokens that end the adapter's answers to the generation settings, which hold the base's alone."""
-    configured = model.generation_config.eos_token_id
-    before = configured if isinstance(configured, list) else [] if configured is None else [configured]
-    ends = [*before, *sorted(stop_tokens(model, tokenizer) - set(before))]
-    if ends:
-        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
 def _write(model: Any, tokenizer: Any, base: Path, to: Path, settings: ExportSettings) -> None:

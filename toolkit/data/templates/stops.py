@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit.data.layouts.row_flags import Span
 from toolkit.data.rows.examples import Message
 from toolkit.data.templates.chat import special_ids
 from toolkit.data.templates.templates import rendered
 from toolkit.errors import DataError
+
+
+def configured_ends(settings: GenerationConfig) -> list[int]:
+    """Returns the tokens at which generation ends by the settings of a model."""
+    ends = settings.eos_token_id
+    return list(ends) if isinstance(ends, list) else [] if ends is None else [int(ends)]
+
+
+def add_ends(settings: GenerationConfig, ends: Collection[int]) -> list[int]:
+    """Adds tokens at which generation ends to the settings of a model, and returns those that were missing."""
+    before = configured_ends(settings)
+    missing = sorted(set(ends) - set(before))
+    if missing:
+        settings.eos_token_id = [*before, *missing] if before or len(missing) > 1 else missing[0]
+    return missing
 
 
 @dataclass(frozen=True)

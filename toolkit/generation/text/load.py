@@ -315,8 +315,7 @@ def _require_all_weights(adapted: Any, file: Path) -> None:
 
 def stop_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Returns the tokens that end a text: those of the generation settings, of the tokenizer, and of a turn."""
-    configured = model.generation_config.eos_token_id
-    ends = configured if isinstance(configured, list) else [configured]
-    from toolkit.data.templates.stops import turn_ends
+    from toolkit.data.templates.stops import configured_ends, turn_ends
 
-    return frozenset(int(end) for end in [*ends, tokenizer.eos_token_id] if end is not None) | turn_ends(tokenizer)
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return frozenset([*configured_ends(model.generation_config), *own]) | turn_ends(tokenizer)

@@ -13,7 +13,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.rows.cache import cache_folder
 from toolkit.data.samples.loader import EpochOrder
 from toolkit.data.samples.samples import Samples
-from toolkit.data.templates.stops import turn_ends
+from toolkit.data.templates.stops import add_ends, turn_ends
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.weights.weights import Fit
@@ -178,12 +178,9 @@ def teach_to_stop(model: Any, tokenizer: PreTrainedTokenizerBase, samples: Sampl
         return "no special token is learned as an end; generation stops where the model's settings say"
     settings = model.generation_config
     configured = settings.eos_token_id
-    before = configured if isinstance(configured, list) else [] if configured is None else [configured]
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in sorted(learned))
-    missing = sorted(learned - set(before))
-    if not missing:
+    if not add_ends(settings, learned):
         return f"{ends} is learned as an end, and generation_config.eos_token_id has it"
-    settings.eos_token_id = [*before, *missing] if before else missing[0] if len(missing) == 1 else missing
     return f"{ends} is learned as an end; generation_config.eos_token_id of the export is {settings.eos_token_id}, " + (
         f"and not {configured} as before"
     )
