@@ -43,7 +43,6 @@ from toolkit.run.shown.outcome import (
     write_pages,
 )
 from toolkit.run.shown.run_summary import facts_of, print_run_summary
-from toolkit.run.stages.accelerator import settled
 from toolkit.run.stages.opening import open_run
 from toolkit.run.stages.prepare import prepare_run
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
@@ -95,9 +94,8 @@ def finetune(
 def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult:
     """Runs a recipe on the ranks that are running."""
     started = time.perf_counter()
-    recipe = settled(recipe)
     with open_run(recipe) as opened, ExitStack() as running:
-        output_dir, console = opened.output_dir, opened.console
+        recipe, output_dir, console = opened.recipe, opened.output_dir, opened.console
         if ranks.on_first_rank(lambda: is_same_and_finished(output_dir, recipe)):
             return _finished_before(opened)
         running.enter_context(owned(output_dir))
@@ -174,7 +172,7 @@ def rehearse(recipe: Recipe) -> None:
         ToolkitError: as `finetune` does.
     """
     with open_run(recipe) as opened:
-        output_dir, console = opened.output_dir, opened.console
+        recipe, output_dir, console = opened.recipe, opened.output_dir, opened.console
         found = find_checkpoint(recipe, output_dir, store_of(recipe.checkpoint.to), copies=False)
         ranks.on_first_rank(lambda: require_place(output_dir))
         ranks.on_first_rank(lambda: require_unfinished(output_dir, recipe, found.is_own))

@@ -19,6 +19,7 @@ from toolkit.run.stages.accelerator import (
     grow_segments,
     quiet_libraries,
     released_at_last,
+    settled,
 )
 from toolkit.run.stages.stages import OpenedRun
 from toolkit.sharding.plugin import ShardingPlugin
@@ -59,6 +60,7 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
     quiet_libraries()
     # Both before the accelerator: CUDA is not started yet, and a setting that cannot be used ends here.
     grow_segments()
+    recipe = settled(recipe)
     plugins = build_plugins(recipe)
     plugin: ShardingPlugin = plugins["fsdp_plugin"]
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
