@@ -14,15 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.ledger import Ledger
 from support.packed_rows import Documents, packed
-from support.plain_loop import in_turn, plain_loop
+from support.plain_samples import run_on_samples
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, with_sections
 from support.traffic import Traffic
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import toolkit.run.stages.accelerator
-from toolkit.data import build
 from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
 from toolkit.model.attention.attention_by_heads import attend_by_heads
@@ -190,24 +189,7 @@ def runs_on_4_ranks(folder: Path) -> dict[str, Any]:
 
 def plain_run(folder: Path) -> dict[str, Any]:
     """AdamW on whole rows, 4 a step; the losses, the norms, and the first and last held-out loss."""
-    tokens = AutoTokenizer.from_pretrained(folder / "model")
-    data = build.build(recipe(folder, "zero3", {}).data, tokens, 0).train
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
-
-    def loss_of(numbers: list[int]) -> torch.Tensor:
-        batch = data.batch(numbers)
-        ids, positions = batch["input_ids"], batch["position_ids"]
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    def held_out() -> float:
-        with torch.no_grad():
-            return float(loss_of(list(range(len(data)))))
-
-    before, steps = held_out(), in_turn(range(len(data)), 4, STEPS)
-    found = plain_loop(model, steps, loss_of, decay=0.1)
-    tokens_seen = sum(int(data.batch([number])["lengths"].sum()) for step in steps for number in step)
-    return {"loss": found.losses, "norm": found.norms, "eval": [before, held_out()], "tokens": tokens_seen}
+    return run_on_samples(folder / "model", recipe(folder, "zero3", {}).data, STEPS)
 
 
 def measured() -> dict[str, int]:

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from support.plain_loop import in_turn, plain_loop
+from support.plain_samples import run_on_samples
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.data import build
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.held_out_samples import NEW_TOKENS
@@ -103,9 +101,29 @@ def refused(folder: Path) -> dict[str, str]:
     return found
 
 
+def rehearsed(folder: Path) -> dict[str, str]:
+    """The summary of a dry run whose tensor groups only the Accelerate config names."""
+    from toolkit.run import run
+
+    meet()
+    facts_of, told = run.facts_of, list[dict[str, str]]()
+    os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"], os.environ["PARALLELISM_CONFIG_TP_SIZE"] = "1", "2"
+    run.facts_of = lambda *of: told.append(facts_of(*of)) or told[-1]  # type: ignore[func-returns-value]
+    try:
+        run.rehearse(recipe(folder, "zero3-rehearsed", {"sharding": {"tensor": 1}}))
+    finally:
+        run.facts_of = facts_of
+    return told[0]
+
+
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     found = {"runs": runs(folder, RUNS), "padded": runs(folder, {"zero3-padded": PADDED})}
-    return {**found, "resumed": runs(folder, RESUMED, "zero3"), "refused": refused(folder)}
+    return {
+        **found,
+        "resumed": runs(folder, RESUMED, "zero3"),
+        "refused": refused(folder),
+        "rehearsed": rehearsed(folder),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -120,24 +138,7 @@ def plain(folder: Path) -> dict[str, Any]:
 
 def plain_run(folder: Path, changes: Changes) -> dict[str, Any]:
     """AdamW on one process, 4 rows a step; losses, norms, weights, and the first and last held-out loss."""
-    tokens = AutoTokenizer.from_pretrained(folder / "model")
-    data = build.build(recipe(folder, "zero3", changes).data, tokens, 0).train
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).train()
-
-    def loss_of(numbers: list[int]) -> torch.Tensor:
-        batch = data.batch(numbers)
-        logits = model(input_ids=batch["input_ids"], position_ids=batch.get("position_ids"), use_cache=False).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    def held_out() -> float:
-        with torch.no_grad():
-            return float(loss_of(list(range(len(data)))))
-
-    before, steps = held_out(), in_turn(range(len(data)), 4, STEPS)
-    found = plain_loop(model, steps, loss_of, decay=0.1)
-    seen = sum(int(data.batch([number])["lengths"].sum()) for step in steps for number in step)
-    ends = {"eval": [before, held_out()], "tokens": seen, "weights": found.weights}
-    return {"loss": found.losses, "norm": found.norms, **ends}
+    return run_on_samples(folder / "model", recipe(folder, "zero3", changes).data, STEPS)
 
 
 def require_plain(metrics: list[dict[str, Any]], plain: dict[str, Any], name: str) -> None:
@@ -160,6 +161,10 @@ def test_runs_are_the_plain_loop(folder: Path, on_2_ranks: dict[str, Any], plain
 
 def test_micro_batches_of_different_lengths_are_the_plain_loop(folder: Path, on_2_ranks: dict[str, Any]) -> None:
     require_plain(on_2_ranks["padded"]["zero3-padded"], plain_run(folder, PADDED), "padded")
+
+
+def test_a_dry_run_has_the_groups_of_the_run(on_2_ranks: dict[str, Any]) -> None:
+    assert on_2_ranks["rehearsed"]["matrices"].startswith("cut by 2 ranks; checked: ")
 
 
 def test_what_is_not_right_is_refused(on_2_ranks: dict[str, Any]) -> None:
