@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from toolkit.data.layouts.template_arguments import writes_date
 from toolkit.data.rows.examples import Message
-from toolkit.data.templates.stops import end_texts
+from toolkit.data.templates.stops import configured_ends, end_texts
 from toolkit.data.templates.templates import rendered
 from toolkit.data.tokens.tokenizer import bos_of
 
@@ -43,19 +43,12 @@ def write_modelfile(export: Path, folder: Path) -> list[str]:
                 "the chat template takes no system message: the Modelfile puts one before the first user's, with a "
                 "blank line between them"
             )
-    stops = dict.fromkeys([*end_texts(tokenizer), *_configured_ends(export, tokenizer)])
+    has_settings = (export / "generation_config.json").is_file()
+    ends = configured_ends(GenerationConfig.from_pretrained(export)) if has_settings else []
+    stops = dict.fromkeys([*end_texts(tokenizer), *tokenizer.convert_ids_to_tokens(ends)])
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]  # Ollama takes what is between the quotes as it is
     (folder / MODELFILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
     return notes
-
-
-def _configured_ends(export: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns the tokens that end a text by generation_config.json, as they are written."""
-    if not (export / "generation_config.json").is_file():
-        return []
-    ends = GenerationConfig.from_pretrained(export).eos_token_id
-    texts: list[str] = tokenizer.convert_ids_to_tokens(ends if isinstance(ends, list) else [ends] if ends else [])
-    return texts
 
 
 @dataclass(frozen=True)

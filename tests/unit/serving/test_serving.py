@@ -15,7 +15,7 @@ from support.conversations import assistant, system, user
 from support.texts import make_texts
 from support.tiny import save_llama
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit.cli.app import main
 from toolkit.data.templates.templates import use_template
@@ -163,13 +163,20 @@ def test_plain_text_has_no_template_and_dates_are_not_frozen(tmp_path: Path) -> 
     assert '{{ "<|im_start|>user\\n" }}' in modelfile_of(tokenizer, tmp_path)[0]
     tokenizer.chat_template = "{% for m in messages %}\u00a0[{{ m.role }}]\U0001f389\u200d{{ m.content }}{% endfor %}"
     tokenizer.eos_token = 'a"b\\'
-    written = modelfile_of(tokenizer, tmp_path)[
-        0
-    ]  # Ollama drops what cannot be printed, and knows no escapes in a stop
+    # Ollama drops what cannot be printed, and knows no escapes in a stop.
+    written = modelfile_of(tokenizer, tmp_path)[0]
     assert '{{ "\\U000000a0[user]\U0001f389\\U0000200d" }}' in written
     assert 'PARAMETER stop "a"b\\"\n' in written
     tokenizer.chat_template = "{{ strftime_now('%Y') }}" + tokenizer.chat_template
     assert "TEMPLATE" not in modelfile_of(tokenizer, tmp_path)[0]
+
+
+def test_an_end_that_is_the_first_token_stops_answers(tmp_path: Path) -> None:
+    tokenizer = _train_byte_pairs(iter(make_texts(60)), 320)
+    GenerationConfig(eos_token_id=0).save_pretrained(tmp_path)
+    first = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(1)
+    assert f'PARAMETER stop "{first}"\n' in modelfile_of(tokenizer, tmp_path)[0]
 
 
 def modelfile_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[str, list[str]]:
