@@ -215,7 +215,7 @@ def test_another_base_is_refused(others: dict[str, Any], folder: Path) -> None:
     from toolkit.errors import BadInputError
     from toolkit.generation.text.load import load_model
 
-    with pytest.raises(BadInputError, match="was trained on other weights"):
+    with pytest.raises(BadInputError, match="its weights are others"):
         load_model(str(folder / "cut"))
 
 

@@ -39,12 +39,13 @@ from toolkit.model.adapters.adapters import (
     trained_names,
     write_adapter,
 )
+from toolkit.model.adapters.base_file import read_base
 from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised.quantised import dequantised, quantise_loaded
 from toolkit.model.structure.tying import config_of_export
 from toolkit.model.weights.file_names import FileNames
 from toolkit.model.weights.weights import Fit, names_in_files
-from toolkit.paths import BASE_FILE, GIB, fingerprint_of
+from toolkit.paths import GIB, fingerprint_of
 from toolkit.sharding.fsdp2.shards import shard_group, sharded_dim, state_once, tensor_dim, tensor_group, tensor_part
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -380,7 +381,8 @@ def reload(
             model = load_stored(name, revision, base, stored, dtype)
         else:
             model = auto_class(base).from_pretrained(name, config=base, revision=revision, dtype=dtype, **plain)
-        quantise_loaded(model, json.loads((folder / BASE_FILE).read_text(encoding="utf-8"))["quantization"])
+        told = read_base(folder, repr(str(folder)))
+        quantise_loaded(model, None if told is None else told.quantization)
         return PeftModel.from_pretrained(model, str(folder)).to(device).eval()
     auto = auto_class(AutoConfig.from_pretrained(folder, **trust))
     return auto.from_pretrained(folder, dtype=dtype, **plain).to(device).eval()

@@ -157,7 +157,7 @@ def load(
         fit.fingerprint = fingerprint(model)
         started = continued_adapter(built, adapter)
         if started is not None:
-            started.require_usable(model, fit.fingerprint)
+            started.require_usable(model, model_folder(model), fit.fingerprint)
             fit.adapter = started.fingerprint()
         weights = AdapterWeights(weights, built, seed, started)
 

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from support.refusals import Outcome, finetune, unclear
 from transformers import AutoModelForCausalLM
 
+from toolkit.paths import fingerprint_of
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
@@ -45,6 +47,11 @@ def changed(edit: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
 
 def written(name: str, content: bytes) -> Spoil:
     return lambda folder: (folder / name).write_bytes(content)
+
+
+def of_another_configuration(folder: Path) -> None:
+    told = {"fingerprint": fingerprint_of(folder.parent / "model"), "configuration": "0", "quantization": None}
+    (folder / "base.json").write_text(json.dumps(told))
 
 
 def pickled(folder: Path) -> None:
@@ -97,7 +104,8 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         [],
         f"{B} are stored as F8_E5M2 in adapter_model.safetensors",
     ),
-    "of other weights": (written("base.json", b'{"fingerprint": "0", "quantization": null}'), [], "on other weights"),
+    "of other weights": (written("base.json", b'{"fingerprint": "0", "quantization": null}'), [], "weights are others"),
+    "of another configuration": (of_another_configuration, [], "its config.json says something else, so that the same"),
     "told no base": (written("base.json", b"{}"), [], "base.json cannot be read"),
     "rank contradicts": (configured(), ["adapter.r=8"], "adapter.r: 8, but the adapter of adapter.start_from"),
     "alpha contradicts": (configured(), ["adapter.alpha=8"], "has 5.0; remove adapter.alpha, or set it to 5.0"),

@@ -15,10 +15,7 @@ from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.paths import (
     BASE_FILE,
     CHECKPOINTS,
-    configuration_digest,
     fingerprint_of,
-    parse_json,
-    read_foreign,
     require_folder,
     told_of_checkpoint,
 )
@@ -157,28 +154,22 @@ def beginning(model: Any) -> dict[str, Any]:
 
 def adapter_quantisation(place: Place, base: Place) -> dict[str, Any] | None:
     """Returns how the adapter's base was quantised in training. Raises BadInputError for another base."""
-    file = Path(place.name) / BASE_FILE
-    if not file.is_file():  # of another program
+    from toolkit.model.adapters.base_file import read_base
+
+    told = read_base(Path(place.name), repr(place.name))
+    if told is None:
         return None
+    folder = Path(base.name)
     try:
-        told = parse_json(read_foreign(file))
-        fingerprint, quantisation = told["fingerprint"], told["quantization"]
-        found = fingerprint_of(Path(base.name)) if fingerprint is not None else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"{str(file)!r}, or the base's files, cannot be read: {first_line(error)}") from error
-    if fingerprint != found:
+        fingerprint = fingerprint_of(folder) if told.fingerprint is not None else None
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{base.name!r}: its weights cannot be read: {first_line(error)}") from error
+    if other := told.difference(folder, fingerprint):
         raise BadInputError(
-            f"{place.name!r}: the adapter was trained on other weights than those of {base.name!r}; put the base that "
-            f"it was trained on there, or, where these are meant, remove {file.name} from its folder"
+            f"{place.name!r}: the adapter was trained on another base than {base.name!r}: {other}. Put the base that "
+            f"it was trained on there, or, where this one is meant, remove {BASE_FILE} from its folder"
         )
-    configuration = told.get("configuration")
-    if configuration is not None and not base.on_hub and configuration != configuration_digest(Path(base.name)):
-        raise BadInputError(
-            f"{place.name!r}: config.json of {base.name!r} says something else than when the adapter was trained, so "
-            f"that its weights are another model; put the old one back, or, where this is meant, remove {file.name} "
-            "from the adapter's folder"
-        )
-    return None if quantisation is None else dict(quantisation)
+    return told.quantization
 
 
 def _quantisation_arguments(quantisation: dict[str, Any] | None, config: Any, dtype: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import re
 import sys
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapter_names import NAME, PREFIX, names_in_file
+from toolkit.model.adapters.base_file import Base
 from toolkit.model.adapters.expert_adapters import as_peft_has_them, hold_by_expert
 from toolkit.model.adapters.started_adapter import StartedAdapter
 from toolkit.model.adapters.targets import (
@@ -38,7 +38,7 @@ from toolkit.model.adapters.targets import (
 )
 from toolkit.model.quantised.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
 from toolkit.model.structure.model_parts import LANGUAGE, untrained
-from toolkit.paths import BASE_FILE, configuration_digest, folder_on_this_machine
+from toolkit.paths import configuration_digest, folder_on_this_machine
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.fsdp2.shards import Rows, state_once
 
@@ -297,8 +297,7 @@ def _write_base(model: peft.PeftModel, fingerprint: str | None, folder: Path) ->
     with contextlib.suppress(OSError, ValueError, TypeError):  # a base that nothing here names
         place = folder_on_this_machine(named.base_model_name_or_path, named.revision)
         configuration = configuration_digest(place)
-    base_facts = {"fingerprint": fingerprint, "configuration": configuration, "quantization": how}
-    (folder / BASE_FILE).write_text(json.dumps(base_facts, indent=2), encoding="utf-8")
+    Base(fingerprint, configuration, how).write(folder)
 
 
 def write_adapter(

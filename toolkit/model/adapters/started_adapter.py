@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from toolkit import ranks
 from toolkit.errors import BadInputError, first_line, listed
 from toolkit.model.adapters.adapter_names import names_in_file
+from toolkit.model.adapters.base_file import read_base
 from toolkit.model.adapters.expert_adapters import as_peft_has_them, by_experts, peft_name
 from toolkit.model.weights.weights import FLOATS
 from toolkit.paths import BASE_FILE, fingerprint_of, source_name
@@ -83,25 +84,26 @@ class StartedAdapter:
                 )
             return {name: list(each.get_shape()) for name, each in stored.items()}
 
-    def require_usable(self, model: ModelSection, base: str | None) -> None:
+    def require_usable(self, model: ModelSection, base: Path, fingerprint: str | None) -> None:
         """Checks the values and the base, and sets `other_base`. Collective.
 
         Args:
-            base: fingerprint of the base's files.
+            base: folder of the base.
+            fingerprint: that of its weights.
 
         Raises:
-            BadInputError: if values are not finite, or the adapter's folder names other weights.
+            BadInputError: if values are not finite, or the adapter's folder tells of another base.
         """
         ranks.on_first_rank(self._require_finite)
-        known = ranks.on_first_rank(self._known_base)
-        if known is not None and known != base:
+        is_told, other = ranks.on_first_rank(lambda: self._compared_base(base, fingerprint))
+        if other is not None:
             raise BadInputError(
-                f"{self._place}: the adapter was trained on other weights than those of model.name_or_path "
-                f"({model.name_or_path!r}); name the base that it was trained on, or, where these are meant, remove "
-                f"{BASE_FILE} from its folder"
+                f"{self._place}: the adapter was trained on another base than that of model.name_or_path "
+                f"({model.name_or_path!r}): {other}. Name the base that it was trained on, or, where this one is "
+                f"meant, remove {BASE_FILE} from its folder"
             )
         named = self.config.get("base_model_name_or_path")
-        if known is None and named and not _is_same(str(named), str(model.name_or_path)):
+        if not is_told and named and not _is_same(str(named), str(model.name_or_path)):
             here = source_name(str(model.name_or_path))
             self.other_base = f"its file names the base {source_name(str(named))}, and this run trains on {here}"
 
@@ -137,17 +139,12 @@ class StartedAdapter:
         """Returns the fingerprint of its weights. Collective."""
         return ranks.on_first_rank(lambda: fingerprint_of(self.folder, WEIGHTS))
 
-    def _known_base(self) -> str | None:
-        file = self.folder / BASE_FILE
-        if not file.is_file():  # of another program
-            return None
-        try:
-            found: str | None = json.loads(file.read_text(encoding="utf-8"))["fingerprint"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadInputError(
-                f"{self._place}: {BASE_FILE} cannot be read: {first_line(error)}; save the adapter again, or remove it"
-            ) from error
-        return found
+    def _compared_base(self, base: Path, fingerprint: str | None) -> tuple[bool, str | None]:
+        """Tells whether the adapter's folder says on which weights it was trained, and how these differ, or None."""
+        told = read_base(self.folder, self._place)
+        if told is None or told.fingerprint is None:
+            return False, None
+        return True, told.difference(base, fingerprint)
 
 
 def _is_same(one: str, other: str) -> bool:
