@@ -171,7 +171,7 @@ def losses(strategy: str, precision: str, accumulation: int, **kwargs: Any) -> l
 
 
 RUNS = [(strategy, precision, 3) for strategy in STRATEGIES for precision in ("no", "bf16")]
-"""Strategy, precision, accumulation. On 2 ranks and without accumulation: test_all_pairs.py and test_parity.py."""
+"""Strategy, precision, accumulation. On 2 ranks and without accumulation: test_all_pairs.py."""
 
 
 def all_losses() -> dict[tuple[str, str, int], list[float]]:
