@@ -14,8 +14,10 @@ from support.tiny import llama
 from support.traffic import Traffic
 from torch import nn
 
+from toolkit.planning.memory.probe import Prober
 from toolkit.planning.time.traffic import traffic
 from toolkit.planning.workload.unit_shapes import unit_shapes
+from toolkit.planning.workload.workload import Workload
 from toolkit.sharding import plan_units
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
 
@@ -50,8 +52,8 @@ def kind_of(strategy: str) -> Strategy:
     return STRATEGIES[strategy.partition(" ")[0]]
 
 
-def measure(strategy: str, accumulation: int, tied: bool, trained: str, precision: str) -> Any:
-    """Bytes and calls of the second optimizer step."""
+def measure(strategy: str, accumulation: int, tied: bool, trained: str, precision: str, tensor: int = 1) -> Any:
+    """Bytes and calls of the second optimizer step; bytes of sends, and of torch's own collectives."""
     from accelerate import Accelerator
 
     from toolkit import sharding_kwargs
@@ -64,7 +66,7 @@ def measure(strategy: str, accumulation: int, tied: bool, trained: str, precisio
     accelerator = Accelerator(
         mixed_precision=precision,
         gradient_accumulation_plugin=accumulation_plugin(accumulation),
-        **sharding_kwargs(strategy.partition(" ")[0], **sizes),
+        **sharding_kwargs(strategy.partition(" ")[0], **sizes, tensor=tensor),
     )
     model = make_model(tied, trained)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
@@ -79,7 +81,23 @@ def measure(strategy: str, accumulation: int, tied: bool, trained: str, precisio
                     optimizer.step()
                     optimizer.zero_grad()
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    return {kind: (found.bytes[kind], found.calls[kind]) for kind in kinds}, found.bytes["send"]
+    return {kind: (found.bytes[kind], found.calls[kind]) for kind in kinds}, found.bytes["send"], found.by_torch
+
+
+class Logits:
+    """The loss of `measure`, for a plan."""
+
+    teacher = None
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
+
+
+def batch_of_tokens(size: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.zeros(size, 16, dtype=torch.long)}
 
 
 def measure_all() -> dict[Any, Any]:
@@ -112,6 +130,43 @@ def test_planned_bytes_and_calls_are_those_of_real_collectives(num_ranks: int) -
             sent_bytes, calls = expected["all_reduce"]
             expected["all_reduce"] = sent_bytes + 8 * (2 + trained_parameters), calls + 1
         for rank in measured:
-            found, sent = rank[case]
+            found, sent, _ = rank[case]
             assert found == expected, (case, num_ranks)
             assert sent == planned.all_gather + planned.reduce_scatter, (case, num_ranks)
+
+
+CUT = [("zero3", 1, True, "all", "no"), ("zero3", 3, False, "all", "bf16"), ("zero3", 3, False, "lora", "no")]
+"""Cases with tensor groups of two ranks."""
+
+
+def measure_cut() -> dict[Any, Any]:
+    return {case: measure(*case, 2) for case in CUT}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_planned_bytes_of_tensor_groups_are_those_of_real_collectives(num_ranks: int) -> None:
+    """Weights and gradients of the parts; hidden states, and the sums of partial gradients."""
+    measured = run_on_ranks(measure_cut, num_ranks)
+    for case in CUT:
+        strategy, accumulation, tied, trained, precision = case
+        work = Workload(make_model(tied, trained), Logits, batch_of_tokens, precision, 16, tensor=2)
+        probe = Prober(work).probe(2, None)
+        exchanged = accumulation * (probe.forward.exchanged + probe.backward.exchanged)
+        planned = traffic(
+            unit_shapes(work.model_copy(), plan_units(work.model), precision),
+            kind_of(strategy),
+            MeshShape(1, num_ranks // 2, tensor=2),
+            accumulation=accumulation,
+            compute_bytes={"no": None, "bf16": 2}[precision],
+        )
+        trained_parameters = sum(p.requires_grad for p in work.model.parameters())
+        for rank in measured:
+            found, sent, by_torch = rank[case]
+            whole = {kind: found[kind][0] - by_torch[kind] for kind in ("all_gather", "reduce_scatter")}
+            assert whole == {kind: planned.whole[kind] for kind in whole}, (case, num_ranks)
+            assert sent == planned.all_gather + planned.reduce_scatter, (case, num_ranks)
+            # The rest is inside groups of two, of which each sends half of a gather and all of a sum; but for the
+            # hosts' count of parameters that were used.
+            inside = by_torch["all_gather"] // 2 + by_torch["reduce_scatter"] // 2 + by_torch["all_reduce"]
+            assert planned.partial > 0
+            assert inside - 8 * (2 + trained_parameters) == exchanged + planned.partial, (case, num_ranks)

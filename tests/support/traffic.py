@@ -27,13 +27,15 @@ KINDS = {
 class Traffic(TorchDispatchMode):
     """Bytes of the whole tensor of each collective: an all-gather's output, the others' input.
 
-    Those that are made of sends count whole, too; `bytes["send"]` has what they send.
+    Those that are made of sends count whole, too; `bytes["send"]` has what they send, and `by_torch` only what torch's
+    own collectives carry.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.by_torch: Counter[str] = Counter()
         self._patches = ExitStack()
 
     def __enter__(self) -> Any:
@@ -62,6 +64,7 @@ class Traffic(TorchDispatchMode):
             kind = KINDS.get(name, name)
             self.calls[kind] += 1
             self.bytes[kind] += _largest(args)
+            self.by_torch[kind] += _largest(args)
         return result
 
 

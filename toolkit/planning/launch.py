@@ -69,7 +69,7 @@ def _row_settings(found: Plan, setup: Setup) -> dict[str, str]:
     }
     if setup.sequence is not None:
         settings["sharding.sequence"] = str(setup.sequence)
-    if setup.mesh.tensor > 1:
+    if (setup.mesh.tensor, section.tensor) != (1, 1):
         settings["sharding.tensor"] = str(setup.mesh.tensor)
     settings |= _checkpoint_settings(section, setup.checkpointing)
     if section.accumulate != "by_micro_batch":

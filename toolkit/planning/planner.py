@@ -24,10 +24,10 @@ from toolkit.planning.time.sampling import Sampling, with_sampling
 from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
 from toolkit.planning.time.traffic import OffloadPlan, Traffic, traffic, with_teacher
 from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape, teacher_shapes, unit_shapes
-from toolkit.planning.workload.workload import Workload, shared_by, with_rows_of
+from toolkit.planning.workload.workload import Workload, shared_by, with_matrices_of, with_rows_of
 from toolkit.recipe.combinations import Refusal, refusals
 from toolkit.recipe.features import Settings
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, with_tensor
 from toolkit.sharding.blocks.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
 from toolkit.sharding.offload.executor_probe import STREAM_SHARE
@@ -112,18 +112,21 @@ class Planner:
         self.recipe, self.workload, self.hardware = recipe, workload, hardware
         self._probes: dict[tuple[bool, int, Checkpointing | None], Probe] = {}
         self._writings: dict[tuple[bool, int, int, int], Answering] = {}
-        self._on_shared_rows: dict[int, Planner] = {}
+        self._others: dict[tuple[int, int], Planner] = {}
 
-    def on_shared_rows(self, sequence: int) -> Planner:
-        """Returns the planner of the same model with rows that `sequence` ranks share.
+    def on_groups(self, sequence: int, tensor: int) -> Planner:
+        """Returns the planner of the same model with rows that `sequence` ranks share, and matrices that `tensor` cut.
 
         Raises:
-            BadInputError: if so many ranks cannot share them.
+            BadInputError: if so many ranks cannot share or cut them.
         """
-        if sequence not in self._on_shared_rows:
-            recipe = shared_by(self.recipe, sequence)
-            self._on_shared_rows[sequence] = Planner(recipe, with_rows_of(self.workload, recipe), self.hardware)
-        return self._on_shared_rows[sequence]
+        if (sequence, tensor) == (self.workload.sequence, self.workload.tensor):
+            return self
+        if (sequence, tensor) not in self._others:
+            recipe = with_tensor(shared_by(self.recipe, sequence), tensor)
+            workload = with_matrices_of(with_rows_of(self.workload, recipe), recipe)
+            self._others[sequence, tensor] = Planner(recipe, workload, self.hardware)
+        return self._others[sequence, tensor]
 
     @cached_property
     def units(self) -> list[UnitShape]:
@@ -131,6 +134,11 @@ class Planner:
         model = self.workload.model_copy() if is_cut else self.workload.model
         stepped_by_muon = block_matrices(model, plan) if self.recipe.optimizer.kind == "muon" else []
         return unit_shapes(model, plan, self.workload.mixed_precision, stepped_by_muon, self.workload.experts)
+
+    @property
+    def largest_gather(self) -> int:
+        """Bytes of the largest unit when it is gathered."""
+        return max(self._whole_bytes_of(unit) for unit in self.units)
 
     def settings(self, setup: Setup) -> Settings:
         """Returns what the table of combinations checks if the recipe runs with this setup."""
@@ -268,8 +276,11 @@ class Planner:
     @property
     def _whole_bytes(self) -> int:
         """Bytes of all units when they are gathered."""
+        return sum(self._whole_bytes_of(unit) for unit in self.units)
+
+    def _whole_bytes_of(self, unit: UnitShape) -> int:
         compute = COMPUTE_BYTES[self.workload.mixed_precision]
-        return sum(int(p.numel * (compute or p.held)) for unit in self.units for p in unit.parameters)
+        return sum(int(p.numel * (compute or p.held)) for p in unit.parameters)
 
     def _sampling(self, setup: Setup, moments: Sequence[Memory]) -> Sampling:
         rows, prompt, completion = self._rollout_shape
@@ -466,8 +477,9 @@ class Planner:
         return OffloadPlan(device_share=kept / max(1, sum(own)), during_backward=during_backward)
 
     def row(self, setup: Setup) -> PlanRow:
-        if setup.sequence not in (None, self.workload.sequence):
-            return self.on_shared_rows(setup.sequence).row(setup)
+        planner = self.on_groups(setup.sequence or self.workload.sequence, setup.mesh.tensor)
+        if planner is not self:
+            return planner.row(setup)
         moments = self.moments(setup)
         peak = max(moments, key=lambda moment: moment.total)
         layout, offload = self.layout(setup), self.offload_plan(setup)

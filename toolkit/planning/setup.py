@@ -71,7 +71,8 @@ class Setup:
     @property
     def num_levers(self) -> int:
         """Number of ways in which it saves memory, to choose between equally fast setups."""
-        return self.offload + (self.checkpointing is not None) + (self.sequence is not None)
+        in_groups = (self.sequence not in (None, 1)) + (self.mesh.tensor > 1)
+        return self.offload + (self.checkpointing is not None) + in_groups
 
 
 def asked_setup(

@@ -33,6 +33,14 @@ SHARED_BY = (2, 4, 8)
 LONG_ROW = 8192
 """Tokens of a row from which a table has shared rows: each number of ranks takes a probe of its own."""
 
+CUT_BY = (2, 4, 8)
+"""Numbers of ranks that cut matrices, in a table of a model that zero3 cannot make small."""
+
+LARGE_UNIT = 0.05
+"""Share of a device's memory that a gathered unit takes from which on a table has tensor groups. Up to five such
+buffers are alive at once, however many ranks there are: the unit and the next one, its gradient, and both of what is
+reduced."""
+
 MICRO_BATCHES = 4
 """The most micro-batch sizes in a table."""
 
@@ -115,6 +123,8 @@ def plan(
     if recipe.sharding.accumulate == "auto":
         asked, _ = settle(planner, asked, lambda row: row.verdict == "fits")
     rows = [planner.row(setup) for setup in _setups(planner, ranks, asked)]
+    if _may_need_tensor_groups(planner, rows, asked):
+        rows += [planner.row(setup) for setup in _in_tensor_groups(planner, ranks, asked)]
     rows.sort(key=_sort_key)
     asked_row = planner.row(asked)
     recommended, reason = recommend(rows, hardware, asked)
@@ -178,32 +188,54 @@ def _setups(planner: Planner, ranks: int, asked: Setup) -> Iterator[Setup]:
                 for size, accumulation in _micro_batches(asked):
                     setup = Setup(strategy, mesh, offload, checkpointing, size, accumulation)
                     yield from (found for found in _with_by_block(section, setup) if not planner.refusals(found))
-    yield from _on_shared_rows(planner, ranks, asked, offloads)
+    yield from _on_shared_rows(planner, ranks, asked)
 
 
-def _on_shared_rows(planner: Planner, ranks: int, asked: Setup, offloads: Sequence[bool]) -> Iterator[Setup]:
-    """Yields zero3 with every block checkpointed on rows that ranks share, one at a time; a step keeps its samples."""
+def _on_shared_rows(planner: Planner, ranks: int, asked: Setup) -> Iterator[Setup]:
+    """Yields zero3 on rows that ranks share."""
     if planner.recipe.data.max_length < LONG_ROW or planner.recipe.sharding.experts > 1:
         return
-    zero3, before = STRATEGIES["zero3"], planner.workload.sequence
-    every_block = Checkpointing(1)
+    for sequence in SHARED_BY:
+        if ranks % sequence == 0 and sequence != planner.workload.sequence:
+            yield from _on_groups(planner, ranks, asked, sequence, 1)
+
+
+def _may_need_tensor_groups(planner: Planner, rows: Sequence[PlanRow], asked: Setup) -> bool:
+    """Returns whether nothing fits, or a unit is so large that its buffers matter: each number of ranks takes a probe.
+
+    Where the recipe asks for some, it is compared with others and with none.
+    """
+    is_large = planner.largest_gather > LARGE_UNIT * planner.hardware.memory_bytes
+    return asked.mesh.tensor > 1 or is_large or all(row.verdict == "no" for row in rows)
+
+
+def _in_tensor_groups(planner: Planner, ranks: int, asked: Setup) -> Iterator[Setup]:
+    """Yields zero3 in groups of ranks that cut matrices, on rows that no ranks share."""
+    ranks_of_node = min(ranks, planner.hardware.devices_per_node)
+    for tensor in (1, *CUT_BY):
+        if ranks_of_node % tensor == 0 and tensor != asked.mesh.tensor:
+            yield from _on_groups(planner, ranks, asked, 1, tensor)
+
+
+def _on_groups(planner: Planner, ranks: int, asked: Setup, sequence: int, tensor: int) -> Iterator[Setup]:
+    """Yields zero3 with every block checkpointed, one row at a time, if the model can; a step keeps its samples."""
+    zero3, every_block = STRATEGIES["zero3"], Checkpointing(1)
     if asked.checkpointing is not None and asked.checkpointing.every == 1:
         every_block = asked.checkpointing
-    samples = asked.micro_batch_size * asked.accumulation
-    for sequence in SHARED_BY:
-        accumulation, rest = divmod(samples * sequence, before)
-        if ranks % sequence or sequence == before or rest:
-            continue
-        shared = Setup(zero3, mesh_of(zero3, ranks, 1), False, every_block, 1, accumulation, sequence=sequence)
-        if planner.refusals(shared):
-            continue
-        try:
-            planner.on_shared_rows(sequence)
-        except BadInputError:  # the model's rows cannot be shared, or not among so many
-            continue
-        yield from (
-            found for found in (replace(shared, offload=offload) for offload in offloads) if not planner.refusals(found)
-        )
+    samples = asked.micro_batch_size * asked.accumulation * sequence * tensor
+    accumulation, rest = divmod(samples, planner.workload.sequence * planner.workload.tensor)
+    mesh = mesh_of(zero3, ranks, 1, tensor)
+    shared = None if sequence == planner.workload.sequence else sequence
+    grouped = Setup(zero3, mesh, False, every_block, 1, accumulation, sequence=shared)
+    if rest or not accumulation or planner.refusals(grouped):
+        return
+    try:
+        planner.on_groups(sequence, tensor)
+    except BadInputError:  # the model's rows cannot be shared, or its matrices not be cut, or not by so many
+        return
+    offloads = (False,) if planner.recipe.sharding.offload == "none" else (False, True)
+    setups = (replace(grouped, offload=offload) for offload in offloads)
+    yield from (setup for setup in setups if not planner.refusals(setup))
 
 
 def _with_by_block(section: ShardingSection, setup: Setup) -> Iterator[Setup]:

@@ -454,10 +454,15 @@ class Chooser:
         if self._samples_itself:
             wanted = method.rows_per_step  # completions
         enough = method.epochs * samples / FEWEST_STEPS
-        each = max(1, int(min(wanted, enough) * draft.get("sharding.sequence", 1) / self.machine.count))
+        each = max(1, int(min(wanted, enough) * self._ranks_of_a_row / self.machine.count))
         group: int = draft.get("objective.group_size") if self._samples_itself else 1
         whole = group // math.gcd(group, self.machine.count)  # a step has whole groups of completions
         return whole << (max(1, each // whole).bit_length() - 1)
+
+    @property
+    def _ranks_of_a_row(self) -> int:
+        """The number of ranks that share a row, or have the same ones and cut matrices."""
+        return int(self.draft.get("sharding.sequence", 1) * self.draft.get("sharding.tensor", 1))
 
     def set_length_of_run(self) -> int:
         """Sets epochs, evaluation and checkpoints; returns the approximate optimizer steps of the run."""
@@ -470,7 +475,7 @@ class Chooser:
             draft.set("data.validation_fraction", share, f"About {held_out} are held out for evaluation.")
         training = draft.recipe().training
         per_step = training.micro_batch_size * training.gradient_accumulation_steps * self.machine.count
-        per_step //= draft.get("sharding.sequence", 1)  # ranks that share a row
+        per_step //= self._ranks_of_a_row
         steps = steps_of_run(
             training, max(1, round(samples * (1 - (draft.get("data.validation_fraction") or 0)))), per_step
         )
@@ -485,11 +490,12 @@ class Chooser:
     def _settings_of_setup(self, setup: Setup) -> dict[str, Any]:
         """Returns a setup's values by keys of the recipe; None is the default."""
         checkpointing = setup.checkpointing
-        sequence = setup.sequence or self.draft.get("sharding.sequence")
+        sequence, tensor = setup.sequence or self.draft.get("sharding.sequence"), setup.mesh.tensor
         return {
             "sharding.strategy": setup.strategy.name,
             "sharding.offload": "optimizer" if setup.offload else None,
             "sharding.sequence": sequence,
+            "sharding.tensor": tensor if tensor > 1 else None,
             "sharding.activation_checkpointing": None if checkpointing is None else checkpointing.every,
             "training.micro_batch_size": setup.micro_batch_size,
             "training.gradient_accumulation_steps": setup.accumulation,
@@ -508,12 +514,13 @@ class Chooser:
             row.setup.micro_batch_size
             * row.setup.accumulation
             * row.setup.ranks
-            // (settings["sharding.sequence"] or 1)
+            // ((settings["sharding.sequence"] or 1) * row.setup.mesh.tensor)
         )
         reasons = {
             "sharding.strategy": f"Planned for {self.machine.words}: {why}.",
             "sharding.offload": "Optimizer state is held in host memory, which frees room on the GPUs.",
             "sharding.sequence": "So many ranks share a row, which frees room for its activations.",
+            "sharding.tensor": "So many ranks cut each matrix, which makes the buffers of gathered weights smaller.",
             "sharding.activation_checkpointing": (
                 "Blocks keep only their inputs and are computed twice, which frees room."
             ),

@@ -43,7 +43,7 @@ from toolkit.sharding.blocks import checkpointing
 from toolkit.sharding.fsdp2.shards import local_tensor, state_once
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.plugin import ShardingPlugin
-from toolkit.sharding.tensor.axes import cut_of
+from toolkit.sharding.tensor.cut import cut_of
 from toolkit.terminal import Terminal
 from toolkit.training.loop_state import Windows
 from toolkit.training.trainer import Trainer

@@ -19,7 +19,7 @@ from toolkit.cli.commands.plan import accelerated_by
 from toolkit.cli.shared import plan_console as show
 from toolkit.errors import BadInputError
 from toolkit.paths import GIB, shipped_folder
-from toolkit.planning import check
+from toolkit.planning import check, table
 from toolkit.planning.launch import launch_of
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.planner import Planner, PlanRow, verdict_of
@@ -573,6 +573,56 @@ def test_long_rows_have_a_column_of_the_ranks_that_share_them() -> None:
     assert "training.gradient_accumulation_steps=8" in command
     short = plan(recipe(**steps, sharding=sharding), hardware_of("h100_sxm"), 8, with_levers=False)
     assert {row.traffic.sequence for row in short.rows} == {1}
+
+
+def in_groups(found: Plan) -> dict[tuple[int, int, bool], PlanRow]:
+    """The rows of zero3 whose ranks share rows or cut matrices, one row at a time: by sequence, tensor and offload."""
+    rows = [row for row in found.rows if row.setup.checkpointing == Checkpointing(1)]
+    keys = [(row.traffic.sequence, row.setup.mesh.tensor, row.setup.offload) for row in rows]
+    return {key: row for key, row in zip(keys, rows, strict=True) if row.setup.strategy.name == "zero3"}
+
+
+@pytest.mark.slow
+def test_tensor_groups_are_tried_where_a_gathered_unit_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or nothing fits. They are planned as the recipe that asks for them is, and a step keeps its samples."""
+    sharding, steps = {"strategy": "zero3", "activation_checkpointing": 1}, {"micro_batch_size": 1}
+    asked, hardware = recipe(sharding=sharding, training=steps), hardware_of("h100_sxm")
+    head = 2 * VOCABULARY * HIDDEN / hardware.memory_bytes
+    for share, sizes in ((1.1 * head, {1}), (0.9 * head, {1, 2, 4})):
+        monkeypatch.setattr(table, "LARGE_UNIT", share)
+        found = plan(asked, hardware, 8, with_levers=False)
+        assert {tensor for _, tensor, _ in in_groups(found)} == sizes, "4 heads, 8 ranks"
+    found = plan(asked, limited(0.001), 8, with_levers=False)
+    rows = in_groups(found)
+    for size in (2, 4):
+        row = rows[1, size, False]
+        cut = recipe(sharding={**sharding, "tensor": size}, training={**steps, "gradient_accumulation_steps": 2 * size})
+        alone = plan(cut, limited(0.001), 8, with_levers=False).asked
+        assert replace(row.setup, sequence=None) == alone.setup
+        assert (row.peak, row.traffic, row.time.mid) == (alone.peak, alone.traffic, alone.time.mid)
+        assert row.tokens == found.asked.tokens
+        assert f"sharding.tensor={size}" in shlex.split(launch_of(found, row, "r", []).command)
+
+
+@pytest.mark.slow
+def test_a_recipe_in_tensor_groups_is_compared_with_others_and_with_none() -> None:
+    """Rows that ranks share are of whole matrices: a run takes only one of the two."""
+    long, config = 8192, values()["model"]["config"] | {"max_position_embeddings": 8192}
+    changes = {"model": {"config": config, "train_tokenizer_vocab_size": VOCABULARY}, **ALONE}
+    changes |= {"data": {"train": "text.txt", "max_length": long, "packing": False}}
+    sharding = {"strategy": "zero3", "activation_checkpointing": 1}
+    training = {"micro_batch_size": 1, "gradient_accumulation_steps": 4}
+    asked = recipe(**changes | {"training": training}, sharding={**sharding, "tensor": 4})
+    found = plan(asked, hardware_of("h100_sxm"), 8, with_levers=False)
+    rows = in_groups(found)
+    assert {key[:2] for key in rows} == {(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)}
+    uncut = recipe(**changes, sharding=sharding)
+    for row in in_groups(plan(uncut, hardware_of("h100_sxm"), 8, with_levers=False)).values():
+        same = rows[row.traffic.sequence, 1, row.setup.offload]
+        assert (same.peak, same.traffic) == (row.peak, row.traffic)
+        words = shlex.split(launch_of(found, same, "r", []).command)
+        assert "sharding.tensor=1" in words
+    assert "sharding.tensor=2" in shlex.split(launch_of(found, rows[1, 2, False], "r", []).command)
 
 
 def test_paths_in_the_printed_command_are_quoted(found: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,6 +308,7 @@ def _print_plan(found: Plan, name: str, overrides: list[str], shown: PlanOutput)
 def _trace_in_process(found: Plan, row: PlanRow) -> dict[str, Any]:
     """Runs the real FSDP2 on simulated ranks, in a separate process because a process group is global."""
     from toolkit.planning.workload.workload import shared_by
+    from toolkit.recipe.recipe import with_tensor
 
     if not row.setup.strategy.sharded or row.setup.offload:
         raise BadInputError(
@@ -315,7 +316,7 @@ def _trace_in_process(found: Plan, row: PlanRow) -> dict[str, Any]:
             "zero1, zero2, zero3 and hybrid without offload can be traced"
         )
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        recipe = shared_by(found.recipe, row.traffic.sequence)
+        recipe = with_tensor(shared_by(found.recipe, row.traffic.sequence), row.setup.mesh.tensor)
         traced: dict[str, Any] = pool.submit(_traced_peak, recipe, found.mixed_precision, row.setup).result()
     return {**traced, "planned": row.peak.total - row.peak.optimizer}
 

@@ -99,7 +99,7 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
 
 
 def _shared_rows_text(setup: Setup) -> str:
-    return "" if setup.sequence is None else f", rows shared by {setup.sequence} ranks"
+    return "" if setup.sequence in (None, 1) else f", rows shared by {setup.sequence} ranks"
 
 
 def said(row: PlanRow) -> str:
@@ -155,13 +155,13 @@ def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
 
 
 def _cells_of_shared_rows(row: PlanRow, plan: Plan) -> dict[str, str]:
-    """Returns the ranks that share a row and what a rank exchanges with them in a step; empty if none share."""
-    if all(other.traffic.sequence == 1 for other in plan.rows):
+    """Returns the ranks that share a row or cut matrices, and what a rank exchanges with them; empty if none do."""
+    if all(other.traffic.sequence == other.setup.mesh.tensor == 1 for other in plan.rows):
         return {}
     seconds = row.time.parts.exchange
     return {
         "sequence": str(row.traffic.sequence),
-        "exchanged": gib(row.traffic.exchanged) if seconds else "",
+        "exchanged": gib(row.traffic.exchanged + row.traffic.partial) if seconds else "",
         "exchange s": f"{seconds:.3g}" if seconds else "",
     }
 
@@ -262,12 +262,13 @@ def row_as_json(row: PlanRow) -> dict[str, Any]:
         "checkpointing": None if setup.checkpointing is None else dataclasses.asdict(setup.checkpointing),
         "micro_batch_size": setup.micro_batch_size,
         "sequence": row.traffic.sequence,
+        "tensor": setup.mesh.tensor,
         "gradient_accumulation_steps": setup.accumulation,
         "peak": {"moment": row.peak.moment, "total": row.peak.total, **row.peak.parts()},
         "need": row.need,
         "host": row.host_bytes,
         "sent": row.traffic.sent,
-        "exchanged": row.traffic.exchanged,
+        "exchanged": row.traffic.exchanged + row.traffic.partial,
         "exchange_seconds": row.time.parts.exchange,
         "traffic": row.traffic.whole,
         "step_seconds": [row.time.low, row.time.mid, row.time.high],

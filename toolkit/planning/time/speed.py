@@ -48,7 +48,8 @@ class StepParts:
 
     Attributes:
         communication: collectives that no compute hides, except `exchange`.
-        exchange: exchange of tokens for heads, if ranks share rows; attention waits for it.
+        exchange: exchange of tokens for heads if ranks share rows, of tokens and sums if they cut matrices; layers
+            wait for it.
         optimizer: the step on the device.
         host: the step on the host and its copies, as far as nothing hides them.
         sampling: completions that the model learns from, before their forward.
@@ -277,13 +278,14 @@ class _Job:
         return exposed
 
     def exchange(self, quantile: Quantile) -> float:
-        """Returns the time of exchanging tokens for heads, or with experts; the model waits for it."""
+        """Returns the time of exchanging tokens for heads, with experts or in tensor groups; the model waits for it."""
         parts, per_node = self.traffic.group, self.hardware.devices_per_node
         if parts == 1:
             return 0.0
         local = min(parts, per_node)
         group = _Group(parts, local, max(1, per_node // local))
-        return group.seconds(self.traffic.exchanged * parts / (parts - 1), self.hardware, quantile)
+        sent = self.traffic.exchanged + self.traffic.partial
+        return group.seconds(sent * parts / (parts - 1), self.hardware, quantile)
 
     def device_step(self, quantile: Quantile) -> float:
         """Returns the time of Adam over the state that is on the device."""
@@ -293,7 +295,7 @@ class _Job:
 
     def host(self, offload: OffloadPlan, quantile: Quantile) -> _Host:
         hardware, traffic = self.hardware, self.traffic
-        ranks_on_node = min(self.mesh.shard * self.mesh.replicate, hardware.devices_per_node)
+        ranks_on_node = min(self.mesh.num_ranks, hardware.devices_per_node)
         # The ranks of a node step at the same time, out of the same DRAM.
         dram = hardware.transfer(hardware.host_memory_bandwidth, quantile) / ranks_on_node
         pcie = hardware.transfer(hardware.host_link_bandwidth, quantile)

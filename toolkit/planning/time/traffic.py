@@ -9,6 +9,8 @@ padded to a multiple of F rows):
 - reduce-scatter of the trainable parameters, in the type of the reduction: `zero1` once per optimizer
   step; the others after every micro-batch.
 - expert parallel over n ranks (`sharding.experts`): groups of F / n ranks, and the parameters of E / n experts.
+- tensor parallel over n ranks (`sharding.tensor`): an all-reduce in float32 of each unit's partial gradients before
+  it is reduced. Activations are counted where the model runs.
 - all-reduce once per optimizer step: `ddp` of the whole gradients, `hybrid` of each rank's shard.
 """
 
@@ -27,6 +29,9 @@ HostExecutor = Literal["cpu_fused", "cpu_torch", "device_stream"]
 
 STATE_BYTES = 12
 """Master and two moments in float32 (B per parameter)."""
+
+PARTIAL, PARTIAL_BYTES = "all_reduce_in_tensor_groups", 4
+"""Kind of the sums of partial gradients, and bytes of an element in them, whatever the type of the computation."""
 
 DDP_BUCKET_BYTES = 25 * 2**20
 """torch's `bucket_cap_mb`; only the number of calls depends on it."""
@@ -66,6 +71,7 @@ class Traffic:
         trainable: trainable parameters that this rank's optimizer steps, padding included.
         exchanged: bytes of activations that this rank sends to the ranks with which it shares rows or experts.
         group: number of ranks that share them.
+        partial: bytes that this rank sends in a ring to sum partial gradients in its tensor group.
         sequence: ranks that share a row.
     """
 
@@ -86,11 +92,12 @@ class Traffic:
     exchanged: int = 0
     group: int = 1
     sequence: int = 1
+    partial: int = 0
 
     @property
     def sent(self) -> int:
         """Bytes that this rank sends to other ranks."""
-        return self.all_gather + self.reduce_scatter + self.all_reduce + self.exchanged
+        return self.all_gather + self.reduce_scatter + self.all_reduce + self.exchanged + self.partial
 
 
 def traffic(
@@ -121,12 +128,17 @@ def traffic(
     trainable, reduced = sum(unit.trainable for unit in sizes), sum(unit.trainable for unit in moved)
     edge = sum(unit.trainable for unit in _edge_units(sizes))
     gathers = _gathers(moved, strategy, mesh, accumulation)
-    reduce_passes = (accumulation if strategy.reduce_each_micro_batch else 1) if moved else 0
+    backwards = accumulation if strategy.reduce_each_micro_batch else 1
+    reduce_passes = backwards if moved else 0
     whole = {
         "all_gather": gathers.forward + gathers.backward,
         "reduce_scatter": reduce_bytes * reduced * reduce_passes,
         "all_reduce": reduce_bytes * own if replicate > 1 else 0,
     }
+    calls = _calls(sizes, strategy, gathers, reduce_passes, whole["all_reduce"])
+    if mesh.tensor > 1:
+        partial = [unit.partial_numel for unit in units if unit.partial_numel]
+        whole[PARTIAL], calls[PARTIAL] = PARTIAL_BYTES * sum(partial) * backwards, len(partial) * backwards
     is_reduced = shard * replicate > 1
     # A gradient that is reduced or summed over micro-batches is float32; otherwise it has backward's dtype.
     is_summed = is_reduced or accumulation > 1 or any(unit.trains_float32 for unit in units)
@@ -139,7 +151,7 @@ def traffic(
         host_to_device=to_device,
         device_to_host=to_host,
         whole=whole,
-        calls=_calls(sizes, strategy, gathers, reduce_passes, whole["all_reduce"]),
+        calls=calls,
         forward_all_gather=gathers.forward,
         gather_passes=gathers.passes,
         reduce_passes=reduce_passes,
@@ -147,6 +159,7 @@ def traffic(
         last_reduce=reduce_bytes * edge if is_reduced else 0,
         edge_share=edge / max(1, trainable),
         trainable=own,
+        partial=2 * whole.get(PARTIAL, 0) * (mesh.tensor - 1) // mesh.tensor,
     )
 
 

@@ -16,6 +16,7 @@ from toolkit.sharding.fsdp2.precision import kept_in_float32, types_of_authors
 from toolkit.sharding.fsdp2.shards import shard_dim
 from toolkit.sharding.plan.unit_plan import UnitKind, UnitPlan
 from toolkit.sharding.plan.units import owned_parameters
+from toolkit.sharding.tensor.cut import cut_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class ParameterShape:
             a quantised matrix are gathered without a cast.
         moments: number of moments that the optimizer keeps of it.
         spread: ranks of an expert-parallel group; this is one rank's part, which F / spread ranks shard.
+        is_partial: whether the ranks of a tensor group sum its gradients, as each has a share of them.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class ParameterShape:
     is_cast: bool = True
     moments: int = 2
     spread: int = 1
+    is_partial: bool = False
 
     @property
     def numel(self) -> int:
@@ -92,6 +95,11 @@ class UnitShape:
         """Whether its gradients come in float32 and in the compute dtype."""
         return len({parameter.is_cast for parameter in self.trainable}) > 1
 
+    @property
+    def partial_numel(self) -> int:
+        """Trainable elements whose gradients the ranks of a tensor group sum."""
+        return sum(parameter.numel for parameter in self.trainable if parameter.is_partial)
+
     def trainable_numel(self, shard: int) -> int:
         """Returns the trainable elements of the first rank's shard, padding included."""
         return sum(parameter.shard_numel(shard) for parameter in self.trainable)
@@ -115,6 +123,8 @@ def unit_shapes(
     dtype = PRECISIONS[mixed_precision]
     names = [] if dtype is None else kept_in_float32(model, types_of_authors(model, dtype))
     kept = {id(model.get_parameter(name)) for name in names}
+    cut = cut_of(model)
+    partial = set() if cut is None else {id(getattr(owner, name)) for owner, name in cut.partial}
     return [
         UnitShape(
             unit.name,
@@ -124,6 +134,7 @@ def unit_shapes(
                 replace(
                     _parameter_shape(p, mixed_precision, id(p) in kept, experts if unit.kind == "experts" else 1),
                     moments=1 if id(p) in single else 2,
+                    is_partial=id(p) in partial,
                 )
                 for p in own
             ),

@@ -203,6 +203,18 @@ def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
     )
 
 
+def with_matrices_of(workload: Workload, recipe: Recipe) -> Workload:
+    """Returns the workload with matrices that as many ranks cut as a recipe says.
+
+    Raises:
+        BadInputError: if so many ranks cannot cut them.
+    """
+    size = recipe.sharding.tensor
+    if size > 1:
+        tensor_plan(workload.model, size)
+    return replace(workload, tensor=size)
+
+
 def _labels(section: ObjectiveSection) -> list[str] | None:
     """Returns the names of a new head's outputs; two stand for classes that only the data names."""
     if not section.spec.has_classes:

@@ -14,8 +14,7 @@ from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.run.checks.sequence_check import TOLERANCE, outputs_and_gradients
 from toolkit.sharding.fsdp2.fsdp import class_name
-from toolkit.sharding.tensor.axes import cut_of
-from toolkit.sharding.tensor.cut import whole_layers
+from toolkit.sharding.tensor.cut import cut_of, whole_layers
 
 CHECKED_TOKENS = 128
 """Tokens of the row that is compared; every rank computes it whole once, a matrix at a time."""

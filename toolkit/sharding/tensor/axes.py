@@ -14,9 +14,6 @@ from toolkit.sharding.tensor.cut import Cut, Key, cut_model
 from toolkit.sharding.tensor.moves import TensorRanks
 from toolkit.sharding.tensor.plan import tensor_plan
 
-CUT = "_toolkit_cut"
-"""Attribute of a model that is cut, with its `Cut`."""
-
 
 def tensor_mesh(device_type: str, shape: MeshShape, replicated: bool) -> DeviceMesh:
     """Returns the mesh of all ranks: (tp, dp_shard), or (dp_replicate, tp, dp_shard). Collective.
@@ -54,14 +51,7 @@ def cut_for(model: nn.Module, mesh: DeviceMesh) -> Cut:
     """
     size = mesh[TENSOR].size()
     ranks = TensorRanks(size, mesh.get_local_rank(TENSOR), mesh.get_group(TENSOR))
-    cut = cut_model(model, tensor_plan(model, size), ranks)
-    object.__setattr__(model, CUT, cut)
-    return cut
-
-
-def cut_of(model: nn.Module) -> Cut | None:
-    """Returns how a model is cut, or None if it is not."""
-    return getattr(model, CUT, None)
+    return cut_model(model, tensor_plan(model, size), ranks)
 
 
 def present_whole(unit: nn.Module, mesh: DeviceMesh, cut: Cut) -> None:

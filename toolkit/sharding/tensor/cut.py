@@ -24,6 +24,9 @@ from toolkit.sharding.tensor.plan import COLUMNS, GATHERED, ROWS, SHARED, SPLIT,
 Key = tuple[nn.Module, str]
 """The module that owns a parameter, and the parameter's name in it."""
 
+CUT = "_toolkit_cut"
+"""Attribute of a model that is cut, with its `Cut`."""
+
 PARTS = "_toolkit_tensor_parts"
 """Attribute of a head whose vocabulary is cut."""
 
@@ -67,6 +70,11 @@ class Cut:
         # One rank adds it, before the sum over all.
         self.partial.add((layer, "bias"))
         layer.forward = functools.partial(_with_bias_once, layer, self.ranks)  # type: ignore[method-assign]
+
+
+def cut_of(model: nn.Module) -> Cut | None:
+    """Returns how a model is cut, or None if it is not."""
+    return getattr(model, CUT, None)
 
 
 def ranks_of_head(head: nn.Module) -> TensorRanks | None:
@@ -115,6 +123,7 @@ def cut_model(model: nn.Module, plan: TensorPlan, ranks: TensorRanks) -> Cut:
         _split_tokens(base, plan, cut, list(begins))
     if plan.keys:
         _take_own_keys(base, plan, cut)
+    object.__setattr__(model, CUT, cut)
     return cut
 
 
