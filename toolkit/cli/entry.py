@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -45,6 +46,7 @@ def finetune(arguments: list[str]) -> int:
     """recipes/finetune.py; see `toolkit.cli.ranks.finetune.finetune_command`."""
     if is_forked():
         _forget_launcher()
+        _take_threads()
     end_at_interrupts()
     from toolkit.cli.ranks.finetune import finetune_command
 
@@ -56,3 +58,10 @@ def _forget_launcher() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _take_threads() -> None:
+    """Takes as many threads as the launcher says, by a variable that torch reads when it is imported: too late here."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from accelerate.utils.launch import _filter_args
@@ -194,15 +195,17 @@ sys.exit(entry.finetune(sys.argv[1:]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("gpus", "end", "exit_code"), [(0, "0", 0), (0, "3", 3), (0, "os.kill(os.getpid(), 9)", None), (2, "2", 2)]
+    ("ranks", "gpus", "end", "exit_code"),
+    [(2, 0, "0", 0), (1, 0, "0", 0), (2, 0, "3", 3), (2, 0, "os.kill(os.getpid(), 9)", None), (2, 2, "2", 2)],
 )
-def test_several_ranks_are_forked_from_what_has_imported_all(
-    gpus: int, end: str, exit_code: int | None, tmp_path: Path
+def test_ranks_are_forked_from_what_has_imported_all(
+    ranks: int, gpus: int, end: str, exit_code: int | None, tmp_path: Path
 ) -> None:
     """Not if there are GPUs: these ranks are interpreters of their own."""
     (tmp_path / "script.py").write_text(FORKED)
     config = str(ROOT / "accelerate_configs/cpu_2.yaml")
-    words = ["--config_file", config, "--main_process_port", str(free_port()), str(tmp_path / "script.py"), "one"]
+    words = ["--config_file", config, "--num_processes", str(ranks), "--main_process_port", str(free_port())]
+    words += [str(tmp_path / "script.py"), "one"]
     code = (
         "import pathlib, sys, torch; from toolkit import Recipe; from toolkit.cli.ranks import launcher\n"
         f"torch.accelerator.device_count = lambda: {gpus}\n"
@@ -223,9 +226,18 @@ def test_several_ranks_are_forked_from_what_has_imported_all(
     left = [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("torchelastic_")]
     assert left == [], "torch's launcher leaves an empty folder for each start"
     told = sorted(json.loads(line) for line in ended.stdout.splitlines())
-    expected = [[rank, gpus == 0, ["one"], 1, str(signal.SIG_DFL), True] for rank in (0, 1)]
+    threads = max(1, (psutil.cpu_count(logical=False) or 1) // ranks)  # Accelerate's choice
+    expected = [[rank, gpus == 0, ["one"], threads, str(signal.SIG_DFL), True] for rank in range(ranks)]
     # The launcher ends rank 0, which may have said nothing yet, when rank 1 fails.
     assert told in ([expected] if exit_code == 0 else [expected, expected[:1], expected[1:], []])
+
+
+@pytest.mark.parametrize(("kind", "forks"), [("FSDP", True), ("NO", False)])
+def test_a_rank_that_accelerate_starts_itself_is_not_forked(kind: str, forks: bool, tmp_path: Path) -> None:
+    """Nothing would be forked from what this process had imported."""
+    config = tmp_path / "one.yaml"
+    config.write_text(f"{{compute_environment: LOCAL_MACHINE, distributed_type: '{kind}', num_processes: 1}}")
+    assert launcher._can_fork(["--config_file", str(config), "script.py"]) == forks
 
 
 def test_a_request_for_a_checkpoint_is_handed_on(tmp_path: Path) -> None:

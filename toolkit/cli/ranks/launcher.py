@@ -31,8 +31,7 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
     Args:
         output_dir: output folder of the run, which may hold that state.
         stores: store of the run, if it has one, which may hold that state.
-        recipe: what recipes/finetune.py trains. Several ranks of it are forked from this process if there are no
-            GPUs.
+        recipe: what recipes/finetune.py trains. Its ranks are forked from this process if there are no GPUs.
 
     Raises:
         BadInputError: if the launcher refuses its arguments or the config, or the hub lacks what the recipe names.
@@ -75,9 +74,10 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
 
 
 def _can_fork(arguments: Sequence[str]) -> bool:
-    """Tells whether the launcher starts several ranks on a machine without GPUs, whose system can fork.
+    """Tells whether torch's launcher starts the ranks, on a machine without GPUs whose system can fork.
 
-    Where there are GPUs, ranks are interpreters of their own: a fork cannot use CUDA if this process has, as libraries
+    Accelerate starts a single rank by itself, in an interpreter of its own, if the config shards nothing. Where there
+    are GPUs, ranks are interpreters of their own: a fork cannot use CUDA if this process has, as libraries
     do that look at the GPU when they are imported (torchao).
     """
     import torch
@@ -87,20 +87,17 @@ def _can_fork(arguments: Sequence[str]) -> bool:
     if sys.platform != "linux" or torch.accelerator.device_count() > 0:
         return False
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--num_processes", type=int)
     parser.add_argument("--config_file", type=Path)
     settings, _ = parser.parse_known_args(arguments)
-    return (settings.num_processes or read_accelerate_config(settings.config_file).num_processes or 1) > 1
+    return bool(read_accelerate_config(settings.config_file).values.get("distributed_type", "NO") != "NO")
 
 
 def _import_for_ranks() -> None:
     """Imports all that a run needs. Forked ranks have it then, where interpreters of their own take 5 s of CPU each."""
     import torch
 
+    torch.set_num_threads(1)  # a pool of threads would not outlive the fork; each rank sets its own number
     import toolkit.run.run  # noqa: F401
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as torch's launcher chooses for several ranks, by a variable that is read too late
 
 
 HANDED_ON = (*SIGNALS, *([SAVE_SIGNAL] if SAVE_SIGNAL else []))
