@@ -41,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository itself, ins
 VOCAB, MICRO_BATCHES = 2048, 8
 WINDOWS = (1, 2, 4, 8, 16)
 BY_BLOCK, BY_HAND = "by block", "fsdp2 by hand, checkpointed"
-OTHERS = ("zero3", "zero3, checkpointed", BY_HAND)
+ALONE = "arithmetic alone, checkpointed"
+OTHERS = ("zero3", "zero3, checkpointed", BY_HAND, ALONE)
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,18 @@ class Work:
             model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
         return model
 
+    def blocks(self, model: Any) -> Any:
+        return (model.get_base_model() if self.lora else model).model.layers
+
+    def checkpointed(self) -> Any:
+        """The model, whose blocks recompute in backward."""
+        from torch.utils.checkpoint import checkpoint
+
+        model = self.model()
+        for block in self.blocks(model):
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        return model
+
     def window(self, rank: int, step: int, micro_batches: int) -> list[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(1000 * step + rank)
         rows = torch.randint(0, VOCAB, (micro_batches, 1, self.tokens), generator=generator)
@@ -119,15 +132,37 @@ def by_hand(work: Work, rank: int) -> Callable[[int], None]:
     """The loop that an expert writes: no metrics, no checks; each micro-batch is reduced, as in zero3."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.utils.checkpoint import checkpoint
 
-    model = work.model()
+    model = work.checkpointed()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in (model.get_base_model() if work.lora else model).model.layers:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    for block in work.blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    return plain_steps(model, [p for p in model.parameters() if p.requires_grad], work, rank)
+
+
+def alone(work: Work, rank: int) -> Callable[[int], None]:
+    """The same forwards and backwards of whole weights, and an update of a rank's share of them.
+
+    Nothing is gathered, reduced or copied, so its time is the least that a checkpointed step can take.
+    """
+    model = work.checkpointed()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = torch.nn.Parameter(torch.zeros(trained // work.ranks))
+    share.grad = torch.zeros_like(share)
+    step = plain_steps(model, [share], work, rank)
+
+    def with_gradients(micro_batches: int) -> None:
+        share.grad = torch.zeros_like(share)
+        step(micro_batches)
+        model.zero_grad()
+
+    return with_gradients
+
+
+def plain_steps(model: Any, updated: Sequence[torch.nn.Parameter], work: Work, rank: int) -> Callable[[int], None]:
+    """Steps that sum the gradients of micro-batches, clip them, and update some parameters."""
+    optimizer = torch.optim.AdamW(updated, lr=1e-3, fused=True)
     steps = iter(range(10**9))
 
     def step(micro_batches: int) -> None:
@@ -137,7 +172,7 @@ def by_hand(work: Work, rank: int) -> Callable[[int], None]:
             ).logits.float()
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
             (loss / micro_batches).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(updated, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -218,7 +253,8 @@ def work_on(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str)
             work, step = told, None
             reset_accelerate()
             gc.collect()
-            step = by_hand(work, rank) if variant == BY_HAND else by_toolkit(variant, work, rank)
+            make = {BY_HAND: by_hand, ALONE: alone}.get(variant, functools.partial(by_toolkit, variant))
+            step = make(work, rank)
             pipe.send("ready")
             continue
         if isinstance(told, float):
