@@ -26,7 +26,9 @@ def fill(folder: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize(("ranks", "launcher"), [(1, [FINETUNE]), (2, [*TOOLKIT, "train"])])
+@pytest.mark.parametrize(
+    ("ranks", "launcher"), [pytest.param(1, [FINETUNE], marks=pytest.mark.grid), (2, [*TOOLKIT, "train"])]
+)
 def test_a_run_its_export_and_its_text(ranks: int, launcher: list[str], tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in make_texts(60)))
     save_llama(tmp_path / "model", make_texts(60), tied=True)

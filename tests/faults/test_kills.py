@@ -247,6 +247,7 @@ def one_fault(site: Site, endured: Endured, only: tuple[str, ...]) -> str | None
     return ended
 
 
+@pytest.mark.grid
 def test_killed_at_random_moments(workshop: Path) -> None:
     endured = disturb(workshop, 1, 3, only=("rank killed", "newest checkpoint damaged"))
     assert not endured.surprises

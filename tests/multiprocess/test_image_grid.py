@@ -15,7 +15,8 @@ from support.image_steps import Case, Difference, Mix, differences
 from support.images_by_hand import BY_HAND
 from support.ranks import run_on_ranks
 
-FAST = ("llava", "qwen3_vl", "gemma3", "mistral3", "idefics3")
+DRAWN = ("llava", "qwen3_vl", "gemma3", "mistral3", "idefics3")
+FAST = ("qwen3_vl", "gemma3")
 OTHERS = tuple(kind for kind in BY_HAND if kind not in FAST)
 LANGUAGE, BUT_TOWERS = ("language",), ("language", "projector")
 NOT_PACKED = ("qwen3_5",)
@@ -104,7 +105,7 @@ def test_a_mixture_of_experts_takes_the_same_steps(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [FAST[0], *(pytest.param(kind, marks=pytest.mark.grid) for kind in BY_HAND if kind != FAST[0])]
+    "kind", ["llava", *(pytest.param(kind, marks=pytest.mark.grid) for kind in BY_HAND if kind != "llava")]
 )
 def test_one_rank_takes_the_same_steps(kind: str) -> None:
     packed = kind not in NOT_PACKED
@@ -140,7 +141,7 @@ def drawn_mix(draw: random.Random, packed: bool, micro_batches: int) -> Mix:
 def drawn_cases(seed: int, mixes: int) -> list[tuple[Case, list[Mix]]]:
     """A case for each family, with so many mixes."""
     draw, found = random.Random(seed), []
-    for kind in FAST:
+    for kind in DRAWN:
         packed, strategy = draw.random() < 0.7, draw.choice(("ddp", "zero1", "zero2", "zero3", "zero3"))
         checkpointed = draw.random() < 0.5
         by_block = strategy == "zero3" and checkpointed
@@ -152,7 +153,7 @@ def drawn_cases(seed: int, mixes: int) -> list[tuple[Case, list[Mix]]]:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "mixes"), [((0,), 10), pytest.param(range(1, 21), 10, marks=pytest.mark.grid)], ids=["50", "1000"]
+    ("seeds", "mixes"), [((0,), 4), pytest.param(range(1, 21), 10, marks=pytest.mark.grid)], ids=["20", "1000"]
 )
 def test_random_mixes_of_rows(seeds: Sequence[int], mixes: int) -> None:
     for seed in seeds:

@@ -30,7 +30,13 @@ TEXTS = [" ".join(text.split()[: 3 + i % 6]) for i, text in enumerate(make_texts
 # In the first step on both ranks, in the second on neither, in the third on the second rank alone.
 COUNTS = [1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 3]
 OTHERS = [
-    pytest.param(kind, marks=pytest.mark.skipif(not can_be_read(kind), reason="needs the extra vision"))
+    pytest.param(
+        kind,
+        marks=[
+            pytest.mark.skipif(not can_be_read(kind), reason="needs the extra vision"),
+            *([pytest.mark.grid] if kind == "idefics3" else []),
+        ],
+    )
     for kind in EYES
     if kind != "llava"
 ]

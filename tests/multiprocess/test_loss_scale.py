@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from support.offload_loops import Case, learning_rate, loss_of, make_model, make_optimizer
+from support.moe import mixture
+from support.offload_loops import VOCABULARY, Case, learning_rate, loss_of, make_model, make_optimizer
 from support.ranks import meet, run_on_ranks
 from torch import nn
 
@@ -38,12 +39,14 @@ class Run:
     infinite: what is: this rank's `loss`, before any reduction, or its `reduced` gradient.
     clipped: without it, the scaler looks for infinities when the optimizer steps.
     optimizer: a fused AdamW skips a step itself, SGD is not called.
+    experts: ranks of a group that spreads them; of a mixture, in which an expert's gradient is infinite.
     """
 
     strategy: str
     infinite: str = "loss"
     clipped: bool = True
     optimizer: str = "sgd"
+    experts: int = 1
 
     @property
     def case(self) -> Case:
@@ -61,6 +64,7 @@ RUNS = [
     Run("zero2"),
     Run("zero3"),
     Run("zero3", "reduced"),
+    Run("zero3", "reduced", experts=2),
     Run("ddp"),
     Run("ddp", "reduced"),
 ]
@@ -82,17 +86,27 @@ def prepared(run: Run) -> tuple[Any, Any, Any]:
     meet()
     reset_accelerate()
     sizes = {"shard_size": 2} if run.strategy == "hybrid" else {}
-    accelerator = Accelerator(cpu=True, **sharding_kwargs(run.strategy, **sizes))
+    accelerator = Accelerator(cpu=True, **sharding_kwargs(run.strategy, experts=run.experts, **sizes))
     accelerator.scaler, accelerator.native_amp = scaler(), True
     accelerator.state._mixed_precision = "fp16"
     if run.strategy == "ddp":
         share_overflows(accelerator.scaler)  # as toolkit/run/stages/accelerator.py does
-    model = make_model(run.case)
+    model = model_of(run)
     return accelerator, *accelerator.prepare(model, make_optimizer(model, run.case))
 
 
-def spoil(model: nn.Module) -> None:
-    gradient = next(p.grad for p in model.parameters() if p.grad is not None and local_tensor(p.grad).numel())
+def model_of(run: Run) -> Any:
+    if run.experts == 1:
+        return make_model(run.case)
+    model = mixture("mixtral", vocab_size=VOCABULARY)
+    model.set_experts_implementation("eager")  # torch multiplies groups in bf16 and float32 alone
+    return model
+
+
+def spoil(run: Run, model: nn.Module) -> None:
+    """An expert's gradient is on one rank of a group alone."""
+    chosen = [p for name, p in model.named_parameters() if run.experts == 1 or name.endswith("experts.down_proj")]
+    gradient = next(p.grad for p in chosen if p.grad is not None and local_tensor(p.grad).numel())
     local_tensor(gradient).view(-1)[0] = math.inf
 
 
@@ -107,7 +121,7 @@ def on_ranks(run: Run) -> Found:
             loss = loss_of(model, run.case, step, 0)
         accelerator.backward(loss * math.inf if is_here and run.infinite == "loss" else loss)
         if is_here and run.infinite == "reduced":
-            spoil(model)
+            spoil(run, model)
         if run.clipped:
             found.norms.append(whole_tensor(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)).item())
         optimizer.step()
@@ -126,7 +140,7 @@ def all_runs() -> list[Found]:
 
 def plain(run: Run) -> Found:
     """All ranks' rows in one process, in float16 with weights in float32, and the scaler written out."""
-    model, compute = make_model(run.case), make_model(run.case).half()
+    model, compute = model_of(run), model_of(run).half()
     optimizer = make_optimizer(model, run.case)
     scale, since = SCALE, 0
     found = Found([], [], [], [])

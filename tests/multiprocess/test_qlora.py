@@ -129,7 +129,8 @@ def plain(folder: Path) -> dict[str, dict[str, Any]]:
     return {case: plain_loop(folder, case) for case in CASES}
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.grid) for n in (1, 4))])
+@pytest.mark.grid
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_run_is_that_of_peft_on_bitsandbytes(ranks: int, folder: Path, plain: dict[str, dict[str, Any]]) -> None:
     found = run_on_ranks(runs, ranks, folder, ranks)[0]
     for case, strategy, accumulation, _ in RUNS[ranks]:

@@ -222,7 +222,7 @@ def plain(folder: Path) -> dict[str, Any]:
     return {name: plain_run(folder, case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.grid), pytest.param(2, marks=pytest.mark.grid), 3])
 def test_a_run_is_the_plain_loop_and_samples_the_same(folder: Path, plain: dict[str, Any], ranks: int) -> None:
     found = run_on_ranks(runs, ranks, folder)[0]
     for number, (name, expected) in enumerate(plain.items()):

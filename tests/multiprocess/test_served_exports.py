@@ -135,7 +135,7 @@ def harness_command() -> list[str]:
     return shlex.split(line)
 
 
-@pytest.mark.parametrize("way", ["full", "lora"])
+@pytest.mark.parametrize("way", [pytest.param("full", marks=pytest.mark.grid), "lora"])
 def test_the_harness_gives_our_scores(way: str, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         pytest.skip("pip install lm_eval")

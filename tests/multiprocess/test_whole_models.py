@@ -31,7 +31,9 @@ from support.whole_models import (
 )
 from transformers import AutoTokenizer
 
-FAST = ("qwen3_5", "qwen3_vl", "mistral3", "gemma3", "llama4")
+FAST = ("qwen3_5", "gemma3")
+"""Linear attention with positions on three axes; tokens of images that see each other. The grid has all types."""
+
 FAST_CASES = ("full", "lora", "merged", "by_block", "shared_rows", "nf4")
 FEW = [
     # Types with blocks that a row of text never enters, n-grams of tokens, and what changes its input in place.
@@ -88,7 +90,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str
     return folder, trained(folder, [*itertools.product(FAST, FAST_CASES)])
 
 
-def test_text_rows_train_five_families_as_a_plain_loop_does(fast: tuple[Path, Any]) -> None:
+def test_text_rows_train_two_families_as_a_plain_loop_does(fast: tuple[Path, Any]) -> None:
     assert all_wrong(*fast) == {}
 
 

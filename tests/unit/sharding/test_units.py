@@ -143,17 +143,7 @@ PEFT_ROWS = PEFT + ROWS
 PEFT_TIED_TAIL = f"{PEFT}model.embed_tokens {PEFT}model.norm {PEFT}lm_head"
 PEFT_UNTIED_TAIL = f"{PEFT}lm_head {PEFT}model.norm"
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
-OPT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "word_embed_proj_dim": 16,
-    "ffn_dim": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-}
-BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 3, "n_head": 2}
 SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
-DISTIL = {"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 32, "n_layers": 3, "n_heads": 2}
 SEQ2SEQ_EMBED = "model.shared model.encoder.embed_tokens model.decoder.embed_tokens"
 
 FAMILIES = {
@@ -163,38 +153,11 @@ FAMILIES = {
         causal, hf.LlamaConfig, DECODER | {"num_hidden_layers": 1}, "model.layers.0", EMBED, UNTIED_TAIL
     ),
     "llama_classifier": Family.of(classifier, hf.LlamaConfig, DECODER | {"pad_token_id": 0}, ROWS, EMBED),
-    "qwen3": Family.of(causal, hf.Qwen3Config, TIED, ROWS, "", TIED_TAIL),
-    "gemma": Family.of(causal, hf.GemmaConfig, DECODER, ROWS, "", TIED_TAIL),
     "gemma3n": Family.of(causal, hf.Gemma3nTextConfig, DECODER | {"num_kv_shared_layers": 0}, ROWS, "", TIED_TAIL),
     "phi": Family.of(causal, hf.PhiConfig, DECODER, ROWS, EMBED, "lm_head model.final_layernorm"),
-    "phi3": Family.of(causal, hf.Phi3Config, DECODER | {"pad_token_id": 0}, ROWS, EMBED, UNTIED_TAIL),
     "mixtral": Family.of(causal, hf.MixtralConfig, DECODER | {"num_local_experts": 4}, ROWS, EMBED, UNTIED_TAIL),
     "gpt2": Family.of(
         causal, hf.GPT2Config, GPT2, "transformer.h.0..2", "", "transformer.wte transformer.ln_f lm_head"
-    ),
-    "gpt_neox": Family.of(
-        causal,
-        hf.GPTNeoXConfig,
-        ENCODER,
-        "gpt_neox.layers.0..2",
-        "gpt_neox.embed_in",
-        "lm_head gpt_neox.final_layer_norm",
-    ),
-    "opt": Family.of(
-        causal,
-        hf.OPTConfig,
-        OPT,
-        "model.decoder.layers.0..2",
-        "",
-        "model.decoder.embed_tokens model.decoder.final_layer_norm lm_head",
-    ),
-    "bloom": Family.of(
-        causal,
-        hf.BloomConfig,
-        BLOOM,
-        "transformer.h.0..2",
-        "",
-        "transformer.word_embeddings transformer.ln_f lm_head",
     ),
     "zamba2": Family.of(
         causal,
@@ -209,14 +172,6 @@ FAMILIES = {
     ),
     "bert_classifier": Family.of(
         classifier, hf.BertConfig, ENCODER, "bert.encoder.layer.0..2", "bert.embeddings.word_embeddings"
-    ),
-    "distilbert": Family.of(
-        masked,
-        hf.DistilBertConfig,
-        DISTIL,
-        "distilbert.transformer.layer.0..2",
-        "",
-        "distilbert.embeddings.word_embeddings vocab_projector",
     ),
     "albert": Family.of(
         masked,
