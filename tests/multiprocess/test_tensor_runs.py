@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from support.plain_samples import run_on_samples
 from support.ranks import meet, run_on_ranks
@@ -16,10 +17,12 @@ from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.held_out_samples import NEW_TOKENS
+from toolkit.sharding.fsdp2.shards import state_once
 from toolkit.sharding.tensor import moves
+from toolkit.training.extension import Extension
 
 STEPS = 3
 TEXTS = [" ".join(text.split()[:20]) for text in make_texts(40, seed=4)]
@@ -99,6 +102,56 @@ def refused(folder: Path) -> dict[str, str]:
             found[name] = str(error)
         moves._sum_tokens = sum_tokens
     return found
+
+
+CHECKPOINTS = [f"checkpoints/step_{step:08}" for step in (2, 4, 6)]
+
+
+class OneRankChanges(Extension):
+    """Adds the least bit to a weight of the last norm on one rank, after a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self._rank, self._step = rank, step
+
+    def after_step(self, trainer: Any, step: Any) -> None:
+        if trainer.global_step == self._step and dist.get_rank() == self._rank:
+            local = state_once(trainer.model)["model.norm.weight"].to_local().detach()  # with offload, the master
+            local[:1] = torch.nextafter(local[:1], local[:1] + 1)
+
+
+def parted(folder: Path, num_ranks: int) -> dict[str, tuple[str, int, list[str]]]:
+    """Of runs in which a rank's copy of a norm changes: the error, its exit code, and the folders that are left."""
+    from toolkit import finetune
+
+    found, saving = {}, {"training": {"max_steps": 6}, "checkpoint": {**SAVING, "keep_last": 9}}
+    never = {"training": {"max_steps": 6}, "checkpoint": {"every_minutes": "never"}}
+    offload = {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}}
+    for name, changes in {"saving": saving, "never": never, "offloaded": {**saving, **offload}}.items():
+        meet()
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"], os.environ["PARALLELISM_CONFIG_TP_SIZE"] = "1", "1"
+        own = recipe(folder, f"zero3-parted-{name}-{num_ranks}", changes)
+        try:
+            finetune(own, extensions=[OneRankChanges(num_ranks - 1, 3)])
+        except ToolkitError as error:
+            left = [name for name in ("export", *CHECKPOINTS) if (Path(own.training.output_dir) / name).exists()]
+            found[name] = str(error), error.exit_code, left
+    return found
+
+
+def test_copies_that_differ_are_not_saved_and_not_exported(folder: Path) -> None:
+    """By one bit, on one of the ranks that hold a norm whole: every rank raises, and the earlier checkpoint stays."""
+    for num_ranks in (2, 4):
+        for found in run_on_ranks(parted, num_ranks, folder, num_ranks):
+            for name, step, left in (
+                ("saving", "after step 4", CHECKPOINTS[:1]),
+                ("offloaded", "after step 4", CHECKPOINTS[:1]),
+                ("never", "at the end", []),
+            ):
+                told, code, there = found[name]
+                assert f"ranks {num_ranks - 2}, {num_ranks - 1} of a tensor group" in told, (name, told)
+                assert "model.norm.weight: ranks" in told, name
+                assert f"hold different copies {step}" in told, name
+                assert (code, there) == (1, left), name
 
 
 def rehearsed(folder: Path) -> dict[str, str]:

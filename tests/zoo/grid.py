@@ -75,6 +75,7 @@ FEATURES = {
         num_ranks=2, changes={"sharding": {"strategy": "zero3", "accumulate": "by_block", **CHECKPOINTED}}
     ),
     "shared_rows": Feature(num_ranks=2, changes={"sharding": {"strategy": "zero3", "sequence": 2}}),
+    "tensor": Feature(num_ranks=2, changes={"sharding": {"strategy": "zero3", "tensor": 2}}),
     "experts": Feature(num_ranks=2, changes={"sharding": {"strategy": "zero3", "experts": 2}}),
     "lora": Feature(changes={"adapter": LORA}, adapted=True),
     "nf4": Feature(changes={"adapter": {**LORA, "quantize": "nf4"}}, adapted=True),
@@ -120,7 +121,8 @@ def recipe_of(feature: Feature, folder: Path) -> dict[str, Any]:
         },
     }
     values = with_sections(values, feature.changes)
-    groups = feature.num_ranks // values.get("sharding", {}).get("sequence", 1)
+    sharding = values.get("sharding", {})
+    groups = feature.num_ranks // (sharding.get("sequence", 1) * sharding.get("tensor", 1))
     micro_batches = feature.samples // values["training"]["micro_batch_size"]
     values["training"]["gradient_accumulation_steps"] = micro_batches // groups
     return values

@@ -26,6 +26,7 @@ from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
 from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
 from toolkit.recipe.schema import CheckpointSection
+from toolkit.sharding.tensor.copies import require_alike
 from toolkit.training.durable_writes import PATIENCE_SECONDS
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.early_stopping import merit_of
@@ -144,7 +145,11 @@ class RunCheckpoints(Extension):
             self.save(trainer)
 
     def save(self, trainer: LoopState, wait: bool = False) -> bool:
-        """Saves the state after the last step, unless that is done. Returns whether it is saved, as far as is known."""
+        """Saves the state after the last step, unless that is done. Returns whether it is saved, as far as is known.
+
+        Raises:
+            TrainingError: if ranks hold different copies of a parameter.
+        """
         trainer.enter_phase(Phase.SAVE)
         # The last step of a run can be due by `every_steps`, too.
         if self._saved_step == trainer.global_step:
@@ -180,6 +185,7 @@ class RunCheckpoints(Extension):
             versions={package: version(package) for package in PACKAGES},
         )
         tensors = named_tensors(self._model, self._optimizer, _tensors_of(trainer))
+        require_alike(tensors, f"after step {trainer.global_step}")
         parameters = [name for name, _ in self._model.named_parameters()]
         job = Job(manifest, tensors, parameters, random_states(), self._metrics.records)
         return self._checkpointer.save(job, wait) and (not wait or self._is_copied())

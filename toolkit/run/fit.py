@@ -35,6 +35,8 @@ from toolkit.run.stages.answers import Answers
 from toolkit.run.stages.rollouts import Rollouts, RunSampler
 from toolkit.run.stages.rows import build_evaluation
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.sharding.fsdp2.shards import state_once
+from toolkit.sharding.tensor.copies import require_alike
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.allocation import AllocationEnd, seconds_left
@@ -84,7 +86,8 @@ def fit(
 
     Raises:
         StoppedError: if a rank was asked to end; the state is saved.
-        TrainingError: if too many steps in a row had no finite loss and gradient, or all steps of the run.
+        TrainingError: if too many steps in a row had no finite loss and gradient, or all steps of the run; or ranks
+            hold different copies of a parameter.
     """
     recipe, accelerator, output_dir, console = opened.recipe, opened.accelerator, opened.output_dir, opened.console
     ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.fit, run.tokenizer))
@@ -125,6 +128,7 @@ def fit(
         require_some_steps(trainer.counters)
         if opened.plugin.engine is not None:
             opened.plugin.engine.flush()  # the last step may still fail
+        require_alike(state_once(run.inner), "at the end")  # without a save, or since the last one
         samples.end()
     # On all ranks: inside a collective the others would time out while rank 0 waits for a full disk.
     require_output_dir(output_dir)
