@@ -235,6 +235,16 @@ REFUSALS = (
         "mixes the tokens of a row elsewhere|which mix the tokens of a row outside",
         "Tokens of a row meet in a convolution, a recurrence or an indexer. Remove `sharding.sequence`.",
     ),
+    (
+        "no plan for heads",
+        "no plan that cuts its attention by heads|the plan of transformers leaves out",
+        "transformers does not say how ranks may cut its attention. Remove `sharding.tensor`.",
+    ),
+    (
+        "other cuts",
+        "cuts its .* in the style .* is not built",
+        "Its plan has experts, or projections of other kinds, which are not cut. Remove `sharding.tensor`.",
+    ),
     ("no shift", "needs a model that shifts labels|shifts targets to the right", "It is no encoder-decoder for text."),
     ("experts in lists", "holds its experts as stacked parameters", "The experts can't be spread over ranks."),
     ("positions mixed up", "relative positions transformers mixes up", "Labels leak, by a fault of transformers 5.23."),
