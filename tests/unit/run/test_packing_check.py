@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,15 @@ import torch.nn.functional as F
 from support.packed_rows import Documents, gpt2, packed, qwen
 from support.tiny import llama
 from torch import nn
-from transformers import RobertaConfig, RobertaForCausalLM
+from transformers import RobertaConfig, RobertaForCausalLM, masking_utils
 
 from toolkit.data.kinds.pairs import PairSamples
 from toolkit.data.samples.packing import whole
 from toolkit.data.samples.samples import TextSamples
 from toolkit.errors import BadInputError
+from toolkit.model.attention import document_attention
 from toolkit.model.attention.document_attention import BY_DOCUMENT, register_by_document
+from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks import packing_check
@@ -129,6 +132,7 @@ def test_a_leak_is_refused_before_the_first_step(make: Callable[[], nn.Module], 
 def test_logits_are_of_few_tokens(monkeypatch: pytest.MonkeyPatch, most: int, tokens: int) -> None:
     """Of a micro-batch of three rows of 32: two rows, one, and the beginnings of one row's documents."""
     monkeypatch.setattr(packing_check, "MOST_TOKENS", most)
+    monkeypatch.setattr(packing_check, "attends_in_full", lambda _model: False)
     torch.manual_seed(0)
     for make, leaks in ((lambda: llama("sdpa"), False), (lambda: Leaky(mask=False), True)):
         model, seen = make(), []
@@ -138,6 +142,122 @@ def test_logits_are_of_few_tokens(monkeypatch: pytest.MonkeyPatch, most: int, to
         with pytest.raises(BadInputError, match="see each other") if leaks else nullcontext():
             check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
         assert max(seen) == tokens
+
+
+def mistaken(model: nn.Module, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks what keeps documents apart, in transformers' masks, in ours, in the batch, or in one layer."""
+    asked, blocks = masking_utils.find_packed_sequence_indices, document_attention.diagonal_blocks
+
+    def documents(change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        def find(positions: torch.Tensor) -> torch.Tensor | None:
+            found = asked(positions)
+            return None if found is None else change(found)
+
+        monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find)
+
+    def in_first_layer(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        layer = next(each for name, each in model.named_modules() if name.endswith("layers.0"))
+        layer.register_forward_hook(lambda _module, _args, output: change(output))
+
+    def blocks_of(change: Callable[[list[Any]], list[Any]]) -> None:
+        """Changes the blocks of the first row, each of which takes itself for causal."""
+
+        def cut(mask: torch.Tensor) -> list[Any]:
+            found = blocks(mask)
+            return [*change([one for one in found if one.row == 0]), *(one for one in found if one.row > 0)]
+
+        monkeypatch.setattr(document_attention, "diagonal_blocks", cut)
+
+    def joined(found: list[Any]) -> list[Any]:
+        *others, before, last = found
+        return [*others, replace(before, tokens=slice(before.tokens.start, last.tokens.stop))]
+
+    def early(found: list[Any]) -> list[Any]:
+        *others, before, last = found
+        begin = last.tokens.start - 1
+        return [
+            *others,
+            replace(before, tokens=slice(before.tokens.start, begin)),
+            replace(last, tokens=slice(begin, last.tokens.stop)),
+        ]
+
+    made = {
+        "documents are not found": lambda: documents(lambda _found: None),
+        "a document begins one token late": lambda: documents(lambda found: F.pad(found, (1, -1), value=0)),
+        "a document begins one token early": lambda: documents(lambda found: F.pad(found, (-1, 1), value=9)),
+        "the last two are one": lambda: documents(lambda found: found.clamp(max=1)),
+        "their blocks are one": lambda: blocks_of(joined),
+        "a block begins one token early": lambda: blocks_of(early),
+        "a state goes on": lambda: in_first_layer(lambda states: states + 0.01 * states.cumsum(dim=1)),
+        "a convolution goes on": lambda: in_first_layer(lambda states: states + 0.01 * states.roll(1, dims=1)),
+        "rows see each other": lambda: in_first_layer(lambda states: states + 0.01 * states.mean(dim=0, keepdim=True)),
+    }
+    made[mistake]()
+
+
+MISTAKES = [
+    *((mistake, attention) for attention in ("sdpa", "eager") for mistake in (
+        "documents are not found", "a document begins one token late", "a document begins one token early",
+        "the last two are one", "a state goes on", "a convolution goes on", "rows see each other",
+    )),
+    ("their blocks are one", BY_DOCUMENT),
+    ("a block begins one token early", BY_DOCUMENT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(("mistake", "attention"), MISTAKES)
+def test_what_no_longer_keeps_documents_apart_is_found(
+    mistake: str, attention: str, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the beginnings of three documents, by which models of full attention are checked, and on whole samples."""
+    model = llama(attention, max_position_embeddings=512)
+    samples = long_samples()
+    given = (model, model, CausalLM(model), samples, 2, torch.device("cpu"), False)
+    assert attends_in_full(model)
+    monkeypatch.setattr(packing_check, "attends_in_full", lambda _model: few)
+    seen: list[int] = []
+    hook = lambda _module, _args, named: seen.append(named["input_ids"].numel())  # noqa: E731
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+    found = check_leaks(*given)
+    assert found is not None
+    assert max(seen) == (2 * packing_check.FEW_TOKENS if few else 2 * samples.max_length)
+    mistaken(model, mistake, monkeypatch)
+    with pytest.raises(BadInputError, match="see each other"):
+        check_leaks(*given)
+
+
+def long_samples() -> TextSamples:
+    """Samples of 256 tokens, of three documents and more."""
+    rows = Documents(24)
+    draw = np.random.default_rng(1)
+    rows.rows = [draw.integers(1, 90, draw.integers(40, 85)) for _ in range(24)]
+    rows.targets = [np.arange(len(row)) > 0 for row in rows.rows]
+    lengths = np.array([len(row) for row in rows.rows])
+    return TextSamples(rows, whole(np.arange(24), lengths, 256), [3, 6, 9, 12, 15, 18, 21, 24], 256, True, 0)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "position_ids"])
+def test_the_batch_itself_is_compared_with_its_documents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forwards of few tokens are not of this batch."""
+    model, samples = llama("sdpa", max_position_embeddings=512), long_samples()
+    batch = TextSamples.batch
+
+    def wrong(self: TextSamples, numbers: Any, seen: Any = None) -> Any:
+        made = batch(self, numbers, seen)
+        return {**made, name: made[name].roll(1, dims=1)}
+
+    monkeypatch.setattr(TextSamples, "batch", wrong)
+    with pytest.raises(AssertionError, match="tokens of a sample" if name == "input_ids" else "positions do not"):
+        check_leaks(model, model, CausalLM(model), samples, 2, torch.device("cpu"), False)
+
+
+def test_compiled_blocks_are_checked_on_the_shape_they_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, samples, seen = llama("sdpa", max_position_embeddings=512), long_samples(), []
+    hook = lambda _module, _args, named: seen.append(tuple(named["input_ids"].shape))  # noqa: E731
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+    assert check_leaks(model, model, CausalLM(model), samples, 2, torch.device("cpu"), False, True) is not None
+    assert seen == [(1, 256), (2, 256), (2, 256)]
 
 
 @pytest.mark.parametrize(("make", "leaks"), [(lambda: llama("sdpa"), False), (lambda: Leaky(mask=False), True)])

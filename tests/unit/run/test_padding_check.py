@@ -96,9 +96,14 @@ def test_rows_that_padding_changes_run_alone(kind: str, changes: bool) -> None:
 
 
 @pytest.mark.parametrize("mixes", [False, True])
-def test_long_rows_of_text_are_compared_by_their_beginnings(monkeypatch: pytest.MonkeyPatch, mixes: bool) -> None:
+@pytest.mark.parametrize("name", ["CHECKED_TOKENS", "FEW_TOKENS"])
+def test_long_rows_of_text_are_compared_by_their_beginnings(
+    monkeypatch: pytest.MonkeyPatch, name: str, mixes: bool
+) -> None:
     """Both rows are longer than what is compared; one is cut shorter than the other, so that it is padded."""
-    monkeypatch.setattr(padding_check, "CHECKED_TOKENS", 8)
+    monkeypatch.setattr(padding_check, name, 8)
+    if name == "CHECKED_TOKENS":
+        monkeypatch.setattr(padding_check, "attends_in_full", lambda _model: False)
     model, seen = llama("sdpa"), []
 
     def observe(_module: nn.Module, _args: Any, given: Any) -> None:

@@ -19,6 +19,7 @@ from toolkit.data.samples.documents_apart import FILLING, documents_apart
 from toolkit.data.samples.samples import Batch, Samples
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import base_of
+from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import rows_without_padding
@@ -30,6 +31,9 @@ SAMPLES = 64
 
 CHECKED_TOKENS = 512
 """The most tokens of a compared row of text: its logits are whole, and training on longer rows takes less memory."""
+
+FEW_TOKENS = 64
+"""The same if tokens meet in full attention alone: longer rows go through no other code."""
 
 TOLERANCE = {False: 1e-4, True: 5e-2}
 """The largest difference of logits by rounding, as a share of the largest, by whether compute is in 16 bits."""
@@ -54,8 +58,9 @@ def changed_by_padding(
     if "segments" in batch:
         batch = {name: documents_apart(batch)[name] for name in ("input_ids", "labels", "position_ids", "lengths")}
     rows = rows_without_padding(batch)
-    if samples.continues_text and batch["input_ids"].shape[1] > CHECKED_TOKENS:
-        rows, batch = _shortened(rows)
+    most = FEW_TOKENS if attends_in_full(inner) else CHECKED_TOKENS
+    if samples.continues_text and batch["input_ids"].shape[1] > most:
+        rows, batch = _shortened(rows, most)
     name, why = class_name(base_of(inner)), ""
     try:
         with without_dropout(model):
@@ -89,12 +94,12 @@ def _short_and_long(samples: Samples) -> Batch:
     return samples.batch([lengths.index(min(lengths)), lengths.index(max(lengths))])
 
 
-def _shortened(rows: list[Batch]) -> tuple[list[Batch], Batch]:
-    """Returns beginnings of rows, every other one half as long, and a padded batch of them."""
+def _shortened(rows: list[Batch], most: int) -> tuple[list[Batch], Batch]:
+    """Returns beginnings of rows, of at most so many tokens, every other one half as long, and a padded batch."""
     names = ("input_ids", "labels", "position_ids")
     short = []
     for number, row in enumerate(rows):
-        tokens = CHECKED_TOKENS // 2 if number % 2 == 0 else CHECKED_TOKENS
+        tokens = most // 2 if number % 2 == 0 else most
         cut = {name: row[name][:, :tokens] for name in names}
         short.append({**cut, "lengths": torch.tensor([cut["input_ids"].shape[1]])})
     filling = {**FILLING, "position_ids": 0}

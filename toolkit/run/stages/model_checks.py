@@ -133,7 +133,8 @@ def check_packing(
                 seen = check_images(model, inner, objective, with_images, opened.device, opened.in_16_bits)
                 found = (seen.leaks, seen.alone) if seen is not None and seen.shared else None
             else:
-                found = check_leaks(model, inner, objective, train, size, opened.device, opened.in_16_bits)
+                compiled = recipe.training.compile
+                found = check_leaks(model, inner, objective, train, size, opened.device, opened.in_16_bits, compiled)
     except LeakError as error:
         leak = error
     # All or none: ranks whose rounding differs must not train on different samples.

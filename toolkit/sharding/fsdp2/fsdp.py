@@ -21,7 +21,12 @@ from torch.distributed.tensor import DTensor
 
 def class_name(module: nn.Module) -> str:
     """Returns the name of a module's original class, which `fully_shard` replaces by one with an FSDP prefix."""
-    return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    return original_class(module).__name__
+
+
+def original_class(module: nn.Module) -> type:
+    """Returns a module's class before `fully_shard`."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
