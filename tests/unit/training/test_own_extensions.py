@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,10 @@ def test_each_call_does_what_the_page_says(file: Path, tmp_path: Path, capfd: py
     values["training"] |= {"eval_every_steps": 5, "extensions": [f"{file}:Meter"]}
     values["data"]["validation_fraction"] = 0.2
     values["schedule"] = {"kind": "constant"}
-    recipe = Recipe.from_mapping(values)
+    recipe, hook = Recipe.from_mapping(values), sys.excepthook
     with pytest.raises(StoppedError, match="three steps are enough for now"):
         finetune(recipe)
+    assert sys.excepthook is hook, "later errors of a notebook would begin with [rank0]"
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step_*"))[-1] == "step_00000003"
     shown = capfd.readouterr()
     assert "training.extensions.Meter mine.py:Meter (SHA-256 of its source" in " ".join(shown.err.split())

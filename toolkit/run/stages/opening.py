@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,11 +65,15 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
     plugins = build_plugins(recipe)
     plugin: ShardingPlugin = plugins["fsdp_plugin"]
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
+    hook = sys.excepthook
     with timed_rendezvous(recipe.training.stall_minutes):
         accelerator = build_accelerator(recipe, plugins, output_dir)
         if ranks.world_size() > 1:
             # While a group is made, torch waits for a rank that has ended as long as the group may: here for days.
             ranks.patient_group()
+        else:
+            # With each group torch puts one more "[rank0]: " before the lines of uncaught errors, for good.
+            sys.excepthook = hook
     forget_peaks(accelerator.device)
     console = Terminal(quiet=not accelerator.is_main_process)
     with released_at_last(accelerator, plugin), ended_with_launcher():
