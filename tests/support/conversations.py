@@ -166,3 +166,8 @@ def cases() -> list[tuple[str, str]]:
 @cache
 def tokenizer_for(template: ChatTemplate) -> PreTrainedTokenizerFast:
     return new_tokenizer(template)
+
+
+def in_lists(document: dict[str, Any]) -> dict[str, Any]:
+    """A document with lists in place of its arrays."""
+    return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in document.items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, ChatTemplate, of_trl, tokenizer_for
+from support.conversations import in_lists
 
 from toolkit.data import build
 from toolkit.data.documents.encode import Encoder
@@ -33,7 +34,7 @@ def tokenizer(template: ChatTemplate) -> Any:
 def encoded(row: dict[str, Any], template: ChatTemplate = CHATML, layout: Layout = MESSAGES) -> tuple[str, Any, Any]:
     """What is learned of a row, as text; why it is dropped; what is noted of it."""
     tokens = tokenizer(template)
-    document = Encoder(tokens).documents([row], layout)[0]
+    document = in_lists(Encoder(tokens).documents([row], layout)[0])
     learned = [t for t, learned in zip(document["input_ids"], document["targets"], strict=True) if learned]
     return tokens.decode(learned), document["problem"], document["note"]
 
@@ -210,7 +211,7 @@ def test_what_a_template_leaves_out_of_a_conversation_is_counted() -> None:
     assert encoded(kept_system | tools, silent) == (f"so{END}", None, f"{no_tools}; {no_system}")
     assert encoded({"messages": DIALOGUE, "system": "be kind"}, silent)[2] == no_system
     assert encoded(kept_system | tools, QWEN_3_OWN)[2] is None
-    by_turn = Encoder(tokenizer(silent), "each_turn").documents([kept_system], MESSAGES)[0]
+    by_turn = in_lists(Encoder(tokenizer(silent), "each_turn").documents([kept_system], MESSAGES)[0])
     assert by_turn["note"] == no_system
 
 
@@ -294,7 +295,7 @@ def learned_of(folder: Path, row: dict[str, Any], objective: str, **columns: str
     encoder = kind_for(objective).encodes(with_tools(), targets, objective)
     try:
         layout = recognise(source, ColumnsSection.model_validate(columns), objective)
-        [document] = encoder.documents([row], layout)
+        document = in_lists(encoder.documents([row], layout)[0])
     except DataError:
         return None, ""
     learned = [document.get(name) for name in ("input_ids", "targets", "split", "margin", "label", "tags")]

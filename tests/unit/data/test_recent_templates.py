@@ -23,7 +23,7 @@ from support.chat_templates import (
     ChatTemplate,
 )
 from support.chat_templates import tokenizer_for as new_tokenizer
-from support.conversations import assistant, system, user
+from support.conversations import assistant, in_lists, system, user
 
 from toolkit.data.documents.encode import Encoder
 from toolkit.data.kinds.registry import LAYOUTS
@@ -177,7 +177,7 @@ def tokenizer(name: str) -> Any:
 def encoded(name: str, messages: list[Message], kind: str, targets: Any, **row: Any) -> Any:
     tools = TOOLS if kind in KINDS_WITH_TOOLS else None
     encoder = Encoder(tokenizer(name), targets=targets, next_turn=next_turn_of(tokenizer(name)))
-    return encoder.documents([{"messages": messages, "tools": tools, **row}], LAYOUT)[0]
+    return in_lists(encoder.documents([{"messages": messages, "tools": tools, **row}], LAYOUT)[0])
 
 
 def learned(name: str, ids: list[int], targets: list[bool]) -> list[str]:
@@ -294,7 +294,7 @@ def test_thoughts_that_no_closed_prompt_may_be_followed_by_are_dropped_by_name()
 def test_r1_learns_its_thoughts_by_turn_alone() -> None:
     tokens, messages = new_tokenizer(DEEPSEEK_R1), CONVERSATIONS["thoughts"]
     whole, by_turn = (
-        Encoder(tokens, targets=targets).documents([{"messages": messages}], LAYOUT)[0]
+        in_lists(Encoder(tokens, targets=targets).documents([{"messages": messages}], LAYOUT)[0])
         for targets in ("assistant", "each_turn")
     )
     assert "; the chat template leaves out reasoning_content" in f"; {whole['note']}"

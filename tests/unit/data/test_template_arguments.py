@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.chat_templates import CHATML, LLAMA_31, tokenizer_for
-from support.conversations import assistant, user
+from support.conversations import assistant, in_lists, user
 from transformers import AutoTokenizer
 
 from toolkit.data.documents.encode import Encoder
@@ -41,7 +41,7 @@ def encoded(arguments: dict[str, Any] | None, row: dict[str, Any], targets: Any 
     """The text, what of it is learned, and why the row is dropped or what is noted of it."""
     tokens = tokenizer_for(THINKING)
     set_defaults(tokens, arguments)
-    document = Encoder(tokens, targets=targets).documents([{"messages": MESSAGES, **row}], LAYOUT)[0]
+    document = in_lists(Encoder(tokens, targets=targets).documents([{"messages": MESSAGES, **row}], LAYOUT)[0])
     learned = [t for t, is_target in zip(document["input_ids"], document["targets"], strict=True) if is_target]
     return tokens.decode(document["input_ids"]), tokens.decode(learned), document["problem"] or document["note"]
 

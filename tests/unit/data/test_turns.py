@@ -18,6 +18,7 @@ from support.conversations import (
     WRITTEN,
     assistant,
     cases,
+    in_lists,
     kinds_of,
     tokenizer_for,
     user,
@@ -34,7 +35,7 @@ MESSAGES = Layout(LAYOUTS["messages"], {"messages": "messages", "system": "syste
 
 def samples_of(template: ChatTemplate, row: dict[str, Any]) -> tuple[list[tuple[list[int], list[bool]]], Any]:
     """Tokens and targets of each sample of a row, and what is noted of it."""
-    document = Encoder(tokenizer_for(template), targets="each_turn").documents([row], MESSAGES)[0]
+    document = in_lists(Encoder(tokenizer_for(template), targets="each_turn").documents([row], MESSAGES)[0])
     assert document["problem"] is None, document["problem"]
     edges = list(pairwise([0, *document["ends"]]))
     return [(document["input_ids"][a:b], document["targets"][a:b]) for a, b in edges], document["note"]
@@ -136,7 +137,7 @@ def test_an_answer_that_nothing_comes_before_is_counted_and_not_learned() -> Non
 def test_two_answers_in_a_row_and_words_that_a_template_drops() -> None:
     row = {"messages": [user("a"), assistant("b"), assistant("c")]}
     assert [written for _, written in told(CHATML, row)] == ["b<|im_end|>", "c<|im_end|>"]
-    document = Encoder(tokenizer_for(GEMMA), targets="each_turn").documents([row], MESSAGES)[0]
+    document = in_lists(Encoder(tokenizer_for(GEMMA), targets="each_turn").documents([row], MESSAGES)[0])
     assert "alternate" in document["problem"]
 
 
@@ -226,7 +227,7 @@ def test_an_answer_that_is_not_learned_behind_the_prompt_of_inference_is_counted
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for targets, wanted in (("assistant", answers), ("last_turn", answers[-1:])):
             encoder = Encoder(tokenizer_for(template), targets)
-            [document] = encoder.documents([{"messages": messages, "tools": tools}], MESSAGES)
+            document = in_lists(encoder.documents([{"messages": messages, "tools": tools}], MESSAGES)[0])
             ids, learned = document["input_ids"], document["targets"]
             starts = [i for i, now in enumerate(learned) if now and not learned[i - 1]]
             is_asked_so = [ids[:start] for start in starts] == [asked(template, messages[:i], tools) for i in wanted]
@@ -275,10 +276,11 @@ def test_compared_answers_stand_behind_one_prompt(objective: str) -> None:
     encoder = kind_for(objective).encodes(tokenizer_for(OPENS), "last_turn", objective)
     if objective == "kto":
         rows = [{"prompt": [user("why")], "completion": [answer], "label": True} for answer in (thought, plain)]
-        sides = encoder.documents(rows, Layout(LAYOUTS["judged prompt and completion"], names))
+        judged = encoder.documents(rows, Layout(LAYOUTS["judged prompt and completion"], names))
+        sides = [in_lists(document) for document in judged]
     else:
         pair = {"prompt": [user("why")], "chosen": [thought], "rejected": [plain]}
-        [both] = encoder.documents([pair], Layout(LAYOUTS["chosen and rejected"], names))
+        both = in_lists(encoder.documents([pair], Layout(LAYOUTS["chosen and rejected"], names))[0])
         halves = (slice(both["split"]), slice(both["split"], None))
         sides = [{**both, **{key: both[key][half] for key in ("input_ids", "targets")}} for half in halves]
     tokens, prompt = tokenizer_for(OPENS), asked(OPENS, [user("why")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.documents.byte_tokens import ByteTokens
 from toolkit.data.images.images import Images, parse
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.messages import without_system
@@ -59,6 +60,11 @@ Document = dict[str, Any]
 
 STARTS_OF_IMAGES = "picture_starts"
 """Column of rows of several pieces, such as pairs: the first token of the piece that each image is in."""
+
+_Numbers = Sequence[int] | np.ndarray[Any, Any]
+
+_Tokens = tuple[_Numbers, _Numbers, bool]
+"""Tokens of a text, which of them are targets, and whether a token begins where each answer does."""
 
 Columns = dict[str, tuple[Any, Any]]
 """Column -> its type, and its value for a row that cannot be used."""
@@ -293,15 +299,32 @@ class Encoder:
             return {**document, **images, "ends": found.ends}
         return {**document, **{name: value for name, value in images.items() if name != STARTS_OF_IMAGES}}
 
-    def _require_places(self, ids: list[int], records: Sequence[str]) -> None:
+    def _require_places(self, ids: _Numbers, records: Sequence[str]) -> None:
         """Raises RowProblem if tokens stand for an image and there is none."""
         image_tokens = self.images.token_ids if self.images is not None else self.image_tokens
-        if not records and image_tokens.intersection(ids):
+        if not records and image_tokens and not image_tokens.isdisjoint(np.asarray(ids).tolist()):
             raise RowProblem("the text contains the model's image token, but the row has no image")
 
     def _encode(self, prepared: list[_Prepared]) -> list[Document]:
         if not prepared:
             return []
+        counted = self._by_bytes(prepared)
+        offsets = iter(self._by_offsets([item for item, found in zip(prepared, counted, strict=True) if not found]))
+        return [self._document(item, *(found or next(offsets))) for item, found in zip(prepared, counted, strict=True)]
+
+    def _by_bytes(self, prepared: list[_Prepared]) -> list[_Tokens | None]:
+        """Returns the tokens of each text, or None for one whose targets only offsets can tell."""
+        counting = ByteTokens.of(self.tokenizer)
+        if counting is None:
+            return [None] * len(prepared)
+        ids = counting.encode([item.text for item in prepared])
+        masks = [counting.mask(item.text, of_item, item.spans) for item, of_item in zip(prepared, ids, strict=True)]
+        # Where a span begins, a token does.
+        return [None if mask is None else (each, mask, True) for each, mask in zip(ids, masks, strict=True)]
+
+    def _by_offsets(self, prepared: list[_Prepared]) -> Iterator[_Tokens]:
+        if not prepared:
+            return
         # Text that is learned whole needs no offsets, so it works with tokenizers that cannot give them.
         needs_offsets = any(item.spans != [(0, len(item.text))] for item in prepared)
         if needs_offsets and not self.tokenizer.is_fast:
@@ -318,29 +341,31 @@ class Encoder:
             # It would warn of rows longer than the model, before data.long_rows has dealt with them.
             verbose=False,
         )
-        offsets = map(spans_array, encoded["offset_mapping"]) if needs_offsets else [None] * len(prepared)
-        return [
-            self._document(item, ids, where)
-            for item, ids, where in zip(prepared, encoded["input_ids"], offsets, strict=True)
-        ]
+        if not needs_offsets:
+            yield from ((ids, [True] * len(ids), True) for ids in encoded["input_ids"])
+            return
+        for item, ids, pairs in zip(prepared, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            offsets = spans_array(pairs)
+            yield ids, target_mask(item.spans, offsets), not item.starts or _begin_tokens(item.starts, offsets)
 
-    def _document(self, item: _Prepared, ids: list[int], offsets: np.ndarray[Any, Any] | None) -> Document:
-        targets = [True] * len(ids) if offsets is None else target_mask(item.spans, offsets)
+    def _document(self, item: _Prepared, tokens: _Numbers, targets: _Numbers, begin_tokens: bool) -> Document:
+        """Returns the document of a text; `begin_tokens` says whether a token begins where each answer does."""
         bos, eos, note = self.bos_id, self.tokenizer.eos_token_id, item.note
+        ids, learned = np.asarray(tokens, dtype=np.int32), np.array(targets, dtype=bool)
         # The text may have the token already.
-        if item.whole and bos is not None and ids[:1] != [bos]:
-            ids, targets = [bos, *ids], [False, *targets]
-        if item.whole and eos is not None and ids[-1:] != [eos]:
-            ids, targets = [*ids, eos], [*targets, True]
+        if item.whole and bos is not None and ids[:1].tolist() != [bos]:
+            ids, learned = np.insert(ids, 0, bos), np.insert(learned, 0, False)
+        if item.whole and eos is not None and ids[-1:].tolist() != [eos]:
+            ids, learned = np.append(ids, eos), np.append(learned, True)
         try:
             self._require_places(ids, item.images)
         except RowProblem as problem:
             return unusable(problem)
-        if offsets is not None and item.starts and not _begin_tokens(item.starts, offsets):
+        if not begin_tokens:
             note = joined_notes([note, ASKED_OTHERWISE if SPECS[self.objective].compares_completions else OTHER_PROMPT])
-        # Nothing precedes the first token.
+        learned[:1] = False  # nothing precedes the first token
         images: Document = {"pictures": list(item.images)} if item.images else {}
-        return {**document_of(ids, [False, *targets[1:]], digests_of(images)), "note": note, **images}
+        return {**document_of(ids, learned, digests_of(images)), "note": note, **images}
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         """Returns a document for each example, without `columns` that have the value of a row that cannot be used."""
@@ -357,20 +382,22 @@ class Encoder:
         return [{**document, "ends": ends_of(document)} if by_turn else document for document in documents]
 
 
-def document_of(ids: list[int], targets: Sequence[int], label: str = "", num_targets: int | None = None) -> Document:
-    """Returns a document.
+def document_of(ids: _Numbers, targets: _Numbers, label: str = "", num_targets: int | None = None) -> Document:
+    """Returns a document, with arrays of `ids` and `targets`.
 
     Args:
         label: what is learned of the row besides its tokens, by which rows with the same tokens differ.
         num_targets: the number of targets if `targets` are something else.
     """
     # Eight bytes, which the int64 column of `FEATURES` holds.
-    content = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=8)
+    input_ids = np.asarray(ids, dtype=np.int32)
+    learned = np.asarray(targets, dtype=bool if num_targets is None else np.uint8)
+    content = hashlib.blake2b(input_ids.tobytes(), digest_size=8)
     content.update(label.encode())
-    num_targets = sum(targets) if num_targets is None else num_targets
+    num_targets = int(learned.sum()) if num_targets is None else num_targets
     return {
-        "input_ids": ids,
-        "targets": targets,
+        "input_ids": input_ids,
+        "targets": learned,
         "length": len(ids),
         "num_targets": num_targets,
         "problem": None if num_targets else "nothing to learn",

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import datasets
+import numpy as np
 import torch
 
 from toolkit.data.documents.encode import (
@@ -188,7 +189,7 @@ def _pair_document(chosen: Document, rejected: Document, margin: float) -> Docum
     problem = chosen["problem"] or rejected["problem"]
     if problem is not None:
         return unusable(RowProblem(problem))
-    ids, targets = (chosen[key] + rejected[key] for key in ("input_ids", "targets"))
+    ids, targets = (np.concatenate([chosen[key], rejected[key]]) for key in ("input_ids", "targets"))
     note, split = joined_notes([chosen["note"], rejected["note"]]), chosen["length"]
     images = with_images([(0, chosen.get("pictures", [])), (split, rejected.get("pictures", []))])
     return {**document_of(ids, targets, digests_of(images)), "note": note, "split": split, "margin": margin, **images}
