@@ -66,11 +66,12 @@ class Case:
 TWICE = [("no", 1, 16), ("no", 2, 64), ("bf16", 1, 64), ("bf16", 2, 16)]
 """With few tokens the peak is a reduction's, with many the loss's."""
 
-TRACED = [Case(strategy, *shape) for strategy in ("zero1", "zero2", "zero3") for shape in TWICE]
-TRACED += [Case("zero3", *shape, tensor=2) for shape in TWICE]
+TRACED = [Case("zero3", *shape) for shape in TWICE]
+TRACED += [Case(strategy, *shape) for strategy, shape in zip(("zero1", "zero2", "zero2", "zero1"), TWICE, strict=True)]
+TRACED += [Case("zero3", *shape, tensor=2) for shape in TWICE[1:3]]
 TRACED += [Case("zero3", "bf16", 2, kind="qwen2", vocabulary=2048), Case("zero3", "bf16", checkpointing=True)]
-WHOLE = [Case("ddp", *shape) for shape in TWICE]
-OFFLOADED = [Case("zero3", *shape, offload=True) for shape in TWICE]
+WHOLE = [Case("ddp", *shape) for shape in TWICE[1:3]]
+OFFLOADED = [Case("zero3", *shape, offload=True) for shape in TWICE[1:]]
 OFFLOADED += [Case("zero3", "bf16", 1, 16, offload=True, device_state_gib=0.002)]
 OFFLOADED += [
     Case(strategy, "bf16", accumulation, 16, "mixtral", 64, offload=True, experts=2)

@@ -170,8 +170,8 @@ def losses(strategy: str, precision: str, accumulation: int, **kwargs: Any) -> l
     return found
 
 
-RUNS = [(strategy, precision, 3) for strategy in STRATEGIES for precision in ("no", "bf16")]
-"""Strategy, precision, accumulation. On 2 ranks and without accumulation: test_all_pairs.py."""
+RUNS = [("hybrid", "no", 3), *((strategy, "bf16", 3) for strategy in STRATEGIES)]
+"""Strategy, precision, accumulation. On 2 ranks in float32: test_all_pairs.py."""
 
 
 def all_losses() -> dict[tuple[str, str, int], list[float]]:

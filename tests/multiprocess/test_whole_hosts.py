@@ -105,6 +105,7 @@ def together(folder: Path) -> list[dict[str, Any]]:
     return run_on_ranks(learn, 4, folder, "together")
 
 
+@pytest.mark.grid
 def test_ranks_on_two_hosts_learn_what_those_of_one_do(
     hosts: list[WholeHost], folder: Path, together: list[dict[str, Any]]
 ) -> None:

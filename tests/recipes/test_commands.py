@@ -102,42 +102,17 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     assert "set -euo pipefail" in ci
 
 
-ONE_RANK = {
-    "accelerate": ["accelerate", "launch", "recipes/finetune.py"],
-    "python": ["python", "recipes/finetune.py"],
-}
 TWO_RANKS = ["torchrun", "--standalone", "--nproc_per_node", "2", "recipes/finetune.py"]
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, tuple[Path, int, str]]:
-    """Way to start -> (output folder, exit code, what it told); both at the same time, as each has one busy core."""
-    folder = tmp_path_factory.mktemp("ways")
-    processes = {
-        way: subprocess.Popen(
-            [*command, *SHORT, f"training.output_dir={folder / way}"],
-            cwd=ROOT,
-            env=environment(cache),
-            text=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        for way, command in ONE_RANK.items()
-    }
-    try:
-        told = {way: process.communicate(timeout=LIMIT_SECONDS)[1] for way, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.kill()
-    return {way: (folder / way, process.returncode, told[way]) for way, process in processes.items()}
-
-
-@pytest.mark.parametrize("way", ONE_RANK)
-def test_ways_to_start_one_rank(way: str, one_rank: dict[str, tuple[Path, int, str]]) -> None:
-    out, exit_code, told = one_rank[way]
-    assert exit_code == 0, told[-3000:]
-    assert "ranks: 1 on" in told
-    assert (out / "export/config.json").exists()
+def one_rank(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """The output folder of a run of one rank, started by the script itself."""
+    out = tmp_path_factory.mktemp("ways") / "python"
+    done = start(["python", "recipes/finetune.py", *SHORT, f"training.output_dir={out}"], cache)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ranks: 1 on" in done.stderr
+    return out
 
 
 def test_torchrun_starts_two_ranks(tmp_path: Path, cache: Path) -> None:
@@ -163,13 +138,11 @@ def finetune_by_command(arguments: list[str], environment: dict[str, str]) -> in
     return finetune_command(arguments)
 
 
-def test_a_resolved_recipe_gives_the_same_run(
-    tmp_path: Path, one_rank: dict[str, tuple[Path, int, str]], cache: Path
-) -> None:
-    first = one_rank["python"][0]
-    arguments = ["--recipe", str(first / "recipe.yaml"), f"training.output_dir={tmp_path / 'again'}"]
+def test_a_resolved_recipe_gives_the_same_run(tmp_path: Path, one_rank: Path, cache: Path) -> None:
+    assert (one_rank / "export/config.json").exists()
+    arguments = ["--recipe", str(one_rank / "recipe.yaml"), f"training.output_dir={tmp_path / 'again'}"]
     assert run_on_ranks(finetune_by_command, 1, arguments, environment(cache)) == [0]
-    assert losses(tmp_path / "again") == losses(first)
+    assert losses(tmp_path / "again") == losses(one_rank)
 
 
 def test_bad_input_under_a_launcher(tmp_path: Path, cache: Path) -> None:

@@ -43,10 +43,9 @@ def test_more_ranks_hold_a_longer_row_which_fits() -> None:
 @pytest.mark.slow
 def test_a_row_beyond_the_models_positions_is_told() -> None:
     sizes = {"model_type": "llama", **SIZES, **HEADS}
-    for positions, beyond in ((2048, True), (10**7, False)):
-        recipe = Recipe.load("pretrain", {"model.config": {**sizes, "max_position_embeddings": positions}})
-        found = longest_rows(recipe, HARDWARE, 1, "bf16")["fits"]
-        assert ("the model itself ends at 2,048 positions" in found.describe()) is beyond
+    recipe = Recipe.load("pretrain", {"model.config": {**sizes, "max_position_embeddings": 2048}})
+    found = longest_rows(recipe, HARDWARE, 1, "bf16")["fits"]
+    assert "the model itself ends at 2,048 positions" in found.describe()
 
 
 def test_no_row_at_all_is_told() -> None:
@@ -99,7 +98,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["classes", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS if kind != "classes")]
+    "kind", ["classes", *(pytest.param(kind, marks=pytest.mark.grid) for kind in OTHERS if kind != "classes")]
 )
 def test_every_objective_is_planned_on_shared_rows(kind: str) -> None:
     """Two ranks hold half of the activations each, but for what is as large whatever the row."""

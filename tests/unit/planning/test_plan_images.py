@@ -56,9 +56,7 @@ PARTS = {"language": 38048, "projector": 1600, "vision": 13488}
     ("rows", "sections", "trained"),
     [
         ("rows.jsonl", {"sharding": {"chunk_tokens": 16, "activation_checkpointing": 1}}, ("language", "projector")),
-        ("rows.jsonl", {}, ("language", "projector")),
         ("rows.jsonl", {"model": {"train": ["projector"]}}, ("projector",)),
-        ("rows.jsonl", {"model": {"train": ["language", "projector", "vision"]}}, tuple(PARTS)),
         ("rows.jsonl", {"data": {"streaming": True}}, ("language", "projector")),
         ("words.jsonl", {}, ("language",)),
         # The recipe is planned elsewhere than it is run.

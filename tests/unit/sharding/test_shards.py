@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
+import torch.distributed as dist
 from support.moe import mixture
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
-from toolkit.sharding.fsdp2.shards import shard_dim
+from toolkit.sharding.fsdp2.shards import row_counts, rows_in_part, shard_dim, shard_rows, shard_shape
 from toolkit.sharding.parallel.expert_parallel import expert_placement
 
 
@@ -44,3 +49,24 @@ def test_a_run_says_how_ranks_share_experts_that_they_do_not_divide() -> None:
     assert expert_placement(mixture("mixtral", num_local_experts=15), 8).endswith(
         "to 16 for 8 ranks, 7% more of their bytes"
     )
+
+
+@pytest.fixture
+def leave() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_shard_has_the_rows_of_torchs_chunks(rank: int, leave: None) -> None:
+    """Of five rows on four ranks the last rank has none."""
+    dist.init_process_group("fake", rank=rank, world_size=4)
+    whole = torch.arange(10.0).view(5, 2)
+    chunks = [*whole.chunk(4), whole[5:]]
+    mesh = dist.init_device_mesh("cpu", (4,))
+    sizes = {"shape": whole.shape, "stride": whole.stride()}
+    parameter = DTensor.from_local(chunks[rank], mesh, [Shard(0)], run_check=False, **sizes)
+    assert row_counts(parameter) == [2, 2, 1, 0]
+    assert torch.equal(whole[shard_rows(parameter)], chunks[rank])
+    assert shard_shape(parameter) == (2, 2)
+    assert rows_in_part(parameter) == shard_rows(parameter)

@@ -37,8 +37,8 @@ def probed(kind: str, folder: Path, tokens: int, precision: str, whole: bool, ch
     [
         ("mamba", "bf16", False, False),
         ("mamba", "bf16", True, True),
-        ("falcon_mamba", "no", False, True),
-        ("jamba", "bf16", False, True),
+        pytest.param("falcon_mamba", "no", False, True, marks=pytest.mark.grid),
+        pytest.param("jamba", "bf16", False, True, marks=pytest.mark.grid),
         ("zamba", "bf16", False, False),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -74,11 +75,15 @@ def of_reference(precision: str, _: str, sizes: dict[str, int], tokens: int, voc
     return Workload(model, objective, batch, precision, tokens, teacher=reference)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("made", [workload, of_reference])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].shard}-{case[4]}")
-@pytest.mark.parametrize("checkpointing", [None, Checkpointing(1)])
-def test_the_plan_is_the_trace(case: Any, checkpointing: Checkpointing | None, made: Any) -> None:
+GRID = list(itertools.product(CASES, (workload, of_reference), (None, Checkpointing(1))))
+
+
+@pytest.mark.parametrize(
+    ("case", "made", "checkpointing"),
+    # One in five: with and without checkpoints, of either kind of frozen model.
+    [pytest.param(*one, marks=pytest.mark.slow if i % 5 == 0 else pytest.mark.grid) for i, one in enumerate(GRID)],
+)
+def test_the_plan_is_the_trace(case: Any, made: Any, checkpointing: Checkpointing | None) -> None:
     name, mesh, accumulation, precision, *shape = case
     work, strategy = made(precision, *shape), STRATEGIES[name]
     traced = trace(work, strategy, mesh, 2, accumulation, checkpointing)

@@ -83,15 +83,19 @@ def case(
     mark: Any = None,
     **more: Any,
 ) -> Any:
-    marks = [*([] if name in FIRST else [pytest.mark.slow]), *([mark] if mark else [])]
+    tier = [] if name in FIRST else [pytest.mark.slow if name in SLOW else pytest.mark.grid]
+    marks = [*tier, *([mark] if mark else [])]
     return pytest.param(work, (strategy, mesh, checkpointing), more, rel, id=name, marks=marks)
 
 
 SHARDS_BYTES = pytest.mark.skipif(Version(torch.__version__) < OLDEST_TORCH, reason="this torch cannot shard bytes")
 FLOAT32 = pytest.mark.skipif(lacks_products(), reason="transformers before 5.23 looks at the numbers of tokens")
-GRID = pytest.mark.grid
 FIRST = ("stacks zero2", "stacks by block", "experts of 2 ranks", "attention adapted", "int8 zero2")
 """Cases of the first tier."""
+
+SLOW = ("stacks hybrid", "experts zero1", "experts by block", "one block adapted", "float32 islands zero3")
+SLOW += ("nf4 double, 2 ranks", "t5", "bart")
+"""Those of the second; the others are of the grid."""
 ONE_BLOCK = r".*layers\.1\.self_attn\.(q|o)_proj"  # backward comes to the last two blocks alone
 
 CASES = [
@@ -138,14 +142,12 @@ CASES = [
         FOUR,
         EVERY,
         micro_batch=2,
-        mark=GRID,
     ),
     case(
         "bart, long",
         lambda: seq2seq({**BART, "encoder_layers": 2, "decoder_layers": 5}, (24, 96), "no"),
         "zero2",
         micro_batch=2,
-        mark=GRID,
     ),
 ]
 
@@ -176,8 +178,14 @@ def test_tokens_sent_to_experts_by_formula() -> None:
     assert {p.shard_numel(8) * 8 / p.numel for p in stacks} == {1.0}, "along their rows"
 
 
-@pytest.mark.parametrize("checkpointing", [None, pytest.param(EVERY, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("skew", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("skew", "checkpointing"),
+    [
+        (2, None),
+        pytest.param(4, EVERY, marks=pytest.mark.slow),
+        *(pytest.param(*one, marks=pytest.mark.grid) for one in ((2, EVERY), (4, None))),
+    ],
+)
 def test_plans_of_uneven_loads_hold_what_the_trace_does(skew: int, checkpointing: Checkpointing | None) -> None:
     """And that is what docs/experts.md says: rows that come besides are kept until backward, which has more."""
     peaks = {}
@@ -209,7 +217,7 @@ def test_the_plan_of_a_window_is_its_trace(tokens: int, offload: bool, rel: floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.grid)])
 def test_chunks_are_planned_and_most_of_a_blocks_activations_are_gone(lora: bool) -> None:
     peaks, flops = [], []
     for chunk_tokens in (None, 256):

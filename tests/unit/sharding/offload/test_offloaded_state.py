@@ -1,0 +1,41 @@
+"""State of units in host memory, and its way to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
+from toolkit.sharding.offload.state import OffloadedState
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BYTES = 10 * (4 + 4 + 4 + 4)
+"""Of a unit: master, two moments and the gradient, in float32."""
+
+
+def unit(number: int) -> OffloadedUnit:
+    parameter: Any = torch.zeros(10)
+    return OffloadedUnit(f"u{number}", [], [Slot(f"p{number}", parameter, 0, torch.Size((10,)), group=0)], 10)
+
+
+def state(gib: float) -> OffloadedState:
+    return OffloadedState([unit(0), unit(1)], MOMENTS, torch.device("cpu"), gib, torch.float32, "cpu_torch")
+
+
+def test_units_stay_on_the_device_while_they_fit_to_the_byte() -> None:
+    for num_bytes, resident in ((BYTES - 1, 0), (BYTES, 1), (2 * BYTES - 1, 1), (2 * BYTES, 2)):
+        assert len(state(num_bytes / 2**30).residents) == resident, num_bytes
+
+
+def test_a_unit_takes_its_state_to_the_device_with_it() -> None:
+    found = state(0.0)
+    moved = found.units[0]
+    filled = [moved.master, *moved.moments.values()]
+    for number, tensor in enumerate(filled):
+        tensor.copy_(torch.arange(10.0) + number)
+    expected = [tensor.clone() for tensor in filled]
+    found.move_to_device(moved)
+    assert moved.resident
+    assert found.hosted == [found.units[1]]
+    assert all(map(torch.equal, [moved.master, *moved.moments.values()], expected))
