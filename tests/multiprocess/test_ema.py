@@ -20,9 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 STEPS, ROWS_PER_STEP, DECAY = 6, 4, 0.7
 CASES: dict[int, list[str]] = {
     1: ["ddp", "zero3+offload"],
-    2: ["ddp", "zero1", "zero2", "zero3", "zero3+offload", "lora"],
-    4: ["hybrid"],
+    2: ["ddp", "zero1", "zero2", "zero3", "zero3+offload", "lora", "tensor", "tensor+offload"],
+    4: ["hybrid", "tensor"],
 }
+"""By the number of ranks. `tensor`: zero3 in groups of two ranks, which have the same rows."""
+
+
+CUT_OFF = ("zero3+offload", "lora", "tensor")
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +40,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def values(folder: Path, name: str, case: str, **training: Any) -> dict[str, Any]:
     ranks = int(os.environ["WORLD_SIZE"])
-    size = {"max_steps": STEPS, "micro_batch_size": max(1, 2 // ranks), "ema": DECAY}
-    size |= {"gradient_accumulation_steps": 1 if ranks == 4 else 2, "eval_every_steps": 3, **training}
+    strategy, _, offload = case.partition("+")
+    groups = ranks // 2 if strategy == "tensor" else ranks
+    size = {"max_steps": STEPS, "micro_batch_size": max(1, 2 // groups), "ema": DECAY}
+    size |= {"gradient_accumulation_steps": 1 if groups == 4 else 2, "eval_every_steps": 3, **training}
     made = recipe_values(folder / "model", folder / "texts.jsonl", folder / name, folder / "cache", **size)
     made["data"] |= {"packing": False, "max_length": 64, "validation": str(folder / "texts.jsonl")}
     made["data"] |= {"max_validation_samples": 6, "long_rows": "truncate"}
     made["optimizer"] = {"learning_rate": 1e-2, "weight_decay": 0.0, "eps": 1e-4}
     made["schedule"] = {"kind": "constant"}
     made["checkpoint"] = {"every_steps": 3}
-    strategy, _, offload = case.partition("+")
     made["sharding"] = {"strategy": "zero3" if case == "lora" else strategy}
+    if strategy == "tensor":
+        made["sharding"] = {"strategy": "zero3", "tensor": 2}
     if offload:
         made["sharding"]["offload"] = "optimizer"
     if case == "lora":
@@ -76,7 +83,7 @@ def runs(folder: Path) -> dict[str, Any]:
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2"
     for case in CASES[ranks]:
         found[case] = run(f"{case}-{ranks}", case)
-        if case in ("zero3+offload", "lora") and ranks == 2:
+        if case in CUT_OFF and ranks == 2:
             run(f"{case}-cut", case, max_steps=3)
             unfinish(folder / f"{case}-cut")
             meet()
@@ -149,7 +156,7 @@ def test_averages_are_those_of_a_plain_loop(ranks: int, folder: Path, tmp_path: 
 
 
 def check_resumed(folder: Path, found: dict[str, Any]) -> None:
-    for case in ("zero3+offload", "lora"):
+    for case in CUT_OFF:
         assert of(found[f"{case} cut"], "eval") == of(found[case], "eval"), case
         whole, cut = (load_file(folder / f"{case}-{name}/export/model.safetensors") for name in ("2", "cut"))
         assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items()), case
