@@ -128,6 +128,16 @@ def test_the_benchmark_of_shared_rows(tmp_path: Path) -> None:
     assert record["wall"]["ratio"] > 0
 
 
+@pytest.mark.grid
+def test_the_benchmark_of_tensor_groups(tmp_path: Path) -> None:
+    """On the same rows and weights as the others."""
+    [record] = run(["benchmarks/tensor.py", "--tiny", "--tokens", "32", "--rounds", "2"], tmp_path / "tensor.jsonl")
+    ours, zero3, theirs = record["losses"].values()
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert ours == pytest.approx(zero3, rel=1e-5)
+    assert all(ratios["cpu"]["ratio"] > 0 for ratios in record["against"].values())
+
+
 def test_rows_of_the_peers_are_those_of_the_toolkit(tmp_path: Path, modules: None) -> None:
     """Packed, they meet other rows in a batch, but the same ones in all."""
     import peers
