@@ -1,4 +1,4 @@
-"""What a step costs whose matrices two ranks cut (`sharding.tensor`), beside zero3 and transformers' tensor parallelism.
+"""What a step costs whose matrices two ranks cut (`sharding.tensor`), beside zero3 and transformers' own cuts.
 
     python benchmarks/tensor.py [--tokens 256 1024] [--rounds 7] [--output benchmarks/results/tensor.jsonl]
 
