@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import tokenize
 from collections import Counter
+from pathlib import Path
 
 from support.house import FILES, PACKAGE, circles, folder_of, folders, graph, imports, name_of, room_of, tree_of
 
@@ -88,6 +89,12 @@ def test_a_circle_is_found() -> None:
 def test_a_folder_shows_what_is_in_it() -> None:
     counts = Counter(folder_of(name) for name in graph())
     assert {folder: count for folder, count in counts.items() if count > FULLER.get(folder, 13)} == {}
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by these alone, as tests/ has no packages."""
+    counts = Counter(path.name for path in Path(__file__).parents[1].rglob("test_*.py"))
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def asked_for_kinds(name: str, tree: ast.Module) -> list[str]:
