@@ -25,7 +25,7 @@ from toolkit.cli.shared.arguments import (
     load_recipe,
     split_arguments,
 )
-from toolkit.cli.shared.console import print_table
+from toolkit.cli.shared.console import libraries_imported, print_table
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.cli.shared.shipped import find_config
 from toolkit.errors import BadInputError
@@ -238,7 +238,8 @@ def accelerated_by(path: Path) -> Accelerated:
 
 
 def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, accelerated: Accelerated) -> Plan:
-    from toolkit.planning import table  # torch is imported only for a recipe that is right
+    with libraries_imported():
+        from toolkit.planning import table  # torch is imported only for a recipe that is right
 
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
     return table.plan(

@@ -8,7 +8,14 @@ import sys
 from collections.abc import Callable
 
 from toolkit.cli.shared.arguments import DEFAULT_RECIPE, split_arguments
-from toolkit.cli.shared.console import prepare_process, print_error, print_failure, print_interrupt, require_files
+from toolkit.cli.shared.console import (
+    libraries_imported,
+    prepare_process,
+    print_error,
+    print_failure,
+    print_interrupt,
+    require_files,
+)
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.cli.shared.shipped import recipe_rows
 from toolkit.cli.shared.signals import ignore_save_requests, is_forked
@@ -28,7 +35,8 @@ def finetune_command(arguments: list[str]) -> int:
         if not is_forked():
             settle_hub(recipe)
             _print_started()
-        from toolkit.run.run import finetune, rehearse  # torch is imported only for a recipe that is right
+        with libraries_imported():
+            from toolkit.run.run import finetune, rehearse  # torch is imported only for a recipe that is right
 
         if options.dry_run:
             rehearse(recipe)

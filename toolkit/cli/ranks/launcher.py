@@ -16,6 +16,7 @@ from types import FrameType
 
 import psutil
 
+from toolkit.cli.shared.console import libraries_imported
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line, signal_name
 from toolkit.recipe.recipe import Recipe
@@ -37,15 +38,16 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
         BadInputError: if the launcher refuses its arguments or the config, or the hub lacks what the recipe names.
         RankLostError: if a signal ended a rank.
     """
-    forks = recipe is not None and _can_fork(arguments)
-    if recipe is not None and forks:
-        settle_hub(recipe)  # before the hub's library is imported
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with libraries_imported():
+        forks = recipe is not None and _can_fork(arguments)
+        if recipe is not None and forks:
+            settle_hub(recipe)  # before the hub's library is imported
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if forks:
-        _import_for_ranks()
+        if forks:
+            _import_for_ranks()
     settle_launcher()  # a rank prints its own error
     started = time.time()
     try:

@@ -11,6 +11,8 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.table import Table
 
@@ -57,6 +59,24 @@ def prepare_process() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     gc.set_threshold(MANY_OBJECTS)
     atexit.register(_leave_garbage)
+
+
+@contextmanager
+def libraries_imported() -> Iterator[None]:
+    """Imports torch and more inside the block, without a search for garbage then, and for any of it later.
+
+    It saves 0.3 of 4.4 s of CPU, and 0.3 s of the one search that precedes the first step. Does nothing if torch is
+    imported already: what this process has made since may be garbage.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 FEWEST_FILES, ENOUGH_FILES = 64, 4096

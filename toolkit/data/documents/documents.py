@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +19,9 @@ from toolkit.data.images.images import parse
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.sources import Source
 from toolkit.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
 
 WRITTEN_BATCHES = 16
 """Batches of rows that are written as one, of which a table has fewer to look through."""
@@ -137,12 +139,18 @@ def write_documents(
 
 
 def _features(encoder: Encoder) -> datasets.Features:
+    import datasets
+
     own = {name: kind for name, (kind, _) in encoder.columns.items()}
-    return datasets.Features({**FEATURES, **own, "shard": datasets.Value("int32")})
+    kinds = {**FEATURES, **own, "shard": "int32"}
+    lists = {name: datasets.List(datasets.Value(kind[0])) for name, kind in kinds.items() if isinstance(kind, list)}
+    return datasets.Features({name: lists.get(name) or datasets.Value(kind) for name, kind in kinds.items()})
 
 
 def read_documents(cache: Path, named: Named, weight: float | None) -> Documents:
     """Reads what `write_documents` wrote, under the names of this run, because another run may have written it."""
+    import datasets
+
     folder = cache / named["folder"]
     files = sorted(folder.glob("rows-*.arrow"))
     table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files]).data.table

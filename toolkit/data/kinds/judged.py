@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-import datasets
 import numpy as np
 import torch
 
@@ -66,7 +65,7 @@ def read_judged(read: Callable[[RowValues], Example], values: RowValues) -> Judg
 class JudgedEncoder(Encoder):
     """Encodes each completion with its prompt; `label` says whether it is good."""
 
-    own: ClassVar[Columns] = {"label": (datasets.Value("string"), None)}
+    own: ClassVar[Columns] = {"label": ("string", None)}
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         documents = super().encode([item.answer if isinstance(item, Judged) else item for item in examples])

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -71,8 +70,8 @@ class LabelledEncoder(Encoder):
     """Encodes texts with the model's own special tokens; `targets` hold token types, of which XLNet has three."""
 
     own: ClassVar[Columns] = {
-        "targets": (datasets.List(datasets.Value("uint8")), []),
-        "label": (datasets.Value("string"), None),
+        "targets": (["uint8"], []),
+        "label": ("string", None),
     }
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:

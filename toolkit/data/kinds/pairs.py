@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
-import datasets
 import numpy as np
 import torch
 
@@ -175,7 +174,7 @@ def _dialogue(text: str, columns: Mapping[str, str]) -> list[Message]:
 class PairEncoder(Encoder):
     """Encodes pairs: the chosen one's tokens, and after `split` of them the rejected one's; their images likewise."""
 
-    own: ClassVar[Columns] = {"split": (datasets.Value("int32"), 0), "margin": (datasets.Value("float32"), 0.0)}
+    own: ClassVar[Columns] = {"split": ("int32", 0), "margin": ("float32", 0.0)}
     many_pieces = True
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-import datasets
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -94,7 +93,7 @@ def _with_answer(row: Mapping[str, Any]) -> dict[str, Any]:
 class PromptEncoder(Encoder):
     """Encodes prompts up to the beginning of an answer, as `toolkit generate` asks; `asked` is the row in JSON."""
 
-    own: ClassVar[Columns] = {"asked": (datasets.Value("string"), None)}
+    own: ClassVar[Columns] = {"asked": ("string", None)}
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         return [self._prompt(item) if isinstance(item, Prompted) else unusable(item) for item in examples]

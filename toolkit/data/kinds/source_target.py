@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import datasets
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, joined_notes, unusable
@@ -68,7 +67,7 @@ class SourceTargetEncoder(Encoder):
     truncate_target_to: int | None = None
     prefix: str = ""
 
-    own: ClassVar[Columns] = {"split": (datasets.Value("int32"), 0)}
+    own: ClassVar[Columns] = {"split": ("int32", 0)}
 
     def own_key(self, layout: Layout) -> list[Any]:
         # The languages that the tokenizer marks sources and targets with, as mBART's does.

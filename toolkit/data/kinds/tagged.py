@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import datasets
 import numpy as np
 import torch
 
@@ -51,7 +50,7 @@ def read_tagged(values: RowValues) -> Tagged:
 class TaggedEncoder(Encoder):
     """Encodes words; `tags` are those of the targets, in order."""
 
-    own: ClassVar[Columns] = {"tags": (datasets.List(datasets.Value("string")), [])}
+    own: ClassVar[Columns] = {"tags": (["string"], [])}
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         return [self._tagged_document(item) if isinstance(item, Tagged) else unusable(item) for item in examples]

@@ -12,12 +12,11 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import datasets
 import fsspec
 
 from toolkit.data.rows.hub_refusals import DATA_SET, hub_error
@@ -25,6 +24,9 @@ from toolkit.data.rows.tar_rows import rows_of_tar
 from toolkit.data.rows.values import RowProblem, listed
 from toolkit.errors import BadInputError, DataError, ToolkitError, first_line
 from toolkit.user_function import UserFunction, shown
+
+if TYPE_CHECKING:
+    import datasets
 
 Row = dict[str, Any] | RowProblem
 
@@ -367,11 +369,11 @@ def _read_table(shard: Shard) -> Iterator[Row]:
 
 
 def _read_rows(shard: Shard) -> Iterator[Row]:
-    assert isinstance(shard.table, datasets.Dataset)
+    table: Any = shard.table
     for number in range(shard.start, shard.stop or 0, 100):
-        columns = shard.table[number : min(number + 100, shard.stop or 0)]
+        columns = table[number : min(number + 100, shard.stop or 0)]
         for values in zip(*columns.values(), strict=True):
-            yield _without_filled_nulls(dict(zip(columns, values, strict=True)), shard.table.features)
+            yield _without_filled_nulls(dict(zip(columns, values, strict=True)), table.features)
 
 
 def _without_filled_nulls(row: dict[str, Any], kinds: Mapping[str, Any]) -> Row:
@@ -383,8 +385,16 @@ def _without_filled_nulls(row: dict[str, Any], kinds: Mapping[str, Any]) -> Row:
     return {column: _without_nulls(value, kinds.get(column)) for column, value in row.items()}
 
 
+@cache
+def _free_type() -> Any:
+    """Returns the type of `datasets` whose objects have keys of their own."""
+    import datasets
+
+    return datasets.Json
+
+
 def _without_nulls(value: Any, kind: Any) -> Any:
-    if isinstance(kind, datasets.Json):
+    if isinstance(kind, _free_type()):
         return value
     if isinstance(value, dict):
         kinds = kind if isinstance(kind, dict) else {}

@@ -12,9 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import datasets
+from typing import TYPE_CHECKING, Any
 
 from toolkit.data.rows.files import TABLES, expand_files, is_saved_dataset, local_path, suffix_of
 from toolkit.data.rows.image_places import COLUMNS, is_image
@@ -24,6 +22,9 @@ from toolkit.errors import DataError
 from toolkit.paths import COMPRESSIONS, is_file_source, source_name
 from toolkit.recipe.schema import DataSection, SourceSection
 from toolkit.user_function import UserFunction, load_function
+
+if TYPE_CHECKING:
+    import datasets
 
 LINES = (".jsonl", ".ndjson")
 """Files with a row on each line."""
@@ -235,7 +236,11 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _label_names(table: Any) -> dict[str, list[str]]:
-    features = getattr(table, "features", None) or {}
+    features = getattr(table, "features", None)
+    if not features:
+        return {}
+    import datasets
+
     kinds = {name: kind.feature if isinstance(kind, datasets.List) else kind for name, kind in features.items()}
     return {name: list(kind.names) for name, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)}
 
@@ -301,6 +306,8 @@ def _require_own_files(section: SourceSection, field: str) -> None:
 
 
 def _saved_shards(section: SourceSection, field: str) -> tuple[list[Shard], datasets.Dataset]:
+    import datasets
+
     _require_own_files(section, field)
     try:
         table = datasets.load_from_disk(str(local_path(section.path)))
@@ -335,6 +342,8 @@ def _row_shards(path: str, table: datasets.Dataset) -> list[Shard]:
 
 
 def _load_table(builder: str, field: str, source: str, **settings: Any) -> Any:
+    import datasets
+
     try:
         table = datasets.load_dataset(builder, **settings)
         return undecoded(table)
@@ -344,6 +353,8 @@ def _load_table(builder: str, field: str, source: str, **settings: Any) -> Any:
 
 def undecoded(table: Any) -> Any:
     """Returns the table with images in their stored form; they are decoded when they are needed."""
+    import datasets
+
     features = dict(table.features or {})
     for name, kind in features.items():
         if isinstance(kind, datasets.Image):

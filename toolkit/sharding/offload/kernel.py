@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 from toolkit.errors import ToolkitError
 from toolkit.paths import user_cache
@@ -148,6 +147,8 @@ def load_kernel() -> AdamWKernel:
 
 def _compiler() -> str:
     """Returns the machine's C++ compiler, or the one that the variable CXX names."""
+    from torch.utils import cpp_extension  # imports setuptools: 0.1 s of CPU, of which most runs and plans have no use
+
     return cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call, no-any-return]
 
 
