@@ -14,9 +14,14 @@ from support.every_model import causal_kinds
 from support.plain_loop import Trained, plain_loop
 from support.ranks import meet, run_on_ranks
 from support.tiny import tiny_config
+from support.whole_divergence import KINDS as DIVERGENCES
+from support.whole_divergence import V, heads, whole_divergence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import BadInputError
+from toolkit.objectives.losses import divergence as divergences
+from toolkit.objectives.losses import fused_linear_cross_entropy as head_losses
+from toolkit.sharding.tensor.moves import TensorRanks
 from toolkit.verify.plain import set_dropout
 
 SIZES: dict[str, Any] = {
@@ -319,3 +324,53 @@ def test_every_type_has_the_gradients_of_the_plain_loop_or_is_refused() -> None:
         right.append(kind)
     assert {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "cohere", "olmo", "phi"} <= set(right)
     assert len(right) >= 30, right
+
+
+OF_DIVERGENCES = [
+    (kind, beta, *how)
+    for kind, beta in DIVERGENCES
+    for how in ((1.0, 1.0, (V, V)), (2.0, 0.3, (V + 5, V)), (0.7, 0.5, (V, V + 3)), (1.5, 0.5, (V, 8)))
+]
+"""Kind, b, temperature, ratio, and the tokens of student and teacher; with the last ones some ranks share none."""
+
+
+def divergence_parts() -> list[tuple[torch.Tensor, ...]]:
+    """The loss and sums of each, the gradient of hidden states, and this rank's of weight and bias."""
+    meet()
+    head_losses.MIN_CHUNK_TOKENS, divergences.ENTRIES = 5, 1
+    found, ranks = [], TensorRanks(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    for kind, beta, temperature, ratio, sizes in OF_DIVERGENCES:
+        (hidden, weight, bias), targets, (of_teacher, its_weight, its_bias) = heads(*sizes)
+        part = head_losses.VocabularyPart(ranks, sizes[0])
+        own = [tensor.detach()[part.own_rows].requires_grad_() for tensor in (weight, bias)]
+        side = divergences.TeacherSide(of_teacher, its_weight, its_bias, head_losses.AfterHead(cap=6.0))
+        loss, sums = divergences.summed_divergence(
+            hidden, *own, targets, side, divergences.Divergence(kind, beta, temperature, ratio),
+            head_losses.AfterHead(part=part, scale=0.5),
+        )  # fmt: skip
+        of_hidden, *of_own = torch.autograd.grad(3 * loss.squeeze(), (hidden, *own))
+        dist.all_reduce(of_hidden)
+        found.append((loss.detach(), sums, of_hidden, *of_own))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_divergence_of_a_cut_vocabulary_is_that_of_whole_logits(num_ranks: int) -> None:
+    of_ranks = run_on_ranks(divergence_parts, num_ranks)
+    for number, (kind, beta, temperature, ratio, sizes) in enumerate(OF_DIVERGENCES):
+        student, targets, (of_teacher, weight, bias) = heads(*sizes)
+        exact = tuple(tensor.detach().double().requires_grad_() for tensor in student)
+        z, shared = F.linear(*exact) * 0.5, min(sizes)
+        y = 6.0 * torch.tanh(F.linear(of_teacher.double(), weight.double(), bias.double()) / 6.0)
+        each = whole_divergence(z[:, :shared], y[:, :shared], kind, beta, temperature).sum()
+        cross_entropy = F.cross_entropy(z, targets, reduction="sum")
+        whole = (1 - ratio) * cross_entropy + ratio * temperature**2 * each
+        gradients = torch.autograd.grad(3 * whole, exact)
+        found = [of_rank[number] for of_rank in of_ranks]
+        for loss, sums, of_hidden, *_ in found:
+            assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+            assert sums.tolist() == pytest.approx([cross_entropy.item(), each.item()], rel=1e-6)
+            assert (of_hidden - gradients[0]).abs().max() <= 1e-6 * gradients[0].abs().max()
+        for place, expected in enumerate(gradients[1:], start=3):
+            gathered = torch.cat([of_rank[place] for of_rank in found])
+            assert (gathered - expected).abs().max() <= 1e-6 * expected.abs().max()

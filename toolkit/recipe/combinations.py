@@ -118,8 +118,6 @@ COMBINATIONS = (
     ),
     Combination(("tensor", "images"), NOT_BUILT, "", _UNCUT),
     Combination(("tensor", "seq2seq"), NOT_BUILT, "", _UNCUT),
-    Combination(("tensor", "no text written"), NOT_BUILT, "whose heads are not cut", _UNCUT),
-    Combination(("tensor", "distillation"), NOT_BUILT, "whose losses are over whole vocabularies", _UNCUT),
     Combination(("tensor", "own samples"), NOT_BUILT, "", _UNCUT),
     Combination(("tensor", "own loss"), NOT_BUILT, "", _UNCUT),
     Combination(("tensor", "answers beside rows"), NOT_BUILT, "which each rank writes for itself", "remove it"),

@@ -18,6 +18,7 @@ from toolkit.objectives.losses.fused_linear_cross_entropy import (
     Gradients,
     Head,
     How,
+    VocabularyPart,
     dtypes_of,
     how_of,
 )
@@ -50,26 +51,30 @@ class Divergence:
         """Returns the loss of cross-entropies and divergences of one shape: (n,) by token, or 0-dim sums."""
         return (1 - self.ratio) * cross_entropies + self.ratio * self.temperature**2 * divergences
 
-    def compare(self, z: torch.Tensor, y: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def compare(
+        self, z: torch.Tensor, y: torch.Tensor, targets: torch.Tensor, part: VocabularyPart | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the cross-entropy and the divergence of each token, both (n,), float32.
 
         Args:
             z: the student's logits (n, V), float32; overwritten by the gradient of `loss` with respect to them.
             y: the teacher's logits (n, S), S <= V, float32; overwritten.
             targets: (n,), int64.
+            part: the part of the vocabulary whose columns z and y have; None for all.
         """
         shared, t = slice(y.shape[1]), self.temperature
-        whole = z.logsumexp(dim=1, keepdim=True)
-        losses = whole - z.gather(1, targets[:, None])
+        whole = _logsumexp(z, part)
+        columns, is_here = (targets[:, None], None) if part is None else part.own(targets)
+        losses = whole - _picked(z, columns, is_here, part)
         z.div_(t)
         y.div_(t)
-        normaliser = z[:, shared].logsumexp(dim=1, keepdim=True)
+        normaliser = _logsumexp(z[:, shared], part)
         z.sub_(normaliser)
-        y.sub_(y.logsumexp(dim=1, keepdim=True))
-        divergences, gradient = self._divergences_and_gradient(z[:, shared], y)
+        y.sub_(_logsumexp(y, part))
+        divergences, gradient = self._divergences_and_gradient(z[:, shared], y, part)
         if self.ratio < 1:  # the cross-entropy's gradient: its softmax is at temperature 1
             z.mul_(t).add_(t * normaliser - whole).exp_()
-            z.scatter_add_(1, targets[:, None], torch.full_like(whole, -1.0))
+            z.scatter_add_(1, columns, torch.full_like(whole, -1.0) if is_here is None else -is_here.to(z.dtype))
             z.mul_(1 - self.ratio)
         else:
             z.zero_()
@@ -77,31 +82,58 @@ class Divergence:
         z[:, shared].add_(gradient, alpha=self.ratio * t)
         return losses.squeeze(1), divergences
 
-    def _divergences_and_gradient(self, s: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _divergences_and_gradient(
+        self, s: torch.Tensor, t: torch.Tensor, part: VocabularyPart | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the divergences (n,), and their gradients (n, S) with respect to the student's logits, stored in t.
 
         Args:
             s: the student's log-probabilities (n, S).
             t: the teacher's (n, S).
+            part: the part of the vocabulary that they have; None for all.
         """
         if self.kind == "forward_kl":
             q = t.exp()
-            divergences = t.sub_(s).mul_(q).sum(dim=1)
+            divergences = _summed(t.sub_(s).mul_(q), part).squeeze(1)
             return divergences, torch.exp(s, out=t).sub_(q)
         if self.kind == "reverse_kl":
             p = s.exp()
             each = t.neg_().add_(s).mul_(p)
-            means = each.sum(dim=1, keepdim=True)
+            means = _summed(each, part)
             return means.squeeze(1), each.addcmul_(p, means, value=-1.0)
         of_student = math.log1p(-self.beta)
         mixture = torch.logaddexp(s, t + (math.log(self.beta) - of_student)).add_(of_student)
         p = t.exp()
-        of_teacher = t.sub_(mixture).mul_(p).sum(dim=1)
+        of_teacher = _summed(t.sub_(mixture).mul_(p), part).squeeze(1)
         p = torch.exp(s, out=p)
         each = torch.sub(s, mixture, out=t).mul_(p)
-        means = each.sum(dim=1, keepdim=True)
+        means = _summed(each, part)
         gradient = each.addcmul_(p, means, value=-1.0).mul_(1 - self.beta)
         return self.beta * of_teacher + (1 - self.beta) * means.squeeze(1), gradient
+
+
+def _summed(each: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
+    """Returns the sums over the vocabulary, (n, 1), of columns (n, v) of a part of it."""
+    own = each.sum(dim=1, keepdim=True)
+    return own if part is None else part.summed(own)[0]
+
+
+def _logsumexp(z: torch.Tensor, part: VocabularyPart | None) -> torch.Tensor:
+    """Returns the log of the summed exponentials over the vocabulary, (n, 1), of columns (n, v) of a part of it."""
+    if part is None:
+        return z.logsumexp(dim=1, keepdim=True)
+    largest = part.largest(z)
+    return _summed((z - largest).exp_(), part).log_().add_(largest)
+
+
+def _picked(
+    z: torch.Tensor, columns: torch.Tensor, is_here: torch.Tensor | None, part: VocabularyPart | None
+) -> torch.Tensor:
+    """Returns the entries (n, 1) of `columns` (n, 1), from the rank whose part has them."""
+    found = z.gather(1, columns)
+    if is_here is None or part is None:
+        return found
+    return part.summed(found.masked_fill_(~is_here, 0.0))[0]
 
 
 @dataclass(frozen=True)
@@ -113,10 +145,10 @@ class TeacherSide:
     bias: torch.Tensor | None
     after: AfterHead
 
-    def head(self, vocabulary: int, dtype: torch.dtype) -> Head:
-        """Returns the head's first `vocabulary` rows, those that the student has too, in type `dtype`."""
-        bias = None if self.bias is None else self.bias[:vocabulary].to(dtype)
-        return Head(self.weight[:vocabulary].to(dtype), bias, self.after)
+    def head(self, rows: slice, dtype: torch.dtype) -> Head:
+        """Returns those of the head's rows that are in `rows`, which the student has too, in type `dtype`."""
+        bias = None if self.bias is None else self.bias[rows].to(dtype)
+        return Head(self.weight[rows].to(dtype), bias, self.after)
 
 
 class _SummedDivergence(torch.autograd.Function):
@@ -134,14 +166,15 @@ class _SummedDivergence(torch.autograd.Function):
         how: How,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = replace(how.head(weight, bias), entries=ENTRIES)
-        teachers = teacher.head(weight.shape[0], how.dtype)
+        part = how.after.part
+        teachers = teacher.head(slice(weight.shape[0]) if part is None else part.own_rows, how.dtype)
         ctx.dtypes, hidden = dtypes_of(hidden, weight, bias), hidden.to(how.dtype)
         sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         gradients = Gradients.zeros(head, hidden, how.wanted)
         for rows in each_alike(head.chunks(len(hidden))):
             z, bounded = head.logits(hidden[rows])
             y = teachers.logits(teacher.hidden[rows].to(how.dtype))[0]
-            sums += torch.stack([each.sum() for each in divergence.compare(z, y, targets[rows])])
+            sums += torch.stack([each.sum() for each in divergence.compare(z, y, targets[rows], part)])
             del y  # before the gradient is rounded
             if any(how.wanted):
                 gradients.add(head, rows, hidden[rows], head.to_outputs(z, bounded))
@@ -173,7 +206,7 @@ def summed_divergence(
 
     Args:
         hidden: (N, D), of any floating type.
-        weight: (V, D).
+        weight: (V, D), or this rank's part of it.
         bias: (V,).
         targets: (N,), int64, from 0 and below V.
         after: what the model does to the head's outputs.

@@ -55,16 +55,21 @@ class VocabularyPart:
         """Returns the tokens of the largest part, by which all ranks choose the same chunks."""
         return -(-self.vocabulary // self.ranks.size)
 
+    @property
+    def own_rows(self) -> slice:
+        """Returns the tokens of this part."""
+        return self.ranks.part(self.vocabulary)
+
     def largest(self, z: torch.Tensor) -> torch.Tensor:
-        """Returns the largest logit of each token, (n, 1), of all parts."""
-        largest = z.amax(dim=1, keepdim=True)
+        """Returns the largest logit of each token, (n, 1), of all parts. This one (n, v) may have none."""
+        largest = z.amax(dim=1, keepdim=True) if z.shape[1] else z.new_full((len(z), 1), -torch.inf)
         if not self.ranks.is_planned:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ranks.group)
         return largest
 
     def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns columns of targets (n,) in this part, both (n, 1): a column of it, and whether it is the target's."""
-        part = self.ranks.part(self.vocabulary)
+        part = self.own_rows
         is_here = (targets >= part.start) & (targets < part.stop)
         return (targets - part.start).clamp(0, part.stop - part.start - 1)[:, None], is_here[:, None]
 

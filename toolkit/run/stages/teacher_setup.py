@@ -16,6 +16,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.image_check import check_images
 from toolkit.run.checks.packing_check import check_leaks
 from toolkit.sharding.plugin import ShardingPlugin
+from toolkit.sharding.tensor.axes import data_mesh
 
 
 def asked_teacher(
@@ -39,7 +40,8 @@ def place_teacher(
     """Shards the teacher, if there is one, and loads its weights."""
     if teacher is None:
         return
-    mesh = accelerator.state.device_mesh if plugin.strategy.sharded else None
+    # Its ranks compute whole matrices: those of a tensor group run it alike.
+    mesh = data_mesh(accelerator.state.device_mesh) if plugin.strategy.sharded else None
     precision = accelerator.mixed_precision
     shard_teacher(teacher.model, plugin.strategy, mesh, precision, unit_classes, teacher.load_weights)
     teacher.model.to(accelerator.device)

@@ -156,11 +156,13 @@ def _cut_rows(layer: nn.Module, cut: Cut) -> None:
 
 
 def _cut_vocabulary(base: Any, cut: Cut) -> None:
-    """Cuts the embeddings, and the head, by tokens of the vocabulary."""
+    """Cuts the embeddings, and the head if it writes text, by tokens of the vocabulary."""
     table, head, ranks = base.get_input_embeddings(), base.get_output_embeddings(), cut.ranks
     is_tied = head is not None and head.weight is table.weight
     size = table.weight.shape[0]
     _cut_table(table, size, cut)
+    if head is None:
+        return
     if is_tied:
         cut.dims[head, "weight"] = 0
         cut.layers[head] = 0, size

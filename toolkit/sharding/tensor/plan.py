@@ -129,12 +129,12 @@ def _left_out(base: Any, layers: Collection[str], parents: Collection[str]) -> l
 
 
 def _require_vocabulary(base: Any, kind: str, size: int) -> None:
-    """Raises BadInputError if embeddings and head cannot be cut by tokens."""
+    """Raises BadInputError if embeddings and head cannot be cut by tokens. A head of classes or scores stays whole."""
     table, head = base.get_input_embeddings(), base.get_output_embeddings()
-    if not isinstance(table, nn.Embedding) or type(head) is not nn.Linear:
+    if not isinstance(table, nn.Embedding) or type(head) not in (nn.Linear, type(None)):
         found = type(table if not isinstance(table, nn.Embedding) else head).__name__
         raise _refused(kind, f"its embeddings or its head are a {found}, of which only plain ones are cut")
-    for length in (table.weight.shape[0], head.weight.shape[0]):
+    for length in {layer.weight.shape[0] for layer in (table, head) if layer is not None}:
         if size * (size - 1) >= length:
             raise BadInputError(f"{FIELD}: {size} ranks cannot share a vocabulary of {length} tokens; lower it")
 
