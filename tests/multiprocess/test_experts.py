@@ -49,7 +49,6 @@ IDLE = Case("gpt_oss", checkpointed=True, experts=2, change=two_experts_alone)
 
 CASES = [
     Case("mixtral", accumulation=3, checkpointed=True, by_block=True),
-    Case("mixtral", accumulation=3),
     Case("qwen3_moe", "ddp", 3, checkpointed=True),
     Case("deepseek_v3", checkpointed=True),
     Case("gpt_oss", "zero2", 3, checkpointed=True),
@@ -75,6 +74,9 @@ CASES = [
     Case("qwen3_moe", "zero3", 3, True, experts=2, precision="bf16", fields=(("moe_intermediate_size", 16),)),
     Case("mixtral", "zero2", 3, True, True, 2, precision="bf16", fields=(("intermediate_size", 16),)),
 ]
+PLAIN = [Case("mixtral", accumulation=3), Case("olmoe", experts=2)]
+"""Of the first tier."""
+
 REPLICAS = [
     Case("mixtral", "hybrid", 3, experts=2),
     Case("qwen3_moe", "hybrid", 3, True, True, 2),
@@ -175,6 +177,12 @@ def test_a_step_is_that_of_a_plain_loop_with_the_balance_loss_written_out() -> N
             assert found["experts"]["dead_experts"] == 4  # of two layers
     require_pefts(ADAPTED, adapters, 2)
     require_planned(FIRST, sent, sent["tokens"] + other["tokens"])
+
+
+@pytest.mark.first
+def test_a_step_is_the_plain_one_with_accumulation_and_with_spread_experts() -> None:
+    for case, found in zip(PLAIN, run_on_ranks(steps_of, 2, PLAIN)[0], strict=True):
+        require_plain(case, found, 2)
 
 
 def require_planned(case: Case, found: dict[str, int], tokens: int) -> None:

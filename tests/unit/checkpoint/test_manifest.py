@@ -136,6 +136,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "file gone": (lambda folder: (folder / "b.json").unlink(), "b.json is missing, but named in manifest.json"),
     "file too many": (lambda folder: (folder / "c.json").touch(), "c.json is not named in manifest.json"),
     "file cut": (lambda folder: (folder / "a.json").write_text("a"), "a.json has 1 bytes instead of 8"),
+    "file too long": (lambda folder: (folder / "a.json").write_text("a" * 9), "a.json has 9 bytes instead of 8"),
     "way out": (lead_out_of_the_folder, "names '../a.json', which is not a regular file"),
     "link": (link, "names 'a.json', which is not a regular file"),
     "marker empty": (lambda folder: (folder / COMPLETE).write_text(""), "COMPLETE is empty: it was not finished"),

@@ -119,6 +119,13 @@ def test_a_checkpoint_that_was_named_is_taken_or_refused(tmp_path: Path) -> None
     assert found.start[1].step == 5
     set_aside(found.passed_over, tmp_path / "new")
     assert len(list_checkpoints(tmp_path)) == 2, "another run's folder stays as it is"
+    with pytest.raises(BadInputError, match="is of another run"):
+        find(tmp_path / "new", str(tmp_path), {"training": {"seed": 2}, "optimizer": {}})
+    newest = written(tmp_path, 9)
+    own = find(tmp_path, str(newest), PLAIN.recipe)
+    assert (own.start is not None, own.is_own) == (True, True), "the run goes on from its own newest"
+    with pytest.raises(BadInputError, match=r"which has later checkpoints \(step_00000009\)"):
+        find(tmp_path, str(tmp_path / "checkpoints/step_00000005"), PLAIN.recipe)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -1,11 +1,12 @@
-"""Buffers that transformers would have in 16 bits are rounded, and saved as they were."""
+"""Which tensors stay in float32 beside weights in 16 bits; rounded buffers are saved as they were."""
 
 from __future__ import annotations
 
 import torch
+from support.moe import mixture
 from torch import nn
 
-from toolkit.sharding.fsdp2.precision import round_buffers
+from toolkit.sharding.fsdp2.precision import round_buffers, types_of_authors
 
 
 def test_a_rounded_buffer_is_saved_as_it_was_unless_it_has_changed() -> None:
@@ -19,3 +20,11 @@ def test_a_rounded_buffer_is_saved_as_it_was_unless_it_has_changed() -> None:
     state = model.state_dict()
     assert torch.equal(state["running_mean"], whole)
     assert torch.equal(state["running_var"], whole.bfloat16() + 1)
+
+
+def test_a_bias_that_is_learned_by_small_steps_stays_in_float32() -> None:
+    model = mixture("deepseek_v3")
+    types = types_of_authors(model, torch.bfloat16)
+    learned = [name for name in types if name.endswith("e_score_correction_bias")]
+    assert [types[name] for name in learned] == [torch.float32] * 2
+    assert {types[name] for name, _ in model.named_parameters()} == {torch.bfloat16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
@@ -19,8 +20,23 @@ def unit(number: int) -> OffloadedUnit:
     return OffloadedUnit(f"u{number}", [], [Slot(f"p{number}", parameter, 0, torch.Size((10,)), group=0)], 10)
 
 
-def state(gib: float) -> OffloadedState:
-    return OffloadedState([unit(0), unit(1)], MOMENTS, torch.device("cpu"), gib, torch.float32, "cpu_torch")
+def state(gib: float, gradients: torch.dtype = torch.float32, executor: str = "cpu_torch") -> OffloadedState:
+    return OffloadedState([unit(0), unit(1)], MOMENTS, torch.device("cpu"), gib, gradients, executor)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "executor", "staged"),
+    [
+        (torch.float32, "cpu_torch", 2 * 4),
+        (torch.bfloat16, "cpu_torch", 2 * 4 + 4),  # gradients in float32, for torch's step
+        (torch.bfloat16, "cpu_fused", 2 * 4),
+        (torch.bfloat16, "device_stream", 0),
+    ],
+)
+def test_the_host_holds_what_was_planned(gradients: torch.dtype, executor: str, staged: int) -> None:
+    """Of 20 elements master, moments and gradient; of the longest unit, two buffers in the type of the weights."""
+    found = state(0.0, gradients, executor)
+    assert found.plan.total == found.host_bytes == 20 * (3 * 4 + gradients.itemsize) + 10 * staged
 
 
 def test_units_stay_on_the_device_while_they_fit_to_the_byte() -> None:
