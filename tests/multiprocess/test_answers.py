@@ -55,6 +55,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "nf4": {"sharding": {"strategy": "zero3"}, **NF4},
     "shared": {"sharding": {"strategy": "zero3", "sequence": 2}, "training": {"micro_batch_size": 4}},
     "experts": {"model": {"name_or_path": "experts_model"}, "sharding": {"strategy": "zero3", "experts": 2}},
+    "tensor": {"sharding": {"strategy": "zero3", "tensor": 2}, "training": {"micro_batch_size": 4}},
     "averaged": {"sharding": {"strategy": "zero2"}, "training": {"ema": 0.7}},
     "ddp": {"sharding": {"strategy": "ddp"}, **ADAPTED},
     "offloaded": {
@@ -97,6 +98,7 @@ ON_FOUR: dict[str, dict[str, dict[str, Any]]] = {
     "nf4-zero3-4": {"sharding": {"strategy": "zero3"}, **NF4},
     "nf4-ddp-4": {"sharding": {"strategy": "ddp"}, **NF4},
     "shared-4": {"sharding": {"strategy": "zero3", "sequence": 2}, "training": {"micro_batch_size": 2}},
+    "tensor-4": {"sharding": {"strategy": "zero3", "tensor": 2}, "training": {"micro_batch_size": 2}},
     "experts-4": {"model": {"name_or_path": "experts_model"}, "sharding": {"strategy": "zero3", "experts": 2}},
 }
 """With rows of two, one of four ranks has no prompt of its own."""

@@ -71,6 +71,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def is_cut(case: dict[str, Any]) -> bool:
+    """Whether ranks can cut the matrices of a case."""
+    strategy = case.get("sharding", {}).get("strategy", "zero3")
+    return bool(strategy == "zero3" and "quantize" not in case.get("adapter", {}))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rollouts")
@@ -186,14 +192,17 @@ def plain_run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     return {**found, "weights": {name: tensor.detach() for name, tensor in merged.state_dict().items()}}
 
 
-def runs(folder: Path) -> dict[str, Any]:
+def runs(folder: Path, tensor: int = 1) -> dict[str, Any]:
+    """The metrics of each case, on ranks that cut matrices in groups of `tensor`, if they can."""
     from toolkit import Recipe, finetune
 
     ranks = int(os.environ["WORLD_SIZE"])
     found: dict[str, Any] = {}
     for number, (name, case) in enumerate(CASES.items()):
+        if tensor > 1 and not is_cut(case):
+            continue
         meet()
-        output = folder / f"run-{number}-{ranks}"
+        output = folder / f"run-{number}-{ranks}-{tensor}"
         values = recipe_values(folder / "model", folder / "prompts.jsonl", output, folder / f"cache-{ranks}")
         rewards: list[dict[str, Any]] = [{"name": "share", "score": f"{folder / 'scores.py'}:share"}]
         if "judge" in case:
@@ -208,11 +217,11 @@ def runs(folder: Path) -> dict[str, Any]:
         values["objective"] = {"kind": "grpo", **of_samples, **case.get("objective", {})}
         values["optimizer"] = {"learning_rate": 3e-3, "weight_decay": 0.0, "eps": 1e-4}
         values["schedule"] = {"kind": "constant"}
-        values["sharding"] = {"strategy": "zero3", **case.get("sharding", {})}
+        values["sharding"] = {"strategy": "zero3", "tensor": tensor, **case.get("sharding", {})}
         values["adapter"] = {"kind": "lora", "alpha": 8.0, **case["adapter"]} if "adapter" in case else {}
         values["export"] = {"merge": "adapter" in case}
         values["training"] |= {"max_steps": STEPS, "seed": SEED, "micro_batch_size": 2}
-        values["training"]["gradient_accumulation_steps"] = PER_STEP // 2 // ranks
+        values["training"]["gradient_accumulation_steps"] = PER_STEP // 2 // (ranks // tensor)
         found[name] = finetune(Recipe.from_mapping(values)).metrics
     return found
 
@@ -224,8 +233,20 @@ def plain(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.grid), pytest.param(2, marks=pytest.mark.grid), 3])
 def test_a_run_is_the_plain_loop_and_samples_the_same(folder: Path, plain: dict[str, Any], ranks: int) -> None:
-    found = run_on_ranks(runs, ranks, folder)[0]
+    require_plain(folder, plain, run_on_ranks(runs, ranks, folder)[0], f"{ranks}-1")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.grid)])
+def test_a_run_in_tensor_groups_is_the_plain_loop(folder: Path, plain: dict[str, Any], ranks: int) -> None:
+    found = run_on_ranks(runs, ranks, folder, 2)[0]
+    assert len(found) >= 6
+    require_plain(folder, plain, found, f"{ranks}-2")
+
+
+def require_plain(folder: Path, plain: dict[str, Any], found: dict[str, Any], which: str) -> None:
     for number, (name, expected) in enumerate(plain.items()):
+        if name not in found:
+            continue
         steps = [record for record in found[name] if record["split"] == "train"]
         assert [step["completion_tokens"] for step in steps] == pytest.approx(expected["tokens"], abs=1e-9), name
         assert [step["reward"] for step in steps] == pytest.approx(expected["reward"], abs=1e-6), name
@@ -233,7 +254,7 @@ def test_a_run_is_the_plain_loop_and_samples_the_same(folder: Path, plain: dict[
         assert all(step["sampler_gap"] < 1e-5 for step in steps), name
         if "quantize" in CASES[name].get("adapter", {}):
             continue  # merged into the base as its files have it
-        model = AutoModelForCausalLM.from_pretrained(folder / f"run-{number}-{ranks}" / "export")
+        model = AutoModelForCausalLM.from_pretrained(folder / f"run-{number}-{which}" / "export")
         for path, tensor in model.state_dict().items():
             torch.testing.assert_close(tensor, expected["weights"][path], atol=2e-5, rtol=1e-4, msg=f"{name}: {path}")
 

@@ -118,9 +118,7 @@ COMBINATIONS = (
     ),
     Combination(("tensor", "images"), NOT_BUILT, "", _UNCUT),
     Combination(("tensor", "seq2seq"), NOT_BUILT, "", _UNCUT),
-    Combination(("tensor", "own samples"), NOT_BUILT, "", _UNCUT),
     Combination(("tensor", "own loss"), NOT_BUILT, "", _UNCUT),
-    Combination(("tensor", "answers beside rows"), NOT_BUILT, "which each rank writes for itself", "remove it"),
     # Offload
     Combination(
         ("offload", "ddp"),

@@ -102,6 +102,7 @@ class Answers(Extension):
         self._opened, self._run = opened, run
         self._section, self._every = recipe.answers, recipe.training.eval_every_steps
         self._rows, self._scorer = run.asked.rows, run.asked.scorer
+        self._tensor = recipe.sharding.tensor
         self._loaded = loaded_of(opened, run, "lower answers.batch_size or answers.max_new_tokens")
         section = self._section
         if run.tokenizer.chat_template is not None and run.data.report.chat_template is None and not section.raw:
@@ -154,7 +155,7 @@ class Answers(Extension):
         # Apart: a prompt with images enters units that others do not, on all ranks or on none.
         for numbers in _by_images([prompt.shown is not None for prompt in prompts]):
             batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-            for batch, found in zip(batches, split_over_ranks(batches, answers), strict=True):
+            for batch, found in zip(batches, split_over_ranks(batches, answers, self._tensor), strict=True):
                 written.update(zip(batch, found, strict=True))
         completions = [written[number] for number in range(len(prompts))]
         # Once for all: a function of the user's may have effects, and need not be on every host.
@@ -171,7 +172,7 @@ class Answers(Extension):
                 for number in numbers
                 for start in range(0, len(all_choices[number]), size)
             ]
-            scores = split_over_ranks(batches, lambda batch: scored(self._loaded, batch))
+            scores = split_over_ranks(batches, lambda batch: scored(self._loaded, batch), self._tensor)
             flat = (score for batch in scores for score in batch)
             found |= {number: [next(flat) for _ in all_choices[number]] for number in numbers}
         return choose(self._rows, [found[number] for number in range(len(all_choices))]).shares()

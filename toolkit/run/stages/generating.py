@@ -73,11 +73,16 @@ def generating(opened: OpenedRun, run: PreparedRun, beat: Callable[[], None], wh
         yield
 
 
-def split_over_ranks(batches: list[B], work: Callable[[B], list[T]]) -> list[list[T]]:
-    """Returns the results of `work` for all batches in order, on every rank; each rank does its share. Collective."""
+def split_over_ranks(batches: list[B], work: Callable[[B], list[T]], tensor: int = 1) -> list[list[T]]:
+    """Returns the results of `work` for all batches in order, on every rank; each rank does its share. Collective.
+
+    Args:
+        tensor: the ranks of a tensor group, which work on the same batches together.
+    """
     found: dict[int, list[T]] = {}
-    for first in range(0, len(batches), ranks.world_size()):
-        number = first + ranks.rank()
+    groups = max(1, ranks.world_size() // tensor)  # a plain loop on one process forms none
+    for first in range(0, len(batches), groups):
+        number = first + ranks.rank() // tensor
         # In each round all ranks run the same units; a rank without a batch left repeats the last one.
         done = work(batches[min(number, len(batches) - 1)])
         if number < len(batches):

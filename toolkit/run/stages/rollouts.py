@@ -118,7 +118,7 @@ def drawn_in_batches(recipe: Recipe, loaded: Loaded, prompts: list[Prompt]) -> l
     assert section.max_new_tokens is not None
     work = partial(draw, loaded, max_new_tokens=section.max_new_tokens, seed=recipe.training.seed)
     with torch.no_grad():
-        return [sample for batch in split_over_ranks(batches, work) for sample in batch]
+        return [sample for batch in split_over_ranks(batches, work, recipe.sharding.tensor) for sample in batch]
 
 
 class RunSampler:
