@@ -7,6 +7,7 @@ do not affect the weights: FSDP2 shards over all ranks as usual, and sums of los
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -230,7 +231,6 @@ def all_to_all(
     return result
 
 
-@torch.library.custom_op("toolkit::planned_exchange", mutates_args=())
 def planned_exchange(rows: torch.Tensor, ranks: int, received: int) -> torch.Tensor:
     """Stands for an all-to-all in a plan, which counts it.
 
@@ -242,10 +242,20 @@ def planned_exchange(rows: torch.Tensor, ranks: int, received: int) -> torch.Ten
     Returns:
         A tensor of shape (M, ...) without values.
     """
+    found: torch.Tensor = _exchange_operator()(rows, ranks, received)
+    return found
+
+
+def _received(rows: torch.Tensor, ranks: int, received: int) -> torch.Tensor:
     return rows.new_empty(received, *rows.shape[1:])
 
 
-planned_exchange.register_fake(lambda rows, ranks, received: rows.new_empty(received, *rows.shape[1:]))
+@functools.cache
+def _exchange_operator() -> Any:
+    # Not when this is imported: torch looks through all modules for the file that makes an operator, 0.1 s of CPU.
+    operator = torch.library.custom_op("toolkit::planned_exchange", _received, mutates_args=())
+    operator.register_fake(_received)
+    return operator
 
 
 def summed_over_group(part: torch.Tensor) -> torch.Tensor:

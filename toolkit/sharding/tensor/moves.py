@@ -15,6 +15,7 @@ and of the sum after it each rank gets its tokens; `began` and `ended` are aroun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -182,7 +183,6 @@ def _every(part: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
     return every
 
 
-@torch.library.custom_op("toolkit::planned_reduction", mutates_args=())
 def planned_reduction(rows: torch.Tensor, ranks: int) -> torch.Tensor:
     """Stands for a reduce-scatter in a plan, which counts it.
 
@@ -193,7 +193,17 @@ def planned_reduction(rows: torch.Tensor, ranks: int) -> torch.Tensor:
     Returns:
         A tensor of shape (about N / n, ...) without values.
     """
+    found: torch.Tensor = _reduction_operator()(rows, ranks)
+    return found
+
+
+def _own_rows(rows: torch.Tensor, ranks: int) -> torch.Tensor:
     return rows.new_empty(-(-len(rows) // ranks), *rows.shape[1:])
 
 
-planned_reduction.register_fake(lambda rows, ranks: rows.new_empty(-(-len(rows) // ranks), *rows.shape[1:]))
+@functools.cache
+def _reduction_operator() -> Any:
+    # Not when this is imported: torch looks through all modules for the file that makes an operator, 0.1 s of CPU.
+    operator = torch.library.custom_op("toolkit::planned_reduction", _own_rows, mutates_args=())
+    operator.register_fake(_own_rows)
+    return operator
