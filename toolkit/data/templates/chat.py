@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
@@ -19,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from toolkit.data.layouts.template_arguments import NO_ARGUMENTS
+from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of
 from toolkit.data.rows.examples import Message
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.marks import (
@@ -36,6 +37,7 @@ from toolkit.data.templates.marks import (
     stands_in,
     words_of,
 )
+from toolkit.data.templates.shapes import FrozenMessages, Skeleton, messages_in, sensitive, shape_of
 from toolkit.data.templates.templates import prepared, rendered
 from toolkit.errors import first_line
 
@@ -92,6 +94,46 @@ def render(
     """
     assert tokenizer.chat_template is not None, "the caller sees to it that there is a chat template"
     row = ConversationText(tokenizer, messages, tools, arguments)
+    if targets != "all" and (found := _by_shape(row, targets, unlearned)) is not None:
+        return found
+    return _by_parts(row, targets, unlearned)
+
+
+def _by_shape(row: ConversationText, targets: Targets, unlearned: frozenset[int]) -> Rendered | None:
+    """Returns what another conversation of the same shape shows, or None if it shows nothing; see `shapes.py`."""
+    shape = None if row.tools or row.arguments else shape_of(row.messages)
+    if shape is None:
+        return None
+    template = row.tokenizer.get_chat_template()
+    if sensitive(template, row.special).search("\n".join(shape.words)):
+        return None
+    day = date_of(row.tokenizer)
+    skeleton = _skeleton(row.tokenizer, template, day, row.special, shape.messages, targets, unlearned)
+    spans = None if skeleton is None else skeleton.spans_in(row.text, shape.words)
+    return None if skeleton is None or spans is None else Rendered(row.text, spans, skeleton.prompted)
+
+
+@lru_cache(maxsize=1024)
+def _skeleton(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    day: date | None,
+    special: tuple[str, ...],
+    shape: FrozenMessages,
+    targets: Targets,
+    unlearned: frozenset[int],
+) -> Skeleton | None:
+    """Returns what the template writes for a shape, or None if its answers cannot be found."""
+    try:
+        found = _by_parts(ConversationText(tokenizer, messages_in(shape), None), targets, unlearned)
+    except RowProblem:
+        return None
+    return Skeleton.of(found.text, found.spans, found.prompted)
+
+
+def _by_parts(row: ConversationText, targets: Targets, unlearned: frozenset[int]) -> Rendered:
+    """Finds the spans by renderings of parts of the row."""
+    messages = row.messages
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     skipped = [i for i in turns if i in unlearned]
     if targets == "all":
@@ -160,12 +202,15 @@ class ConversationText:
         self.tools = tools or None  # templates test `tools is not none`: they would announce an empty list
         self.special = _special_tokens(tokenizer)
         self.text = self._render(messages, prompt=False)
-        # The messages are searched too: a template can omit words in the whole text and write them in a part of it.
-        self.mark = absent_mark(f"{messages} {self.text}")
         # Rendering is the cost: with these caches, two for each assistant turn, one of the whole and one as a check;
         # 2 n + 2 if marks are needed. In a long conversation they are renderings of a part (marks.py).
         self._beginnings: dict[tuple[int, bool], str | None] = {(len(messages), False): self.text}
         self._shared: dict[tuple[int, bool], int | None] = {}
+
+    @cached_property
+    def mark(self) -> str:
+        """A mark that is in neither the text nor the messages; a template may write more of them in a part of it."""
+        return absent_mark(f"{self.messages} {self.text}")
 
     def _render(self, messages: list[Message], prompt: bool) -> str:
         try:
@@ -476,7 +521,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Returns the tokenizer's special tokens as text."""
     added = _added_special_tokens(tokenizer, len(tokenizer))
-    return tuple({str(token) for token in tokenizer.all_special_tokens}.union(added))
+    return tuple(dict.fromkeys([*map(str, tokenizer.all_special_tokens), *added]))
 
 
 @lru_cache(maxsize=4)  # there can be thousands, and every row needs them

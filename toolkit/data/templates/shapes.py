@@ -1,0 +1,130 @@
+"""Finds the turns of a conversation with one rendering, from a conversation of the same shape.
+
+The shape is the conversation with a place in the stead of all words: its roles, the white space around words, and where
+thoughts are. A row whose text is that of its shape, word for word with its own words in the places, has its answers
+where the shape has them, and these are found with all checks once (`chat.py`). Words that a template may look for, and
+special tokens, have no place in a shape: such rows are rendered in parts, as are rows with calls or tools.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain, zip_longest
+
+from toolkit.data.rows.examples import Message
+
+Span = tuple[int, int]
+
+FrozenMessages = tuple[tuple[tuple[str, str], ...], ...]
+"""Messages as pairs of key and value, which caches can hold."""
+
+MOST_MESSAGES = 32
+"""Longer conversations rarely have the shape of another one."""
+
+_KEYS = {"role", "content", "reasoning_content"}
+_PLACE = re.compile(r"⟦w(\d+)⟧")
+_LOOKED_FOR = re.compile(
+    r"""(?:startswith|endswith|split|partition|replace|find|index|count|prefix|suffix)\(\s*(?:'([^']*)'|"([^"]*)")"""
+    r"""|(?:'([^']*)'|"([^"]*)")\s+(?:not\s+)?in\b"""
+)
+_KEY_OF_MESSAGE = re.compile(r"\s*|[a-z_]+")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A conversation's messages with places, and the words that are there."""
+
+    messages: FrozenMessages
+    words: list[str]
+
+
+def shape_of(messages: list[Message]) -> Shape | None:
+    """Returns the shape of a conversation, or None if it has more than words and thoughts."""
+    if len(messages) > MOST_MESSAGES:
+        return None
+    words: list[str] = []
+    found = []
+    for message in messages:
+        if not message.keys() <= _KEYS or not all(isinstance(value, str) for value in message.values()):
+            return None
+        found.append(tuple((key, value if key == "role" else _placed(value, words)) for key, value in message.items()))
+    # A template could take equal words from either message, and a text would not show it.
+    return Shape(tuple(found), words) if len(set(words)) == len(words) else None
+
+
+def _placed(text: str, words: list[str]) -> str:
+    """Returns the text with a place for its words, which are added to `words`; for its thoughts another."""
+    thought, closed, answer = text.partition("</think>")
+    before, opened, thought = thought.partition("<think>")
+    if not closed or not opened or before.strip():
+        return _place(text, words)
+    return f"{before}<think>{_place(thought, words)}</think>{_place(answer, words)}"
+
+
+def _place(text: str, words: list[str]) -> str:
+    found = text.strip()
+    if not found:
+        return text
+    words.append(found)
+    start = text.index(found)
+    return f"{text[:start]}⟦w{len(words) - 1}⟧{text[start + len(found) :]}"
+
+
+def messages_in(frozen: FrozenMessages) -> list[Message]:
+    return [dict(message) for message in frozen]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What a template writes for a shape.
+
+    Attributes:
+        pieces: the texts before, between and behind the places.
+        numbers: the number of the words in each place.
+        edges: the beginning and end of each learned part: number of a piece, and a character in it.
+        prompted: as in `Rendered`.
+    """
+
+    pieces: tuple[str, ...]
+    numbers: tuple[int, ...]
+    edges: tuple[tuple[int, int], ...]
+    prompted: bool
+
+    @classmethod
+    def of(cls, text: str, spans: list[Span], prompted: bool) -> Skeleton:
+        """Returns the skeleton of a shape's text, in which the learned spans (characters) are known."""
+        places = list(_PLACE.finditer(text))
+        starts, ends = [0, *(place.end() for place in places)], [*(place.start() for place in places), len(text)]
+        # A span may begin or end with words, which no piece holds; it does so where a piece ends or begins.
+        edges = [
+            next((i, edge - start) for i, (start, end) in enumerate(zip(starts, ends, strict=True)) if edge <= end)
+            for edge in chain.from_iterable(spans)
+        ]
+        pieces = tuple(text[start:end] for start, end in zip(starts, ends, strict=True))
+        return cls(pieces, tuple(int(place[1]) for place in places), tuple(edges), prompted)
+
+    def spans_in(self, text: str, words: list[str]) -> list[Span] | None:
+        """Returns the learned spans of a row's text (characters), or None if it is not this one with these words."""
+        parts = [*chain.from_iterable(zip_longest(self.pieces, (words[i] for i in self.numbers), fillvalue=""))]
+        if "".join(parts) != text:
+            return None
+        starts = [0, *accumulate(map(len, parts))]
+        edges = [starts[2 * piece] + place for piece, place in self.edges]
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+@lru_cache(maxsize=64)
+def sensitive(template: str, special: tuple[str, ...]) -> re.Pattern[str]:
+    """Returns a pattern of words that are no words like others: special tokens, and what the template looks for."""
+    return re.compile("|".join(map(re.escape, {*special, *_looked_for(template), "<think>", "</think>"})))
+
+
+def _looked_for(template: str) -> Iterable[str]:
+    """Yields texts that the template compares with beginnings, ends or parts of others, but names of keys."""
+    for found in _LOOKED_FOR.finditer(template):
+        text = "".join(filter(None, found.groups())).replace("\\n", "\n")
+        if not _KEY_OF_MESSAGE.fullmatch(text):
+            yield text
