@@ -52,6 +52,14 @@ def steps(num_positions: int, ranks: int, micro: int, accumulation: int, shuffle
     return found
 
 
+def test_the_random_numbers_of_a_model_are_left_alone() -> None:
+    """A run that goes on reads its rows anew, and draws the dropout that it would have drawn."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    steps(11, 1, 2, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_samples_of_a_step_do_not_depend_on_the_split() -> None:
     expected = steps(24, ranks=1, micro=8, accumulation=1)
     assert [len(step) for step in expected] == [8, 8, 8]

@@ -15,7 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import load_file, save_file
-from support.four_bits import matrix_of
+from support.four_bits import SHARDS_BYTES, matrix_of
 from support.tiny import llama, save_llama
 from torch import nn
 from transformers import (
@@ -44,6 +44,8 @@ from toolkit.model.weights.weights import all_rows
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.fsdp2.shards import Rows
+
+pytestmark = SHARDS_BYTES
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 

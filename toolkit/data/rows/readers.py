@@ -387,10 +387,10 @@ def _without_filled_nulls(row: dict[str, Any], kinds: Mapping[str, Any]) -> Row:
 
 @cache
 def _free_type() -> Any:
-    """Returns the type of `datasets` whose objects have keys of their own."""
+    """Returns the type of `datasets` whose objects have keys of their own; () in versions without one, such as 4.0."""
     import datasets
 
-    return datasets.Json
+    return getattr(datasets, "Json", ())
 
 
 def _without_nulls(value: Any, kind: Any) -> Any:

@@ -25,7 +25,7 @@ SUPPORTED_VERSIONS = {
     "accelerate": ">=1.13,<1.16",
     "transformers": ">=5.20,<5.24",
     "datasets": ">=4.0,<5.3",
-    "peft": ">=0.19,<0.22",
+    "peft": ">=0.21.2,<0.22",
 }
 """The versions that this package is tested with, as in pyproject.toml; of peft, that has no upper limit."""
 

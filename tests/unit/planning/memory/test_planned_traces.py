@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from packaging.version import Version
+from support.four_bits import SHARDS_BYTES
 from support.planned import Planned
 from support.planning_models import build, config_of, workload
 
 from toolkit.model.adapters.adapters import add_adapter, base_of, quantise
-from toolkit.model.quantised.quantised import OLDEST_TORCH
 from toolkit.model.structure.fake_tensors import grouped_products, lacks_products
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.state_bytes import MemoryLayout, held_unit, rounded
@@ -88,7 +86,6 @@ def case(
     return pytest.param(work, (strategy, mesh, checkpointing), more, rel, id=name, marks=marks)
 
 
-SHARDS_BYTES = pytest.mark.skipif(Version(torch.__version__) < OLDEST_TORCH, reason="this torch cannot shard bytes")
 FLOAT32 = pytest.mark.skipif(lacks_products(), reason="transformers before 5.23 looks at the numbers of tokens")
 FIRST = ("stacks zero2", "stacks by block", "experts of 2 ranks", "attention adapted", "int8 zero2")
 """Cases of the first tier."""
