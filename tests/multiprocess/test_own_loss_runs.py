@@ -59,12 +59,15 @@ BY_HAND: dict[str, Losses] = {"focal": focal, "by_row": by_row, "weighted": weig
 
 PADDED = {"data": {"packing": False}}
 BY_BLOCK = {"strategy": "zero3", "accumulate": "by_block"}
+IN_TENSOR_GROUPS = {"strategy": "zero3", "tensor": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "focal-zero3": ("focal", {"sharding": {"strategy": "zero3"}}),
     "focal-ddp-padded": ("focal", {"sharding": {"strategy": "ddp"}, **PADDED}),
     "by_row-offload": ("by_row", {"sharding": {"strategy": "zero2", "offload": "optimizer"}}),
     "by_row-zero3-padded": ("by_row", {"sharding": {"strategy": "zero3"}, **PADDED}),
     "weighted-by_block": ("weighted", {"sharding": BY_BLOCK}),
+    "by_row-tensor": ("by_row", {"sharding": IN_TENSOR_GROUPS}),
+    "weighted-tensor-padded": ("weighted", {"sharding": IN_TENSOR_GROUPS, **PADDED}),
     "weighted-zero1-padded": ("weighted", {"sharding": {"strategy": "zero1"}, **PADDED}),
 }
 
@@ -77,7 +80,8 @@ def recipe_of(folder: Path, name: str, micro_batch_size: int = 2, accumulation: 
     values = recipe_values(folder / "model", folder / "rows.jsonl", folder / run, folder / "cache", max_steps=STEPS)
     values["optimizer"] = {"learning_rate": 1e-2, "weight_decay": 0.0}
     values["schedule"] = {"kind": "constant"}
-    values["training"] |= {"micro_batch_size": micro_batch_size, "gradient_accumulation_steps": accumulation}
+    copies = sections.get("sharding", {}).get("tensor", 1)  # ranks that have the same rows
+    values["training"] |= {"micro_batch_size": copies * micro_batch_size, "gradient_accumulation_steps": accumulation}
     values["data"] |= {"validation": str(folder / "held_out.jsonl")}
     values["objective"] = {"loss": f"{folder}/mine.py:{loss}"}
     values["export"] = {"enabled": False}

@@ -118,7 +118,6 @@ COMBINATIONS = (
     ),
     Combination(("tensor", "images"), NOT_BUILT, "", _UNCUT),
     Combination(("tensor", "seq2seq"), NOT_BUILT, "", _UNCUT),
-    Combination(("tensor", "own loss"), NOT_BUILT, "", _UNCUT),
     # Offload
     Combination(
         ("offload", "ddp"),
