@@ -164,6 +164,27 @@ def test_a_store_that_fails_is_tried_again(tmp_path: Path, store: StorePath, mon
     assert saves.told[-1] == f"the checkpoint of step 1 is in {store} now"
 
 
+def test_a_checkpoint_does_not_count_while_another_of_its_step_is_copied_over_it(
+    tmp_path: Path, store: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Saves(tmp_path / "first", store)
+    first.save(1)
+    assert first.finish() is None
+    put, seen = StorePath.put, []
+
+    def watched(self: StorePath, source: Path, sha256: str) -> None:
+        seen.append(steps(store))
+        put(self, source, sha256)
+
+    saves = Saves(tmp_path / "second", store)
+    monkeypatch.setattr(StorePath, "put", watched)
+    saves.save(1)
+    assert saves.finish() is None
+    assert seen
+    assert not any(seen)
+    assert steps(store) == [1]
+
+
 @pytest.mark.usefixtures("quick")
 def test_what_is_not_there_at_the_end_is_copied_by_the_next_start(
     tmp_path: Path, store: StorePath, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from toolkit.run.checks.by_block_check import accumulation_of, check_forwards
 from toolkit.sharding import Checkpointing, plan_units
 from toolkit.sharding.apply import apply
 from toolkit.sharding.blocks.by_block import ByBlock
+from toolkit.sharding.fsdp2.fsdp import groups_of_module
 from toolkit.sharding.plan.strategy import STRATEGIES
 
 ROWS = [torch.randint(0, 131, (1, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -160,3 +161,16 @@ def test_evaluation_by_block_gives_what_each_forward_gives() -> None:
     for found, one in zip(runner.evaluate(forwards), expected, strict=True):
         assert torch.equal(found, one)
         assert not found.requires_grad
+
+
+def test_a_forward_that_fails_inside_a_block_leaves_it_to_be_freed_after_the_next_ones() -> None:
+    model = llama(num_hidden_layers=2)
+    runner = by_block(model)
+    groups = [group for block in model.model.layers for group in groups_of_module(block)]
+    before = [group.post_forward_mesh_info for group in groups]
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.evaluate([functools.partial(lambda row: model(input_ids=row).logits, row) for row in ROWS])
+    hook.remove()
+    assert None not in before
+    assert [group.post_forward_mesh_info for group in groups] == before
