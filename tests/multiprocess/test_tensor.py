@@ -59,6 +59,7 @@ class Case:
     accumulation: int = 1
     checkpointed: bool = False
     lora: bool = False
+    dora: bool = False
     offload: bool = False
 
 
@@ -71,6 +72,8 @@ TWO = [
     Case("qwen3", lora=True),
     Case("qwen3", accumulation=2, checkpointed=True, offload=True),
     Case("tied llama", offload=True, lora=True),
+    Case("llama", dora=True, accumulation=2, checkpointed=True),
+    Case("glm4", dora=True, offload=True),
 ]
 
 
@@ -78,6 +81,8 @@ ON_FOUR = [
     Case("tied llama", tensor=4, checkpointed=True),  # fewer key heads than ranks
     Case("glm4", accumulation=2),
     Case("qwen3", tensor=4, lora=True, accumulation=2),
+    Case("qwen3", dora=True, accumulation=2),
+    Case("tied llama", tensor=4, dora=True),
     Case("gemma3_text", accumulation=2, checkpointed=True, offload=True),
 ]
 
@@ -97,11 +102,16 @@ def model_of(case: Case) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    if not case.lora:
+    if not (case.lora or case.dora):
         return model
     from peft import LoraConfig, get_peft_model
 
-    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=case.dora)
+    adapted: Any = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "magnitude" in name:  # which begin as the norms that they are divided by
+                parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
     return adapted
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from support.peft_by_hand import adapted
 from support.plain_samples import run_on_samples
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
@@ -43,6 +45,7 @@ PADDED: Changes = {
     "training": {"gradient_accumulation_steps": 4, "micro_batch_size": 1},
 }
 """Micro-batches of different lengths, of which several are under way at once."""
+DORA: Changes = {"adapter": {"kind": "lora", "r": 4, "alpha": 8.0, "use_dora": True}}
 RESUMED: dict[str, Changes] = {
     "zero3-as-before": {"training": {"micro_batch_size": 4}},
     "zero3-offloaded": {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}},
@@ -170,7 +173,11 @@ def rehearsed(folder: Path) -> dict[str, str]:
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    found = {"runs": runs(folder, RUNS), "padded": runs(folder, {"zero3-padded": PADDED})}
+    found = {
+        "runs": runs(folder, RUNS),
+        "dora": runs(folder, {"zero3-dora": DORA}),
+        "padded": runs(folder, {"zero3-padded": PADDED}),
+    }
     return {
         **found,
         "resumed": runs(folder, RESUMED, "zero3"),
@@ -189,9 +196,9 @@ def plain(folder: Path) -> dict[str, Any]:
     return plain_run(folder, {})
 
 
-def plain_run(folder: Path, changes: Changes) -> dict[str, Any]:
+def plain_run(folder: Path, changes: Changes, adapt: Callable[[Any], Any] = lambda model: model) -> dict[str, Any]:
     """AdamW on one process, 4 rows a step; losses, norms, weights, and the first and last held-out loss."""
-    return run_on_samples(folder / "model", recipe(folder, "zero3", changes).data, STEPS)
+    return run_on_samples(folder / "model", recipe(folder, "zero3", changes).data, STEPS, adapt)
 
 
 def require_plain(metrics: list[dict[str, Any]], plain: dict[str, Any], name: str) -> None:
@@ -210,6 +217,13 @@ def test_runs_are_the_plain_loop(folder: Path, on_2_ranks: dict[str, Any], plain
         for path, weight in exported.items():
             difference = (weight - plain["weights"][path]).norm() / plain["weights"][path].norm()
             assert difference < 1e-5, (name, path)
+
+
+def test_a_run_with_dora_is_pefts(folder: Path, on_2_ranks: dict[str, Any]) -> None:
+    """Its first magnitudes are the norms of whole rows, read from the base."""
+    settings = {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": "all-linear"}
+    plain = plain_run(folder, DORA, lambda model: adapted(model, settings, 0))
+    require_plain(on_2_ranks["dora"]["zero3-dora"], plain, "dora")
 
 
 def test_micro_batches_of_different_lengths_are_the_plain_loop(folder: Path, on_2_ranks: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from toolkit.recipe.schema import DataSection
 PER_STEP = 4
 
 
-def run_on_samples(folder: Path, rows: DataSection, num_steps: int) -> dict[str, Any]:
+def run_on_samples(
+    folder: Path, rows: DataSection, num_steps: int, adapt: Callable[[Any], Any] = lambda model: model
+) -> dict[str, Any]:
     """Returns losses, norms and weights of a causal model, its held-out loss before and after, and the tokens seen.
 
     Args:
         folder: the model and its tokenizer.
         rows: all of them are learned from, and held out, too.
+        adapt: adds adapters to the model.
     """
     data = build.build(rows, AutoTokenizer.from_pretrained(folder), 0).train
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    model = adapt(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).train()
 
     def loss_of(numbers: list[int]) -> torch.Tensor:
         batch = data.batch(numbers)

@@ -54,9 +54,11 @@ def test_sizes_that_do_not_divide_are_refused(fields: dict[str, Any], size: int,
 
 
 def test_adapters_that_are_not_cut_are_refused() -> None:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
-    with pytest.raises(BadInputError, match=r"adapter.kind dora"):
-        tensor_plan(peft.get_peft_model(llama(), config), 2)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], use_dora=True)
+    tensor_plan(peft.get_peft_model(llama(), config), 2)
+    biased = peft.get_peft_model(llama(mlp_bias=True), config)
+    with pytest.raises(BadInputError, match=r"adapter.use_dora on model.layers.0.mlp.down_proj, .* has a bias"):
+        tensor_plan(biased, 2)
     head = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
     with pytest.raises(BadInputError, match=r"of which only plain ones are cut"):
         tensor_plan(peft.get_peft_model(llama(), head), 2)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.sharding.tensor.dora import cut_dora
 from toolkit.sharding.tensor.moves import TensorRanks, joined
 from toolkit.sharding.tensor.plan import COLUMNS, GATHERED, ROWS, SHARED, SPLIT, TensorPlan, base_model, linear_of
 
@@ -141,18 +142,26 @@ def _split_tokens(base: Any, plan: TensorPlan, cut: Cut, parents: Sequence[str])
 
 def _cut_columns(layer: nn.Module, cut: Cut) -> None:
     """Cuts the outputs of a layer. Its adapters' first matrices stay whole: each rank has its share of the gradient."""
-    cut.keep_layer(linear_of(layer), 0)
+    linear = linear_of(layer)
+    cut.keep_layer(linear, 0)
     for first, second in _adapters(layer):
         cut.partial.update(_own(first))
         cut.keep_layer(second, 0)
+    for magnitudes in _magnitudes(layer):
+        cut.keep_part(magnitudes, "weight", 0)
+        cut_dora(magnitudes, cut.ranks, 0, linear.out_features)
 
 
 def _cut_rows(layer: nn.Module, cut: Cut) -> None:
     """Cuts the inputs of a layer. Its adapters' second matrices stay whole, and add to each rank's share of the sum."""
-    cut.keep_layer(linear_of(layer), 1)
+    linear = linear_of(layer)
+    cut.keep_layer(linear, 1)
     for first, second in _adapters(layer):
         cut.keep_layer(first, 1)
         cut.partial.update(_own(second))
+    for magnitudes in _magnitudes(layer):
+        cut.partial.update(_own(magnitudes))
+        cut_dora(magnitudes, cut.ranks, 1, linear.in_features)
 
 
 def _cut_vocabulary(base: Any, cut: Cut) -> None:
@@ -246,6 +255,11 @@ def _columns(ranks: TensorRanks, columns: slice, output: torch.Tensor) -> torch.
 def _adapters(layer: Any) -> Iterator[tuple[nn.Linear, nn.Linear]]:
     for name in getattr(layer, "lora_A", ()):
         yield layer.lora_A[name], layer.lora_B[name]
+
+
+def _magnitudes(layer: Any) -> Iterator[nn.Module]:
+    """Yields DoRA's modules, each with the magnitudes (outputs,) as its `weight`."""
+    yield from getattr(layer, "lora_magnitude_vector", nn.ModuleDict()).values()
 
 
 def _own(module: nn.Module) -> Iterator[Key]:

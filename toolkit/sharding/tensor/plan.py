@@ -147,8 +147,12 @@ def _require_layer(path: str, layer: Any, dim: int, size: int) -> None:
             f"{FIELD} is not possible with {path}, a {type(linear).__name__}; remove it, or the adapter or the "
             "quantisation that put it there"
         )
-    if len(getattr(layer, "lora_magnitude_vector", ())):
-        raise BadInputError(f"{FIELD} is not possible with adapter.kind dora; set adapter.kind=lora, or remove it")
+    if dim == 1 and linear.bias is not None and len(getattr(layer, "lora_magnitude_vector", ())):
+        raise BadInputError(
+            f"{FIELD} is not possible with adapter.use_dora on {path}, whose inputs ranks cut and which has a bias, as "
+            "DoRA takes the bias off each rank's share of the output; set adapter.use_dora=false, or leave the layer "
+            "out of adapter.target_modules"
+        )
     if linear.weight.shape[dim] % size:
         what = "inputs" if dim else "outputs"
         raise BadInputError(
