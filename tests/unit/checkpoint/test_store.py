@@ -164,6 +164,26 @@ def test_a_store_that_fails_is_tried_again(tmp_path: Path, store: StorePath, mon
     assert saves.told[-1] == f"the checkpoint of step 1 is in {store} now"
 
 
+def test_a_file_that_another_rank_has_copied_in_part_is_no_checkpoint(
+    tmp_path: Path, store: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = StorePath.put
+
+    def half(self: StorePath, source: Path, sha256: str) -> None:
+        put(self, source, sha256)
+        if self.name.endswith(".safetensors"):
+            self.write_bytes(source.read_bytes()[:-1])
+
+    saves = Saves(tmp_path, store)
+    with monkeypatch.context() as patch:
+        patch.setattr(StorePath, "put", half)
+        saves.save(1)
+        told = saves.finish(0.1)
+    assert told is not None
+    assert "which another rank has copied; all must see one store" in told
+    assert steps(store) == []
+
+
 def test_a_checkpoint_does_not_count_while_another_of_its_step_is_copied_over_it(
     tmp_path: Path, store: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from support.fake_llama import SHAPES, segments, unit
 
 from toolkit.planning.time.hardware import ADAM_BYTES, Hardware, hardware_of
 from toolkit.planning.time.roofline import Work
-from toolkit.planning.time.speed import ModelSegment, StepTime, step_time
+from toolkit.planning.time.speed import ModelSegment, StepTime, shard_group, step_time
 from toolkit.planning.time.traffic import HostExecutor, OffloadPlan, traffic
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
@@ -179,6 +179,12 @@ def test_offload_hides_behind_the_next_forward(executor: HostExecutor, num_ranks
     assert found.parts.host == pytest.approx(50 * 80 / P)
     assert found.parts.optimizer == 0.0
     assert found.bound_by == "compute"
+
+
+def test_a_node_that_is_not_full_counts_as_one() -> None:
+    """12 ranks on nodes of 8: half of what is gathered comes over the network."""
+    quick = dataclasses.replace(UNIT, link_bandwidth=1e30)
+    assert shard_group(MeshShape(1, 12), 8).seconds(1000.0, quick, "mid") == pytest.approx(500)
 
 
 def test_offload_during_backward_hides_behind_it() -> None:
