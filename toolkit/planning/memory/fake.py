@@ -238,16 +238,14 @@ def give_parameters(model: nn.Module, dtype: torch.dtype | None) -> bool:
     """
     with _disable_current_modes():  # building a model may read numbers, as Qianfan's rates of dropped paths
         types = {} if dtype is None else types_of_authors(model, dtype)
-    kept = kept_in_float32(model, types)
+    kept = set(kept_in_float32(model, types))
     made: dict[int, nn.Parameter] = {}
-    state = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in made:  # keeps tied parameters tied; `to_empty` would untie them
-            own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            empty = torch.empty(parameter.shape, dtype=torch.float32 if name in kept else own, device="cpu")
-            made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        state[name] = made[id(parameter)]
-    model.load_state_dict(state, strict=False, assign=True)
+    for name, parameter in model.named_parameters():
+        own = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty(parameter.shape, dtype=torch.float32 if name in kept else own, device="cpu")
+        made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for module in model.modules():  # keeps tied parameters tied; `to_empty` would untie them
+        module._parameters.update({name: made[id(old)] for name, old in module._parameters.items() if old is not None})
     round_buffers(model, types)
     return not types
 

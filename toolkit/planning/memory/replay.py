@@ -15,8 +15,10 @@ The trace (trace.py) runs the real FSDP2; tests compare the two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from toolkit.planning.memory.probe import Probe, ProbeEvent
 from toolkit.planning.memory.state_bytes import HeldUnit, MemoryLayout, held_unit, optimizer_bytes, rounded
@@ -161,12 +163,24 @@ class _Rank:
 # Sharded
 
 
+def _held_units(units: Sequence[UnitShape], layout: MemoryLayout) -> list[HeldUnit]:
+    """Returns each unit's bytes. Blocks are mostly alike, so what they hold is counted once."""
+    alike: dict[tuple[Any, bool], HeldUnit] = {}
+    found = []
+    for number, shape in enumerate(units):
+        key = (shape.parameters, number in layout.residents)
+        if key not in alike:
+            alike[key] = held_unit(shape, layout, key[1])
+        found.append(copy.copy(alike[key]))  # what is held of it at present is its own
+    return found
+
+
 class _ShardedRank(_Rank):
     """Replays FSDP2's lifetimes."""
 
     def __init__(self, units: Sequence[UnitShape], probe: Probe, strategy: Strategy, layout: MemoryLayout) -> None:
         super().__init__(units, probe, strategy, layout)
-        self._now = [held_unit(shape, layout, i in layout.residents) for i, shape in enumerate(units)]
+        self._now = _held_units(units, layout)
         reshards = strategy.reshard_each_micro_batch
         # The tail and the root are needed again at once by backward and stay gathered.
         self._reshards = [(reshards or shape.of_teacher) and shape.reshard_after_forward for shape in units]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import nn
@@ -51,8 +51,7 @@ class ParameterShape:
 
     def shard_numel(self, shard: int) -> int:
         """Returns the elements of the first rank's shard, padding included: ceil(rows / F) rows."""
-        ranks, rows = self.num_shards(shard), self.shape[self.dim(shard)]
-        return math.ceil(rows / ranks) * (self.numel // max(1, rows))
+        return _shard_numel(self.shape, self.num_shards(shard))
 
     def dim(self, shard: int) -> int:
         """Returns the dimension along which F ranks shard it."""
@@ -61,6 +60,12 @@ class ParameterShape:
     def num_shards(self, shard: int) -> int:
         """Ranks that gather it from each other, of F that hold the model."""
         return max(1, shard // self.spread)
+
+
+@cache
+def _shard_numel(shape: tuple[int, ...], ranks: int) -> int:
+    rows = shape[shard_dim(shape, ranks)]
+    return math.ceil(rows / ranks) * (math.prod(shape) // max(1, rows))
 
 
 @dataclass(frozen=True)

@@ -29,18 +29,32 @@ def types_of_authors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dt
     base: Any = model if get_base is None else get_base()
     if not hasattr(base, "_from_config"):
         return {}
-    # A model without weights: only its construction shows the intended type of a buffer or a parameter.
-    with torch.device("meta"):
-        reference = type(base)._from_config(copy.deepcopy(base.config), dtype=dtype, attn_implementation="eager")
-    kept = [re.compile(pattern.replace("*", ".*")) for pattern in reference._get_dtype_plan(dtype)]
-    meant = {name: tensor.dtype for name, tensor in (*_float_tensors(reference),)}
-    for name in meant:
-        if name.endswith(LEARNED) or any(pattern.search(name) for pattern in kept):
-            meant[name] = torch.float32
+    meant = _types_when_built(type(base), base.config, dtype)
     of_plain = {id(tensor): _base_name(name) for name, tensor in _float_tensors(base)}
     return {
         name: meant[of_plain[id(tensor)]] for name, tensor in _float_tensors(model) if of_plain.get(id(tensor)) in meant
     }
+
+
+def _types_when_built(kind: Any, config: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Returns the dtype of each floating-point tensor of a model of this class, by name."""
+    key = (kind, repr(config.to_dict()), dtype)
+    if key not in _built:
+        # A model without weights: only its construction shows the intended type of a buffer or a parameter.
+        with torch.device("meta"):
+            reference = kind._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+        kept = [re.compile(pattern.replace("*", ".*")) for pattern in reference._get_dtype_plan(dtype)]
+        meant = {name: tensor.dtype for name, tensor in _float_tensors(reference)}
+        for name in meant:
+            if name.endswith(LEARNED) or any(pattern.search(name) for pattern in kept):
+                meant[name] = torch.float32
+        _built.clear()  # of one model: a plan asks a dozen times, of 126 layers each 0.1 s
+        _built[key] = meant
+    return _built[key]
+
+
+_built: dict[tuple[Any, str, torch.dtype], dict[str, torch.dtype]] = {}
+"""The last answer of `_types_when_built`."""
 
 
 def _float_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
