@@ -70,3 +70,17 @@ def test_a_shard_has_the_rows_of_torchs_chunks(rank: int, leave: None) -> None:
     assert torch.equal(whole[shard_rows(parameter)], chunks[rank])
     assert shard_shape(parameter) == (2, 2)
     assert rows_in_part(parameter) == shard_rows(parameter)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_shard_of_columns_that_a_rank_cuts_has_its_place_in_the_whole_and_in_the_part(rank: int, leave: None) -> None:
+    dist.init_process_group("fake", rank=rank, world_size=4)
+    whole = torch.arange(24.0).view(4, 6)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "shard"))
+    part = whole.chunk(2, dim=1)[rank // 2]
+    local = part.chunk(2)[rank % 2]
+    sizes = {"shape": whole.shape, "stride": whole.stride()}
+    parameter = DTensor.from_local(local, mesh, [Shard(1), Shard(0)], run_check=False, **sizes)
+    assert torch.equal(whole[shard_rows(parameter)], local)
+    assert torch.equal(part[rows_in_part(parameter)], local)
+    assert shard_shape(parameter) == (2, 3)
