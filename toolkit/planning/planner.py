@@ -159,7 +159,7 @@ class Planner:
         if teacher is None:
             return []
         plan = teacher_units(teacher, self.workload.unit_classes)
-        return teacher_shapes(teacher, plan, self.workload.mixed_precision)
+        return teacher_shapes(teacher, plan, self.workload.mixed_precision, self.workload.tensor)
 
     @cached_property
     def _sharded_prober(self) -> Prober:

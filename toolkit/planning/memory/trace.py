@@ -29,6 +29,7 @@ from toolkit.sharding.parallel.expert_parallel import expert_grid
 from toolkit.sharding.parallel.sequence_parallel import without_ranks
 from toolkit.sharding.plan.strategy import MeshShape, Strategy
 from toolkit.sharding.plan.units import plan_units
+from toolkit.sharding.tensor.axes import data_mesh, joined_mesh, tensor_mesh
 
 COLLECTIVES = {
     "_allgather_base_": "all_gather",
@@ -79,8 +80,9 @@ def trace(
     ledger = Ledger(on_operator=lambda func, args, kwargs, out: _count_collective(counted, func, args))
     plan = plan_units(workload.model, workload.unit_classes, workload.experts > 1)
     last = [False]
-    with fake_ranks(shape.replicate * shape.shard):
-        mesh = _mesh(strategy, shape)
+    with fake_ranks(shape.num_ranks):
+        of_all = _mesh(strategy, shape)
+        mesh, joined = data_mesh(of_all), joined_mesh(of_all)  # made of ranks that have values
         grid = expert_grid(mesh, workload.experts)
         shard = functools.partial(apply, experts=grid, backward_mesh=groups_of(mesh, shape.node))
         model, teacher, planned = workload.model_copy(), workload.teacher_copy(), without_ranks(workload.skew)
@@ -94,7 +96,7 @@ def trace(
             # After `apply`, so that each rank makes only its own shards.
             model.to_empty(device="cpu")
             if teacher is not None:
-                shard_teacher(teacher, strategy, mesh, workload.mixed_precision, workload.unit_classes)
+                shard_teacher(teacher, strategy, joined, workload.mixed_precision, workload.unit_classes)
                 teacher.to_empty(device="cpu")
             # One after another, batches reuse the same memory; by block they all exist at once.
             made = [workload.batch(micro_batch_size) for _ in range(accumulation if by_block else 1)]
@@ -131,6 +133,8 @@ def _scaled_backward(loss: torch.Tensor) -> None:
 
 
 def _mesh(strategy: Strategy, shape: MeshShape) -> DeviceMesh:
+    if shape.tensor > 1:
+        return tensor_mesh("cpu", shape, strategy.replicated)
     if strategy.replicated:
         return init_device_mesh("cpu", (shape.replicate, shape.shard), mesh_dim_names=("dp_replicate", "dp_shard"))
     return init_device_mesh("cpu", (shape.shard,), mesh_dim_names=("dp_shard",))

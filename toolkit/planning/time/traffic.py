@@ -177,14 +177,15 @@ def with_teacher(
         units: its units.
         head: number of the unit that has its head, if that is gathered once more for the loss.
     """
-    if mesh.shard == 1:
+    ranks = mesh.shard * mesh.tensor
+    if ranks == 1:
         return sent
     gathered = units if head is None else (*units, units[head])
     sizes = [size for size in (_sent_unit(unit, mesh.shard, compute_bytes).gathered for unit in gathered) if size]
     whole = accumulation * sum(sizes)
     return replace(
         sent,
-        all_gather=sent.all_gather + whole * (mesh.shard - 1) // mesh.shard,
+        all_gather=sent.all_gather + whole * (ranks - 1) // ranks,
         whole={**sent.whole, "all_gather": sent.whole["all_gather"] + whole},
         calls={**sent.calls, "all_gather": sent.calls["all_gather"] + accumulation * len(sizes)},
         forward_all_gather=sent.forward_all_gather + whole,

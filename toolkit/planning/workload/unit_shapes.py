@@ -30,6 +30,7 @@ class ParameterShape:
             a quantised matrix are gathered without a cast.
         moments: number of moments that the optimizer keeps of it.
         spread: ranks of an expert-parallel group; this is one rank's part, which F / spread ranks shard.
+        joined: ranks of a tensor group that share it beside the F of a shard group, as they do a teacher's parameters.
         is_partial: whether the ranks of a tensor group sum its gradients, as each has a share of them.
     """
 
@@ -39,6 +40,7 @@ class ParameterShape:
     is_cast: bool = True
     moments: int = 2
     spread: int = 1
+    joined: int = 1
     is_partial: bool = False
 
     @property
@@ -59,7 +61,7 @@ class ParameterShape:
 
     def num_shards(self, shard: int) -> int:
         """Ranks that gather it from each other, of F that hold the model."""
-        return max(1, shard // self.spread)
+        return max(1, shard * self.joined // self.spread)
 
 
 @cache
@@ -148,10 +150,21 @@ def unit_shapes(
     ]
 
 
-def teacher_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str) -> list[UnitShape]:
-    """Returns the units of a frozen teacher in the plan's order."""
-    shapes = unit_shapes(model, plan, mixed_precision)
-    return [replace(shape, name=f"the teacher's {shape.name}", of_teacher=True) for shape in shapes]
+def teacher_shapes(model: nn.Module, plan: UnitPlan, mixed_precision: str, tensor: int = 1) -> list[UnitShape]:
+    """Returns the units of a frozen teacher in the plan's order.
+
+    Args:
+        tensor: ranks of a tensor group.
+    """
+    return [
+        replace(
+            shape,
+            name=f"the teacher's {shape.name}",
+            of_teacher=True,
+            parameters=tuple(replace(parameter, joined=tensor) for parameter in shape.parameters),
+        )
+        for shape in unit_shapes(model, plan, mixed_precision)
+    ]
 
 
 def head_unit(model: nn.Module, plan: UnitPlan) -> int:

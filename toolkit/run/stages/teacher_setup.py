@@ -16,7 +16,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.image_check import check_images
 from toolkit.run.checks.packing_check import check_leaks
 from toolkit.sharding.plugin import ShardingPlugin
-from toolkit.sharding.tensor.axes import data_mesh
+from toolkit.sharding.tensor.axes import joined_mesh
 
 
 def asked_teacher(
@@ -40,8 +40,8 @@ def place_teacher(
     """Shards the teacher, if there is one, and loads its weights."""
     if teacher is None:
         return
-    # Its ranks compute whole matrices: those of a tensor group run it alike.
-    mesh = data_mesh(accelerator.state.device_mesh) if plugin.strategy.sharded else None
+    # It is not cut, so the ranks of a tensor group run it alike, and share its parameters as all ranks do.
+    mesh = joined_mesh(accelerator.state.device_mesh) if plugin.strategy.sharded else None
     precision = accelerator.mixed_precision
     shard_teacher(teacher.model, plugin.strategy, mesh, precision, unit_classes, teacher.load_weights)
     teacher.model.to(accelerator.device)

@@ -38,6 +38,18 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[others[0] if len(others) == 1 else others]
 
 
+def joined_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh of all ranks for a model that is not cut: shard groups have the tensor groups' ranks as well.
+
+    It is (shard), or (replicate, shard). Collective if there are tensor groups.
+    """
+    names = mesh.mesh_dim_names
+    if names is None or TENSOR not in names:
+        return mesh
+    ranks = mesh.mesh.transpose(-1, -2).flatten(-2)
+    return DeviceMesh(mesh.device_type, ranks.contiguous(), mesh_dim_names=names[:-2] + names[-1:])
+
+
 def with_tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     """Returns the mesh if its ranks form tensor groups, else None."""
     return mesh if TENSOR in (mesh.mesh_dim_names or ()) else None
