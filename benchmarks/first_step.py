@@ -79,7 +79,7 @@ def main() -> None:
         folder = Path(name)
         write_rows(folder / "rows.jsonl", options.rows)
         save_model(folder / "model")
-        train_tokenizer(folder / "rows.jsonl", folder / "model")
+        train_tokenizer(folder / "rows.jsonl", folder / "model", "chatml")
         seconds: dict[str, list[float]] = {}
         for number in range(options.rounds + 1):
             shutil.rmtree(folder / "run", ignore_errors=True)

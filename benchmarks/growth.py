@@ -80,7 +80,7 @@ def rows(size: int, folder: Path) -> Prepared:
 
     torch.set_num_threads(1)
     write_rows(folder / "rows.jsonl", size)
-    train_tokenizer(folder / "rows.jsonl", folder / "tokenizer")
+    train_tokenizer(folder / "rows.jsonl", folder / "tokenizer", "chatml")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
     settings = {"train": str(folder / "rows.jsonl"), "max_length": 2048, "cache_dir": str(folder / "cache")}
     section = DataSection.model_validate({**settings, "long_rows": "truncate"})
