@@ -77,7 +77,7 @@ def write_rows(path: Path, count: int, thoughts: bool = False) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def train_tokenizer(rows: Path, folder: Path, template: str) -> None:
+def train_tokenizer(rows: Path, folder: Path, template: str, size: int = 16_000) -> None:
     import trl
 
     from toolkit.data.templates.templates import MARKERS, use_template
@@ -88,7 +88,7 @@ def train_tokenizer(rows: Path, folder: Path, template: str) -> None:
     held = Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja"
     text = held.read_text(encoding="utf-8") if held.exists() else ""
     special = sorted(set(re.findall("<[|\uff5c][^<>]+[|\uff5c]>", text)) - {"<|endoftext|>"}) or MARKERS["chatml"]
-    tokenizer = _train_byte_pairs(iter(texts), 16_000, special)
+    tokenizer = _train_byte_pairs(iter(texts), size, special)
     if text:
         ends = ("<|im_end|>", "<|eot_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
         tokenizer.chat_template, tokenizer.bos_token = text, "<|endoftext|>"
