@@ -34,8 +34,9 @@ from turns import ratios
 
 WORDS, MEDIAN, SIGMA, SHORTEST, MAX_LENGTH = 3000, 120, 0.8, 16, 512
 BATCH, EPOCHS, RATE, RANK = 4, 2, 3e-4, 16
-ROWS = 11
-"""They fill four packs: axolotl leaves out the last micro-batch of packs of an epoch if it isn't full."""
+ROWS = 20
+"""They fill micro-batches and packs: axolotl leaves out an epoch's last micro-batch of packs if it isn't full, and the
+toolkit fills it from the next epoch."""
 CELLS = {
     f"{way} {what}": (way == "packed", what == "LoRA") for way in ("padded", "packed") for what in ("full", "LoRA")
 }

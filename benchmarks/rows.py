@@ -77,7 +77,7 @@ def write_rows(path: Path, count: int, thoughts: bool = False) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def train_tokenizer(rows: Path, folder: Path, template: str, size: int = 16_000) -> None:
+def train_tokenizer(rows: Path, folder: Path, template: str = "chatml", size: int = 16_000) -> None:
     import trl
 
     from toolkit.data.templates.templates import MARKERS, use_template
