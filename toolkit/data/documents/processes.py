@@ -1,6 +1,7 @@
 """Makes documents of a source's rows in this process or in several: the same ones, in the order of the rows.
 
-This process alone reads the rows and writes the documents, which takes little time; so one file feeds all cores.
+This process alone reads the lines and writes the documents, which takes a fiftieth of the time; so one file feeds all
+cores.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from itertools import chain
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import pyarrow as pa
 
 from toolkit.data.documents.encode import Document, Encoder, batches
 from toolkit.data.layouts.layout import Layout
-from toolkit.data.rows.readers import Row, Shard, mapped, read
+from toolkit.data.rows.readers import Row, Shard, mapped, row_of_line, stored_in
 from toolkit.errors import DataError
 from toolkit.ranks import usable_cores
 
@@ -39,6 +40,10 @@ BATCH_ROWS = 64
 ALONE_SECONDS = 5.0
 """CPU time that this process takes before `auto` starts others, which takes them about as much. Not wall time: on a
 loaded machine a few rows would start them."""
+
+MANY_SECONDS, MEASURED_SECONDS = 20.0, 1.0
+"""If the lines of a source would take longer than the first by the CPU time of their first bytes, `auto` starts others
+sooner: after the second."""
 
 PROCESS_BYTES = 2**30
 """Host memory that `auto` counts for a process: its libraries, a tokenizer and a few batches of rows."""
@@ -52,12 +57,20 @@ class Batch:
         number: of the shard.
         shard: without the table that its rows are in.
         before: number of rows of the shard that come before these.
+        stored: rows, or the lines that hold them, which a process reads faster than it could unpack a row.
     """
 
     number: int
     shard: Shard
     before: int
-    rows: list[Row]
+    stored: list[Any]
+
+    def rows(self) -> list[Row]:
+        """Returns the rows, those of lines read."""
+        if self.shard.kind != "lines":
+            return self.stored
+        first = self.shard.start == 0 and self.before == 0
+        return [row_of_line(line, at_start=first and number == 0) for number, line in enumerate(self.stored)]
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class Work:
 
     def documents(self, batch: Batch) -> pa.RecordBatch:
         """Returns a record for each row, with the columns of `schema`."""
-        encoder, rows = self.encoder, batch.rows
+        encoder, rows = self.encoder, batch.rows()
         if encoder.images is not None:
             encoder = replace(encoder, image_root=image_root(batch.shard, encoder.image_root))
         if batch.shard.map is not None:
@@ -96,18 +109,28 @@ def encoded(work: Work, shards: list[Shard], processes: int | Literal["auto"]) -
         BadInputError: if the user's function that maps rows fails.
     """
     unread = _batches(shards)
+    is_auto = processes == "auto"
     if processes == "auto":
-        started = time.process_time()
-        for batch in unread:
+        for batch in _first_ones(unread, shards):
             yield work.documents(batch)
-            if time.process_time() - started > ALONE_SECONDS:
-                break
         processes = affordable_processes()
     following = next(unread, None)
     if following is None:
         return
     unread = chain([following], unread)
-    yield from map(work.documents, unread) if processes == 1 else _in_processes(work, unread, processes)
+    yield from map(work.documents, unread) if processes == 1 else _in_processes(work, unread, processes, is_auto)
+
+
+def _first_ones(unread: Iterator[Batch], shards: list[Shard]) -> Iterator[Batch]:
+    """Yields batches until so much CPU time is spent on them that other processes are worth their start."""
+    started, done = time.process_time(), 0
+    whole = sum(shard.stop - shard.start for shard in shards if shard.kind == "lines" and shard.stop is not None)
+    for batch in unread:
+        yield batch
+        spent = time.process_time() - started
+        done += sum(len(line) for line in batch.stored if isinstance(line, bytes))
+        if spent > ALONE_SECONDS or (spent > MEASURED_SECONDS and spent * whole > MANY_SECONDS * done > 0):
+            return
 
 
 def affordable_processes() -> int:
@@ -120,17 +143,26 @@ def affordable_processes() -> int:
 def _batches(shards: list[Shard]) -> Iterator[Batch]:
     for number, shard in enumerate(shards):
         bare, before = replace(shard, table=None), 0
-        for rows in batches(read(replace(shard, map=None)), BATCH_ROWS):
-            yield Batch(number, bare, before, rows)
-            before += len(rows)
+        for some in batches(stored_in(shard), BATCH_ROWS):
+            yield Batch(number, bare, before, some)
+            before += len(some)
 
 
-def _in_processes(work: Work, unread: Iterator[Batch], processes: int) -> Iterator[pa.RecordBatch]:
-    """Yields the documents of each batch; at most a few batches more than there are processes are in memory."""
+def _in_processes(work: Work, unread: Iterator[Batch], processes: int, helps: bool) -> Iterator[pa.RecordBatch]:
+    """Yields the documents of each batch; at most a few batches more than there are processes are in memory.
+
+    Args:
+        helps: whether this process works while the others start.
+    """
     waiting: deque[Future[pa.RecordBatch]] = deque()
     with _forking_from_a_fresh_process() as context:
         pool = ProcessPoolExecutor(processes, context, _begin, (work,))
         try:
+            starting = threading.Thread(target=pool.submit, args=(bool,), daemon=True)
+            starting.start()  # the libraries take seconds
+            while helps and starting.is_alive() and (batch := next(unread, None)) is not None:
+                yield work.documents(batch)
+            starting.join()
             for batch in unread:
                 waiting.append(pool.submit(_documents, batch))
                 if len(waiting) > processes + 2:

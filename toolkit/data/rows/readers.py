@@ -77,9 +77,20 @@ def read(shard: Shard) -> Iterator[Row]:
         DataError: if the rest of the file cannot be read.
         BadInputError: if the function that maps rows fails, or returns no row.
     """
+    rows = stored_in(shard)
+    if shard.kind == "lines":
+        rows = (row_of_line(line, shard.start == 0 and number == 0) for number, line in enumerate(rows))
+    yield from rows if shard.map is None else mapped(rows, shard.map, shard)
+
+
+def stored_in(shard: Shard) -> Iterator[Any]:
+    """Yields the rows of a shard before the user's function: of a file of lines each line, for `row_of_line`.
+
+    Raises:
+        DataError: if the rest of the file cannot be read.
+    """
     try:
-        rows = _READERS[shard.kind](shard)
-        yield from rows if shard.map is None else mapped(rows, shard.map, shard)
+        yield from _READERS[shard.kind](shard)
     except ToolkitError:
         raise
     except Exception as error:  # the libraries that read files raise many types
@@ -129,8 +140,8 @@ def unreadable(field: str, path: str, error: Exception) -> ToolkitError:
     return DataError(f"{field}: {path!r} cannot be read: {why}; name another, or make it again")
 
 
-def _read_lines(shard: Shard) -> Iterator[Row]:
-    """Yields a row for each line that starts in the shard."""
+def _read_lines(shard: Shard) -> Iterator[bytes | RowProblem]:
+    """Yields each line that starts in the shard."""
     # `datasets`' JSON reader would end at the first line that is not JSON, and unify the types of all rows, which
     # fills tools and messages with nulls.
     with opened(shard.path) as file:
@@ -149,7 +160,7 @@ def _read_lines(shard: Shard) -> Iterator[Row]:
                 position += _skip_line(file)
                 yield RowProblem(f"a line of more than {MAX_ROW_BYTES // 2**20} MiB")
             else:
-                yield _row_of_line(line, at_start=shard.start == 0 and position == len(line))
+                yield line
 
 
 def _skip_line(file: IO[bytes]) -> int:
@@ -162,7 +173,10 @@ def _skip_line(file: IO[bytes]) -> int:
     return skipped
 
 
-def _row_of_line(line: bytes, at_start: bool) -> Row:
+def row_of_line(line: bytes | RowProblem, at_start: bool) -> Row:
+    """Returns the row of a line; `at_start` says whether it is a file's first one."""
+    if isinstance(line, RowProblem):
+        return line
     try:
         # A byte-order mark is allowed only at the start of a file, and json refuses it.
         text = line.decode("utf-8-sig" if at_start else "utf-8").strip()
