@@ -286,7 +286,7 @@ def wrong_figures(row: Row, records: list[dict[str, Any]], expected: plain_objec
         pytest.param(2, FEWER, marks=pytest.mark.first),
         (2, {"compile": (False,)}),
         pytest.param(2, {}, marks=pytest.mark.grid),
-        pytest.param(4, {**ON_FOUR, "compile": (False,)}, marks=pytest.mark.grid),
+        pytest.param(4, {**ON_FOUR, "tied": (False,), "compile": (False,)}, marks=pytest.mark.grid),
     ],
     ids=["few factors", "eager", "compiled", "4 ranks"],
 )
