@@ -99,6 +99,8 @@ def train_tokenizer(rows: Path, folder: Path, template: str = "chatml", size: in
 
 
 def by_toolkit(rows: str, tokenizer: Any, folder: str) -> tuple[Any, int]:
+    import datasets  # noqa: F401 (the toolkit imports it when it reads the first rows)
+
     from toolkit.data import build
     from toolkit.recipe.schema import DataSection
 
