@@ -202,8 +202,8 @@ def run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def twice_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Divergence.compare
 
-    def compare(self: Divergence, z: torch.Tensor, y: torch.Tensor, targets: torch.Tensor) -> Any:
-        return right(dataclasses.replace(self, temperature=self.temperature**2), z, y, targets)
+    def compare(self: Divergence, *given: Any) -> Any:
+        return right(dataclasses.replace(self, temperature=self.temperature**2), *given)
 
     monkeypatch.setattr(Divergence, "compare", compare)
 
