@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, RECENT
 from support.chat_templates import tokenizer_for as new_tokenizer
-from support.conversations import ALL_TEMPLATES, CONVERSATIONS, assistant, kinds_of, system, tokenizer_for, user
+from support.conversations import ALL_TEMPLATES, assistant, system, tokenizer_for, user
 
 from toolkit.data.rows.values import RowProblem
-from toolkit.data.templates import chat, turns
+from toolkit.data.templates import chat
 from toolkit.data.templates.chat import NO_WAY, ConversationText, Rendered, render
 from toolkit.data.templates.templates import rendered
-from toolkit.data.templates.turns import has_thoughts_at_inference
 
 SAID = [
     "yes",
@@ -89,7 +88,7 @@ def test_the_answers_are_those_of_renderings(name: str, monkeypatch: pytest.Monk
     assert short > 10
 
 
-def test_a_row_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_rendered_once_and_before_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
 
     def counted(*args: Any, **kwargs: Any) -> str:
@@ -104,8 +103,8 @@ def test_a_row_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
             answers = [assistant(f"<think>\nso {word}\n</think>\n\nit is {word}") for word in (first, second)]
             messages = [user(f"why {first}"), answers[0], user(f"how {second}"), answers[1]]
             text = render(tokens, messages, None, "assistant").text
-            has_thoughts_at_inference(tokens, messages, None, {}, text)
-        assert texts == [text], template.name
+        prompts = [rendered(tokens, messages[:count], prompt=True) for count in (1, 3)]
+        assert texts == [text, *prompts], template.name
 
 
 @pytest.mark.parametrize(
@@ -130,23 +129,33 @@ def test_a_template_that_looks_into_words_is_asked_about_each_row(written: str) 
         assert found.text[end - 10 : end] == "<|im_end|>"
 
 
-def test_a_generation_prompt_may_depend_on_words() -> None:
+@pytest.mark.parametrize(
+    "test",
+    [
+        "'/think' in said",
+        "'think' in said",
+        "said == 'why /think'",
+        "said[-6:] == '/think'",
+        "said.endswith(('/fast', '/think'))",
+        "said in ['why /think']",
+        "('/th' ~ 'ink') in said",
+        "said|length > 5",
+    ],
+)
+def test_a_generation_prompt_may_depend_on_words(test: str) -> None:
     """The text is the same; what a server gives is not."""
     body = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    thinks = "{{ '<think>' if '/think' in messages[-1].content }}"
-    asks = "{% if add_generation_prompt %}<|im_start|>assistant\n" + thinks + "{% endif %}"
-    tokens = new_tokenizer(replace(CHATML, template=body + asks))
+    asks = "{% if add_generation_prompt %}{% set said = messages[-1].content %}<|im_start|>assistant\n"
+    tokens = new_tokenizer(replace(CHATML, template=f"{body}{asks}{{{{ '<think>' if {test} }}}}{{% endif %}}"))
     said = [
         render(tokens, [user(words), assistant("four")], None, "assistant").prompted for words in ("why", "why /think")
     ]
     assert said == [True, False]
 
 
-@pytest.mark.parametrize("name", ALL_TEMPLATES)
-def test_thoughts_at_inference_are_those_of_the_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = tokenizer_for(ALL_TEMPLATES[name])
-    for kind in kinds_of(name):
-        messages = CONVERSATIONS[kind]
-        text = outcome(render, tokens, messages, None, "all")[0]
-        found = has_thoughts_at_inference(tokens, messages, None, {}, text)
-        assert found == turns._finds_thoughts(tokens, messages, None, {}, text)
+def test_a_template_may_write_what_looks_like_a_place() -> None:
+    body = "⟦w0⟧⟦w99⟧{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    prompt = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokens = new_tokenizer(replace(CHATML, template=body + prompt))
+    found = render(tokens, [user("why"), assistant("four")], None, "assistant")
+    assert [found.text[start:end] for start, end in found.spans] == ["four<|im_end|>"]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
@@ -109,7 +109,8 @@ def _by_shape(row: ConversationText, targets: Targets, unlearned: frozenset[int]
         return None
     day = date_of(row.tokenizer)
     skeleton = _skeleton(row.tokenizer, template, day, row.special, shape.messages, targets, unlearned)
-    spans = None if skeleton is None else skeleton.spans_in(row.text, shape.words)
+    prompt_of = partial(row.beginning, prompt=True)
+    spans = None if skeleton is None else skeleton.spans_in(row.text, shape.words, prompt_of)
     return None if skeleton is None or spans is None else Rendered(row.text, spans, skeleton.prompted)
 
 
@@ -125,16 +126,28 @@ def _skeleton(
 ) -> Skeleton | None:
     """Returns what the template writes for a shape, or None if its answers cannot be found."""
     try:
-        found = _by_parts(ConversationText(tokenizer, messages_in(shape), None), targets, unlearned)
+        row = ConversationText(tokenizer, messages_in(shape), None)
+        found = _by_parts(row, targets, unlearned)
     except RowProblem:
         return None
-    return Skeleton.of(found.text, found.spans, found.prompted)
+    prompts = {i: row.beginning(i, prompt=True) for i in _wanted(row, targets, unlearned) if i > 0}
+    return Skeleton.of(found.text, found.spans, found.prompted, prompts)
+
+
+def _turns(row: ConversationText) -> list[int]:
+    return [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+
+
+def _wanted(row: ConversationText, targets: Targets, unlearned: frozenset[int]) -> list[int]:
+    """Returns the numbers of the messages that are learned."""
+    turns = _turns(row)
+    return [i for i in (turns[-1:] if targets == "last_turn" else turns) if i not in unlearned]
 
 
 def _by_parts(row: ConversationText, targets: Targets, unlearned: frozenset[int]) -> Rendered:
     """Finds the spans by renderings of parts of the row."""
     messages = row.messages
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = _turns(row)
     skipped = [i for i in turns if i in unlearned]
     if targets == "all":
         spans = _spans(row, turns, skipped) if skipped else []
@@ -144,7 +157,7 @@ def _by_parts(row: ConversationText, targets: Targets, unlearned: frozenset[int]
     for i in turns:
         # For its error: a call without a name makes a bad row even if its turn is not learned.
         called_functions(messages[i])
-    wanted = [i for i in (turns[-1:] if targets == "last_turn" else turns) if i not in unlearned]
+    wanted = _wanted(row, targets, unlearned)
     if not wanted:
         raise RowProblem(ALL_UNLEARNED)
     spans = _spans(row, turns, wanted)

@@ -9,7 +9,7 @@ special tokens, have no place in a shape: such rows are rendered in parts, as ar
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, zip_longest
@@ -78,23 +78,47 @@ def messages_in(frozen: FrozenMessages) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class Skeleton:
-    """What a template writes for a shape.
+class Places:
+    """A text with places for words.
 
     Attributes:
         pieces: the texts before, between and behind the places.
         numbers: the number of the words in each place.
-        edges: the beginning and end of each learned part: number of a piece, and a character in it.
-        prompted: as in `Rendered`.
     """
 
     pieces: tuple[str, ...]
     numbers: tuple[int, ...]
-    edges: tuple[tuple[int, int], ...]
-    prompted: bool
 
     @classmethod
-    def of(cls, text: str, spans: list[Span], prompted: bool) -> Skeleton:
+    def of(cls, text: str) -> Places:
+        found = _PLACE.split(text)
+        return cls(tuple(found[::2]), tuple(map(int, found[1::2])))
+
+    def parts(self, words: list[str]) -> list[str]:
+        """Returns the pieces with words between them; in places that no shape has, which a template wrote, none."""
+        own = (words[i] if i < len(words) else "" for i in self.numbers)
+        return [*chain.from_iterable(zip_longest(self.pieces, own, fillvalue=""))]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What a template writes for a shape.
+
+    Attributes:
+        whole: the text.
+        edges: the beginning and end of each learned part: number of a piece, and a character in it.
+        prompted: as in `Rendered`.
+        prompts: number of each learned message that others precede, and what a server gives the model before it; None
+            if the template refuses that.
+    """
+
+    whole: Places
+    edges: tuple[tuple[int, int], ...]
+    prompted: bool
+    prompts: tuple[tuple[int, Places | None], ...]
+
+    @classmethod
+    def of(cls, text: str, spans: list[Span], prompted: bool, prompts: dict[int, str | None]) -> Skeleton:
         """Returns the skeleton of a shape's text, in which the learned spans (characters) are known."""
         places = list(_PLACE.finditer(text))
         starts, ends = [0, *(place.end() for place in places)], [*(place.start() for place in places), len(text)]
@@ -103,14 +127,22 @@ class Skeleton:
             next((i, edge - start) for i, (start, end) in enumerate(zip(starts, ends, strict=True)) if edge <= end)
             for edge in chain.from_iterable(spans)
         ]
-        pieces = tuple(text[start:end] for start, end in zip(starts, ends, strict=True))
-        return cls(pieces, tuple(int(place[1]) for place in places), tuple(edges), prompted)
+        asked = tuple((i, None if prompt is None else Places.of(prompt)) for i, prompt in prompts.items())
+        return cls(Places.of(text), tuple(edges), prompted, asked)
 
-    def spans_in(self, text: str, words: list[str]) -> list[Span] | None:
-        """Returns the learned spans of a row's text (characters), or None if it is not this one with these words."""
-        parts = [*chain.from_iterable(zip_longest(self.pieces, (words[i] for i in self.numbers), fillvalue=""))]
+    def spans_in(self, text: str, words: list[str], prompt_of: Callable[[int], str | None]) -> list[Span] | None:
+        """Returns the learned spans of a row's text (characters), or None if it is not this one with these words.
+
+        Args:
+            prompt_of: returns what a server gives the model before a message. It may depend on words where the text
+                does not.
+        """
+        parts = self.whole.parts(words)
         if "".join(parts) != text:
             return None
+        for i, prompt in self.prompts:
+            if prompt_of(i) != (None if prompt is None else "".join(prompt.parts(words))):
+                return None
         starts = [0, *accumulate(map(len, parts))]
         edges = [starts[2 * piece] + place for piece, place in self.edges]
         return list(zip(edges[::2], edges[1::2], strict=True))

@@ -10,20 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date
-from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.layouts.row_flags import Span, without
-from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of
+from toolkit.data.layouts.template_arguments import NO_ARGUMENTS
 from toolkit.data.layouts.thoughts import INSIDE, thought_of
 from toolkit.data.rows.examples import Message
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.chat import NO_WAY, ConversationText, target_mask, turn_span
 from toolkit.data.templates.marks import stands_in
-from toolkit.data.templates.shapes import FrozenMessages, messages_in, shape_of
 
 GREETING = "an answer that nothing comes before is not learned (data.targets: each_turn)"
 OF_EARLIER_TURNS = "of earlier turns (data.targets: each_turn learns them)"
@@ -143,30 +140,6 @@ def has_thoughts_at_inference(
     text: str,
 ) -> bool:
     """Returns whether the first thoughts that the text of a conversation lacks are rendered with their own answer."""
-    shape = None if tools or arguments else shape_of(messages)
-    if shape is not None:
-        return _has_thoughts(tokenizer, tokenizer.get_chat_template(), date_of(tokenizer), shape.messages)
-    return _finds_thoughts(tokenizer, messages, tools, arguments, text)
-
-
-@lru_cache(maxsize=1024)
-def _has_thoughts(tokenizer: PreTrainedTokenizerBase, template: str, day: date | None, shape: FrozenMessages) -> bool:
-    """Returns the same for all conversations of a shape."""
-    messages = messages_in(shape)
-    try:
-        text = ConversationText(tokenizer, messages, None).text
-    except RowProblem:
-        return False
-    return _finds_thoughts(tokenizer, messages, None, NO_ARGUMENTS, text)
-
-
-def _finds_thoughts(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    tools: list[dict[str, Any]] | None,
-    arguments: Mapping[str, Any],
-    text: str,
-) -> bool:
     for i, message in enumerate(messages[:-1]):
         thought = thought_of(message).strip() if message["role"] == "assistant" else ""
         if thought and thought not in text and i > 0:
