@@ -12,6 +12,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 from toolkit.model.attention.full_attention import attends_in_full
 
 SMALL = {"num_hidden_layers": 2}
+BY_KIND = {
+    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 def on_meta(kind: str, attention: str = "sdpa", **fields: Any) -> Any:
@@ -49,6 +53,10 @@ def test_others_are_checked_on_longer_rows(kind: str, why: str) -> None:
     ("kind", "fields", "found"),
     [
         ("mistral", {"sliding_window": None}, True),
+        # Its file does not read the kinds of layers.
+        ("mistral", {"sliding_window": 40, "layer_types": ["full_attention"] * 2}, False),
+        ("phi3", {"sliding_window": 40, "layer_types": ["full_attention"] * 2}, False),
+        ("olmo3", {"layer_types": ["full_attention"] * 2, "rope_parameters": BY_KIND}, False),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, False),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, True),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from typing import Any
@@ -41,14 +42,16 @@ def attends_in_full(model: nn.Module) -> bool:
     masks = {name for name in vars(sys.modules[file]) if re.fullmatch(r"create_\w*mask\w*", name)}
     if "create_causal_mask" not in masks or not masks <= {*MASKS, WINDOWED}:
         return False
-    return not _has_windows(base.config.get_text_config(), WINDOWED in masks) and all(
+    # Mistral's file, for one, does not read the kinds of layers that a configuration may name.
+    reads_kinds = "layer_types" in inspect.getsource(sys.modules[file])
+    return not _has_windows(base.config.get_text_config(), WINDOWED in masks, reads_kinds) and all(
         map(_is_per_token, base.modules())
     )
 
 
-def _has_windows(config: Any, imported: bool) -> bool:
+def _has_windows(config: Any, imported: bool, reads_kinds: bool) -> bool:
     """Tells whether a number of the configuration limits which tokens meet, or a layer is of another kind."""
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None) if reads_kinds else None
     if kinds is not None and set(kinds) != {"full_attention"}:
         return True
     if imported and kinds is None and getattr(config, "sliding_window", 0) is not None:

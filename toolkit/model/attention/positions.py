@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -49,9 +50,12 @@ def rotary_limit(model: nn.Module) -> tuple[str, int] | None:
     config: Any = base_of(model).config.get_text_config()
     rotary = getattr(config, "rope_parameters", None) or {}
     names = ("original_max_position_embeddings", "max_position_embeddings")
-    limits = [limit for limit in (rotary.get(names[0]), *(getattr(config, name, None) for name in names)) if limit]
-    kind = rotary.get("rope_type")
-    return (kind, int(limits[0])) if kind in BY_LENGTH and limits else None
+    # One for all layers, or one for each kind of them.
+    for each in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):
+        limits = [limit for limit in (each.get(names[0]), *(getattr(config, name, None) for name in names)) if limit]
+        if each.get("rope_type") in BY_LENGTH and limits:
+            return each["rope_type"], int(limits[0])
+    return None
 
 
 def require_positions(model: nn.Module, data: DataSection) -> None:
