@@ -215,7 +215,7 @@ def folder_on_this_machine(name: str, revision: str | None) -> Path:
 def configuration_digest(folder: Path) -> str | None:
     """Returns a digest of what a model's config.json says, or None if there is none that can be read."""
     try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        fields = parse_json(read_foreign(folder / "config.json"))
     except (OSError, ValueError):
         return None
     of_writer = ("transformers_version", "_name_or_path")

@@ -6,6 +6,7 @@ peft's own file has the name of the base alone, and other weights may stand unde
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,18 @@ def read_base(adapter: Path, field: str) -> Base | None:
         BadInputError: if it cannot be read; `field` names the adapter.
     """
     file = adapter / BASE_FILE
-    if not file.is_file():
+    if not os.path.lexists(file):
         return None
     try:
         told = parse_json(read_foreign(file))
-        return Base(told["fingerprint"], told.get("configuration"), told["quantization"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not isinstance(told, dict) or not told.keys() >= {"fingerprint", "quantization"}:
+            raise ValueError("it is no object with fingerprint and quantization")
+        found = Base(told["fingerprint"], told.get("configuration"), told["quantization"])
+        for name, kind in (("fingerprint", str), ("configuration", str), ("quantization", dict)):
+            if not isinstance(getattr(found, name), kind | None):
+                raise ValueError(f"{name} is {json.dumps(getattr(found, name))}")
+    except (OSError, ValueError) as error:
         raise BadInputError(
             f"{field}: {BASE_FILE} cannot be read: {first_line(error)}; save the adapter again, or remove it"
         ) from error
+    return found
