@@ -345,7 +345,7 @@ def run_out_of_memory(how: str) -> str:
     if dist.get_rank() == 1:
         if how == "limit":
             used = psutil.Process().memory_info().data
-            resource.setrlimit(resource.RLIMIT_DATA, (used + 256 * 2**20, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_DATA, (used + 320 * 2**20, resource.RLIM_INFINITY))
         else:
             host.Slabs.cut = no_memory  # type: ignore[assignment]
     try:

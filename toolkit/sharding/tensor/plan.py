@@ -132,7 +132,13 @@ def _require_vocabulary(base: Any, kind: str, size: int) -> None:
     """Raises BadInputError if embeddings and head cannot be cut by tokens. A head of classes or scores stays whole."""
     table, head = base.get_input_embeddings(), base.get_output_embeddings()
     if not isinstance(table, nn.Embedding) or type(head) not in (nn.Linear, type(None)):
-        found = type(table if not isinstance(table, nn.Embedding) else head).__name__
+        odd = table if not isinstance(table, nn.Embedding) else head
+        if hasattr(odd, "lora_A") or hasattr(odd, "modules_to_save"):
+            raise BadInputError(
+                f"{FIELD} is not possible with an adapter on embeddings or head; leave them out of "
+                "adapter.target_modules and adapter.modules_to_save, or remove sharding.tensor"
+            )
+        found = type(odd).__name__
         raise _refused(kind, f"its embeddings or its head are a {found}, of which only plain ones are cut")
     for length in {layer.weight.shape[0] for layer in (table, head) if layer is not None}:
         if size * (size - 1) >= length:
