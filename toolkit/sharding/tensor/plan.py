@@ -135,8 +135,8 @@ def _require_vocabulary(base: Any, kind: str, size: int) -> None:
         odd = table if not isinstance(table, nn.Embedding) else head
         if hasattr(odd, "lora_A") or hasattr(odd, "modules_to_save"):
             raise BadInputError(
-                f"{FIELD} is not possible with an adapter on embeddings or head; leave them out of "
-                "adapter.target_modules and adapter.modules_to_save, or remove sharding.tensor"
+                f"{FIELD}: adapters on embeddings or head are not cut; leave these out of adapter.target_modules and "
+                "adapter.modules_to_save"
             )
         found = type(odd).__name__
         raise _refused(kind, f"its embeddings or its head are a {found}, of which only plain ones are cut")
