@@ -17,7 +17,6 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -103,7 +102,7 @@ def tiny(point: Point) -> Point:
 
 def work(pipe: Connection, _name: str, rank: int, ranks: int, meeting: str, point: Point, steps: int) -> None:
     """One rank of one point."""
-    try:
+    with turns.telling_errors(pipe):
         turns.join(rank, ranks, meeting)
         step = stepping(point, rank)
         pipe.send("ready")
@@ -112,9 +111,6 @@ def work(pipe: Connection, _name: str, rank: int, ranks: int, meeting: str, poin
             for _ in range(steps):
                 step()
             pipe.send((time.process_time() - started) / steps)
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {error}")
 
 
 def stepping(point: Point, rank: int) -> Any:

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,13 +49,9 @@ def variants(length: int) -> dict[str, tuple[int, Callable[[peers.Gate, peers.Jo
 
 def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str, job: peers.Job) -> None:
     """One rank of one variant."""
-    try:
+    with turns.telling_errors(pipe), contextlib.redirect_stdout(sys.stderr):
         turns.join(rank, ranks, meeting)
-        with contextlib.redirect_stdout(sys.stderr):
-            variants(job.max_length)[variant][1](peers.Gate(pipe, job.steps), job, rank)
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {error}")
+        variants(job.max_length)[variant][1](peers.Gate(pipe, job.steps), job, rank)
 
 
 def measure(config: dict[str, int], length: int, rounds: int) -> dict[str, Any]:
@@ -69,8 +64,7 @@ def measure(config: dict[str, int], length: int, rounds: int) -> dict[str, Any]:
         taken = turns.take(ends, rounds)
         for pipes in ends.values():
             turns.end(pipes)
-    cpu = {name: [sum(rank["cpu"] for rank in turn) for turn in found] for name, found in taken.items()}
-    wall = {name: [max(rank["wall"] for rank in turn) for turn in found] for name, found in taken.items()}
+    cpu, wall = turns.seconds(taken)
     return {
         "cpu": turns.ratios(cpu[SHARED], cpu[ALONE]),
         "wall": turns.ratios(wall[SHARED], wall[ALONE]),

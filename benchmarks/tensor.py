@@ -15,7 +15,6 @@ import contextlib
 import functools
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -102,14 +101,10 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str, fo
         ZERO3: functools.partial(by_toolkit, tensor=1),
         THEIRS: by_transformers,
     }[variant]
-    try:
+    with turns.telling_errors(pipe), contextlib.redirect_stdout(sys.stderr):
         turns.join(rank, ranks, meeting)
-        with contextlib.redirect_stdout(sys.stderr):
-            rows = functools.partial(rows_of, tokens=job.max_length, vocabulary=job.config["vocab_size"])
-            run(Path(folder, "model"), rows, peers.Gate(pipe, job.steps))
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {error}")
+        rows = functools.partial(rows_of, tokens=job.max_length, vocabulary=job.config["vocab_size"])
+        run(Path(folder, "model"), rows, peers.Gate(pipe, job.steps))
 
 
 def measure(config: dict[str, int], tokens: int, rounds: int) -> dict[str, Any]:
@@ -121,8 +116,7 @@ def measure(config: dict[str, int], tokens: int, rounds: int) -> dict[str, Any]:
         taken = turns.take(ends, rounds)
         for pipes in ends.values():
             turns.end(pipes)
-    cpu = {name: [sum(rank["cpu"] for rank in turn) for turn in found] for name, found in taken.items()}
-    wall = {name: [max(rank["wall"] for rank in turn) for turn in found] for name, found in taken.items()}
+    cpu, wall = turns.seconds(taken)
     losses = {
         name: [sum(rank["losses"][0] for rank in turn) / RANKS for turn in found] for name, found in taken.items()
     }

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ def join(rank: int, ranks: int, meeting: str) -> None:
     os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+
+
+@contextlib.contextmanager
+def telling_errors(pipe: Connection) -> Iterator[None]:
+    """Sends what ends a rank's work to the process that waits for it."""
+    try:
+        yield
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(f"{type(error).__name__}: {error}")
 
 
 def start(work: Callable[..., None], variant: str, ranks: int, folder: str, *args: Any) -> list[Connection]:
@@ -84,6 +95,13 @@ def end(ends: Sequence[Connection]) -> None:
     for pipe in ends:
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
+
+
+def seconds(taken: Mapping[str, list[list[Any]]]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """CPU time of all ranks together, and the slowest rank's clock, of each turn that `take` returns, by variant."""
+    cpu = {name: [sum(rank["cpu"] for rank in turn) for turn in found] for name, found in taken.items()}
+    wall = {name: [max(rank["wall"] for rank in turn) for turn in found] for name, found in taken.items()}
+    return cpu, wall
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
