@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.errors import TrainingError, counted
-from toolkit.sharding.fsdp2.shards import tensor_dim, tensor_group
+from toolkit.sharding.fsdp2.shards import local_tensor, tensor_dim, tensor_group
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as an element has."""
@@ -73,7 +73,7 @@ def _raise_difference(every: list[tuple[tuple[int, ...], list[int]]], names: lis
 
 def _digests(copies: Mapping[str, torch.Tensor]) -> list[int]:
     """Returns 64 bits for each tensor. A single element that differs always changes them."""
-    found = [_digest(tensor.to_local().detach()) for tensor in copies.values() if isinstance(tensor, DTensor)]
+    found = [_digest(local_tensor(tensor).detach()) for tensor in copies.values()]
     on_devices = {total.device for total in found}
     # One wait for each device, and not for each tensor.
     told = {device: iter(torch.stack([t for t in found if t.device == device]).tolist()) for device in on_devices}

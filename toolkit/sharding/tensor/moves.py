@@ -15,7 +15,6 @@ and of the sum after it each rank gets its tokens; `began` and `ended` are aroun
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from toolkit.sharding.fsdp2.shards import chunk_of
 from toolkit.sharding.parallel.sequence_parallel import (
     exchanges_are_planned,
     planned_exchange,
+    planned_operator,
     set_tokens_of_row,
     tokens_of_row,
 )
@@ -193,17 +193,9 @@ def planned_reduction(rows: torch.Tensor, ranks: int) -> torch.Tensor:
     Returns:
         A tensor of shape (about N / n, ...) without values.
     """
-    found: torch.Tensor = _reduction_operator()(rows, ranks)
+    found: torch.Tensor = planned_operator("planned_reduction", _own_rows)(rows, ranks)
     return found
 
 
 def _own_rows(rows: torch.Tensor, ranks: int) -> torch.Tensor:
     return rows.new_empty(-(-len(rows) // ranks), *rows.shape[1:])
-
-
-@functools.cache
-def _reduction_operator() -> Any:
-    # Not when this is imported: torch looks through all modules for the file that makes an operator, 0.1 s of CPU.
-    operator = torch.library.custom_op("toolkit::planned_reduction", _own_rows, mutates_args=())
-    operator.register_fake(_own_rows)
-    return operator
