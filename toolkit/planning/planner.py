@@ -269,9 +269,9 @@ class Planner:
 
     def _gathered_whole(self, rollout: Memory, setup: Setup) -> Memory:
         """Returns the moment of sampling with all units gathered, if they are sharded."""
-        return (
-            replace(rollout, gathered=max(rollout.gathered, self._whole_bytes)) if setup.strategy.sharded else rollout
-        )
+        if not setup.strategy.sharded:
+            return rollout
+        return replace(rollout, gathered=max(rollout.gathered, self._whole_bytes))
 
     @property
     def _whole_bytes(self) -> int:

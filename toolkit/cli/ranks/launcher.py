@@ -79,8 +79,8 @@ def _can_fork(arguments: Sequence[str]) -> bool:
     """Tells whether torch's launcher starts the ranks, on a machine without GPUs whose system can fork.
 
     Accelerate starts a single rank by itself, in an interpreter of its own, if the config shards nothing. Where there
-    are GPUs, ranks are interpreters of their own: a fork cannot use CUDA if this process has, as libraries
-    do that look at the GPU when they are imported (torchao).
+    are GPUs, ranks are interpreters of their own: a fork cannot use CUDA if this process has, as libraries do that look
+    at the GPU when they are imported (torchao).
     """
     import torch
 

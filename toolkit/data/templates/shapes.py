@@ -1,9 +1,10 @@
-"""Finds the turns of a conversation with one rendering, from a conversation of the same shape.
+"""Finds the turns of a conversation from another one of the same shape.
 
-The shape is the conversation with a place in the stead of all words: its roles, the white space around words, and where
-thoughts are. A row whose text is that of its shape, word for word with its own words in the places, has its answers
-where the shape has them, and these are found with all checks once (`chat.py`). Words that a template may look for, and
-special tokens, have no place in a shape: such rows are rendered in parts, as are rows with calls or tools.
+The shape is the conversation with a place instead of words: its roles, the white space around words, and where thoughts
+are. A row has its answers where its shape has them if its text, and what a server gives the model before each answer,
+are those of the shape with the row's words in the places. The shape's answers are found once, with all checks
+(`chat.py`). So a row is rendered once as a whole and once before each learned answer. Words that a template may look
+for, and special tokens, have no place in a shape: such rows are rendered in parts, as are rows with calls or tools.
 """
 
 from __future__ import annotations
