@@ -61,6 +61,7 @@ def check_job(job: Job, hardware: Hardware | None) -> None:
     if not job.on_cpu:
         _check_gpus(job, hardware)
     _check_restarts(job)
+    _check_copied(job)
     _check_folders(job)
     _check_steps(job)
 
@@ -155,6 +156,20 @@ def _check_folders(job: Job) -> None:
             )
     else:
         raise BadInputError(f"{found} is lost with its machine; {store_says}")
+
+
+def _check_copied(job: Job) -> None:
+    """Raises BadInputError if the machines of SkyPilot, which get this folder, would not find the recipe."""
+    recipe = Path(job.source).expanduser()
+    if (
+        job.system == SKYPILOT
+        and recipe.is_file()
+        and not (recipe.resolve().is_relative_to(Path.cwd()) and not recipe.is_absolute())
+    ):
+        raise BadInputError(
+            f"the recipe {job.source!r} is not named by a path inside of this folder, which alone is copied to the "
+            "machines; go to the folder that holds recipe and data, and name it from there"
+        )
 
 
 def _is_on_own_disk(folder: Path) -> bool:

@@ -76,9 +76,10 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Returns a name that every batch system allows, after the output folder."""
+        """Returns a name that every batch system allows, after the output folder. JobSet's begin with a letter."""
         letters = [letter if letter.isalnum() and letter.isascii() else "-" for letter in self._folder.name.lower()]
-        return "".join(letters).strip("-")[:40].strip("-") or "train"
+        name = "".join(letters).strip("-")[:40].strip("-") or "train"
+        return name if name[0].isalpha() else f"run-{name}"
 
     @property
     def _folder(self) -> Path:

@@ -27,8 +27,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+SKY = (*CLUSTER, "--on", "skypilot", "--hardware", "h100_sxm", STORE)
+SHIPPED = Path(__file__).parents[3] / "recipes/quickstart.yaml"
+
+
 def job(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["job", "quickstart", *arguments])
+    recipe = [] if "--recipe" in arguments else ["quickstart"]
+    return CliRunner().invoke(app, ["job", *recipe, *arguments])
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,7 @@ def job(*arguments: str) -> Result:
         ([*CLUSTER, "--on", "skypilot", "--hardware", "h100_sxm"], "is lost with its machine; keep the checkpoints in"),
         ([*CLUSTER, "--on", "skypilot", STORE], "--hardware: SkyPilot looks for machines with that GPU"),
         (["--gpus", "8", "--nodes", "1-2", "--on", "skypilot", STORE], "starts a fixed number of nodes"),
+        ([*SKY, "--recipe", str(SHIPPED)], "is not named by a path inside of this folder"),
     ],
 )
 def test_what_no_node_should_wait_for(arguments: list[str], told: str, here: Path) -> None:
@@ -97,6 +103,21 @@ def test_what_it_is_given_stays_inside_of_its_line(here: Path) -> None:
     assert "--partition: 'long\\n#SBATCH --account=other' holds an end of line" in str(refused.exception)
     text = _written(here, *CLUSTER, "model.config={model_type: llama,\n  hidden_size: 8}")
     assert all(line.startswith("#") for line in text.partition("Submit it")[0].splitlines())
+    assert "\n#SBATCH --partition='a b'\n" in _written(here, *CLUSTER, "--partition", "a b")
+    text = _written(here, *SKY, "--image", "team/a: #1", "model.config={model_type: llama,\n  hidden_size: 8}")
+    found = yaml.safe_load(text)
+    assert found["resources"]["image_id"] == "docker:team/a: #1"
+    assert "'model.config={model_type: llama,\n  hidden_size: 8}'" in found["run"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("outputs/8B Chat!", "run-8b-chat"), ("./2", "run-2"), ("./null", "null"), ("./...", "train")]
+)
+def test_a_name_that_every_system_takes_for_one(folder: str, name: str, here: Path) -> None:
+    """JobSet's names are labels of DNS as in RFC 1035, and a YAML file takes some words for values."""
+    given = f"training.output_dir={folder}"
+    _, jobs = _kubernetes(here, STORE, given)
+    assert jobs["metadata"]["name"] == yaml.safe_load(_written(here, *SKY, given))["name"] == name
 
 
 def test_the_recipe_of_a_job_is_not_replaced_by_it(here: Path) -> None:
