@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -113,7 +114,7 @@ LOSSES = ("dpo", "ipo", "simpo", "orpo")
 def anchor_paths(values: dict[str, Any], folder: Path) -> None:
     """Makes relative files of a recipe relative to the recipe's folder, wherever the run is started from."""
     for section, keys in (
-        ("data", ("train", "validation", "map")),
+        ("data", ("train", "validation", "map", "image_root")),
         ("model", ("name_or_path", "tokenizer")),
         ("adapter", ("start_from",)),
         ("objective", ("teacher", "loss", "rewards")),
@@ -147,7 +148,7 @@ def _absolute_source(source: Any, folder: Path) -> Any:
 def _absolute_path(source: str, folder: Path) -> str:
     if is_store(source):
         return source
-    candidate = folder / source
+    candidate = folder / os.path.expanduser(source)
     named_as_file = source.endswith(DATA_SUFFIXES) or source.startswith(("./", "../")) or ".py:" in source
     return str(candidate.resolve()) if named_as_file or candidate.exists() else source
 

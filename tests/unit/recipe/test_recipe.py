@@ -242,10 +242,15 @@ def test_the_recipe_of_an_earlier_run_still_starts_it(tmp_path: Path) -> None:
     assert any("sharding.offload_threads: unknown key" in problem for problem in problems(tmp_path, then))
 
 
-def test_files_in_a_recipe_are_relative_to_it(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    recipe = Recipe.load(write(tmp_path / "r.yaml", MINIMAL))
+def test_files_in_a_recipe_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "images").mkdir()
+    of_home = {"validation": "~/rows.csv", "image_root": "images", "map": "~/mine.py:rows"}
+    recipe = Recipe.load(write(tmp_path / "r.yaml", {**MINIMAL, "data": {**MINIMAL["data"], **of_home}}))
     assert recipe.data.train[0].path == str(tmp_path / "rows.jsonl")
+    assert recipe.data.image_root == str(tmp_path / "images")
+    assert recipe.data.validation is not None
+    assert (recipe.data.validation[0].path, recipe.data.map) == ("/home/me/rows.csv", "/home/me/mine.py:rows")
     assert recipe.model.name_or_path == "someone/model"
 
 
