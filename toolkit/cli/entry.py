@@ -11,6 +11,7 @@ from toolkit.cli.shared.signals import end_at_interrupts, ignore_save_requests, 
 
 def main() -> None:
     """The `toolkit` command; see `toolkit.cli.app.main`."""
+    _leave_ranks()
     end_at_interrupts()
     if sys.argv[1:2] == ["train"]:
         ignore_save_requests()
@@ -18,6 +19,15 @@ def main() -> None:
     from toolkit.cli.app import main as command
 
     command()
+
+
+def _leave_ranks() -> None:
+    """Forgets of which rank another launcher speaks: in a pod of Kubeflow all programs have such variables.
+
+    The command is no rank. Where it took itself for one other than the first, its errors would not be printed.
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
 
 
 STARTING = {

@@ -23,6 +23,8 @@ from toolkit.cli.app import app
 from toolkit.cli.commands import plan as cli_plan
 from toolkit.cli.shared.arguments import complete_recipe, load_recipe, split_arguments
 from toolkit.errors import BadInputError, RecipeError
+from toolkit.recipe.load import shipped_recipes
+from toolkit.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
@@ -58,6 +60,21 @@ def test_a_copied_recipe_keeps_its_comments_and_finds_its_files(tmp_path: Path) 
     assert again.returncode == 2
     assert "exists" in again.stderr
     assert run(TOOLKIT, "recipes", "copy", "quikstart", str(tmp_path / "x.yaml")).returncode == 2
+
+
+def test_a_copy_of_each_shipped_recipe_is_the_same_recipe(tmp_path: Path) -> None:
+    for name in shipped_recipes():
+        copy = tmp_path / "others" / f"{name}.yaml"
+        copied = CliRunner().invoke(app, ["recipes", "copy", name, str(copy)])
+        assert copied.exit_code == 0, copied.exception
+        assert Recipe.load(copy).model_dump() == Recipe.load(name).model_dump()
+
+
+def test_errors_are_printed_wherever_the_command_runs() -> None:
+    """In a pod of Kubeflow all programs have the variables of a rank."""
+    failed = run(TOOLKIT, "validate", "nothing", RANK="1", WORLD_SIZE="two", LOCAL_RANK="")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("error: recipe 'nothing': there is no recipe of that name")
 
 
 def test_valid_is_a_recipe_whose_files_are_there(tmp_path: Path) -> None:

@@ -81,6 +81,13 @@ def test_nodes_with_other_folders_and_names_of_no_address(tmp_path: Path, monkey
     assert "does not reach node 0: set GLOO_SOCKET_IFNAME" in " ".join(result.stdout.split())
 
 
+def test_a_job_of_slurm_in_a_container_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "PATH": ""}.items():
+        monkeypatch.setenv(name, value)
+    refused = CliRunner().invoke(app, ["doctor", "--job", "out"])
+    assert "--main-process-ip is missing, and `scontrol show hostnames` does not tell it" in str(refused.exception)
+
+
 @pytest.mark.parametrize(
     ("cuda", "has_driver", "verdict", "told"),
     [
@@ -109,6 +116,7 @@ def test_the_config_that_accelerate_launch_would_read(monkeypatch: pytest.Monkey
         ("num_processes: two\n", "num_processes is 'two'"),
         ("fsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),
         ("parallelism_config:\n  parallelism_config_sp_size: 2\n", "parallelism_config_sp_size is 2, but"),
+        ("distributed_type: DEEPSPEED\n", "distributed_type is 'DEEPSPEED', but the sharding backend runs under FSDP"),
     ):
         path.write_text(text)
         found = doctor._config_finding()

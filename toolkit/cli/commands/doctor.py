@@ -103,8 +103,7 @@ def _compare_nodes(
     count = int(os.environ.get("SLURM_NNODES", "1")) if count is None else count
     rank = int(os.environ.get("SLURM_NODEID", "0")) if rank is None else rank
     if address is None and "SLURM_JOB_NODELIST" in os.environ:
-        hosts = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True)  # noqa: S607
-        address = hosts.stdout.split()[0]
+        address = _first_of_slurm()
     Machines(count, rank, address, port).require()
     nodes = compare_nodes(Place(count, rank, address or "127.0.0.1", port), folder.expanduser().absolute())
     table, problems = rows(nodes)
@@ -116,6 +115,18 @@ def _compare_nodes(
             print("\n".join(problems or ["all nodes are alike and reach each other"]))
     if problems:
         raise typer.Exit(1)
+
+
+def _first_of_slurm() -> str:
+    """Returns the first node of this Slurm job. Raises BadInputError if Slurm does not say, as in a container."""
+    try:
+        told = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True).stdout  # noqa: S607
+        return told.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise BadInputError(
+            f"--main-process-ip is missing, and `scontrol show hostnames` does not tell it ({first_line(error)}); give "
+            "each node the first one's address"
+        ) from error
 
 
 def _all_findings(hub: bool) -> Iterator[Finding]:

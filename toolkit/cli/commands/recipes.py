@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,10 +15,8 @@ from toolkit.cli.shared.arguments import AsJson, NewFile
 from toolkit.cli.shared.console import print_table
 from toolkit.cli.shared.help import HelpedCommand, new_app
 from toolkit.cli.shared.shipped import new_yaml, recipe_rows
-from toolkit.paths import DATA_SUFFIXES
 from toolkit.recipe.json_schema import schema_line
-from toolkit.recipe.load import find_recipe
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.load import anchor_paths, find_recipe, sections_of, text_of
 
 recipes_app = new_app(invoke_without_command=True)
 
@@ -52,9 +52,20 @@ def copy_recipe(
 
 def _with_absolute_files(source: Path) -> str:
     """Returns a recipe's text, comments included, with the files it names relative to itself made absolute."""
-    text = source.read_text(encoding="utf-8")
-    recipe = Recipe.load(source)
-    for absolute in [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]:
-        if absolute.endswith(DATA_SUFFIXES) and Path(absolute).is_relative_to(source.parent):
-            text = text.replace(str(Path(absolute).relative_to(source.parent)), absolute)
+    text = text_of(source)
+    anchored = sections_of(text, str(source))
+    named = list(_leaves(anchored))
+    anchor_paths(anchored, source.parent)
+    for relative, absolute in set(zip(named, _leaves(anchored), strict=True)):
+        if relative != absolute:
+            text = re.sub(rf"(?<![\w./-]){re.escape(relative)}", lambda _, path=absolute: path, text)
     return text
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yields the values of nested mappings and lists."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
