@@ -12,7 +12,7 @@ from toolkit.planning.setup import Setup
 from toolkit.planning.table import Plan
 from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.schema import OFFLOAD_DETAILS, ShardingSection
-from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
+from toolkit.sharding.accelerate_config import AccelerateConfig, hybrid_options, read_accelerate_config
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.plan.strategy import OFFLOAD, parse_strategy
 
@@ -54,8 +54,7 @@ def launch_of(found: Plan, row: PlanRow, recipe_name: str, overrides: list[str])
         words.append(f"--num_machines {nodes} --machine_rank $NODE --main_process_ip $HEAD --main_process_port 29500")
         notes.append("on every node, with its number as NODE and the first node's address as HEAD")
     if setup.strategy.replicated:
-        sizes = {"replicate": setup.mesh.replicate, "shard": setup.mesh.shard}
-        words += [f"--parallelism_config_dp_{axis}_size {size}" for axis, size in sizes.items()]
+        words += hybrid_options(setup.mesh.replicate, setup.mesh.shard)
     script = shlex.quote(shown_path(shipped_folder("recipes") / "finetune.py"))
     return LaunchCommand(" ".join([*words, script, work]), tuple(notes))
 
@@ -115,4 +114,6 @@ def _config_name(setup: Setup, hardware: Hardware) -> str:
     # One rank holds every shard, so the strategies don't differ.
     if setup.ranks == 1:
         return "gpu_1_offload" if setup.offload else "gpu_1"
+    if setup.strategy.replicated and setup.ranks <= hardware.devices_per_node:
+        return "zero3"  # that of hybrid is for two machines, and would wait for the other
     return "zero3_offload" if setup.offload and setup.strategy.name == "zero3" else setup.strategy.name

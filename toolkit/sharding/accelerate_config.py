@@ -14,6 +14,9 @@ from toolkit.sharding.plan.strategy import parse_strategy
 PRECISIONS = ("no", "bf16", "fp16")
 """Allowed values of `mixed_precision`. Their types are in `apply.py`, which imports torch; a launcher needs none."""
 
+DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO")
+"""Values of `distributed_type` under whose launchers the sharding backend runs."""
+
 _LONG_ROWS = "In a recipe, sharding.sequence shares long rows among ranks"
 
 OTHER_AXES = {
@@ -39,6 +42,34 @@ def refuse_other_axes(sizes: Mapping[str, int | None], spelling: str) -> None:
             raise BadInputError(
                 f"{spelling.format(axis)} is {size}, but the sharding backend has no {what}; remove it. {instead}"
             )
+
+
+STRATEGY_KEYS = ("fsdp_sharding_strategy", "fsdp_version", "fsdp_reshard_after_forward")
+"""Keys of `fsdp_config` that say the strategy. The launcher hands them on in capitals."""
+
+
+def strategy_word(found: Mapping[str, Any]) -> str | None:
+    """Returns the strategy that an Accelerate config asks for, unchecked, or None if it leaves that to the recipe.
+
+    Args:
+        found: values by `STRATEGY_KEYS`; None is not set.
+    """
+    word = found.get("fsdp_sharding_strategy")
+    # The launcher hands this on if its config says nothing, as under version 2, where another key says it.
+    if word not in (None, "FULL_SHARD"):
+        return str(word)
+    version, reshards = (str(found.get(key)).lower() for key in STRATEGY_KEYS[1:])
+    return "zero2" if (version, reshards) == ("2", "false") else None
+
+
+def hybrid_options(replicate: int, shard: int) -> list[str]:
+    """Returns options of `accelerate launch` that form `replicate` replicas of `shard` ranks each.
+
+    Without the switch the launcher hands sizes on only if its config has some, too. With it, it wants to be told of
+    FSDP 2 before it has read its config.
+    """
+    sizes = ["--parallelism_config_dp_replicate_size", str(replicate), "--parallelism_config_dp_shard_size", str(shard)]
+    return ["--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", *sizes]
 
 
 @dataclass(frozen=True)
@@ -78,13 +109,12 @@ class AccelerateConfig:
 
     @property
     def strategy(self) -> str | None:
-        """Returns the strategy's word, unchecked, or None if the file does not set it.
+        """Returns the strategy's word, unchecked, or None if the file leaves it to the recipe.
 
         Raises:
             BadInputError: if `fsdp_config` is not a mapping.
         """
-        word = self._section("fsdp_config").get("fsdp_sharding_strategy")
-        return None if word is None else str(word)
+        return strategy_word(self._section("fsdp_config"))
 
     @property
     def replicate_size(self) -> int | None:
@@ -123,12 +153,20 @@ class AccelerateConfig:
         if self.strategy is not None:
             parse_strategy(self.strategy, f"--config: {self.origin}: fsdp_config.fsdp_sharding_strategy")
 
-    def refuse_other_axes(self) -> None:
-        """Refuses sizes of axes that the backend does not run.
+    def refuse_other_backends(self) -> None:
+        """Refuses configs for another backend than FSDP, and sizes of axes that ours does not run.
 
         Raises:
-            BadInputError: if one is larger than 1, or is not a positive integer.
+            BadInputError: if the launcher would start another backend, or an axis is larger than 1 or no number.
         """
+        for key, allowed in (("distributed_type", DISTRIBUTED_TYPES), ("compute_environment", ("LOCAL_MACHINE",))):
+            found = self.values.get(key)
+            # YAML reads an unquoted NO as false.
+            if found not in (None, False, *allowed):
+                raise self.error(
+                    f"{key} is {found!r}, but the sharding backend runs under {', '.join(allowed)} alone; "
+                    "`toolkit configs` lists configs to copy (docs/coming_from has DeepSpeed's keys)"
+                )
         sizes = {axis: self._parallelism_size(axis) for axis in OTHER_AXES}
         refuse_other_axes(sizes, f"--config: {self.origin}: parallelism_config.parallelism_config_{{}}_size")
 
@@ -156,8 +194,8 @@ def read_accelerate_config(path: Path) -> AccelerateConfig:
     """Reads an Accelerate config from a YAML file.
 
     Raises:
-        BadInputError: if the file is missing, is not YAML, does not hold a mapping, is a recipe, or sizes an axis that
-            the backend does not run.
+        BadInputError: if the file is missing, is not YAML, does not hold a mapping, is a recipe, is for another
+            backend, or sizes an axis that ours does not run.
     """
     if not path.is_file():
         raise BadInputError(f"--config: there is no file {str(path)!r}")
@@ -171,5 +209,5 @@ def read_accelerate_config(path: Path) -> AccelerateConfig:
     if "data" in values and "distributed_type" not in values:
         raise BadInputError(f"--config: {path} is a recipe; leave --config out before it, or name an Accelerate config")
     config = AccelerateConfig(values, str(path))
-    config.refuse_other_axes()
+    config.refuse_other_backends()
     return config

@@ -12,7 +12,7 @@ import socket
 from accelerate.utils import GradientAccumulationPlugin
 
 from toolkit.errors import BadInputError
-from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
+from toolkit.sharding.accelerate_config import OTHER_AXES, STRATEGY_KEYS, refuse_other_axes, strategy_word
 from toolkit.sharding.offload import OffloadSettings, parse_offload
 from toolkit.sharding.plan.strategy import (
     DEFAULT_STRATEGY,
@@ -26,7 +26,21 @@ from toolkit.sharding.plan.strategy import (
 STRATEGY_VARIABLE = "FSDP_SHARDING_STRATEGY"
 """Holds `fsdp_config.fsdp_sharding_strategy` of the Accelerate config. Accelerate ignores it with FSDP version 2."""
 
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def settle_threads() -> None:
+    """Makes OMP_NUM_THREADS one number, as Accelerate reads it. OpenMP takes a list, and ignores what it cannot read."""
+    text = os.environ.get(THREADS_VARIABLE)
+    if text is None:
+        return
+    outermost = text.partition(",")[0].strip()
+    if outermost.isdecimal() and int(outermost) > 0:
+        os.environ[THREADS_VARIABLE] = outermost
+    else:
+        del os.environ[THREADS_VARIABLE]
 
 
 def resolve_strategy(asked: str | None) -> Strategy:
@@ -35,7 +49,8 @@ def resolve_strategy(asked: str | None) -> Strategy:
     Raises:
         BadInputError: if a strategy is unknown, or the argument and the Accelerate config contradict each other.
     """
-    configured = os.environ.get(STRATEGY_VARIABLE)
+    variables = {key: os.environ.get(key.upper()) for key in STRATEGY_KEYS}
+    configured = strategy_word(variables)
     if asked is None:
         return parse_strategy(configured or DEFAULT_STRATEGY, "fsdp_config.fsdp_sharding_strategy")
     strategy = parse_strategy(asked, "sharding.strategy")
@@ -120,13 +135,19 @@ def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:
 
 
 def refuse_stock_settings() -> None:
-    """Refuses keys of `fsdp_config` that the sharding backend would ignore.
+    """Refuses settings of the Accelerate config that the sharding backend would ignore.
 
     Raises:
-        BadInputError: if the Accelerate config sets `fsdp_offload_params`.
+        BadInputError: if the Accelerate config sets `fsdp_offload_params`, or is for another backend.
     """
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise BadInputError("fsdp_config.fsdp_offload_params: not supported by the sharding backend; set it to false")
+    for backend in ("DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{backend}", "false").lower() == "true":
+            raise BadInputError(
+                f"distributed_type: the Accelerate config says {backend}, but the sharding backend runs under FSDP; "
+                "start with another config (`toolkit configs` lists some)"
+            )
 
 
 def require_reachable_host() -> None:

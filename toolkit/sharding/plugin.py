@@ -53,6 +53,7 @@ from toolkit.sharding.launched import (
     resolve_offload,
     resolve_strategy,
     resolve_tensor,
+    settle_threads,
 )
 from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
@@ -137,6 +138,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     ) -> None:
         check_versions()
         _use_cpu_without_gpu()
+        settle_threads()
         self.strategy = resolve_strategy(strategy)
         self.offload = resolve_offload(strategy, offload)
         self.load_weights: LoadsWeights | None = None

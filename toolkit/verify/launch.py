@@ -97,7 +97,7 @@ def rank_environments(launch: Launch, folder: Path) -> list[dict[str, str]]:
     """Returns the environment that `accelerate launch` would give each rank on one machine with all processes.
 
     Raises:
-        BadInputError: if Accelerate cannot launch with the config, or not under the sharding backend.
+        BadInputError: if Accelerate cannot launch with the config.
     """
     config = folder / "accelerate.yaml"
     one_machine = {"num_machines": 1, "machine_rank": 0, "main_process_port": free_port(), "rdzv_backend": "static"}
@@ -118,8 +118,6 @@ def _launcher_environment(config: Path, launch: Launch) -> dict[str, str]:
     arguments = ["--config_file", str(config), "--num_cpu_threads_per_process", str(threads), "verify"]
     try:
         settings, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-        if settings.use_deepspeed or settings.use_megatron_lm or settings.tpu:
-            raise ValueError("its distributed_type is not one that the sharding backend runs under; use FSDP")
         environment: dict[str, str] = prepare_multi_gpu_env(settings)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise BadInputError(f"--config: {launch.origin}: {first_line(error)}") from error

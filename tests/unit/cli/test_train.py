@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from accelerate.utils.launch import _filter_args
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import _filter_args, prepare_multi_gpu_env
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS
 from torch.distributed.run import get_args_parser
@@ -69,8 +70,8 @@ MACHINE_1_OF_3 = ["--num-machines", "3", "--machine-rank", "1", "--main-process-
         (["--num-machines", "1"], "accelerate_configs/zero3.yaml --num_processes 2"),
         (
             ["--strategy", "hybrid", *MACHINE_1_OF_3],
-            "accelerate_configs/zero3.yaml --num_processes 6 MACHINES --use_parallelism_config true "
-            "--parallelism_config_dp_replicate_size 3 --parallelism_config_dp_shard_size 2 "
+            "accelerate_configs/zero3.yaml --num_processes 6 MACHINES --use_fsdp --fsdp_version 2 "
+            "--use_parallelism_config --parallelism_config_dp_replicate_size 3 --parallelism_config_dp_shard_size 2 "
             "--fsdp_sharding_strategy hybrid",
         ),
     ],
@@ -96,6 +97,22 @@ def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str,
     assert line == ("ACCELERATE_USE_CPU=true " if on_cpu else "") + f"accelerate launch {shlex.join(words)}"
     assert os.environ[launch_options.ON_CPU] == ("true" if on_cpu else "")
     assert result.exit_code == 3, "the launcher's own"
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "shard"),
+    [(["--gpus", "2"], [], "2"), (["--cpu", "4"], [], "4"), (["--cpu", "4"], ["sharding.tensor=2"], "2")],
+)
+def test_accelerate_hands_the_groups_of_hybrid_on(
+    device: list[str], overrides: list[str], shard: str, launched: list[list[str]]
+) -> None:
+    """Read by its own parser, where the option was a switch and not `--use_parallelism_config true`."""
+    run("quickstart", *device, "--strategy", "hybrid", *MACHINE_1_OF_3, *overrides)
+    settings, _, _ = _validate_launch_command(launch_command_parser().parse_args(launched[0]))
+    given = prepare_multi_gpu_env(settings)
+    assert settings.training_script == "recipes/finetune.py"
+    assert [given[f"PARALLELISM_CONFIG_DP_{axis}_SIZE"] for axis in ("REPLICATE", "SHARD")] == ["3", shard]
+    assert (given["FSDP_SHARDING_STRATEGY"], given["FSDP_VERSION"]) == ("hybrid", "2")
 
 
 def test_a_path_with_spaces_is_one_word_of_the_line(launched: list[list[str]], tmp_path: Path) -> None:
@@ -160,7 +177,10 @@ def test_no_gpu_needs_a_word(launched: list[list[str]], monkeypatch: pytest.Monk
         ("pass", 0, ""),
     ],
 )
-def test_the_exit_code_of_the_rank_that_failed(code: str, exit_code: int | None, ended: str, tmp_path: Path) -> None:
+def test_the_exit_code_of_the_rank_that_failed(
+    code: str, exit_code: int | None, ended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # a list, which Accelerate's launcher does not read
     script = tmp_path / "script.py"
     script.write_text(code)
     words = ["--config_file", str(ROOT / "accelerate_configs/gpu_1.yaml"), str(script)]

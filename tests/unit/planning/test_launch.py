@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from toolkit.cli.commands.plan import accelerated_by
 from toolkit.planning.launch import launch_of
@@ -41,7 +43,11 @@ def read_back(found: Plan, command: str) -> tuple[Setup, str]:
     )
     assert refusals(settings) == [], "a run refuses it"
     ranks = int(flags.get("--num_processes") or flags.get("--gpus") or flags["--cpu"])
-    shard = flags.get("--parallelism_config_dp_shard_size")
+    shard = None
+    if not installed:
+        settings, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[2:]))
+        assert settings.num_machines == 1, "it would wait for another"
+        shard = prepare_multi_gpu_env(settings).get("PARALLELISM_CONFIG_DP_SHARD_SIZE")
     setup = asked_setup(recipe, ranks, found.hardware, strategy, offload, None if shard is None else int(shard))
     return setup, precision_of(recipe.training, precision, found.hardware)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +86,38 @@ OTHER_AXES = {
 }
 
 
-def test_axes_that_the_backend_does_not_run_are_refused_wherever_a_config_is_read(tmp_path: Path) -> None:
-    recipe, path = Recipe.load("quickstart"), tmp_path / "config.yaml"
-    readers = {
+def readers_of(path: Path) -> dict[str, Callable[[], object]]:
+    """The commands that read a config."""
+    recipe = Recipe.load("quickstart")
+    return {
         "plan": lambda: accelerated_by(path),
         "verify": lambda: read_launch(path, recipe),
         "train": lambda: launcher_options(recipe, None, 2, None, str(path)),
     }
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}", "distributed_type is 'DEEPSPEED', but the"),
+        ("distributed_type: MEGATRON_LM", "distributed_type is 'MEGATRON_LM'"),
+        ("distributed_type: XLA", "distributed_type is 'XLA', but the sharding backend runs under FSDP, MULTI_GPU,"),
+        ("compute_environment: AMAZON_SAGEMAKER", "compute_environment is 'AMAZON_SAGEMAKER', but the sharding"),
+        ("distributed_type: NO", None),
+        ("distributed_type: MULTI_CPU\ncompute_environment: LOCAL_MACHINE", None),
+    ],
+)
+def test_configs_for_another_backend_are_refused(values: str, told: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"num_processes: 2\n{values}\n")
+    for read in readers_of(path).values():
+        with nullcontext() if told is None else pytest.raises(BadInputError, match=f"--config: {path}: {told}"):
+            read()
+
+
+def test_axes_that_the_backend_does_not_run_are_refused_wherever_a_config_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    readers = readers_of(path)
     head = "num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: zero3\nparallelism_config:\n"
     wrong = []
     for axis, told in OTHER_AXES.items():

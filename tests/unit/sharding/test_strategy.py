@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import re
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import COMBINATIONS, Combination
+from toolkit.sharding.accelerate_config import STRATEGY_KEYS, AccelerateConfig
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.fsdp2 import versions
@@ -21,7 +23,7 @@ from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwarg
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FSDP_SHARDING_STRATEGY", "WORLD_SIZE", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
+    for name in (*map(str.upper, STRATEGY_KEYS), "WORLD_SIZE", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -44,6 +46,28 @@ def test_where_the_strategy_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_strategy("ddp").name == "ddp"
     with pytest.raises(BadInputError, match=r"sharding.strategy is zero3, but .*fsdp_sharding_strategy is ddp"):
         resolve_strategy("zero3")
+
+
+def test_a_config_without_a_strategy_leaves_it_to_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate's launcher hands on FULL_SHARD then. Under version 2 another key says whether units stay gathered."""
+    for reshards, found in (("true", "zero3"), ("false", "zero2")):
+        fsdp = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_version": "2", "fsdp_reshard_after_forward": reshards}
+        for key, value in fsdp.items():
+            monkeypatch.setenv(key.upper(), value)
+        assert resolve_strategy(None).name == found
+        in_file = {"fsdp_version": 2, "fsdp_reshard_after_forward": reshards == "true"}
+        assert AccelerateConfig({"fsdp_config": in_file}, "here").strategy == (None if found == "zero3" else found)
+    with pytest.raises(BadInputError, match=r"sharding.strategy is zero1, but .* is zero2"):
+        resolve_strategy("zero1")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert resolve_strategy("zero1").name == "zero1"
+
+
+@pytest.mark.parametrize(("text", "number"), [("4,2", "4"), (" 8 ", "8"), ("", None), ("0", None), ("all", None)])
+def test_threads_are_one_number(text: str, number: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    ShardingPlugin("zero3")
+    assert os.environ.get("OMP_NUM_THREADS") == number
 
 
 def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +108,19 @@ def test_a_newer_library_that_moved_a_name_stops_by_that_name(
         sharding_kwargs("zero3")
 
 
-@pytest.mark.parametrize("key", ["FSDP_OFFLOAD_PARAMS"])
-def test_stock_settings_that_would_mean_something_else_are_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("FSDP_OFFLOAD_PARAMS", "fsdp_offload_params"),
+        ("ACCELERATE_USE_DEEPSPEED", "the Accelerate config says DEEPSPEED"),
+        ("ACCELERATE_USE_MEGATRON_LM", "says MEGATRON_LM"),
+    ],
+)
+def test_stock_settings_that_would_mean_something_else_are_refused(
+    monkeypatch: pytest.MonkeyPatch, key: str, told: str
+) -> None:
     monkeypatch.setenv(key, "true")
-    with pytest.raises(BadInputError, match=key.lower()):
+    with pytest.raises(BadInputError, match=told):
         ShardingPlugin("zero3")
 
 

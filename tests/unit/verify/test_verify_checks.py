@@ -445,13 +445,6 @@ def test_the_number_of_cpu_ranks_that_is_given(tmp_path: Path, recipe: Recipe, m
     assert seen == [2]
 
 
-def test_stock_distributed_types_are_refused(tmp_path: Path, recipe: Recipe) -> None:
-    (tmp_path / "config.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: 'no'\n")
-    config_launch = launch.read_launch(tmp_path / "config.yaml", recipe)
-    with pytest.raises(BadInputError, match="distributed_type"):
-        launch.rank_environments(config_launch, tmp_path)
-
-
 # Ranks that fail
 
 

@@ -101,16 +101,17 @@ def launcher_options(
     processes = cpu if cpu is not None else gpus
     if processes is not None:
         options += ["--num_processes", str(processes * machines.count), *machines.options()]
-        options += _hybrid_sizes(word, processes, machines.count)
+        options += _hybrid_groups(word, recipe, processes, machines.count)
     return options if word is None else [*options, "--fsdp_sharding_strategy", word]
 
 
-def _hybrid_sizes(word: str | None, ranks: int, machines: int) -> list[str]:
+def _hybrid_groups(word: str | None, recipe: Recipe | None, ranks: int, machines: int) -> list[str]:
     """Returns options for hybrid on several machines: sharded inside a machine, replicated across them."""
     if machines == 1 or word is None or not word.startswith("hybrid"):
         return []
-    sizes = ["--parallelism_config_dp_replicate_size", str(machines), "--parallelism_config_dp_shard_size", str(ranks)]
-    return ["--use_parallelism_config", "true", *sizes]
+    from toolkit.sharding.accelerate_config import hybrid_options
+
+    return hybrid_options(machines, ranks // (1 if recipe is None else recipe.sharding.tensor))
 
 
 def _strategy_word(recipe: Recipe | None, strategy: str | None, config: str | None) -> str | None:

@@ -46,8 +46,11 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        from toolkit.sharding.launched import settle_threads
+
         if forks:
             _import_for_ranks()
+    settle_threads()
     settle_launcher()  # a rank prints its own error
     started = time.time()
     try:
