@@ -32,7 +32,7 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def settle_threads() -> None:
-    """Makes OMP_NUM_THREADS one number, as Accelerate reads it. OpenMP takes a list, and ignores what it cannot read."""
+    """Makes OMP_NUM_THREADS one number, as Accelerate reads it; OpenMP takes a list, and ignores what is none."""
     text = os.environ.get(THREADS_VARIABLE)
     if text is None:
         return

@@ -58,7 +58,7 @@ def _with_absolute_files(source: Path) -> str:
     anchor_paths(anchored, source.parent)
     for relative, absolute in set(zip(named, _leaves(anchored), strict=True)):
         if relative != absolute:
-            text = re.sub(rf"(?<![\w./-]){re.escape(relative)}", lambda _, path=absolute: path, text)
+            text = re.sub(rf"(?<![\w./-]){re.escape(relative)}", absolute.replace("\\", r"\\"), text)
     return text
 
 
