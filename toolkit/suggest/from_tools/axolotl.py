@@ -190,7 +190,6 @@ TABLE: Table = {
     "eval_sample_packing": not_needed("held-out rows are read as those to train on"),
     "pad_to_sequence_len": not_needed("packed samples need no padding"),
     "sample_packing_sequentially": no_counterpart("the seed orders the rows"),
-    "group_by_length": not_needed("rows are packed"),
     "multipack_real_batches": not_needed("rows are packed"),
     "streaming": to("data.streaming"),
     "shuffle_merged_datasets": to("data.shuffle"),
@@ -273,6 +272,7 @@ TABLE: Table = {
 
 DEFAULTS = {
     "sequence_len": 512,
+    "sample_packing": False,
     "micro_batch_size": 1,
     "num_epochs": 1.0,
     "lr_scheduler": "cosine",
@@ -285,7 +285,11 @@ DEFAULTS = {
 def convert(given: dict[str, Any]) -> Conversion:
     """Returns the recipe of an axolotl configuration. axolotl drops long rows."""
     conversion = Conversion("axolotl", given)
-    conversion.apply(TABLE, DEFAULTS)
+    # Rows to pretrain on are joined.
+    idle = {"sample_packing"} if given.get("pretraining_dataset") else set()
+    conversion.apply(TABLE, {name: value for name, value in DEFAULTS.items() if name not in idle})
     if conversion.draft.get("objective.kind") is None and not given.get("excess_length_strategy"):
         conversion.draft.set("data.long_rows", "drop", "axolotl drops long rows.")
+    if given.get("warmup_steps") is None and given.get("warmup_ratio") is None:
+        conversion.draft.set("schedule.warmup_fraction", 0.03, "The default in axolotl, there at most 100 steps.")
     return conversion

@@ -55,7 +55,20 @@ class Conversion:
             if self.given.get(name) is None:
                 table[name](self, name, value)
         self._is_default = False
+        self._complete_pairs()
         self._drop_idle()
+
+    def _complete_pairs(self) -> None:
+        """Doubles the length of pairs, whose completions these tools count apart, and sets their defaults of SimPO."""
+        if self.draft.get("objective.kind") in ("preference", "reward"):
+            length, reason = self.draft.get("data.max_length"), self.draft.reasons.get("data.max_length")
+            if isinstance(length, int):
+                self.draft.set(
+                    "data.max_length", 2 * length, f"{reason} Both completions of a pair count together here."
+                )
+        for key, value in (("beta", 0.1), ("gamma", 0.5)) if self.draft.get("objective.loss") == "simpo" else ():
+            if self.draft.get(f"objective.{key}") is None:
+                self.draft.set(f"objective.{key}", value, f"The default of simpo in {self.tool}.")
 
     def _drop_idle(self) -> None:
         """Drops settings that a recipe refuses because they have no effect in it."""

@@ -15,7 +15,7 @@ from toolkit.suggest.from_tools.conversion import (
     to,
     words,
 )
-from toolkit.suggest.from_tools.trl import ATTENTION, LOSSES, TRAINING_ARGUMENTS
+from toolkit.suggest.from_tools.trl import ATTENTION, LOSSES, TRAINING_ARGUMENTS, beta_of
 
 STAGES = {"sft": "causal_lm", "pt": "causal_lm", "dpo": "preference", "rm": "reward", "kto": "kto"}
 
@@ -56,7 +56,8 @@ def _loss(conversion: Conversion, name: str, value: Any) -> None:
 
 def _beta(conversion: Conversion, name: str, value: Any) -> None:
     if conversion.given.get("stage") in ("dpo", "kto"):
-        conversion.take("objective.beta", number(value), name)
+        loss = LOSSES.get(str(conversion.given.get("pref_loss"))) if conversion.given["stage"] == "dpo" else None
+        beta_of(conversion, name, value, loss)
     else:
         conversion.not_needed[name] = "only losses of pairs have it"
 
@@ -185,6 +186,8 @@ def convert(given: dict[str, Any]) -> Conversion:
     defaults: dict[str, Any] = DEFAULTS
     if isinstance(rank := given.get("lora_rank", 8), int):
         defaults = {**DEFAULTS, "lora_alpha": 2 * rank}
+    if not given.get("neat_packing"):
+        defaults = {**defaults, "packing": given.get("stage") == "pt"}
     conversion.apply(TABLE, defaults)
     if conversion.draft.get("objective.kind") == "causal_lm":
         conversion.draft.set("data.long_rows", "truncate", "LLaMA-Factory cuts long rows.")

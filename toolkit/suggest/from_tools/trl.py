@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.suggest.from_tools.conversion import (
@@ -180,7 +181,7 @@ TRAINING_ARGUMENTS: Table = {
     "fsdp_config": not_needed("blocks are found from the model"),
     "neftune_noise_alpha": no_counterpart("noise in embeddings is not implemented"),
     "average_tokens_across_devices": not_needed("the loss is the mean over the target tokens of all ranks"),
-    "group_by_length": not_needed("rows are packed"),
+    "group_by_length": no_counterpart("the seed orders the rows; data.packing leaves no padding"),
     "full_determinism": not_needed("a run with the same ranks gives the same bits"),
 }
 """Arguments of transformers' trainer, which several tools pass on."""
@@ -210,10 +211,11 @@ def _datasets(conversion: Conversion, name: str, value: Any) -> None:
 
 
 def _loss_type(conversion: Conversion, name: str, value: Any) -> None:
-    kind = value[0] if isinstance(value, list) and len(value) == 1 else value
+    kind = _loss_of(conversion.given)
     if kind in LOSSES:
-        conversion.take("objective.kind", "preference", name)
         conversion.take("objective.loss", LOSSES[kind], name)
+    elif kind == "kto":
+        conversion.not_needed[name] = "objective.kind says it"
     elif kind in ("nll", "chunked_nll"):
         conversion.not_needed[name] = "the loss is the mean over target tokens"
     else:
@@ -223,10 +225,50 @@ def _loss_type(conversion: Conversion, name: str, value: Any) -> None:
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
 
 
+def _kind(given: Mapping[str, Any]) -> str:
+    """Returns `objective.kind` of a configuration, which does not name its trainer."""
+    if {"desirable_weight", "undesirable_weight"} & given.keys() or given.get("loss_type") == "kto":
+        return "kto"
+    if "center_rewards_coefficient" in given:
+        return "reward"
+    return "preference" if "beta" in given or _loss_of(given) in LOSSES else "causal_lm"
+
+
+def _loss_of(given: Mapping[str, Any]) -> Any:
+    kind = given.get("loss_type")
+    if isinstance(kind, list):
+        return kind[0] if len(kind) == 1 else ", ".join(map(str, kind))
+    return kind
+
+
 def _beta(conversion: Conversion, name: str, value: Any) -> None:
-    if conversion.draft.get("objective.kind") is None:
-        conversion.take("objective.kind", "preference", name, "Only losses of pairs have it.")
-    conversion.take("objective.beta", number(value), name)
+    beta_of(conversion, name, value, LOSSES.get(_loss_of(conversion.given)))
+
+
+def beta_of(conversion: Conversion, name: str, value: Any, loss: str | None) -> None:
+    """Takes `beta` as the setting of a loss that it is: of orpo it weights the odds."""
+    conversion.take("objective.odds_weight" if loss == "orpo" else "objective.beta", number(value), name)
+
+
+def _assistant_only(conversion: Conversion, name: str, value: Any) -> None:
+    if value in (True, "true", "True"):
+        conversion.take("data.targets", "assistant", name)
+    elif conversion.given.get("completion_only_loss") in (False, "false", "False"):
+        conversion.not_needed[name] = "completion_only_loss says it"
+    elif _kind(conversion.given) == "causal_lm":
+        conversion.no_counterpart[name] = (
+            "false: TRL learns every token of rows with messages, here only the assistant's are; set data.targets=all "
+            "for such rows"
+        )
+    else:
+        conversion.not_needed[name] = "completions are learned"
+
+
+def _completion_only(conversion: Conversion, name: str, value: Any) -> None:
+    if value in (False, "false", "False"):
+        conversion.take("data.targets", "all", name)
+    else:
+        conversion.not_needed[name] = "the answer is learned of prompt and completion"
 
 
 def _four_bits(conversion: Conversion, name: str, value: Any) -> None:
@@ -280,10 +322,10 @@ TABLE: Table = {
     "truncation_mode": not_needed("data.long_rows: truncate keeps the start"),
     "packing": to("data.packing"),
     "packing_strategy": not_needed("rows are packed best-fit decreasing"),
-    "padding_free": not_needed("rows are packed"),
+    "padding_free": not_needed("data.packing leaves no padding"),
     "eval_packing": not_needed("held-out rows are read as those to train on"),
-    "assistant_only_loss": if_true("data.targets", "assistant"),
-    "completion_only_loss": not_needed("the answer is learned of prompt and completion"),
+    "assistant_only_loss": _assistant_only,
+    "completion_only_loss": _completion_only,
     "chat_template_path": words(
         "data.chat_template", {"chatml": "chatml", "alpaca": "alpaca"}, "the tokenizer's own is used"
     ),
@@ -316,9 +358,13 @@ TABLE: Table = {
     **TRAINING_ARGUMENTS,
 }
 
+RATES = {"preference": 1e-6, "kto": 1e-6, "reward": 1e-4}
+"""`objective.kind` -> the default of learning_rate, which is 2e-5 for the others."""
+
 DEFAULTS = {
     "max_length": 1024,
-    "learning_rate": 2e-5,
+    "packing": False,
+    "assistant_only_loss": False,
     "num_train_epochs": 3,
     "per_device_train_batch_size": 8,
     "lr_scheduler_type": "linear",
@@ -334,8 +380,15 @@ DEFAULTS = {
 
 def convert(given: dict[str, Any]) -> Conversion:
     """Returns the recipe of TRL's arguments. TRL cuts long rows."""
-    conversion = Conversion("TRL", given)
-    conversion.apply(TABLE, DEFAULTS)
-    if conversion.draft.get("objective.kind") is None:
+    conversion, kind = Conversion("TRL", given), _kind(given)
+    if kind == "causal_lm":
         conversion.draft.set("data.long_rows", "truncate", "TRL cuts long rows.")
+    else:
+        conversion.draft.set("objective.kind", kind, "From arguments that only such a trainer has.")
+    conversion.apply(TABLE, {**DEFAULTS, "learning_rate": RATES.get(kind, 2e-5)})
+    if given.get("use_peft") and not given.get("lora_target_modules"):
+        conversion.no_counterpart["lora_target_modules"] = (
+            "unset: peft adapts a few layers by the type of the model, of Llama's q_proj and v_proj, and here every "
+            "linear layer is adapted; set adapter.target_modules"
+        )
     return conversion
