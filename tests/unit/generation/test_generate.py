@@ -789,10 +789,15 @@ def test_rows_to_train_on_have_their_answer_last(tmp_path: Path) -> None:
         {"prompt": "a", "completion": "b", "label": True},
         {"prompt": [asked], "chosen": [said], "rejected": [{**said, "content": "c"}]},
         {"messages": [asked, said, asked], "answer": "d"},
+        {"messages": [asked, said], "system": "be kind"},
+        {"prompt": "a", "answer": "b", "system": "be kind"},
+        {"prompt": "a", "completion": "b", "system": "not read beside a completion"},
     ]
     found = read_rows(write_rows(tmp_path / "rows.jsonl", *rows), "--eval", True)
-    assert [row.answers for row in found] == [("c",), ("b",), ("b",), ("d",)]
-    assert [row.prompt for row in found] == [[asked, said, asked], "a", [asked], [asked, said, asked]]
+    assert [row.answers for row in found] == [("c",), ("b",), ("b",), ("d",), ("b",), ("b",), ("b",)]
+    kind = [{"role": "system", "content": "be kind"}, asked]
+    assert [row.prompt for row in found] == [[asked, said, asked], "a", [asked], [asked, said, asked], kind, kind, "a"]
+    assert [row.asked(is_plain=True) for row in found[-3:]] == [kind, "a", "a"]
 
 
 def test_rows_bring_arguments_of_the_template(chat: Path, tmp_path: Path) -> None:

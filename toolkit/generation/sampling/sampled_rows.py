@@ -34,7 +34,7 @@ class PromptForm:
     def row(self, row: PromptRow, **texts: str) -> dict[str, Any]:
         """Returns the training row, by column. Its tokens are those that the model read and wrote."""
         if not self.chat_template:
-            return {"prompt": row.prompt, **texts}
+            return {"prompt": row.asked(is_plain=True), **texts}
         prompt = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         prompt = _with_images(prompt, row.images) if row.images else prompt
         answers = {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}

@@ -47,9 +47,8 @@ def _encode_choices_of(loaded: Loaded, row: PromptRow, system: str | None, raw: 
         if shown is not None:
             prompt, continuation = continuation_of(loaded, text, False, choice)
         else:
-            prompt, continuation = encode_continuation(
-                loaded, row.prompt, choice, system, raw, row.tools, row.arguments
-            )
+            asked = row.asked(raw or loaded.tokenizer.chat_template is None)
+            prompt, continuation = encode_continuation(loaded, asked, choice, system, raw, row.tools, row.arguments)
         if not continuation:
             raise BadInputError(f"the choice {choice!r} makes no token")
         encoded.append(Continued(fitting(loaded, prompt + continuation), len(continuation), shown))

@@ -57,6 +57,10 @@ class PromptRow:
     images: tuple[Path | bytes, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
 
+    def asked(self, is_plain: bool) -> str | list[Message]:
+        """Returns the prompt; a text without a chat template has no place for the system prompt of its row."""
+        return self.given if is_plain and isinstance(self.given, str) else self.prompt
+
 
 def read_rows(path: Path, option: str, with_answers: bool, is_scored: bool = False) -> list[PromptRow]:
     """Reads a file of prompts (.txt or .jsonl), or of prompts with answers (.jsonl).
@@ -151,14 +155,18 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
 
 def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
     """Returns prompt and answer of a training row; the answer is its completion or the assistant's last message."""
+    from toolkit.data.rows.values import is_judged_bad
+
     completion = next((fields[name] for name in COMPLETIONS if fields.get(name) is not None), None)
     if completion is not None:
-        if fields.get("label") in (False, 0):
-            raise BadInputError("its completion is labelled false, so it has no reference answer; leave the row out")
-        return given, _assistant_text(completion[-1]) if isinstance(completion, list) and completion else completion
-    if isinstance(given, list) and len(given) > 1 and _assistant_text(given[-1]) is not None:
-        return given[:-1], _assistant_text(given[-1])
-    return given, None
+        answer = _assistant_text(completion[-1]) if isinstance(completion, list) and completion else completion
+    elif isinstance(given, list) and len(given) > 1 and _assistant_text(given[-1]) is not None:
+        given, answer = given[:-1], _assistant_text(given[-1])
+    else:
+        return given, None
+    if is_judged_bad(fields):
+        raise BadInputError("its completion is labelled false, so it has no reference answer; leave the row out")
+    return given, answer
 
 
 def _assistant_text(message: Any) -> Any:
@@ -205,6 +213,7 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
     try:
         # Images stand in a user's turn.
         asked = [{"role": "user", "content": value}] if isinstance(value, str) and column_of(fields) else value
+        asked = _with_system_or_tools(asked, fields)
         completion = "any" if isinstance(asked, str) else [{"role": "assistant", "content": "any"}]
         row = {column: asked, "completion": completion, "tools": fields.get("tools")}
         arguments = arguments_of(fields.get(COLUMN))
@@ -219,6 +228,22 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
     if messages[-1]["role"] not in ("user", "tool"):
         raise BadInputError(f"nothing is asked: the last message is the {messages[-1]['role']}'s, and not the user's")
     return PromptRow(place, value, messages, example.tools, arguments, images=images)
+
+
+def _with_system_or_tools(asked: Any, fields: Mapping[str, Any]) -> Any:
+    """Returns what is asked as messages, behind the system prompt of its row, if the row has one or tools.
+
+    As in training, a prompt beside a completion has no system prompt, nor has its text tools.
+    """
+    from toolkit.data.rows.values import is_absent, is_empty
+
+    system = fields.get("system")
+    if fields.get("completion") is not None or (is_absent(system) and is_empty(fields.get("tools"))):
+        return asked
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    first = messages[0] if isinstance(messages, list) and messages else None
+    has_own = not isinstance(first, dict) or first.get("role") in ("system", "developer")
+    return messages if is_absent(system) or has_own else [{"role": "system", "content": system}, *messages]
 
 
 def _choices(value: Any) -> tuple[str, ...]:
@@ -285,7 +310,8 @@ def encode_rows(loaded: Loaded, rows: list[PromptRow], option: str, system: str 
 
 def _encode_row(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> Prompt:
     if not row.images:
-        return encode_prompt(loaded, row.prompt, system, raw, row.tools, row.arguments)
+        asked = row.asked(raw or loaded.tokenizer.chat_template is None)
+        return encode_prompt(loaded, asked, system, raw, row.tools, row.arguments)
     text, shown = row_with_images(loaded, row, system, raw)
     return Prompt(fitting(loaded, encode_text(loaded.tokenizer, text, False)), [], shown)
 
