@@ -108,7 +108,7 @@ def _with_stream(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     )
 
 
-DOCUMENTS = "documents-4-"
+DOCUMENTS = "documents-5-"
 """Prefix of the folder of a source's documents. The number is raised if rows are read differently, so that documents of
 older versions are made again. Runs of older versions resume, because their fingerprint uses the rest of the name."""
 
@@ -268,10 +268,12 @@ class Builder:
                 f"data.add_bos has no effect on {source.name!r}, which holds conversations: the chat template says how "
                 "they begin; remove it"
             )
+        # A reward model reads a conversation as the template writes it, here and wherever it scores.
+        stops = layout.may_have_conversations and self.objective.spec.predicts_next_tokens
         return self.kind.encoder(
             self.tokenizer,
             bos_id=bos_of(self.tokenizer, self.data.add_bos),
-            next_turn=next_turn_of(self.tokenizer) if conversation else None,
+            next_turn=next_turn_of(self.tokenizer) if stops else None,
             image_tokens=image_tokens_of(self.tokenizer),
         )
 

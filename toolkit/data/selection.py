@@ -10,6 +10,7 @@ import numpy as np
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.labelled import NO_CLASS
 from toolkit.data.report import by_reason
+from toolkit.data.rows.readers import BLANK
 from toolkit.data.samples.packing import Ints, mixed
 from toolkit.data.samples.samples import Rows
 from toolkit.errors import DataError, counted
@@ -69,7 +70,7 @@ def select(kind: RowKind, rows: Rows, field: str, policy: str, names: list[str] 
     if len(kept) == 0:
         raise DataError(nothing_left(field, rows, dropped))
     # Long rows have a rule of their own above, so they do not count twice.
-    unusable = {row: reason for row, reason in dropped.items() if reason != too_long}
+    unusable = {row: reason for row, reason in dropped.items() if reason not in (too_long, BLANK)}
     if len(unusable) > data.max_dropped_fraction * len(rows):
         raise DataError(too_many_dropped(field, len(rows), data.max_dropped_fraction, _named_reasons(rows, unusable)))
     return Selection(rows, kept, dropped, long)

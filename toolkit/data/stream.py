@@ -24,7 +24,7 @@ from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import TOO_LONG, RowKind
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
-from toolkit.data.rows.readers import Row, Shard
+from toolkit.data.rows.readers import BLANK, Row, Shard
 from toolkit.data.rows.sources import Source, rows_of_shards
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.loader import ahead, first_positions
@@ -256,7 +256,7 @@ class Stream:
     def _check_dropped(self) -> None:
         """Raises DataError if more rows could not be used than may be dropped."""
         counts = self.counts
-        reasons = {why: found for why, found in counts.reasons.items() if why != TOO_LONG}
+        reasons = {why: found for why, found in counts.reasons.items() if why not in (TOO_LONG, BLANK)}
         if sum(number for number, _ in reasons.values()) > self.kind.data.max_dropped_fraction * counts.read:
             allowed = self.kind.data.max_dropped_fraction
             raise DataError(too_many_dropped("data.train", counts.read, allowed, reasons))

@@ -35,12 +35,12 @@ REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "tags that are numbers and names": (
         '{"tokens": ["a", "king"], "ner_tags": [0, "B-PER"]}\n',
         (TAG,),
-        "tags are numbers (0) in some places and names (B-PER) in others",
+        "labels are numbers (0) in some places and names (B-PER) in others",
     ),
     "tags that are numbers in one row and names in another": (
         '{"tokens": ["a", "king"], "ner_tags": [0, 1]}\n{"tokens": ["a"], "ner_tags": ["B-PER"]}\n',
         (TAG,),
-        "tags are numbers (0) in some places and names (B-PER) in others",
+        "labels are numbers (0) in some places and names (B-PER) in others",
     ),
     "a class twice": ('{"text": "a", "label": "x"}\n', (CLASSIFY, "objective.labels=[x, x]"), "objective.labels"),
     "pairs of one column": ('{"chosen": "a"}\n', (PREFER,), "Add the columns that are missing"),

@@ -296,10 +296,31 @@ def test_classes_are_found_or_given(tmp_path: Path, byte_pairs: Any) -> None:
     names = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
     table = datasets.Dataset.from_list([{"text": "x", "label": 1}, {"text": "y", "label": 0}], features=names)
     table.save_to_disk(tmp_path / "named")
-    data = section(tmp_path, tmp_path / "named")
-    named = build.build(data, byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
-    assert named.label_names == ["bad", "good"]
-    assert named.train.batch([0, 1])["labels"].tolist() == [1, 0]
+    table.to_parquet(tmp_path / "named.parquet")
+    for place in ("named", "named.parquet"):
+        data = section(tmp_path, tmp_path / place)
+        named = build.build(data, byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
+        assert named.label_names == ["bad", "good"]
+        assert named.train.batch([0, 1])["labels"].tolist() == [1, 0]
+    (tmp_path / "mine.py").write_text("def turned(row):\n    return {**row, 'label': 1 - row['label']}\n")
+    own = section(tmp_path, tmp_path / "named.parquet", map=f"{tmp_path}/mine.py:turned")
+    assert build.build(own, byte_pairs, 0, ObjectiveSection(kind="sequence_classification")).label_names == ["0", "1"]
+
+
+def test_one_number_does_not_mean_two_classes(tmp_path: Path, byte_pairs: Any) -> None:
+    classes = ObjectiveSection(kind="sequence_classification")
+    for names in (["bad", "good"], ["good", "bad"]):
+        kinds = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+        rows = [{"text": "x", "label": 1}, {"text": "y", "label": 0}]
+        table = datasets.Dataset.from_list(rows, features=datasets.Features(kinds))
+        table.to_parquet(tmp_path / f"{names[0]}.parquet")
+    with pytest.raises(
+        DataError, match=r"the numbers in column label mean bad, good in '.*bad.parquet' and good, bad in"
+    ):
+        build.build(section(tmp_path, tmp_path / "*.parquet"), byte_pairs, 0, classes)
+    numbers = jsonl(tmp_path / "numbers.jsonl", rows)
+    with pytest.raises(DataError, match=r"labels are numbers \(0\) in some places and names \(good\) in others"):
+        build.build(section(tmp_path, [str(tmp_path / "bad.parquet"), str(numbers)]), byte_pairs, 0, classes)
 
 
 def test_pairs_are_told_apart_by_token_types(tmp_path: Path) -> None:
@@ -368,6 +389,10 @@ def test_pairs_that_are_none(tmp_path: Path, chat_tokenizer: Any) -> None:
             "rejected": [*asked[1], *PAIR["rejected"]],
         },
         "rejected is text, not a list of messages": {**PAIR, "rejected": "go"},
+        "chosen and rejected make the same tokens": {
+            **PAIR,
+            "chosen": [{**PAIR["rejected"][0], "reasoning_content": "left out by the template"}],
+        },
         "chosen is a whole conversation that does not begin with the prompt": {
             "prompt": "who",
             "chosen": [*asked[0], *PAIR["chosen"]],

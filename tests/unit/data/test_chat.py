@@ -34,6 +34,7 @@ from support.conversations import (
 from tokenizers.processors import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from toolkit.data.layouts.messages import NO_CALLS
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates import chat
 from toolkit.data.templates.chat import NO_TURN, NO_WAY, Rendered, render, target_mask
@@ -250,7 +251,7 @@ def test_turns_written_backwards_are_not_guessed(second: str) -> None:
 
 def test_calls_that_the_template_leaves_out_are_a_problem() -> None:
     said = [user("Weather?"), {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}]
-    assert problem(CHATML, said) == NO_WAY
+    assert problem(CHATML, said) == NO_CALLS
 
 
 @pytest.mark.parametrize("calls", [["get_weather"], [{"function": "get_weather"}], [{"type": "function"}], "call", 3])

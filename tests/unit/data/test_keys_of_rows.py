@@ -215,6 +215,40 @@ def test_what_a_template_leaves_out_of_a_conversation_is_counted() -> None:
     assert by_turn["note"] == no_system
 
 
+def test_turns_that_a_template_leaves_out_are_counted() -> None:
+    """It writes no results of tools, nor calls: an answer behind them is learned without them, a call not at all."""
+    silent = replace(CHATML, template=CHATML.template.replace("messages %}", "messages if message.role != 'tool' %}"))
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "the moon"}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    turns = [ASKED, {**called, "weight": 0}, {"role": "tool", "content": 'it is "full"'}, *DIALOGUE[1:]]
+    no_calls, no_results = (
+        "the chat template leaves out calls of tools",
+        "the chat template leaves out results of tools",
+    )
+    assert encoded({"messages": turns}, silent)[2].split("; ")[1:] == [no_calls, no_results]
+    by_turn = in_lists(Encoder(tokenizer(silent), "each_turn").documents([{"messages": turns}], MESSAGES)[0])
+    assert by_turn["note"].split("; ")[1:] == [no_calls, no_results]
+    assert encoded({"messages": [ASKED, called]}, silent)[1] == no_calls
+    in_json = CHATML.template.replace("message['content']", "(message.content | tojson)")
+    assert encoded({"messages": [*DIALOGUE, *turns[2:]]}, replace(CHATML, template=in_json))[2] is None
+
+
+def test_prompts_are_asked_behind_the_system_prompt_of_their_row(tmp_path: Path) -> None:
+    asked, _ = learned_of(tmp_path, {"messages": [BRIEF, ASKED]}, "grpo")
+    sharegpt = {"conversations": [{"from": "human", "value": "why"}]}
+    for row in ({"prompt": "why"}, {"prompt": [ASKED]}, {"messages": [ASKED]}, {"messages": DIALOGUE}, sharegpt):
+        assert learned_of(tmp_path, {**row, "system": "be kind"}, "grpo")[0] == asked, row
+    assert learned_of(tmp_path, {"prompt": "why"}, "grpo")[0] != asked
+
+
+@pytest.mark.parametrize("judged", [{"label": False}, {"label": "false"}, {"kto_tag": 0.0}])
+def test_an_answer_that_is_judged_bad_is_no_reference(judged: dict[str, Any]) -> None:
+    for name, row in (("prompt", {"prompt": "why", "completion": "so"}), ("asked messages", {"messages": DIALOGUE})):
+        layout = Layout(LAYOUTS[name], {column: column for column in row})
+        assert "answer" in layout.example(row).row  # type: ignore[attr-defined]
+        assert "answer" not in layout.example(row | judged).row  # type: ignore[attr-defined]
+
+
 def test_the_report_counts_each_key_once_a_row(tmp_path: Path) -> None:
     rows = [answers({"train": False, "mood": "glad"}, {}) | {"id": i, "source": "web"} for i in range(5)]
     path = tmp_path / "chat.jsonl"

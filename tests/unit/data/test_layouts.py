@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+from support.chat_templates import GLM_45, tokenizer_for
 from tokenizers.processors import TemplateProcessing
 
 from toolkit.data import build
@@ -82,10 +84,23 @@ CALL = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
             DIALOGUE.replace("hello<|im_end|>", "", 1).removeprefix("<|im_start|>"),
         ),
         (
+            {"messages": [{**USER, "weight": 0}, ANSWER, MORE, LAST]},
+            "all",
+            DIALOGUE,
+            DIALOGUE.replace("hi", "", 1).removeprefix("<|im_start|>"),
+        ),
+        (
             {"instruction": "and", "output": "bye", "history": [["hi", "hello"]]},
             "assistant",
             DIALOGUE,
             "hello<|im_end|>bye<|im_end|>",
+        ),
+        ({"prompt": [USER, ANSWER, MORE], "completion": [LAST]}, "assistant", DIALOGUE, "bye<|im_end|>"),
+        (
+            {"prompt": [USER, ANSWER, MORE], "completion": [LAST]},
+            "all",
+            DIALOGUE,
+            DIALOGUE.removeprefix("<|im_start|>"),
         ),
     ],
 )
@@ -168,6 +183,37 @@ def test_answers_that_are_judged_are_refused(tmp_path: Path, chatml: Any, row: d
         _learn_judged(tmp_path, chatml, row)
     topic = {**{key: value for key, value in row.items() if key != "kto_tag"}, "label": "greetings"}
     assert len(built(tmp_path, chatml, [topic]).train) == 1
+
+
+def test_judgements_are_read_by_their_names_and_as_numbers(tmp_path: Path, chatml: Any) -> None:
+    """A ClassLabel may call 0 `true`; pandas makes floats of a column with gaps."""
+    rows = [{"prompt": "hi", "completion": "hello", "label": label} for label in (0, 1)]
+    kinds = {**dict.fromkeys(("prompt", "completion"), datasets.Value("string"))}
+    table = datasets.Dataset.from_list(
+        rows, features=datasets.Features({**kinds, "label": datasets.ClassLabel(names=["true", "false"])})
+    )
+    table.to_parquet(tmp_path / "named.parquet")
+    section = DataSection(train=str(tmp_path / "named.parquet"), max_length=64, cache_dir=str(tmp_path / "cache"))  # type: ignore[arg-type]
+    assert build.build(section, chatml, 0, ObjectiveSection(kind="kto")).train.batch([0])["good"].tolist() == [
+        True,
+        False,
+    ]
+    floats = [{**row, "label": float(row["label"])} for row in rows]
+    assert built(tmp_path, chatml, floats, "kto").train.batch([0, 1])["good"].tolist() == [False, True]
+    with pytest.raises(DataError, match=r"judged good or bad one by one"):
+        built(tmp_path, chatml, floats)
+
+
+@pytest.mark.parametrize("completion", [{"prompt": [USER], "completion": [ANSWER]}, {"messages": [USER, ANSWER]}])
+def test_an_answer_that_its_template_does_not_end_is_ended_in_any_layout(
+    tmp_path: Path, completion: dict[str, Any]
+) -> None:
+    """GLM's: the token that begins the next turn is learned. A reward model reads what the template writes."""
+    tokens, answer = tokenizer_for(GLM_45), "\n<think></think>\nhello"
+    assert [words for _, words in learned(built(tmp_path, tokens, [completion]), tokens)] == [f"{answer}<|user|>"]
+    pair = {"prompt": [USER], "chosen": [ANSWER], "rejected": [LAST]}
+    for kind, end in (("preference", "<|user|>"), ("reward", "")):
+        assert learned(built(tmp_path, tokens, [pair], kind), tokens)[0][1] == f"{answer}{end}", kind
 
 
 def _learn_judged(folder: Path, tokens: Any, row: dict[str, Any]) -> None:
@@ -311,7 +357,7 @@ def test_margins_come_with_the_batch(tmp_path: Path, chatml: Any) -> None:
     assert data.report.train is not None
     assert {why: found.count for why, found in data.report.train.dropped.items()} == {
         "gap is true or false, not a finite number": 1,
-        "gap is str, not a finite number": 1,
+        "gap is text, not a finite number": 1,
     }
     with pytest.raises(
         DataError, match=r"margin has no effect on 'rows.jsonl', .* or set objective.kind=reward, which"
@@ -371,6 +417,15 @@ def test_half_of_the_rows_dropped_is_an_error(tmp_path: Path, chatml: Any) -> No
         data = built(tmp_path, chatml, rows, max_dropped_fraction=0.5, streaming=streaming, max_length=16)
         assert data.report.train is not None
         assert data.report.train.num_dropped == data.report.train.kept
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_blank_lines_are_counted_and_are_no_error(tmp_path: Path, chatml: Any, streaming: bool) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "the fox"}\n\n\n')
+    data = DataSection(train=[str(tmp_path / "a.jsonl")], max_length=16, streaming=streaming, cache_dir=str(tmp_path))  # type: ignore[list-item]
+    report = build.build(data, chatml, 0).report.train
+    assert report is not None
+    assert report.dropped.keys() == {"blank line"}
 
 
 def test_rows_that_are_too_long_and_dropped_on_request_are_no_error(tmp_path: Path, chatml: Any) -> None:

@@ -61,6 +61,7 @@ def test_a_day_for_a_template_that_writes_none_is_an_error(tmp_path: Path) -> No
 def test_rows_are_tokenised_anew_on_another_day_only_if_they_have_it(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "the king eats"}))
+    (tmp_path / "completions.jsonl").write_text(json.dumps({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}))
 
     def texts_on(day: date, file: str) -> tuple[str, str]:
         tokens = tokenizer_for(SMOLLM_3)
@@ -69,10 +70,11 @@ def test_rows_are_tokenised_anew_on_another_day_only_if_they_have_it(tmp_path: P
         found = build.build(data, tokens, seed=0)
         return tokens.decode(found.train.batch([0])["input_ids"][0]), found.fingerprint
 
-    first, second = (texts_on(day, "chats.jsonl") for day in (FIRST_DAY, SECOND_DAY))
-    assert "09 February 2024" in first[0]
-    assert "31 December 2025" in second[0]
-    assert first[1] != second[1]
+    for file in ("chats.jsonl", "completions.jsonl"):
+        first, second = (texts_on(day, file) for day in (FIRST_DAY, SECOND_DAY))
+        assert "09 February 2024" in first[0]
+        assert "31 December 2025" in second[0]
+        assert first[1] != second[1]
     assert texts_on(FIRST_DAY, "texts.jsonl") == texts_on(SECOND_DAY, "texts.jsonl")
 
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.documents.byte_tokens import ByteTokens
 from toolkit.data.images.images import Images, parse
 from toolkit.data.layouts.layout import Layout
-from toolkit.data.layouts.messages import without_system
+from toolkit.data.layouts.messages import ONLY_ASSISTANTS, left_out_of
 from toolkit.data.layouts.row_flags import Span, without
 from toolkit.data.layouts.template_arguments import date_of, note_of, require_taken, takes_tools
-from toolkit.data.layouts.thoughts import left_out
+from toolkit.data.layouts.thoughts import THOUGHTS, left_out
 from toolkit.data.rows.examples import Answer, Conversation, Example, Message, Text
 from toolkit.data.rows.image_places import MARK, PLACE, WITH_IMAGES
 from toolkit.data.rows.readers import Row
@@ -51,6 +51,8 @@ EACH_TURN: Final = "each_turn"
 NO_TOOLS = "the chat template leaves out tools"
 
 ENDS_INSIDE = "an answer holds {}, which ends it: the model learns to stop there"
+
+EMPTY = "an answer is empty: the model learns to say nothing"
 
 DEVELOPER = "developer is written as system: the chat template has no developer role"
 
@@ -154,7 +156,7 @@ class Encoder:
 
     def key(self, layout: Layout) -> list[Any]:
         """Returns what decides the documents of rows besides the tokenizer and the layout."""
-        day = date_of(self.tokenizer) if layout.has_conversations else None  # most templates write none
+        day = date_of(self.tokenizer) if layout.may_have_conversations else None  # most templates write none
         return [
             [self.targets, self.truncate_to, self.objective, self.bos_id],
             *self.own_key(layout),
@@ -208,7 +210,9 @@ class Encoder:
         if not getattr(self.tokenizer, "chat_template", None):
             raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
         template = self.tokenizer.get_chat_template(tools=example.tools)
-        messages, notes = example.messages, [*example.notes]
+        messages, notes = example.messages, list(example.notes)
+        if self.targets == "all":
+            notes = [note for note in notes if not note.endswith(ONLY_ASSISTANTS)]
         if example.arguments:
             require_taken(example.arguments, template)
             notes.append(note_of(example.arguments))
@@ -219,6 +223,8 @@ class Encoder:
         if "developer" not in template and any(message["role"] == "developer" for message in messages):
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
             notes.append(DEVELOPER)
+        if any(_is_empty_answer(message) for i, message in enumerate(messages) if i not in example.unlearned):
+            notes.append(EMPTY)
         answers = [message["content"] or "" for message in messages if message["role"] == "assistant"]
         notes += [ENDS_INSIDE.format(end) for end in self._ends if any(end in answer for answer in answers)]
         if self.images is not None and example.images:
@@ -232,7 +238,10 @@ class Encoder:
     def _render_conversation(self, example: Conversation) -> _Prepared | _Turns:
         messages, notes = self._messages_for_template(example)
         assert self.targets != EACH_TURN
-        rendered = render(self.tokenizer, messages, example.tools, self.targets, example.unlearned, example.arguments)
+        unlearned = example.unlearned
+        if self.targets != "all":
+            unlearned |= frozenset(range(example.num_asked))
+        rendered = render(self.tokenizer, messages, example.tools, self.targets, unlearned, example.arguments)
         spec = SPECS[self.objective]
         # A reward model is asked nothing: it reads a conversation as the template writes it.
         prompted = rendered.prompted or not spec.predicts_next_tokens
@@ -244,7 +253,7 @@ class Encoder:
         if self.next_turn is not None:
             text, spans = self.next_turn.stopped(text, spans, messages)
         spans = without(spans, parts_in(text, messages, example.parts))
-        notes += without_system(messages, text)
+        notes += left_out_of(messages, text)
         if not prompted:
             notes.append(OTHER_PROMPT)
         left = left_out(messages, text)
@@ -260,7 +269,7 @@ class Encoder:
     def _rendered_by_turn(self, example: Conversation) -> _Turns:
         messages, notes = self._messages_for_template(example)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = [i for i in answers if i not in example.unlearned]
+        wanted = [i for i in answers if i not in example.unlearned and i >= example.num_asked]
         wanted = wanted if self.targets == EACH_TURN else wanted[-1:]
         turns = turns_of(self.tokenizer, messages, example.tools, wanted, example.arguments)
         if not turns:
@@ -269,7 +278,7 @@ class Encoder:
             turns = [replace(turn, written=turn.written + following.stop(messages, turn.index)) for turn in turns]
         if wanted[0] == 0:
             notes.append(GREETING)
-        notes += without_system(messages, turns[-1].prompt)
+        notes += left_out_of(messages[: turns[-1].index], turns[-1].prompt)
         cuts = [
             parts_in_turn(turn, messages[turn.index], example.parts[turn.index]) if turn.index in example.parts else []
             for turn in turns
@@ -430,6 +439,11 @@ def records_of(document: Document, start: int | None) -> list[dict[str, Any]]:
 def digests_of(images: Document) -> str:
     """Returns the digests of a document's images, one after the other."""
     return "".join(json.loads(record)["digest"] for record in images.get("pictures", ()))
+
+
+def _is_empty_answer(message: Message) -> bool:
+    is_silent = not (message["content"] or "").strip() and not message.get("tool_calls")
+    return message["role"] == "assistant" and is_silent and not message.get(THOUGHTS)
 
 
 def _begin_tokens(starts: tuple[int, ...], offsets: np.ndarray[Any, Any]) -> bool:

@@ -14,13 +14,14 @@ import torch
 from toolkit.data.documents.encode import Columns, Document, Encoder
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import Arrays, BatchSpec, Field
+from toolkit.data.kinds.labelled import class_name
 from toolkit.data.kinds.pairs import COMPLETIONS
-from toolkit.data.kinds.text import ANSWERS, JUDGEMENTS, TextRows
+from toolkit.data.kinds.text import ANSWERS, TextRows
 from toolkit.data.layouts.messages import answered_last
 from toolkit.data.layouts.template_arguments import COLUMN
 from toolkit.data.rows.examples import Answer, Conversation, Example
 from toolkit.data.rows.sources import Source
-from toolkit.data.rows.values import RowProblem, RowValues
+from toolkit.data.rows.values import RowProblem, RowValues, yes_or_no
 from toolkit.data.samples.image_samples import ImageSamples, is_of_images
 from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import Batch, ComparedSamples, Rows, Samples, last_tokens_of, segments_of
@@ -55,11 +56,12 @@ def read_judged(read: Callable[[RowValues], Example], values: RowValues) -> Judg
     assert isinstance(answer, Answer | Conversation)
     if isinstance(answer, Conversation):
         answered_last(answer)
-    value, column = values["label"], values.columns["label"]
-    said = str(value).lower()  # a CSV file holds only text
-    if said not in JUDGEMENTS:
-        raise RowProblem(f"{column} is {'missing or null' if value is None else 'neither true nor false'}")
-    return Judged(answer, said in ("true", "1"))
+    column = values.columns["label"]
+    # As the name of a class: a CSV file holds only text, and numbers of `datasets` mean what their names say.
+    good = yes_or_no(class_name(values["label"], column, values.label_names))
+    if good is None:
+        raise RowProblem(f"{column} is neither true nor false")
+    return Judged(answer, good)
 
 
 class JudgedEncoder(Encoder):

@@ -66,6 +66,16 @@ def class_name(value: Any, column: str, names: Sequence[str]) -> str:
     return text_of(value, column).strip()
 
 
+def _require_one_kind(names: list[str]) -> None:
+    """Raises DataError if some of these classes, which are sorted, are numbers: one would be taken for two."""
+    numbers = [name for name in names if name.isdecimal()]
+    if 0 < len(numbers) < len(names):
+        raise DataError(
+            f"data.train: labels are numbers ({numbers[0]}) in some places and names ({names[-1]}) in others, and "
+            "one would be taken for two classes; write all as numbers or all as names"
+        )
+
+
 class LabelledEncoder(Encoder):
     """Encodes texts with the model's own special tokens; `targets` hold token types, of which XLNet has three."""
 
@@ -147,6 +157,8 @@ class LabelledRows(RowKind):
     }
     learns_tokens = False
     keeps_beginning = True
+    mixes_numbers: ClassVar[bool] = True
+    """Whether some classes may be called by numbers and others by names, where no source names its numbers."""
 
     def class_names(self, train: Rows) -> list[str]:
         """Returns the names of the classes: those of the recipe, of the data set, or of the rows.
@@ -161,13 +173,11 @@ class LabelledRows(RowKind):
         if named and len(named) == len(train.sources) and all(names == named[0] for names in named):
             return named[0]
         names = sorted({name for found in self.labels(train) for name in found}, key=numbers_first)
-        self.require_names(names)
+        if named or not self.mixes_numbers:
+            _require_one_kind(names)
         if len(names) == 1:
             raise DataError(f"data.train: all rows are of one class ({names[0]}); a classifier needs two or more")
         return names
-
-    def require_names(self, names: list[str]) -> None:
-        """Raises DataError if one of these classes, which are sorted, would be taken for two."""
 
     def labels(self, rows: Rows) -> list[list[str]]:
         """Returns the classes of each row; none of a row that cannot be used."""

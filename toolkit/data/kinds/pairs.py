@@ -186,6 +186,9 @@ class PairEncoder(Encoder):
 
 def _pair_document(chosen: Document, rejected: Document, margin: float) -> Document:
     problem = chosen["problem"] or rejected["problem"]
+    same = np.array_equal(chosen["input_ids"], rejected["input_ids"])
+    if problem is None and same and chosen.get("pictures") == rejected.get("pictures"):
+        problem = "chosen and rejected make the same tokens"  # a template may trim them, or leave their thoughts out
     if problem is not None:
         return unusable(RowProblem(problem))
     ids, targets = (np.concatenate([chosen[key], rejected[key]]) for key in ("input_ids", "targets"))
@@ -257,6 +260,7 @@ class PairRows(TextRows):
             ("chosen", "rejected"),
             read_pair,
             ("prompt", "messages", "instruction", "input", "history", "system", "tools", "margin"),
+            some_conversations=True,
             names={"messages": "conversations"},
             elsewhere={"margin": "or set objective.kind=reward, which uses it"},
         ),

@@ -13,15 +13,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.documents.asked import asked_ids, asked_text
-from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, unusable
+from toolkit.data.documents.encode import NO_TOOLS, Columns, Document, Encoder, document_of, joined_notes, unusable
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import Arrays, BatchSpec, Field
 from toolkit.data.kinds.pairs import COMPLETIONS
 from toolkit.data.kinds.text import TextRows
 from toolkit.data.layouts.layout import ColumnLayout
-from toolkit.data.layouts.messages import messages_of, tools_of
+from toolkit.data.layouts.messages import left_out_of, messages_of, tools_of, with_system
+from toolkit.data.layouts.template_arguments import takes_tools
 from toolkit.data.rows.examples import Example, Message
-from toolkit.data.rows.values import RowProblem, RowValues, text_of
+from toolkit.data.rows.values import RowProblem, RowValues, is_judged_bad, text_of
 from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import Batch, Rows, Samples, TextSamples, batch_of, segments_of
 from toolkit.errors import DataError
@@ -69,15 +70,18 @@ def read_prompt(column: str, values: RowValues) -> Prompted:
     values.taken |= set(values.row)
     row = _with_answer(values.row)
     if not isinstance(value, list):
-        return Prompted(text_of(value, name), tools, row, {})
+        asked = text_of(value, name)
+        messages = with_system([{"role": "user", "content": asked}], values)
+        return Prompted(asked if len(messages) == 1 else messages, tools, row, {})
     messages = messages_of(value, name)
     if len(messages) > 1 and messages[-1]["role"] == "assistant":
         # A row to learn answers from: its answer is what the rewards compare with.
-        row.setdefault("answer", messages[-1]["content"])
+        if row.get("answer") is None and not is_judged_bad(row):
+            row["answer"] = messages[-1]["content"]
         messages = messages[:-1]
     if messages[-1]["role"] not in ASKERS:
         raise RowProblem("nothing is asked: the last message is not the user's")
-    return Prompted(messages, tools, row, {})
+    return Prompted(with_system(messages, values), tools, row, {})
 
 
 def _with_answer(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +89,7 @@ def _with_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     found = next((row[name] for name in ANSWERED_BY if row.get(name) is not None), None)
     if isinstance(found, list):
         found = found[-1].get("content") if found and isinstance(found[-1], dict) else None
-    if row.get("answer") is not None or found is None or row.get("label") in (False, 0):
+    if row.get("answer") is not None or found is None or is_judged_bad(row):
         return dict(row)
     return {**row, "answer": found}
 
@@ -105,20 +109,24 @@ class PromptEncoder(Encoder):
         except (TypeError, ValueError):
             return unusable(RowProblem("a column holds a value that JSON cannot write, so no reward could read it"))
         try:
-            ids = self._ids(example)
+            ids, notes = self._ids_and_notes(example)
         except RowProblem as problem:
             return unusable(problem)
         # Every token is a target of the checks before the first step; the completions behind it are what is learned.
-        return {**document_of(ids, [True] * len(ids), asked), "asked": asked}
+        return {**document_of(ids, [True] * len(ids), asked), "asked": asked, "note": joined_notes(notes)}
 
-    def _ids(self, example: Prompted) -> list[int]:
-        asked = example.asked
+    def _ids_and_notes(self, example: Prompted) -> tuple[list[int], list[str]]:
+        """Returns the tokens of a prompt, and notes about what the chat template leaves out of it."""
+        asked, tools = example.asked, example.tools
         if self.tokenizer.chat_template is None:
             if not isinstance(asked, str):
                 raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
-            return asked_ids(self.tokenizer, asked, self.bos_id)
+            return asked_ids(self.tokenizer, asked, self.bos_id), []
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        return asked_ids(self.tokenizer, asked_text(self.tokenizer, messages, example.tools, example.arguments), None)
+        text = asked_text(self.tokenizer, messages, tools, example.arguments)
+        no_tools = tools and not takes_tools(self.tokenizer.get_chat_template(tools=tools))
+        notes = [*([NO_TOOLS] if no_tools else []), *left_out_of(messages, text)]
+        return asked_ids(self.tokenizer, text, None), notes
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,15 @@ class PromptRows(TextRows):
 
     name = "prompts"
     layouts: ClassVar = tuple(
-        ColumnLayout(name, (column,), partial(read_prompt, column), ("tools",), has_conversations=column == "messages")
+        ColumnLayout(
+            name,
+            (column,),
+            partial(read_prompt, column),
+            ("system", "tools"),
+            has_conversations=column == "messages",
+            some_conversations=True,
+            names={"messages": "conversations"},  # ShareGPT's
+        )
         for name, column in (("asked messages", "messages"), ("prompt", "prompt"))
     )
     also_called: ClassVar = {"prompt": ("question", "query", "problem", "instruction"), "messages": ("conversation",)}

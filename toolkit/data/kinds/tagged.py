@@ -112,6 +112,7 @@ class TaggedRows(LabelledRows):
 
     name = "tagged"
     encodes = TaggedEncoder
+    mixes_numbers = False
     layouts: ClassVar = (
         ColumnLayout(
             "tokens and tags",
@@ -127,14 +128,6 @@ class TaggedRows(LabelledRows):
 
     def labels(self, rows: Rows) -> list[list[str]]:
         return rows.values("tags")
-
-    def require_names(self, names: list[str]) -> None:
-        numbers = [name for name in names if name.isdecimal()]
-        if 0 < len(numbers) < len(names):
-            raise DataError(
-                f"data.train: tags are numbers ({numbers[0]}) in some places and names ({names[-1]}) in others, and "
-                "one would be taken for two classes; write all as numbers or all as names"
-            )
 
     def samples(self, rows: Rows, arrays: Mapping[str, Any], pad_id: int, images: Images | None) -> Samples:
         labels = np.split(arrays["label"], arrays["ends"][:-1])

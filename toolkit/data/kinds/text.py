@@ -14,14 +14,11 @@ from toolkit.data.kinds.kind import Arrays, BatchSpec, Field, RowKind
 from toolkit.data.layouts.layout import ColumnLayout
 from toolkit.data.layouts.messages import asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.rows.examples import Answer, Example, Text
-from toolkit.data.rows.values import RowValues, text_of
+from toolkit.data.rows.values import JUDGED, RowValues, text_of, yes_or_no
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.packing import Ints, Pieces, by_sample, of_turns, split, whole
 from toolkit.data.samples.samples import Rows, Samples, TextSamples, TokenRows
 from toolkit.errors import DataError
-
-JUDGEMENTS = ("true", "false", "1", "0")
-"""How rows write that an answer is good or bad, in lower case."""
 
 TEXT: BatchSpec = {
     "input_ids": Field("BT"),
@@ -45,7 +42,8 @@ def read_completion(values: RowValues) -> Example:
     if isinstance(prompt, list) or isinstance(completion, list):
         asked = messages_of(prompt, columns["prompt"], values.images is not None)
         answered = messages_of(completion, columns["completion"], values.images is not None)
-        return conversation([*asked, *answered], tools_of(values["tools"]), values.images)
+        found = conversation([*asked, *answered], tools_of(values["tools"]), values.images)
+        return replace(found, num_asked=len(asked))
     return Answer(text_of(prompt, columns["prompt"]), text_of(completion, columns["completion"]))
 
 
@@ -72,6 +70,7 @@ ANSWERS = (
         ("prompt", "completion"),
         read_completion,
         ("tools",),
+        some_conversations=True,
         elsewhere=dict.fromkeys(
             ALPACA,
             "or name the prompt data.columns.instruction and the completion data.columns.output",
@@ -88,9 +87,8 @@ def _read_unjudged(read: Callable[[RowValues], Example], values: RowValues) -> E
     Raises:
         DataError: if answers have judgements: the bad ones would be learned like the good ones.
     """
-    # TRL's name and LLaMA-Factory's. Compared as text, because a CSV file holds no booleans.
-    for column in ("label", "kto_tag"):
-        if str(values.row.get(column)).lower() in JUDGEMENTS:
+    for column in JUDGED:
+        if yes_or_no(values.row.get(column)) is not None:
             raise DataError(
                 f"data: rows are judged good or bad one by one ({column}: {values.row[column]}), as for KTO; set "
                 "objective.kind=kto (toolkit init: --method kto), or keep only the good rows and remove the "

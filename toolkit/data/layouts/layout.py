@@ -27,6 +27,7 @@ class ColumnLayout:
         optional: the meanings of the columns that it reads where a row has them.
         of_all_rows: those of them that all rows of a source have, or none.
         has_conversations: whether all rows are conversations, which a chat template writes.
+        some_conversations: whether a row is one if it holds messages, and text otherwise.
         is_plain: whether rows are plain text, all of which is learned.
         names: meaning of a column -> its other usual name, in sources that have none of the first.
         elsewhere: meaning of a column without effect here -> the end of a sentence about where it has one.
@@ -38,6 +39,7 @@ class ColumnLayout:
     optional: tuple[str, ...] = ()
     of_all_rows: tuple[str, ...] = ()
     has_conversations: bool = False
+    some_conversations: bool = False
     is_plain: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -73,6 +75,11 @@ class Layout:
     def has_conversations(self) -> bool:
         """Whether all rows of the source are conversations, which a chat template writes."""
         return self.templated or self.form.has_conversations
+
+    @property
+    def may_have_conversations(self) -> bool:
+        """Whether a row of the source may be one."""
+        return self.has_conversations or self.form.some_conversations
 
     def example(self, row: Row) -> Example:
         """Returns what is learned from a row; see `read`."""

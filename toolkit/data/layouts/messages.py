@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from toolkit.data.layouts.row_flags import (
@@ -58,7 +59,16 @@ OF_ROW = ("unread", "parts", "weight", WITH_IMAGES)
 
 SYSTEM = ("system", "developer")
 
-NO_SYSTEM = "the chat template leaves out the system prompt"
+ONLY_ASSISTANTS = "says that it is learned, and only the assistant's are"
+
+NO_CALLS = "the chat template leaves out calls of tools"
+
+LEFT_OUT = {
+    **dict.fromkeys(SYSTEM, "the chat template leaves out the system prompt"),
+    "user": "the chat template leaves out words of the user",
+    "tool": "the chat template leaves out results of tools",
+}
+"""Role -> the note about its words that are not in the text. Of the assistant, see `thoughts.left_out`."""
 
 
 def asked_of(values: RowValues) -> list[Message]:
@@ -94,10 +104,29 @@ def with_system(messages: list[Message], values: RowValues) -> list[Message]:
     return [{"role": "system", "content": text_of(system, "system")}, *messages]
 
 
-def without_system(messages: list[Message], text: str) -> list[str]:
-    """Returns a note if a chat template leaves the system prompt out of the text."""
-    prompts = [message["content"] or "" for message in messages if message["role"] in SYSTEM]
-    return [] if all(prompt.strip() in text for prompt in prompts) else [NO_SYSTEM]
+def left_out_of(messages: list[Message], text: str) -> list[str]:
+    """Returns a note for each kind of message that a chat template leaves out of the text."""
+    notes: dict[str, None] = {}
+    place = 0
+    for message in messages:
+        calls = [str((call.get("function") or call).get("name")) for call in message.get("tool_calls") or ()]
+        if any(name not in text for name in calls):
+            notes[NO_CALLS] = None
+        note = LEFT_OUT.get(message["role"])
+        for words in (message["content"] or "").split(PLACE) if note not in (None, *notes) else ():
+            found = _found(words.strip(), text, place)
+            if found < 0:
+                notes[str(note)] = None
+            else:
+                place = found + len(words.strip())
+    return list(notes)
+
+
+def _found(words: str, text: str, place: int) -> int:
+    """Returns where words are in a text, as they are or in JSON, searched from a place on and then before it; or -1."""
+    forms = dict.fromkeys([words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1]])
+    places = (text.find(form, start) for start in (place, 0) for form in forms)
+    return next((found for found in places if found >= 0), -1)
 
 
 def messages_of(value: Any, column: str, images: bool = False) -> list[Message]:
@@ -112,7 +141,7 @@ def messages_of(value: Any, column: str, images: bool = False) -> list[Message]:
     if value is None:
         raise RowProblem(f"{column} is missing or null")
     if not isinstance(value, list):
-        raise RowProblem(f"{column} is {'text' if isinstance(value, str) else type_of(value)}, not a list of messages")
+        raise RowProblem(f"{column} is {type_of(value)}, not a list of messages")
     if not value:
         raise RowProblem(f"{column} is empty")
     return in_one_message([_message(item, images) for item in value])
@@ -159,7 +188,7 @@ def _row_fields(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]
         names = [name for name in FLAGS if name in fields]
         unread.append(f"a message is not learned ({names[0]}: {str(fields[names[0]]).lower()})")
     elif learned and role != "assistant":
-        unread.append(f"a message of the {role} says that it is learned, and only the assistant's are")
+        unread.append(f"a message of the {role} {ONLY_ASSISTANTS}")
     if parts:
         unread.append(IN_PARTS)
     found = {"unread": unread, "parts": parts, "weight": None if learned is None else int(learned)}

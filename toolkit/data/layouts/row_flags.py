@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.data.rows.values import RowProblem, is_empty, key_shown
+from toolkit.data.rows.values import RowProblem, is_empty, key_shown, yes_or_no
 
 Span = tuple[int, int]
 
@@ -29,8 +29,6 @@ MEDIA = tuple(
     for name in (kind, f"{kind}s", f"{kind}_url", f"{kind}_urls", f"{kind}_path", f"{kind}_paths", f"rejected_{kind}s")
 )
 """Columns and keys of values that are not text."""
-
-_WORDS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
 class UnreadMedium(RowProblem):
@@ -87,7 +85,7 @@ def is_learned(fields: Mapping[str, Any]) -> bool | None:
 
 
 def _yes_or_no(name: str, value: Any) -> bool:
-    found = _WORDS.get(str(value).lower())
+    found = yes_or_no(value)
     if found is None:
         what = "0 nor 1" if name in ("weight", "loss_scale") else "true nor false"
         raise RowProblem(f"a message's {name} is neither {what}")

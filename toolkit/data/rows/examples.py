@@ -64,6 +64,7 @@ class Conversation(Example):
         notes: parts of its messages that are ignored or not learned.
         arguments: the row's arguments for the chat template.
         images: in the order of their places in the messages' words: paths, URIs, bytes or mappings with one of them.
+        num_asked: the first messages, which are the prompt of a completion: they are learned with the whole text alone.
     """
 
     messages: list[Message]
@@ -73,6 +74,7 @@ class Conversation(Example):
     notes: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
     images: tuple[Any, ...] = ()
+    num_asked: int = 0
 
     @property
     def is_conversation(self) -> bool:

@@ -45,6 +45,9 @@ MAX_LIST_BYTES = 512 * 2**20
 WRAPPERS = ("data", "rows", "examples")
 """Keys under which a JSON file may hold its list of rows."""
 
+BLANK = "blank line"
+"""Why a blank line is no row. It is counted, and is no sign that a file is damaged."""
+
 JOINED_ROWS = "a record of several lines, each with as many fields as the header: a stray quote joins rows"
 
 
@@ -183,7 +186,7 @@ def row_of_line(line: bytes | RowProblem, at_start: bool) -> Row:
     except UnicodeDecodeError:
         return RowProblem("not UTF-8")
     if not text:
-        return RowProblem("blank line")
+        return RowProblem(BLANK)
     try:
         return _as_row(json.loads(text))
     except json.JSONDecodeError:
@@ -351,7 +354,7 @@ def _csv_header(header: list[str], path: str) -> list[str]:
 
 def _csv_row(header: list[str], fields: list[str], num_lines: int) -> Row:
     if not fields:
-        return RowProblem("blank line")
+        return RowProblem(BLANK)
     if len(fields) != len(header):
         # A stray quote that a later one closes takes up the rows between them; the error says where to look.
         several = ", in a record of several lines" if num_lines > 1 else ""

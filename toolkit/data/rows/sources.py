@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.data.rows.files import TABLES, expand_files, is_saved_dataset, local_path, suffix_of
 from toolkit.data.rows.image_places import COLUMNS, is_image
 from toolkit.data.rows.readers import WRAPPERS, Row, Shard, opened, read, unreadable
-from toolkit.data.rows.values import RowProblem, is_empty
+from toolkit.data.rows.values import RowProblem, is_empty, listed
 from toolkit.errors import DataError
 from toolkit.paths import COMPRESSIONS, is_file_source, source_name
 from toolkit.recipe.schema import DataSection, SourceSection
@@ -93,9 +93,11 @@ def open_source(
         shards, table = _saved_shards(section, field)
     else:
         shards, table = _file_shards(section.path, field), None
-    shards = [replace(shard, map=through) for shard in shards]
-    names = _label_names(table)
     name = source_name(section.path)
+    names = _label_names(shards, field, name)
+    if through is not None:
+        stored, shards = shards, [replace(shard, map=through) for shard in shards]
+        names = {column: of for column, of in names.items() if _is_kept(column, stored, shards)}
     columns = (
         sorted(table.column_names)
         if table is not None and table.column_names and through is None
@@ -235,7 +237,28 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _label_names(table: Any) -> dict[str, list[str]]:
+def _label_names(shards: list[Shard], field: str, name: str) -> dict[str, list[str]]:
+    """Returns the names of the numbers of each column that has them in all files.
+
+    Raises:
+        DataError: if two files give a number different names.
+    """
+    of_files = {shard.path: _class_labels(shard.table) for shard in shards}
+    found: dict[str, list[str]] = {}
+    for column in dict.fromkeys(itertools.chain.from_iterable(of_files.values())):
+        named = {path: names[column] for path, names in of_files.items() if column in names}
+        first, *others = named
+        if other := next((path for path in others if named[path] != named[first]), None):
+            raise DataError(
+                f"{field}: {name!r}: the numbers in column {column} mean {listed(named[first])} in {first!r} and "
+                f"{listed(named[other])} in {other!r}; write the names in place of the numbers, or make them alike"
+            )
+        if len(named) == len(of_files):
+            found[column] = named[first]
+    return found
+
+
+def _class_labels(table: Any) -> dict[str, list[str]]:
     features = getattr(table, "features", None)
     if not features:
         return {}
@@ -243,6 +266,20 @@ def _label_names(table: Any) -> dict[str, list[str]]:
 
     kinds = {name: kind.feature if isinstance(kind, datasets.List) else kind for name, kind in features.items()}
     return {name: list(kind.names) for name, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)}
+
+
+def _is_kept(column: str, stored: list[Shard], mapped: list[Shard]) -> bool:
+    """Returns whether the user's function keeps a column in the first rows; numbers that it makes have no names."""
+    paths = {shard.path: shard.path for shard in stored}
+    values = [
+        [
+            row.get(column)
+            for _, row in itertools.islice(named_rows(shards, paths), ROWS_LOOKED_AT)
+            if isinstance(row, dict)
+        ]
+        for shards in (stored, mapped)
+    ]
+    return values[0] == values[1]
 
 
 # ---- from a source to shards ----

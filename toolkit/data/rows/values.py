@@ -87,6 +87,22 @@ def is_empty(value: Any) -> bool:
     return is_absent(value) or value in ([], {})
 
 
+JUDGED = ("label", "kto_tag")
+"""Columns that say whether an answer is good or bad: TRL's name and LLaMA-Factory's."""
+
+_YES_OR_NO = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+
+
+def yes_or_no(value: Any) -> bool | None:
+    """Returns whether a value says yes, or None if it says neither yes nor no; a CSV file holds only text."""
+    return _YES_OR_NO.get(str(value).strip().lower())
+
+
+def is_judged_bad(row: Mapping[str, Any]) -> bool:
+    """Returns whether a row's answer is judged bad."""
+    return any(yes_or_no(row.get(column)) is False for column in JUDGED)
+
+
 def encodable(value: str, column: str) -> str:
     """Returns the text.
 
@@ -133,7 +149,7 @@ def writable(value: Any, what: str, levels: int = MAX_LEVELS) -> None:
 def type_of(value: Any) -> str:
     """Describes the type of a value in words."""
     names = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)
+    return {**names, str: "text", type(None): "null"}.get(type(value), type(value).__name__)
 
 
 def parsed(value: Any, what: str) -> Any:

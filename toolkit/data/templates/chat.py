@@ -20,6 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from toolkit.data.layouts.messages import NO_CALLS
 from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of
 from toolkit.data.rows.examples import Message
 from toolkit.data.rows.values import RowProblem
@@ -151,6 +152,7 @@ def _by_parts(row: ConversationText, targets: Targets, unlearned: frozenset[int]
     skipped = [i for i in turns if i in unlearned]
     if targets == "all":
         spans = _spans(row, turns, skipped) if skipped else []
+        spans = sorted([*spans, *(_words_span(row, i) for i in unlearned.difference(turns) if words_of(messages[i]))])
         return Rendered(row.text, _gaps(spans, len(row.text)))
     if not turns:
         raise RowProblem(NO_TURN)
@@ -160,6 +162,7 @@ def _by_parts(row: ConversationText, targets: Targets, unlearned: frozenset[int]
     wanted = _wanted(row, targets, unlearned)
     if not wanted:
         raise RowProblem(ALL_UNLEARNED)
+    row.require_calls(wanted)
     spans = _spans(row, turns, wanted)
     starts = {start for start, _ in spans}
     # Nothing is asked before an answer that opens the conversation.
@@ -313,6 +316,15 @@ class ConversationText:
         _, mark, behind = (self.attempt(self.up_to(index, marked), prompt=prompt) or "").partition(self.mark)
         return behind if mark else None
 
+    def require_calls(self, indices: list[int]) -> None:
+        """Checks that the template writes the calls of these messages.
+
+        Raises:
+            RowProblem: if it does not.
+        """
+        if any(name not in self.text for i in indices for name in called_functions(self.messages[i])):
+            raise RowProblem(NO_CALLS)
+
     def closed_end(self, start: int, end: int) -> int:
         """Returns `end` before the whitespace behind a special token that closes the text from `start` (characters)."""
         text = self.text[start:end].rstrip()
@@ -437,6 +449,18 @@ def turn_span(row: ConversationText, index: int) -> Span:
     if start > place:
         raise RowProblem(NO_WAY)
     return start, end
+
+
+def _words_span(row: ConversationText, index: int) -> Span:
+    """Returns the characters of the words of message `index`, which is not the assistant's.
+
+    Raises:
+        RowProblem: if they cannot be found.
+    """
+    words, end = words_of(row.messages[index]), row.place_of_mark(index, mark_end(row.messages[index], row.mark))
+    if end is None or not row.text.endswith(words, 0, end):
+        raise RowProblem(NO_WAY)
+    return end - len(words), end
 
 
 def _end_by_mark(row: ConversationText, index: int) -> tuple[int, int]:

@@ -70,6 +70,7 @@ def _turn(
 ) -> Turn:
     row = ConversationText(tokenizer, messages, tools, arguments)
     index = len(messages) - 1
+    row.require_calls([index])
     prompt = row.beginning(index, prompt=True)
     if prompt is None:
         raise RowProblem(NO_WAY)
