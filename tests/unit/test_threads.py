@@ -320,7 +320,9 @@ def test_a_row_without_targets_is_not_evaluated(read: Any, tmp_path: Path) -> No
     )
     assert len(data.validation) == 1
     assert (data.validation.batch([0])["labels"] != -100).sum() > 0
-    assert list(data.report.to_dict()["validation"]["dropped"]) == ["nothing to learn within 64 tokens"]
+    assert list(data.report.to_dict()["validation"]["dropped"]) == [
+        "nothing to learn within 64 tokens (data.max_length)"
+    ]
 
 
 def test_a_pair_that_is_too_long_is_never_cut(read: Any) -> None:

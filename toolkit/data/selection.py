@@ -103,7 +103,7 @@ def _without_targets(rows: Rows, long: Ints, max_length: int) -> list[int]:
 
 def nothing_within(max_length: int) -> str:
     """Returns the reason for a row whose targets are all cut off."""
-    return f"nothing to learn within {max_length} tokens"
+    return f"nothing to learn within {max_length} tokens (data.max_length)"
 
 
 def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:

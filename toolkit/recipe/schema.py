@@ -192,6 +192,14 @@ class ColumnsSection(Section):
         None, description="Tools that the conversation may call: a list, or JSON text. Null: `tools`."
     )
 
+    @model_validator(mode="after")
+    def _each_once(self) -> ColumnsSection:
+        named: dict[str, str] = {}
+        for what, column in self.model_dump(exclude_none=True).items():
+            if (other := named.setdefault(column, what)) != what:
+                raise contradiction(f"data.columns.{other} and data.columns.{what} are both {column!r}; correct one")
+        return self
+
     def key(self) -> dict[str, str | None]:
         """Returns the columns that are named, for a digest. A column of a new kind of row changes no other digest."""
         return dict.fromkeys(COLUMNS_OF_KEYS.split()) | self.model_dump(exclude_none=True)

@@ -960,7 +960,7 @@ def test_long_rows_as_the_recipe_says(
 def test_a_long_prompt_leaves_nothing_to_learn(tmp_path: Path, chatml: Any) -> None:
     lines(tmp_path / "rows.jsonl", [GOOD["prompt"](1), {"prompt": "long " * 50, "completion": "b"}, GOOD["prompt"](3)])
     report = report_of(tmp_path, "rows.jsonl", chatml, max_length=32, long_rows="truncate")
-    assert dropped(report) == {"nothing to learn within 32 tokens": ["rows.jsonl:2"]}
+    assert dropped(report) == {"nothing to learn within 32 tokens (data.max_length)": ["rows.jsonl:2"]}
 
 
 def test_repeated_rows_are_counted_and_kept(tmp_path: Path, chatml: Any) -> None:

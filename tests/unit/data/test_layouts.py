@@ -457,12 +457,24 @@ def test_rows_that_are_too_long_and_dropped_on_request_are_no_error(tmp_path: Pa
             "data.columns.chosen=response_w data.columns.rejected=response_l",
         ),
         ({"other": "a"}, "causal_lm", "data.columns.text=other"),
+        ({"input": "a", "output": "b"}, "causal_lm", "data.columns.instruction=input"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "causal_lm", "data.columns.completion=chosen"),
     ],
 )
 def test_a_hint_fits_the_nearest_layout(tmp_path: Path, chatml: Any, row: dict[str, Any], kind: str, hint: str) -> None:
     with pytest.raises(DataError) as caught:
         built(tmp_path, chatml, [row], kind)
     assert str(caught.value).endswith(f"for example {hint}")
+
+
+def test_a_column_that_is_named_by_hand_is_read_once(tmp_path: Path, chatml: Any) -> None:
+    """`input` as the instruction is not also what the instruction is about, nor is it as the system prompt."""
+    row, asked = {"input": "hi", "output": "hello"}, turn("user", "hi") + turn("assistant", "hello")
+    assert learned(built(tmp_path, chatml, [row], columns={"instruction": "input"}), chatml)[0][0] == asked
+    behind = learned(built(tmp_path, chatml, [{**row, "instruction": "hi"}], columns={"system": "input"}), chatml)
+    assert behind[0][0] == turn("system", "hi") + asked
+    with pytest.raises(ValueError, match=r"data.columns.instruction and data.columns.input are both 'input'"):
+        built(tmp_path, chatml, [row], columns={"instruction": "input", "input": "input"})
 
 
 def test_rows_are_named_by_the_files_of_this_run(tmp_path: Path, chatml: Any) -> None:

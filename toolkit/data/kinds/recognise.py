@@ -81,10 +81,11 @@ def _matched(
     chosen = any(what in by_hand for what in form.needed) or all(what in form.optional for what in by_hand)
     if not (chosen or only_optional) or not all(_has_column(name, source.columns) for name in needed.values()):
         return None
+    # What is named by hand is not read once more under its own name: `input` as the instruction is no input as well.
+    taken = {*needed.values(), *by_hand.values()}
+    unnamed = [what for what in form.optional if what in by_hand or names[what] not in taken]
     # The first rows need not have all columns, so optional columns are looked up in each row.
-    more = {
-        what: names[what] for what in form.optional if what not in form.of_all_rows or names[what] in source.columns
-    }
+    more = {what: names[what] for what in unnamed if what not in form.of_all_rows or names[what] in source.columns}
     labels = next((source.label_names[name] for name in needed.values() if name in source.label_names), [])
     return Layout(form, needed | more, tuple(labels))
 

@@ -108,8 +108,8 @@ class TextRows(RowKind):
     also_called: ClassVar = {
         "messages": ("dialogue", "dialog", "conversation", "chat", "turns"),
         "prompt": ("question", "query", "problem", "context"),
-        "completion": ("answer", "response", "solution", "reply", "target"),
-        "instruction": ("task", "question", "query"),
+        "completion": ("answer", "response", "solution", "reply", "target", "chosen"),
+        "instruction": ("task", "question", "query", "input"),
         "input": ("context",),
         "system": ("system_prompt",),
         "output": ("answer", "response"),
