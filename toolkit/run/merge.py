@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from toolkit.checkpoint.beside_weights.compared_files import require_same_tokenizer
 from toolkit.checkpoint.beside_weights.model_files import write_model_files
 from toolkit.checkpoint.export import (
     TOLERANCE,
@@ -23,8 +25,10 @@ from toolkit.checkpoint.export import (
     write_weights,
 )
 from toolkit.data.templates.stops import add_ends
-from toolkit.errors import BadInputError
+from toolkit.data.tokens.tokenizer import identity
+from toolkit.errors import BadInputError, first_line
 from toolkit.generation.text.load import (
+    Place,
     adapter_base,
     adapter_quantisation,
     find_model,
@@ -33,13 +37,15 @@ from toolkit.generation.text.load import (
     tokenizer_of,
     with_adapter,
 )
-from toolkit.model.beside_weights.base_files import BaseFiles
+from toolkit.model.beside_weights.base_files import TOKENIZERS, BaseFiles, model_folder
+from toolkit.model.load import load_stored, take_generation_settings
 from toolkit.model.quantised.quantised import dequantise_loaded, quantise_loaded
-from toolkit.model.structure.tying import config_of_export
+from toolkit.model.quantised.stored_quantised import take_quantisation
+from toolkit.model.structure.tying import config_of_export, is_tied, untie
 from toolkit.model.weights.file_names import FileNames
 from toolkit.model.weights.weights import names_in_files
 from toolkit.paths import GIB
-from toolkit.recipe.schema import ExportSection
+from toolkit.recipe.schema import AdapterSection, ExportSection, ModelSection
 from toolkit.sharding.fsdp2.shards import state_once
 
 
@@ -78,10 +84,9 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
     place = find_model(adapter)
     if not place.is_adapter:
         raise BadInputError(f"{adapter!r} is a whole model; name the folder of an adapter (adapter_config.json)")
-    of_base = adapter_base(place) if base is None else find_model(base)
+    of_base = adapter_base(place) if base is None else _in_folder(find_model(base))
     quantisation = adapter_quantisation(place, of_base)
-    model = load_base(of_base, "auto", None)
-    folder = Path(model.config._name_or_path if of_base.on_hub else of_base.name)
+    model = _load(of_base)
     written = getattr(torch, dtype) if dtype is not None else model.dtype
     quantise_loaded(model, quantisation)
     dequantise_loaded(model)
@@ -89,8 +94,10 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
     add_ends(model.generation_config, stop_tokens(model, tokenizer))  # the base's settings name its own ends alone
     adapted = with_adapter(model.float(), tokenizer, place).eval()
     expected = _logits(adapted)
-    whole = adapted.merge_and_unload()
-    _write(whole, tokenizer, folder, to, ExportSettings(written, int(ExportSection().max_shard_gib * GIB)))
+    whole = _merged(adapted, adapter)
+    files = _files_beside(place, of_base, tokenizer)
+    settings = ExportSettings(written, int(ExportSection().max_shard_gib * GIB))
+    _write(whole, tokenizer, Path(of_base.name), files, to, settings)
     difference = relative_difference(_logits(reload(to, torch.device("cpu"), written)), expected)
     try:
         require_close(difference, TOLERANCE[written])
@@ -100,7 +107,75 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
     return Merged(of_base.name, str(written).removeprefix("torch."), difference)
 
 
-def _write(model: Any, tokenizer: Any, base: Path, to: Path, settings: ExportSettings) -> None:
+def _load(base: Place) -> Any:
+    """Loads a base as transformers does; one that was quantised in its files as training does.
+
+    Raises:
+        BadInputError: if it cannot be loaded, or is quantised in another way than nf4.
+    """
+    stored = PretrainedConfig.get_config_dict(base.name)[0].get("quantization_config")
+    if stored is None:
+        return load_base(base, "auto", None)
+    config = AutoConfig.from_pretrained(base.name, trust_remote_code=False)
+    take_quantisation(config, AdapterSection(kind="lora"), base.name)
+    model = load_stored(base.name, None, config, stored, config.dtype or torch.float32)
+    take_generation_settings(model, base.name)
+    return model
+
+
+def _merged(adapted: Any, adapter: str) -> Any:
+    """Returns the model with the adapter in its weights.
+
+    Raises:
+        BadInputError: if peft cannot merge an adapter of this kind.
+    """
+    base = adapted.get_base_model()
+    is_parted = is_tied(base) and _part_head(base)
+    try:
+        whole = adapted.merge_and_unload()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        kind = adapted.active_peft_config.peft_type.value
+        raise BadInputError(
+            f"{adapter!r}: peft cannot merge this adapter ({kind}) into its base: {first_line(error)}; load it with "
+            "peft"
+        ) from error
+    if is_parted:
+        untie(whole.config)
+    return whole
+
+
+def _part_head(base: Any) -> bool:
+    """Gives the head of a tied model its own weight if LoRA on one of the two would change the other, too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if base.config.is_encoder_decoder or not any(isinstance(layer, BaseTunerLayer) for layer in (embedding, head)):
+        return False
+    shared = {id(parameter) for parameter in embedding.parameters()}
+    for module in head.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in shared:
+                setattr(module, name, torch.nn.Parameter(parameter.clone(), requires_grad=False))
+    return True
+
+
+def _in_folder(place: Place) -> Place:
+    """Returns the folder of a hub's model, which is downloaded if it is not here."""
+    return Place(str(model_folder(ModelSection(name_or_path=place.name), "--base"))) if place.on_hub else place
+
+
+def _files_beside(place: Place, base: Place, tokenizer: PreTrainedTokenizerBase) -> BaseFiles:
+    """Returns the base's files; with the adapter's tokenizer, where that differs by more than its chat template."""
+    files, before = BaseFiles.read(Path(base.name)), tokenizer_of(base, base)
+    before.chat_template = tokenizer.chat_template
+    if identity(before) == identity(tokenizer):
+        return files
+    return files.without(TOKENIZERS) | BaseFiles.read(Path(place.name), TOKENIZERS)
+
+
+def _write(
+    model: Any, tokenizer: PreTrainedTokenizerBase, base: Path, files: BaseFiles, to: Path, settings: ExportSettings
+) -> None:
     """Writes the folder, whole or not at all."""
     unfinished = to.with_name(f".{to.name}.{uuid.uuid4().hex}.unfinished")
     names = FileNames(model, names_in_files(base), base)
@@ -109,8 +184,8 @@ def _write(model: Any, tokenizer: Any, base: Path, to: Path, settings: ExportSet
         with explained(to.parent, "merge it again"):
             unfinished.mkdir(parents=True)
             write_weights(iter(state_once(model).items()), parameters, unfinished, settings, names)
-            files = BaseFiles.read(base)
             write_model_files(model, tokenizer, unfinished, settings.dtype, files, config_of_export(model))
+            require_same_tokenizer(tokenizer, unfinished)
             let_others_read(unfinished)
             os.rename(unfinished, to)
     finally:

@@ -9,11 +9,12 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from support.four_bits import NF4, SHARDS_BYTES
 from support.texts import make_texts
 from support.tiny import save_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
@@ -93,6 +94,55 @@ def test_a_quantised_base_is_merged_as_it_was_trained(base: Path, adapter: Path,
     assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
+@SHARDS_BYTES
+def test_a_base_that_is_stored_in_four_bits_is_merged_as_it_was_trained(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(base, quantization_config=how).save_pretrained(tmp_path / "nf4")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "nf4")
+    told = merged(adapter, "--base", tmp_path / "nf4", "--to", tmp_path / "whole")
+    assert "logits differ by " in told, told
+    assert "quantization_config" not in json.loads((tmp_path / "whole/config.json").read_text())
+    before, after = weights(base), weights(tmp_path / "whole")
+    for name in adapted(before):
+        expected = in_four_bits(before[name]) + product(adapter, name)
+        torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-6)
+
+
+def test_a_base_of_the_hub_may_be_named(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub/models--org--base"
+    shutil.copytree(base, repository / "snapshots" / ("a" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("a" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (adapter / BASE_FILE).write_text(json.dumps({"fingerprint": fingerprint_of(base), "quantization": None}))
+    told = merged(adapter, "--base", "org/base", "--to", tmp_path / "whole")
+    assert "logits differ by " in told, told
+    assert weights(tmp_path / "whole").keys() == weights(base).keys()
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    named = {"base_model_name_or_path": "org/base", "revision": "v2"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | named))
+    assert "`hf download org/base --revision v2`" in merged(adapter, "--to", tmp_path / "again")
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
+def test_of_a_tied_model_the_layer_alone_changes_that_has_an_adapter(layer: str, tmp_path: Path) -> None:
+    place = save_llama(tmp_path / "base", make_texts(20), tied=True)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", layer], init_lora_weights=False)
+    tuned = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(place), config).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    told = merged(tmp_path / "adapter", "--to", tmp_path / "whole")
+    assert "logits differ by " in told, told
+    ids = torch.arange(24)[None]
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
+    expected = tuned(ids).logits
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def test_a_merged_model_ends_where_the_adapter_does(base: Path, tmp_path: Path) -> None:
     """A base model's settings name its own end; the adapter was taught the end of a turn."""
     tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
@@ -111,6 +161,35 @@ def test_a_merged_model_ends_where_the_adapter_does(base: Path, tmp_path: Path) 
     found = json.loads((tmp_path / "whole/generation_config.json").read_text())["eos_token_id"]
     assert found[0] == 1
     assert end in found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_that_an_adapter_brings_are_in_the_merged_folder(tied: bool, tmp_path: Path) -> None:
+    """As other programs save chat adapters: with a tokenizer of their own, and rows for its new tokens."""
+    place = save_llama(tmp_path / "base", make_texts(20), tied=tied)
+    tokenizer, model = AutoTokenizer.from_pretrained(place), AutoModelForCausalLM.from_pretrained(place)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", "{% for m in messages %}{{ m.content }}{% endfor %}"
+    model.resize_token_embeddings(len(tokenizer))
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "lm_head"],
+        init_lora_weights=False,
+    )
+    tuned = peft.get_peft_model(model, config)
+    for name, parameter in tuned.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    for each in (tuned, tokenizer):
+        each.save_pretrained(tmp_path / "adapter")
+    assert "logits differ by " in (told := merged(tmp_path / "adapter", "--to", tmp_path / "whole")), told
+    again, text = AutoTokenizer.from_pretrained(tmp_path / "whole"), "<|im_start|>one two<|im_end|>"
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert (again.eos_token, again.chat_template) == (tokenizer.eos_token, tokenizer.chat_template)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
+    torch.testing.assert_close(found, tuned.eval()(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_a_base_whose_configuration_was_edited_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -133,6 +212,10 @@ def test_what_cannot_be_merged_is_refused(base: Path, adapter: Path, tmp_path: P
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "gone/gone"}))
     assert "the adapter's base 'gone/gone' is not on this machine" in merged(adapter, "--to", tmp_path / "whole")
     assert "logits differ" in merged(adapter, "--base", base, "--to", tmp_path / "whole")
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), prompts).save_pretrained(tmp_path / "prompts")
+    refused = merged(tmp_path / "prompts", "--to", tmp_path / "again")
+    assert "peft cannot merge this adapter (PROMPT_TUNING) into its base" in refused
     told = {"fingerprint": "of another base", "quantization": None}
     (adapter / BASE_FILE).write_text(json.dumps(told))
     refused = merged(adapter, "--base", base, "--to", tmp_path / "again")

@@ -142,11 +142,11 @@ def base_files(model: ModelSection) -> BaseFiles:
     return found
 
 
-def model_folder(model: ModelSection) -> Path:
-    """Returns the folder of a pretrained model. Raises BadInputError if it cannot be downloaded."""
+def model_folder(model: ModelSection, field: str = "model.name_or_path") -> Path:
+    """Returns the folder of a pretrained model. Raises BadInputError, of `field`, if it cannot be downloaded."""
     assert model.name_or_path is not None
     # No pickles: those of a stranger could run anything.
-    return _folder(model.name_or_path, model.revision, ["*.safetensors", "*.json", *BESIDE_WEIGHTS])
+    return _folder(model.name_or_path, model.revision, ["*.safetensors", "*.json", *BESIDE_WEIGHTS], field)
 
 
 def _folder(name: str, revision: str | None, patterns: Sequence[str], field: str = "model.name_or_path") -> Path:

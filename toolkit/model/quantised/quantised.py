@@ -529,13 +529,13 @@ def plain_layer(layer: Any, dtype: torch.dtype) -> nn.Linear:
     return plain
 
 
-def make_exact_on_cpu(model: nn.Module) -> None:
+def make_exact_on_cpu(model: Any) -> None:
     """Has bitsandbytes' 4-bit layers of a model on a CPU compute with the weights that training had."""
     for path, layer in list(model.named_modules()):
         if type(layer).__name__ != "Linear4bit":
             continue
         if layer.in_features % layer.weight.quant_state.blocksize:
-            model.set_submodule(path, plain_layer(layer, layer.compute_dtype or torch.float32))
+            model.set_submodule(path, plain_layer(layer, model.dtype))
         else:
             # The kernel for AVX-512 rounds scales and products to bfloat16, where training has float32, and fails for
             # outputs that are not multiples of 32.

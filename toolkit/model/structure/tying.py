@@ -25,7 +25,12 @@ def config_of_export(model: PreTrainedModel) -> PretrainedConfig:
     """Returns a copy of the configuration for the whole model's files: untied, where training has parted the two."""
     config = copy.deepcopy(model.config)
     if has_own_head(model):
-        for part in (config, config.get_text_config()):
-            if hasattr(part, "tie_word_embeddings"):
-                part.tie_word_embeddings = False
+        untie(config)
     return config
+
+
+def untie(config: PretrainedConfig) -> None:
+    """Says in a configuration that the head has a weight of its own."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "tie_word_embeddings"):
+            part.tie_word_embeddings = False
