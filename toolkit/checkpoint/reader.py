@@ -85,6 +85,12 @@ def same_run(saved: Path, now: dict[str, Any]) -> bool:
     return True
 
 
+def same_recipe(saved: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Tells whether two resolved recipes agree in every field, apart from those that a run settles."""
+    old, new = ({key: value for key, value in _flatten(one).items() if key not in SETTLED} for one in (saved, now))
+    return old == new
+
+
 def _must_agree(key: str) -> bool:
     within = [part for part in MATTERS if key == part or key.startswith(f"{part}.")]
     return bool(within) and not any(key == part or key.startswith(f"{part}.") for part in HARMLESS)

@@ -16,12 +16,13 @@ from toolkit.checkpoint.manifest import (
     Manifest,
     Place,
     check_files,
+    latest,
     list_checkpoints,
     look_at,
     place_of,
     read_checkpoint,
 )
-from toolkit.checkpoint.reader import require_same_run
+from toolkit.checkpoint.reader import require_same_run, same_recipe
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError
 from toolkit.paths import CHECKPOINTS, STEP_FOLDER
@@ -55,7 +56,7 @@ def find(
     Args:
         run: the output folder.
         resume: `auto` for the newest good checkpoint of the output folder and the store, `never`, or the folder of a
-            checkpoint or of a run.
+            checkpoint or of a run. Once this run has checkpoints of its own, started again it goes on from these.
         recipe: the resolved recipe of this run.
         store: the store of this run's checkpoints, or None if they are in the output folder.
         copies: whether to copy a checkpoint from a store. If not, only its sizes and its manifest are checked.
@@ -68,6 +69,8 @@ def find(
     if resume == "never":
         ranks.on_first_rank(lambda: _require_no_later(run, -1, store) if store is not None else None)
         return Resumption(None)
+    if resume != "auto" and ranks.on_first_rank(lambda: _has_begun(run, recipe, store)):
+        resume = "auto"
     candidates = ranks.on_first_rank(lambda: _candidates(run, resume, store))
     passed_over: list[Checkpoint] = []
     for candidate in candidates:
@@ -90,10 +93,16 @@ def find(
     return Resumption(None, tuple(passed_over))
 
 
+def _has_begun(run: Path, recipe: dict[str, Any], store: StorePath | None) -> bool:
+    """Tells whether the last checkpoint of the output folder or the store is of this very recipe, started before."""
+    found = [last.manifest for place in (run, store) if place is not None and (last := latest(place)) is not None]
+    return any(manifest is not None and same_recipe(manifest.recipe, recipe) for manifest in found)
+
+
 def _is_own(folder: Place, run: Path, store: StorePath | None) -> bool:
     if isinstance(folder, StorePath):
         return store is not None and folder.is_relative_to(store)
-    return folder.is_relative_to(run)
+    return folder.resolve().is_relative_to((run / CHECKPOINTS).resolve())  # it may be a link to a larger disk
 
 
 def set_aside(passed_over: tuple[Checkpoint, ...], run: Path, store: StorePath | None = None) -> list[str]:

@@ -124,8 +124,26 @@ def test_a_checkpoint_that_was_named_is_taken_or_refused(tmp_path: Path) -> None
     newest = written(tmp_path, 9)
     own = find(tmp_path, str(newest), PLAIN.recipe)
     assert (own.start is not None, own.is_own) == (True, True), "the run goes on from its own newest"
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/checkpoints").symlink_to(tmp_path / "checkpoints")
+    assert find(tmp_path / "link", str(tmp_path / "link/checkpoints" / newest.name), PLAIN.recipe).is_own
+    older = str(tmp_path / "checkpoints/step_00000005")
     with pytest.raises(BadInputError, match=r"which has later checkpoints \(step_00000009\)"):
-        find(tmp_path, str(tmp_path / "checkpoints/step_00000005"), PLAIN.recipe)
+        find(tmp_path, older, {**PLAIN.recipe, "checkpoint": {"resume": older}})
+
+
+def test_the_same_command_goes_on_from_what_it_saved_itself(tmp_path: Path) -> None:
+    """It began from another run's checkpoint, and was interrupted behind its first own one."""
+    first, run = tmp_path / "first", tmp_path / "second"
+    written(first, 5)
+    recipe = {**PLAIN.recipe, "checkpoint": {"resume": str(first)}, "data": {"template_date": None}}
+    begun = find(run, str(first), recipe)
+    assert (begun.start is not None and begun.start[1].step, begun.is_own) == (5, False)
+    forge(recipe={**recipe, "data": {"template_date": "2026-11-28"}})(written(run, 7))  # settled by the first start
+    again = find(run, str(first), recipe)
+    assert (again.start is not None and again.start[1].step, again.is_own) == (7, True)
+    with pytest.raises(BadInputError, match=r"which has later checkpoints \(step_00000007\)"):
+        find(run, str(first), {**recipe, "schedule": {"kind": "constant"}})
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

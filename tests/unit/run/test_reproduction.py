@@ -143,6 +143,26 @@ def test_a_strangers_recipe_does_not_say_where_and_on_how_many_processes(export:
     assert outcome.problems("training.output_dir=else: --to names the folder of the new run; leave this out") == []
 
 
+@pytest.mark.parametrize(
+    ("resume", "told"),
+    [
+        ("outputs/mine", "the run went on from the last checkpoint of"),  # by now perhaps its own last one
+        ("outputs/mine/checkpoints/step_00000100", None),
+        ("never", None),
+    ],
+)
+def test_a_run_that_went_on_from_a_runs_last_checkpoint_has_to_name_it(
+    resume: str, told: str | None, export: Path
+) -> None:
+    write_origin(export, recipe=Recipe.load("quickstart").to_yaml())
+    words = [f"checkpoint.resume={resume}"]
+    if told is None:
+        assert _recipe_of(Origin.read(export), export, Path("again"), words).checkpoint.resume.endswith(resume)
+    else:
+        with pytest.raises(BadInputError, match=told):
+            _recipe_of(Origin.read(export), export, Path("again"), words)
+
+
 def test_folders_of_another_machine_are_not_looked_for_on_the_hub(
     export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from toolkit.cli.ranks.launch_options import ON_CPU, launcher_options, shown_scr
 from toolkit.cli.shared.arguments import MACHINE, OVERRIDES, AsJson
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.errors import BadInputError
+from toolkit.paths import STEP_FOLDER
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import harmless, stdout_on_stderr
 
@@ -140,8 +141,21 @@ def _recipe_of(origin: Origin, folder: Path, to: Path, values: list[str]) -> Rec
         # The file may be a stranger's, who does not decide where this machine writes.
         found = Recipe.from_yaml(origin.recipe, Path.cwd(), name, ["data.cache_dir=null", *fixed])
         _require_named(origin, found, {value.partition("=")[0].strip() for value in values})
+    _require_one_beginning(found)
     # Once more, as the paths in `values` are relative to this folder, and the recipe is handed on in another one.
     return Recipe.from_yaml(found.to_yaml(), Path.cwd(), name)
+
+
+def _require_one_beginning(recipe: Recipe) -> None:
+    """Raises BadInputError if the run went on from the last checkpoint of a run, which may have later ones by now."""
+    place = recipe.checkpoint.resume
+    if place in ("auto", "never") or STEP_FOLDER.fullmatch(Path(place).name):
+        return
+    raise BadInputError(
+        f"checkpoint.resume: the run went on from the last checkpoint of {place!r}, which may be a later one by now; "
+        f"name the one that it began at (checkpoint.resume={place}/checkpoints/step_00000100), or train from the first "
+        "step (checkpoint.resume=never)"
+    )
 
 
 def _require_named(origin: Origin, recipe: Recipe, given: set[str]) -> None:
