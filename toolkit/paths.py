@@ -215,19 +215,42 @@ def folder_on_this_machine(name: str, revision: str | None) -> Path:
 def configuration_digest(folder: Path) -> str | None:
     """Returns a digest of what a model's config.json says, or None if there is none that can be read."""
     try:
-        fields = parse_json(read_foreign(folder / "config.json"))
-    except (OSError, ValueError):
+        return digest_of_configuration(read_foreign(folder / "config.json"))
+    except OSError:
+        return None
+
+
+def digest_of_configuration(content: bytes) -> str | None:
+    """Returns a digest of what a config.json of this content says, or None if it is not JSON."""
+    try:
+        fields = parse_json(content)
+    except ValueError:
         return None
     of_writer = ("transformers_version", "_name_or_path")
     said = {name: value for name, value in fields.items() if name not in of_writer} if isinstance(fields, dict) else {}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file with all weights of a model, and the one that maps each tensor to one of several files."""
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Returns the files with the weights of a model, as transformers chooses them. Their names may be any."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    try:
+        named = parse_json(read_foreign(folder / INDEX))["weight_map"].values()
+        return sorted(folder / name for name in {*named} if re.fullmatch(r"[\w.-]+", name))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or one that whoever reads it refuses
+        return sorted(folder.glob("model*.safetensors"))
+
+
 SAMPLED_BYTES = 1024
 """The bytes of a tensor that a fingerprint reads at its start, in its middle and at its end."""
 
 
-def fingerprint_of(folder: Path, pattern: str = "model*.safetensors") -> str | None:
+def fingerprint_of(folder: Path, pattern: str | None = None) -> str | None:
     """Returns a fingerprint of the weights in a model's folder, or None if it has no safetensors files.
 
     It is the SHA-256 of every tensor's name, dtype and shape and of three KiB of its data, because training changes all
@@ -235,14 +258,14 @@ def fingerprint_of(folder: Path, pattern: str = "model*.safetensors") -> str | N
 
     Args:
         folder: the folder.
-        pattern: matches the names of the files to read.
+        pattern: matches the names of the files to read; None takes the weights of a model.
 
     Raises:
         OSError: if a file cannot be read.
         ValueError: if a file is not whole.
     """
     found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for path in sorted(folder.glob(pattern)):
+    for path in _weight_files(folder) if pattern is None else sorted(folder.glob(pattern)):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
             header = json.loads(file.read(min(length, path.stat().st_size)))

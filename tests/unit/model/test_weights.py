@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import save_llama
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.errors import BadInputError
 from toolkit.model.load import LoadedModel, _name_labels, load
+from toolkit.paths import fingerprint_of
 from toolkit.recipe.schema import ModelSection
 
 Tensors = dict[str, torch.Tensor]
@@ -72,6 +73,32 @@ def test_weights_of_another_model_are_listed(folder: Path, spoil: Callable[[Path
     with pytest.raises(BadInputError, match=told) as error:
         loaded(folder)
     assert "model.allow_new_weights" in str(error.value)
+
+
+def in_two_files(folder: Path, names: tuple[str, str], factor: float) -> None:
+    """Writes the weights once more, times a factor, behind an index."""
+    tensors, files = load_file(folder / "model.safetensors"), {}
+    for place, name in enumerate(names):
+        part = {key: factor * tensors[key] for key in sorted(tensors)[place::2]}
+        save_file(part, folder / name, metadata={"format": "pt"})
+        files |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+@pytest.mark.parametrize("has_single", [True, False])
+def test_files_are_chosen_as_transformers_does(has_single: bool, folder: Path) -> None:
+    """One file comes before an index beside it, which may be an earlier save's; an index may name any files."""
+    alone = fingerprint_of(folder)
+    in_two_files(folder, ("weights-a.safetensors", "b.safetensors"), 3.0)
+    if not has_single:
+        (folder / "model.safetensors").unlink()
+    theirs, ours = AutoModelForCausalLM.from_pretrained(folder).state_dict(), loaded(folder).model.state_dict()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
+    assert (fingerprint_of(folder) == alone) == has_single
+    assert fingerprint_of(folder) is not None
+    if has_single:
+        (folder / "b.safetensors").unlink()
+        loaded(folder)
 
 
 def test_new_weights_that_are_meant_are_drawn(folder: Path) -> None:

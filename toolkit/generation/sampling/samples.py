@@ -75,9 +75,7 @@ def _model_identity(source: str) -> str:
     if place.on_hub:
         return place.name
     try:
-        found = fingerprint_of(
-            Path(place.name), "adapter_model*.safetensors" if place.is_adapter else "model*.safetensors"
-        )
+        found = fingerprint_of(Path(place.name), "adapter_model*.safetensors" if place.is_adapter else None)
     except (OSError, ValueError) as error:
         raise BadInputError(f"{place.name!r}: its weights cannot be read: {error}; save them again") from error
     return found or str(Path(place.name).resolve())

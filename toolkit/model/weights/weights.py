@@ -26,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from toolkit import ranks
 from toolkit.errors import BadInputError, in_words, listed
 from toolkit.model.beside_weights.base_files import BaseFiles
+from toolkit.paths import INDEX, SINGLE
 from toolkit.sharding.apply import KeepsMasters
 from toolkit.sharding.fsdp2.shards import Rows, shard_rows
 
@@ -289,9 +290,6 @@ def require_some_values(source: str, matrices: Iterable[torch.Tensor]) -> None:
         )
 
 
-INDEX = "model.safetensors.index.json"
-"""The file that maps each tensor to one of several files."""
-
 PIECE_ROWS = 4096
 """Number of rows of a stored tensor that a check holds at a time."""
 
@@ -419,14 +417,12 @@ def _place_of(name: str, stored: dict[str, Path], prefix: str) -> tuple[Path, st
 
 def _files_of_tensors(folder: Path) -> dict[str, Path]:
     """Returns the safetensors file of each tensor in a model's folder, by name."""
+    # Before an index, which may be left of an earlier save: so transformers decides.
+    if (single := folder / SINGLE).is_file():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
     index = folder / INDEX
-    if index.is_file():
-        return _indexed_files(folder, json.loads(index.read_text(encoding="utf-8")))
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        return {}
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    return _indexed_files(folder, json.loads(index.read_text(encoding="utf-8"))) if index.is_file() else {}
 
 
 def _indexed_files(folder: Path, index: object) -> dict[str, Path]:
