@@ -155,7 +155,7 @@ def test_an_export_that_is_checked_on_the_host_takes_all_cores(monkeypatch: pyte
         return model(batch["x"])
 
     accelerator: Any = type("Accelerator", (), {"device": torch.device("cpu")})()
-    assert verify(accelerator, model, model, logits_of, {"x": torch.ones(1, 2)}) == 0  # type: ignore[arg-type]
+    assert verify(accelerator, model, model, logits_of, {"x": torch.ones(1, 2)}, torch.float32) == 0  # type: ignore[arg-type]
     assert seen == [cores - 2, cores]
     assert torch.get_num_threads() == cores - 2
 

@@ -27,6 +27,7 @@ from toolkit.checkpoint.export import (
     ExportSettings,
     explained,
     let_others_read,
+    names_fact,
     relative_difference,
     reload,
     require_close,
@@ -51,9 +52,10 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import add_adapter, base_of, has_adapter, quantise, write_adapter
 from toolkit.model.beside_weights.base_files import TOKENIZERS, BaseFiles
 from toolkit.model.load import auto_class, take_generation_settings
+from toolkit.model.structure.model_parts import LANGUAGE
 from toolkit.model.weights.file_names import FileNames
 from toolkit.optim.ema import AVERAGE
-from toolkit.paths import GIB, folder_on_this_machine, parse_json, read_foreign, told_of_checkpoint
+from toolkit.paths import GIB, fingerprint_of, folder_on_this_machine, parse_json, read_foreign, told_of_checkpoint
 from toolkit.recipe.schema import LARGEST_SHARD_GIB, AdapterSection, ExportSection
 
 EXPORT_TYPES = ("float32", "bfloat16", "float16")
@@ -65,7 +67,7 @@ BASE_DIGESTS = "base_files.json"
 """The file with the SHA-256 of the base's files beside its weights, as they were when training began."""
 
 STORED_NAMES = "stored_names.json"
-"""The file with the names of the tensors in the base's files, or null if it had none."""
+"""The file with the names of the tensors in the base's files, and the fingerprint of these; nulls if it had none."""
 
 
 def export_checkpoint(
@@ -103,20 +105,25 @@ def export_checkpoint(
     # because two exports to one place would write into each other's files.
     unfinished = to.with_name(f".{to.name}.{uuid.uuid4().hex}.unfinished")
     _make_folder(unfinished, to)
+    difference: float | None = None
+    notes: tuple[str, ...] = ()
     try:
         with explained(to.parent, "export it again"):
             tensors = read_whole(folder, manifest, settings.max_shard_bytes, settings.average)
             if has_adapter(model):
-                write_adapter(model, tensors, unfinished, manifest.base)
+                configuration = manifest.named.get("model.name_or_path")
+                write_adapter(model, tensors, unfinished, settings.dtype, manifest.base, configuration)
                 write_adapter_files(tokenizer, unfinished, files)
             else:
-                stored = _read_stored_names(run / MODEL_FILES / STORED_NAMES)
-                names = FileNames(model, stored, _base_on_this_machine(manifest, folder))
+                stored, base = _base_as_it_was(run, manifest, folder)
+                names = FileNames(model, stored, base)
                 write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings, names)
                 take_generation_settings(model, str(run / MODEL_FILES))
                 write_model_files(model, tokenizer, unfinished, settings.dtype, files)
+                notes = _notes_on_names(unfinished, stored, base)
             let_others_read(unfinished)
-        difference, notes = None, _compare_files(run, folder, manifest, model, unfinished) if verify else ()
+        if verify:
+            notes = (*notes, *_compare_files(run, folder, manifest, model, unfinished))
         if verify and not has_adapter(model):
             difference = _compare_logits(folder, manifest, config, unfinished, settings)
             require_close(difference, TOLERANCE[settings.dtype])
@@ -176,10 +183,34 @@ def _read_json(path: Path) -> Any:
         return None
 
 
-def _read_stored_names(path: Path) -> frozenset[str] | None:
-    """Reads the names of the base's tensors. Returns None for a base without files, and for runs of older versions."""
+def _read_stored_names(path: Path) -> tuple[frozenset[str] | None, str | None]:
+    """Reads the names of the base's tensors, and the fingerprint of its files.
+
+    Returns:
+        None for what a base without files does not have, and runs of older versions did not write.
+    """
     found = _read_json(path)
-    return frozenset(map(str, found)) if isinstance(found, list) else None
+    names, origin = (found.get("names"), found.get("fingerprint")) if isinstance(found, dict) else (found, None)
+    known = frozenset(map(str, names)) if isinstance(names, list) else None
+    return known, origin if isinstance(origin, str) else None
+
+
+def _base_as_it_was(run: Path, manifest: Manifest, folder: Path) -> tuple[frozenset[str] | None, Path | None]:
+    """Returns the names of the base's tensors, and its folder if that has the weights that training began with."""
+    stored, origin = _read_stored_names(run / MODEL_FILES / STORED_NAMES)
+    base = _base_on_this_machine(manifest, folder)
+    with suppress(OSError, ValueError):
+        if base is not None and origin in (None, fingerprint_of(base)):
+            return stored, base
+    return stored, None
+
+
+def _notes_on_names(export: Path, stored: frozenset[str] | None, base: Path | None) -> tuple[str, ...]:
+    """Says which tensors of the base an export lacks, such as those that no run reads and only the base has."""
+    if (told := names_fact(export, stored)) is None:
+        return ()
+    whence = "" if base is not None else ", whose files are not here as they were when training began"
+    return (f"the export {told}{whence}; test it with the server that will load it",)
 
 
 def _base_on_this_machine(manifest: Manifest, folder: Path) -> Path | None:
@@ -348,7 +379,7 @@ def _empty_model(config: PretrainedConfig, manifest: Manifest, folder: Path) -> 
     if section.kind == "none":
         return model
     quantise(model, section)
-    return add_adapter(model, section, base, revision)
+    return add_adapter(model, section, base, revision, manifest.recipe["model"].get("train") or (LANGUAGE,))
 
 
 def _trained_as(manifest: Manifest, folder: Path) -> tuple[AdapterSection, str | None, str | None]:

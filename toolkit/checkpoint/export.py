@@ -40,12 +40,13 @@ from toolkit.model.adapters.adapters import (
     write_adapter,
 )
 from toolkit.model.adapters.base_file import read_base
+from toolkit.model.beside_weights.base_files import CONFIG
 from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised.quantised import dequantised, quantise_loaded
 from toolkit.model.structure.tying import config_of_export
 from toolkit.model.weights.file_names import FileNames
 from toolkit.model.weights.weights import Fit, names_in_files
-from toolkit.paths import GIB, fingerprint_of
+from toolkit.paths import GIB, digest_of_configuration, fingerprint_of
 from toolkit.sharding.fsdp2.shards import shard_group, sharded_dim, state_once, tensor_dim, tensor_group, tensor_part
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -203,7 +204,9 @@ def _write_model(model: nn.Module, fit: Fit, folder: Path, settings: ExportSetti
     else:
         trained = trained_names(model)
         state = {name: tensor for name, tensor in state_once(model).items() if name in trained}
-        write_adapter(model, whole_tensors(state), folder, fit.fingerprint)
+        # As it was read: the base may have been edited since.
+        configuration = digest_of_configuration(fit.files.contents.get(CONFIG, b""))
+        write_adapter(model, whole_tensors(state), folder, settings.dtype, fit.fingerprint, configuration)
 
 
 def file_names(model: nn.Module, fit: Fit) -> FileNames:
@@ -395,6 +398,7 @@ def verify(
     reloaded: PreTrainedModel | None,
     logits_of: Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor],
     batch: dict[str, torch.Tensor],
+    dtype: torch.dtype,
 ) -> float:
     """Compares the trained model's logits with those of the export on one batch. Collective.
 
@@ -404,6 +408,7 @@ def verify(
         reloaded: the export on rank 0, None on other ranks.
         logits_of: the objective's function that returns logits, of the same shape for both models.
         batch: a batch of the objective.
+        dtype: the dtype of what was written, which may be an adapter to a base of another dtype.
 
     Returns:
         Rank 0's largest difference, as a share of the largest logit.
@@ -418,7 +423,7 @@ def verify(
         with ranks.all_cores():
             again = logits_of(reloaded, send_to_device(batch, reloaded.device))
         difference = relative_difference(again.float().to(logits.device), logits)
-        tolerance = TOLERANCE[reloaded.dtype]
+        tolerance = max(TOLERANCE[reloaded.dtype], TOLERANCE[dtype])
     results = ranks.gather_objects((difference, tolerance))
     require_close(*results[0])
     return results[0][0]

@@ -27,12 +27,12 @@ def vllm_command(export: Path) -> str:
     """Returns vLLM's command for a model, or for an adapter on its base."""
     adapter = _adapter_config(export)
     if adapter is None:
-        return shlex.join(["vllm", "serve", str(export)])
+        return shlex.join(["vllm", "serve", str(export), *_own_code(export)])
     rank = min((one for one in VLLM_RANKS if one >= int(adapter["r"])), default=VLLM_RANKS[-1])
     limit = [] if rank == VLLM_RANKS[0] else ["--max-lora-rank", str(rank)]
     # Without the option the base's chat template is used, which the recipe may have replaced.
     options = ["--tokenizer", str(export), "--enable-lora", *limit, "--lora-modules", f"tuned={export}"]
-    return shlex.join(["vllm", "serve", _base_of(adapter), *options])
+    return shlex.join(["vllm", "serve", *_base_of(adapter), *options])
 
 
 def sglang_command(export: Path) -> str:
@@ -40,8 +40,9 @@ def sglang_command(export: Path) -> str:
     program = ["python", "-m", "sglang.launch_server", "--model-path"]
     adapter = _adapter_config(export)
     if adapter is None:
-        return shlex.join([*program, str(export)])
-    return shlex.join([*program, _base_of(adapter), "--tokenizer-path", str(export), "--lora-paths", f"tuned={export}"])
+        return shlex.join([*program, str(export), *_own_code(export)])
+    options = ["--tokenizer-path", str(export), "--lora-paths", f"tuned={export}"]
+    return shlex.join([*program, *_base_of(adapter), *options])
 
 
 def adapter_problem(export: Path) -> str | None:
@@ -93,5 +94,13 @@ def _fields(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _base_of(adapter: dict[str, Any]) -> str:
-    return str(adapter["base_model_name_or_path"])
+def _base_of(adapter: dict[str, Any]) -> list[str]:
+    """Returns an adapter's base as both servers take it, with its revision on the hub."""
+    revision = adapter.get("revision")
+    return [str(adapter["base_model_name_or_path"]), *(["--revision", str(revision)] if revision else [])]
+
+
+def _own_code(export: Path) -> list[str]:
+    """Returns the option of both servers for a model that brings its own code."""
+    has_code = "auto_map" in _fields(export / "config.json") and any(export.glob("*.py"))
+    return ["--trust-remote-code"] if has_code else []

@@ -175,7 +175,7 @@ def test_json_without_a_bottom_and_a_file_without_an_end(tmp_path: Path) -> None
     (folder / "adapter_model.safetensors").touch()
     reads: dict[str, Callable[[Path], Any]] = {
         "adapter_config.json": lambda path: adapter_file.read_config(path.parent, str(path.parent)),
-        "names.json": consolidate._read_stored_names,
+        "names.json": lambda path: consolidate._read_stored_names(path)[0],
     }
     wrong = []
     for name, read in reads.items():

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from support.texts import make_texts
 from support.tiny import save_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from toolkit.pages.card import draw_losses, write_card
 from toolkit.recipe.recipe import Recipe
@@ -58,7 +58,7 @@ def test_the_card_says_how_to_load_and_serve_it(
         peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
         AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     recipe = Recipe.load("quickstart", {"model.name_or_path": str(base)})
-    write_card(folder, recipe, {}, METRICS, {}, {}, *_how_to_use(folder, recipe))
+    write_card(folder, recipe, {}, METRICS, {}, {}, *_how_to_use(folder, recipe, AutoConfig.from_pretrained(base)))
     text = (folder / "README.md").read_text()
     assert str(tmp_path) not in text
     assert ("```bash\nvllm serve .\n```" in text) == (not is_adapter), "the base is a folder that others do not have"
@@ -72,11 +72,35 @@ def test_the_card_says_how_to_load_and_serve_it(
         told = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps({**told, "base_model_name_or_path": "org/base"}))
     named = Recipe.load("quickstart", {"model.name_or_path": "org/base", "export.push_to_hub": "me/mine"})
-    loading, serving = _how_to_use(folder, named)
+    loading, serving = _how_to_use(folder, named, AutoConfig.from_pretrained(base))
     assert 'from_pretrained("me/mine")' in loading
     assert ('from_pretrained("org/base")' in loading) == is_adapter
     expected = "vllm serve org/base --tokenizer me/mine --enable-lora --lora-modules tuned=me/mine"
     assert serving == (expected if is_adapter else "vllm serve me/mine")
+
+
+def test_the_card_says_what_a_base_needs_that_its_own_files_do_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The classes of a classifier, whose adapter has no names for them, and the commit and the code of a base."""
+    base, folder = save_llama(tmp_path / "base", make_texts(5), tied=False), tmp_path / "adapter"
+    labels = {"id2label": {0: "no", 1: "it's ```", 2: "yes"}, "pad_token_id": 1}
+    model = AutoModelForSequenceClassification.from_pretrained(base, **labels)
+    peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    own = {"model.config": None, "model.train_tokenizer_vocab_size": None, "model.name_or_path": "org/base"}
+    classes = {"objective.kind": "sequence_classification", "data.chat_template": None, "logging.held_out_samples": 0}
+    recipe = Recipe.load("quickstart", own | classes)
+    code = _how_to_use(folder, recipe, model.config)[0].replace('"org/base"', "BASE")
+    assert "```" not in code
+    monkeypatch.chdir(folder)
+    loaded: dict[str, Any] = {"BASE": str(base)}
+    exec(code, loaded)
+    found = loaded["model"].config
+    assert {name: getattr(found, name) for name in labels} == labels
+    pinned = Recipe.load("quickstart", {**own, "model.revision": "v2", "model.trust_remote_code": True})
+    code, _ = _how_to_use(folder, pinned, AutoConfig.from_pretrained(base))
+    assert "AutoModelForCausalLM.from_pretrained(\"org/base\", revision='v2', trust_remote_code=True)" in code
 
 
 def test_no_code_of_a_terminal_or_of_the_direction_of_text_gets_into_a_card(tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ def test_servers_get_the_options_that_an_export_needs(base: Path, tmp_path: Path
             f"serve it: vllm serve {base} --tokenizer {adapter} --enable-lora{option} --lora-modules tuned={adapter}",
             f"      or: {model} {base} --tokenizer-path {adapter} --lora-paths tuned={adapter}",
         ]
+    pinned = save_adapter(tmp_path / "pinned", base, revision="v2")
+    assert how_to_serve(pinned)[0].startswith(f"serve it: vllm serve {base} --revision v2 --tokenizer {pinned} ")
     refused: dict[str, dict[str, Any]] = {
         "DoRA": {"use_dora": True},
         "modules_to_save": {"modules_to_save": ["lm_head"]},

@@ -25,6 +25,7 @@ from toolkit.generation.text.load import (
 )
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.load import load
+from toolkit.model.structure.model_parts import LANGUAGE, PROJECTOR, VISION
 from toolkit.recipe.adapter_file import started_settings
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.apply import apply
@@ -54,7 +55,8 @@ def sharded_model(source: str, dtype: str, device: str) -> Iterator[Loaded]:
     stored = str(config.dtype or "float32").removeprefix("torch.")
     section = ModelSection(name_or_path=base.name, dtype=stored if dtype == "auto" else dtype)  # type: ignore[arg-type]
     objective = "seq2seq" if config.is_encoder_decoder else "causal_lm"
-    loaded = load(section, tokenizer, 0, adapter=_adapter_section(place, base), objective=objective)
+    parts = (LANGUAGE, PROJECTOR, VISION)  # any may have adapters, and none is trained here
+    loaded = load(section, tokenizer, 0, adapter=_adapter_section(place, base), objective=objective, parts=parts)
     inner = base_of(loaded.model)  # adapters are inside it
     if len(tokenizer) > inner.get_input_embeddings().weight.shape[0]:
         raise BadInputError(f"{source!r}: the adapter has added tokens; run toolkit merge, and name the merged folder")

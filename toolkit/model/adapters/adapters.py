@@ -5,11 +5,11 @@ Reference: Hu et al., arXiv 2106.09685; rsLoRA arXiv 2312.03732; DoRA arXiv 2402
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +38,6 @@ from toolkit.model.adapters.targets import (
 )
 from toolkit.model.quantised.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
 from toolkit.model.structure.model_parts import LANGUAGE, untrained
-from toolkit.paths import configuration_digest, folder_on_this_machine
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.fsdp2.shards import Rows, state_once
 
@@ -97,8 +96,10 @@ def add_adapter(
     )
     _require_modules(model, section)
     try:
-        # On the meta device: the values are those of `AdapterWeights`, and no rank makes whole ones.
-        adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():  # of the base's name, which is set below
+            warnings.filterwarnings("ignore", message=".*base_model_name_or_path")
+            # On the meta device: the values are those of `AdapterWeights`, and no rank makes whole ones.
+            adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, re.error) as error:
         raise BadInputError(
             f"adapter.target_modules: {section.target_modules!r} cannot be adapted: {first_line(error)}. "
@@ -286,34 +287,35 @@ def trained_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _write_base(model: peft.PeftModel, fingerprint: str | None, folder: Path) -> None:
-    """Writes what the adapter's base is, and how it was quantised: peft's file only has its name."""
-    base = base_of(model)
+def _quantisation_for_transformers(base: nn.Module) -> dict[str, Any] | None:
+    """Returns how the base was quantised for training; None for one that was quantised in its files, which say so."""
     layer = next((layer for _, layer in quantised_layers(base)), None)
-    # A base that was quantised in its files says so itself.
-    is_ours = layer is not None and not layer.quantisation.stored
-    how = layer.quantisation.for_transformers(layers_left_whole(base)) if layer is not None and is_ours else None
-    named, configuration = model.peft_config[NAME], None
-    with contextlib.suppress(OSError, ValueError, TypeError):  # a base that nothing here names
-        place = folder_on_this_machine(named.base_model_name_or_path, named.revision)
-        configuration = configuration_digest(place)
-    Base(fingerprint, configuration, how).write(folder)
+    if layer is None or layer.quantisation.stored:
+        return None
+    return layer.quantisation.for_transformers(layers_left_whole(base))
 
 
 def write_adapter(
-    model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tensor | None]], folder: Path, base: str | None = None
+    model: peft.PeftModel,
+    tensors: Iterable[tuple[str, torch.Tensor | None]],
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    base: str | None = None,
+    configuration: str | None = None,
 ) -> None:
     """Writes `adapter_model.safetensors` and `adapter_config.json` as peft does; on rank 0, which has the tensors.
 
     Args:
         tensors: whole tensors by their names in the model; those of the base are ignored.
-        base: fingerprint of the base, for `base.json`, which also says how it was quantised.
+        dtype: the dtype of the file's tensors.
+        base, configuration: fingerprint of the base, and digest of its config.json, as they were when training began,
+            for `base.json`: peft's file only has the base's name. It also says how the base was quantised.
     """
     from peft import get_peft_model_state_dict
 
     trained = trained_names(model)
     own = ((name, tensor) for name, tensor in tensors if name in trained)
-    whole = {name: tensor.to("cpu") for name, tensor in as_peft_has_them(model, own) if tensor is not None}
+    whole = {name: tensor.to("cpu", dtype) for name, tensor in as_peft_has_them(model, own) if tensor is not None}
     if not whole:
         return
     # peft's default, auto, may ask the hub for the base's configuration.
@@ -321,7 +323,7 @@ def write_adapter(
     names = names_in_file(model, state)
     named = {names[name]: tensor.contiguous() for name, tensor in state.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    _write_base(model, base, folder)
+    Base(base, configuration, _quantisation_for_transformers(base_of(model))).write(folder)
     config = model.peft_config[NAME]
     # As peft's `save_pretrained` writes it.
     inference, config.inference_mode = config.inference_mode, True

@@ -159,7 +159,10 @@ def _appears(path: Path, text: str) -> bool:
 
 def _run_files(output_dir: Path) -> list[str]:
     """Returns the names of what a run left in the folder."""
-    return [name for name in RUN_FILES if (output_dir / name).exists()]
+    place = output_dir / CHECKPOINTS
+    # An empty folder may be a link to a larger disk, made for this run.
+    is_empty = place.is_dir() and not any(place.iterdir())
+    return [name for name in RUN_FILES if (output_dir / name).exists() and not (is_empty and name == CHECKPOINTS)]
 
 
 def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
@@ -267,7 +270,7 @@ def write_beginning(
         dtype = getattr(torch, recipe.model.dtype)
         write_model_files(base_of(inner), tokens, output_dir / MODEL_FILES, dtype, fit.files)
         limits_of(tokens).write(output_dir / MODEL_FILES)
-        stored = None if fit.stored is None else sorted(fit.stored)
+        stored = {"names": None if fit.stored is None else sorted(fit.stored), "fingerprint": fit.origin}
         (output_dir / MODEL_FILES / STORED_NAMES).write_text(json.dumps(stored), encoding="utf-8")
         (output_dir / MODEL_FILES / BASE_DIGESTS).write_text(json.dumps(fit.files.digests()), encoding="utf-8")
     except OSError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from toolkit import ranks
 from toolkit.checkpoint.beside_weights.compared_files import compare_files, require_same_tokenizer
@@ -29,7 +29,7 @@ from toolkit.checkpoint.export import (
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.data.samples.loader import evaluation_batches
 from toolkit.errors import ToolkitError, counted, first_line
-from toolkit.model.adapters.adapters import base_of
+from toolkit.model.adapters.adapters import base_of, has_adapter
 from toolkit.model.load import auto_class
 from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
@@ -42,7 +42,7 @@ from toolkit.run.folder.export_origin import origin_of, own_command
 from toolkit.run.folder.finished import write_finished
 from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
-from toolkit.serving.servers import adapter_problem, vllm_command
+from toolkit.serving.servers import ADAPTER, adapter_problem, vllm_command
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.supervise.rank_status import REPORT
@@ -143,7 +143,10 @@ def export_model(
     if not settings.enabled:
         return None, None, None
     folder = opened.output_dir / "export"
-    dtype = getattr(torch, settings.dtype or opened.recipe.model.dtype)
+    of_model = opened.recipe.model.dtype
+    # What is trained of an adapted model is float32, whatever its base is.
+    is_adapter = has_adapter(run.inner) and not settings.merge
+    dtype = getattr(torch, settings.dtype or ("float32" if is_adapter else of_model))
     how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
     console = Terminal(quiet=ranks.rank() != 0)
 
@@ -155,7 +158,7 @@ def export_model(
     with Pass(console, "exporting the model"):
         export(opened.accelerator, run.model, run.fit, run.tokenizer, folder, how)
     with Pass(console, "checking the export"):
-        difference, sample = _check_export(opened, run, folder, dtype)
+        difference, sample = _check_export(opened, run, folder, how)
     told = None
     if settings.verify and not console.quiet and is_whole(run.inner, how):
         told = names_fact(folder, run.fit.stored)
@@ -178,14 +181,15 @@ def _compare_with_base(run: PreparedRun, folder: Path, whole: bool, trust: bool,
 
 
 def _check_export(
-    opened: OpenedRun, run: PreparedRun, folder: Path, dtype: torch.dtype
+    opened: OpenedRun, run: PreparedRun, folder: Path, how: ExportSettings
 ) -> tuple[float | None, str | None]:
     """Returns the difference of logits between the model and its export, and the export's sample of text."""
     recipe, accelerator, settings = opened.recipe, opened.accelerator, opened.recipe.export
     reloaded = None
     if settings.verify or recipe.logging.sample_prompt is not None:
         # In training's compute dtype, so that only what the export changed may differ.
-        compute, config = PRECISIONS[accelerator.mixed_precision] or dtype, run.inner.config
+        stored = how.dtype if is_whole(run.inner, how) else getattr(torch, recipe.model.dtype)
+        compute, config = PRECISIONS[accelerator.mixed_precision] or stored, run.inner.config
         # The others wait on the host: inside a collective NCCL would time out after ten minutes.
         trust = recipe.model.trust_remote_code
         reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config, trust))
@@ -193,7 +197,7 @@ def _check_export(
     if settings.verify:
         # The same sample on every rank: if the model is sharded, all ranks take part in its forward.
         batch = next(iter(evaluation_batches(run.data.train, 1, 0, 1, 1)))
-        difference = verify(accelerator, run.model, reloaded, run.objective.logits, batch)
+        difference = verify(accelerator, run.model, reloaded, run.objective.logits, batch, how.dtype)
     prompt, length, seed = recipe.logging.sample_prompt, recipe.logging.sample_max_new_tokens, recipe.training.seed
     if prompt is not None:
         prompt = (recipe.data.source_prefix or "") + prompt
@@ -213,7 +217,7 @@ def write_pages(
     summary = replace(summary_of(opened, run, facts, result), step_seconds=step_seconds)
     if result.export_dir is not None:
         report, versions = summary.data_report, summary.versions
-        use = _how_to_use(result.export_dir, opened.recipe)
+        use = _how_to_use(result.export_dir, opened.recipe, base_of(run.inner).config)
         write_card(result.export_dir, opened.recipe, summary.facts, result.metrics, report, versions, *use)
         origin_of(opened, run, versions).write(result.export_dir)
     write_report(result.output_dir / REPORT, summary)
@@ -261,36 +265,57 @@ def _print_answers(console: Terminal, sample: SideBySide) -> None:
         console.print(f"  {when}: {harmless(cut)}", markup=False)
 
 
-def _how_to_use(export_dir: Path, recipe: Recipe) -> tuple[str, str]:
-    """Returns Python that loads the export, and vLLM's command; both name no folder of this machine."""
+def _how_to_use(export_dir: Path, recipe: Recipe, config: PretrainedConfig) -> tuple[str, str]:
+    """Returns Python that loads the export, and vLLM's command; both name no folder of this machine.
+
+    Args:
+        config: the configuration of the trained model.
+    """
     name = recipe.export.push_to_hub or "."
     base = recipe.model.name_or_path
     known_base = base is not None and is_hub_name(base)
-    load = f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
-    is_adapter = (export_dir / "adapter_config.json").is_file()
+    trusted = {"trust_remote_code": True} if recipe.model.trust_remote_code else {}
+    auto, own = auto_class(config).__name__, f'"{name}"'
+    is_adapter = (export_dir / ADAPTER).is_file()
     if is_adapter:
         shown = f'"{base}"' if known_base else "BASE"
-        auto = recipe.objective.spec.auto_class or "AutoModelForCausalLM"
+        with_base = {**_of_base(recipe, config), **trusted}
         lines = [
             "from peft import PeftModel",
             f"from transformers import {auto}, AutoTokenizer\n",
-            f"base = {auto}.from_pretrained({shown})  # the model that was fine-tuned",
-            f'model = PeftModel.from_pretrained(base, "{name}")',
+            f"base = {_loaded(auto, shown, with_base)}  # the model that was fine-tuned",
+            f"model = PeftModel.from_pretrained(base, {own})",
         ]
     else:
-        auto = _auto_class_of(export_dir, recipe)
-        lines = [f"from transformers import {auto}, AutoTokenizer\n", f'model = {auto}.from_pretrained("{name}")']
+        lines = [f"from transformers import {auto}, AutoTokenizer\n", f"model = {_loaded(auto, own, trusted)}"]
+    lines.append(f"tokenizer = {_loaded('AutoTokenizer', own, trusted)}")
     spec = recipe.objective.spec
     is_served = spec.writes_text and not spec.encoder_decoder and adapter_problem(export_dir) is None
     is_served = is_served and (known_base or not is_adapter)
     served = vllm_command(export_dir).replace(str(export_dir), name) if is_served else ""
-    return "\n".join([*lines, load]), served
+    return "\n".join(lines), served
+
+
+def _of_base(recipe: Recipe, config: PretrainedConfig) -> dict[str, Any]:
+    """Returns what an adapter's base needs to be loaded as it was trained, and its own files do not say."""
+    needed: dict[str, Any] = {} if recipe.model.revision is None else {"revision": recipe.model.revision}
+    if not recipe.objective.spec.writes_text:  # the adapter's file has no names of classes
+        needed |= {"id2label": config.id2label, "pad_token_id": config.get_text_config().pad_token_id}
+    return needed
+
+
+def _loaded(auto: str, source: str, arguments: dict[str, Any]) -> str:
+    """Returns Python that loads `source`, which is Python, too."""
+    # Names of classes come from rows: none may close the fence around the code.
+    given = "".join(f", {key}={value!r}" for key, value in arguments.items()).replace("`", "\\x60")
+    return f"{auto}.from_pretrained({source}{given})"
 
 
 def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
-    if (export_dir / "adapter_config.json").is_file():
+    if (export_dir / ADAPTER).is_file():
         return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
-    return f"{_auto_class_of(export_dir, recipe)}.from_pretrained({str(export_dir)!r})"
+    trusted = {"trust_remote_code": True} if recipe.model.trust_remote_code else {}
+    return _loaded(_auto_class_of(export_dir, recipe), repr(str(export_dir)), trusted)
 
 
 def _auto_class_of(export_dir: Path, recipe: Recipe) -> str:
