@@ -31,6 +31,7 @@ from toolkit.model.beside_weights.base_files import BaseFiles
 from toolkit.model.load import load, load_without_weights
 from toolkit.model.structure.tying import config_of_export
 from toolkit.recipe.schema import DataSection, ModelSection
+from toolkit.serving.servers import how_to_serve
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 CONFIG = {
@@ -147,10 +148,47 @@ def test_a_template_is_replaced_in_every_place(base: Path, tmp_path: Path) -> No
     shutil.copytree(base, own)
     (own / "chat_template.jinja").write_text(TEMPLATE)
     (own / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    export(own, tmp_path / "out", {"chat_template": "alpaca"})
+    (own / "additional_chat_templates").mkdir()
+    (own / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATE)
+    loaded, _ = export(own, tmp_path / "out", {"chat_template": "alpaca"})
     out, names = tmp_path / "out", ("chat_template.json", "tokenizer_config.json")
     found = [fields(out, name)["chat_template"] for name in names]
     assert {*found, (out / "chat_template.jinja").read_text()} == {found[0]} != {TEMPLATE}
+    assert not (out / "additional_chat_templates").exists(), "the run had one template, whatever the tools"
+    assert compare_files(compared(loaded.model, loaded.fit.files, False), out)
+
+
+OWN_CODE = {
+    "configuration_own.py": "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig): model_type = 'own'\n",
+    "modeling_own.py": "from transformers import LlamaForCausalLM\nfrom .configuration_own import OwnConfig\n"
+    "class OwnForCausalLM(LlamaForCausalLM): config_class = OwnConfig\n",
+    "tokenization_own.py": "from transformers import PreTrainedTokenizerFast\n"
+    "class OwnTokenizerFast(PreTrainedTokenizerFast): pass\n",
+}
+
+
+def test_code_of_a_model_and_of_its_tokenizer_is_where_they_are(base: Path, tmp_path: Path) -> None:
+    own, out, adapter = (tmp_path / name for name in ("own", "out", "adapter"))
+    shutil.copytree(base, own)
+    for name, code in OWN_CODE.items():
+        (own / name).write_text(code)
+    of_model = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    named = {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": of_model}
+    (own / "config.json").write_text(json.dumps({**fields(own), **named}))
+    of_tokenizer = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizerFast"]}
+    settings = {**fields(own, "tokenizer_config.json"), "tokenizer_class": "OwnTokenizerFast", "auto_map": of_tokenizer}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    section, data = ModelSection(name_or_path=str(own), trust_remote_code=True), DataSection(train="-", max_length=32)
+    tokenizer = load_tokenizer(section, data)
+    loaded = load(section, tokenizer, 0)
+    write_model_files(loaded.model, tokenizer, out, torch.float32, loaded.fit.files)
+    compare_files(compared(loaded.model, loaded.fit.files, False), out)
+    adapter.mkdir()
+    write_adapter_files(tokenizer, adapter, loaded.fit.files)
+    assert type(AutoConfig.from_pretrained(out, trust_remote_code=True)).__name__ == "OwnConfig"
+    for folder in (out, adapter):
+        require_same_tokenizer(tokenizer, folder, trust_remote_code=True)
+    assert how_to_serve(out)[0] == f"serve it: vllm serve {out} --trust-remote-code"
 
 
 def test_a_classifier_has_its_class_and_labels(base: Path, tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from toolkit.data.tokens.tokenizer import identity
 from toolkit.errors import ExportError, listed
 from toolkit.model.beside_weights.base_files import (
+    BESIDE_WEIGHTS,
     CHAT_TEMPLATE,
+    CODE,
     CONFIG,
     GENERATION,
+    TEMPLATES,
     TOKENIZER_CONFIG,
     BaseFiles,
 )
@@ -70,9 +73,12 @@ WITHOUT_CONFIG = "the config.json beside it, by which transformers 5 finds the c
 MAY_GO = ("*quantization_config*", "_from_model_config", "id2label*", "label2id*", "*min_pixels", "*max_pixels")
 """Keys of a base that an export may lack."""
 
+FURTHER_TEMPLATES = f"{TEMPLATES}/*"
+"""Files that the recipe's one chat template replaces, with that of `CHAT_TEMPLATE`."""
+
 WHOLE = {
     CHAT_TEMPLATE: TEMPLATE,
-    "additional_chat_templates/*": TEMPLATE,
+    FURTHER_TEMPLATES: TEMPLATE,
     GENERATION: "the base's is not JSON",
 }
 """Why a file that is not JSON may differ."""
@@ -91,7 +97,7 @@ def compare_files(before: BaseFiles, export: Path) -> list[str]:
     Raises:
         ExportError: if a file or a key is missing, or differs without a reason.
     """
-    after, alone = BaseFiles.read(export), not before.same_folder(CONFIG, TOKENIZER_CONFIG)
+    after, alone = BaseFiles.read(export, (*BESIDE_WEIGHTS, *CODE)), not before.same_folder(CONFIG, TOKENIZER_CONFIG)
     explained: dict[tuple[str, str], list[str]] = {}
     wrong = []
     for name in sorted(before.contents):
@@ -150,7 +156,8 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def _reason(name: str, key: str, gone: bool) -> str | None:
     """Returns why a key may differ, or None if it may not."""
     if not key:
-        return None if gone else next((why for pattern, why in WHOLE.items() if fnmatch(name, pattern)), None)
+        may_differ = not gone or fnmatch(name, FURTHER_TEMPLATES)
+        return None if not may_differ else next((why for pattern, why in WHOLE.items() if fnmatch(name, pattern)), None)
     reasons = next((each for pattern, each in REASONS.items() if fnmatch(name, pattern)), {})
     if gone and not any(fnmatch(key, pattern) for pattern in MAY_GO):
         return None

@@ -79,7 +79,8 @@ def write_model_files(
 def write_adapter_files(tokenizer: PreTrainedTokenizerBase, folder: Path, files: BaseFiles) -> None:
     """Writes what an exported adapter has of its base: tokenizer and processors. Raises OSError."""
     save_tokenizer(tokenizer, folder, files, has_config=False)
-    carry_over(files.matching(BESIDE_ADAPTER), folder)
+    has_code = "auto_map" in (files.fields(TOKENIZER_CONFIG) or {})
+    carry_over(files.matching((*BESIDE_ADAPTER, *(CODE if has_code else ()))), folder)
 
 
 def compared(model: PreTrainedModel, files: BaseFiles, is_adapter: bool) -> BaseFiles:

@@ -47,7 +47,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, files: Base
         OSError: if a file cannot be written.
     """
     own = files.matching(TOKENIZERS)
-    contents = _new_files(tokenizer, folder) if not own.contents else {**own.contents}
+    kept = own.without(_replaced_templates(tokenizer, own)).contents
+    contents = _new_files(tokenizer, folder) if not own.contents else {**kept}
     if own.contents:
         contents |= _with_template(tokenizer, own)
         contents |= _with_tokens(tokenizer, BaseFiles(contents))
@@ -84,6 +85,12 @@ def templates_in(files: BaseFiles) -> Templates:
         return named
     fields = files.fields(TOKENIZER_CONFIG) or {}
     return _by_name(fields.get("chat_template"))
+
+
+def _replaced_templates(tokenizer: PreTrainedTokenizerBase, files: BaseFiles) -> list[str]:
+    """Returns the files of further templates that a recipe's only one has replaced."""
+    now = _by_name(getattr(tokenizer, "chat_template", None))
+    return [name for name in files.contents if name.startswith(f"{TEMPLATES}/") and Path(name).stem not in now]
 
 
 def _by_name(template: Any) -> Templates:
