@@ -69,7 +69,9 @@ def pushes(folder: Path, address: str, port: int) -> dict[str, Any]:
     attempt("wrong token", notes)
     os.environ["HF_TOKEN"] = TOKEN
     attempt("public", notes, private=False)
-    attempt("pushed", notes, private=True, files={"model-00001-of-00002.safetensors": "old", "notes.txt": "mine"})
+    # An adapter whose files stayed would be what transformers loads, and a template beside the new tokenizer its own.
+    names = ("model-00001-of-00002.safetensors", "adapter_config.json", "base.json", "chat_template.jinja")
+    attempt("pushed", notes, private=True, files={**dict.fromkeys(names, "old"), "notes.txt": "mine"})
     return found
 
 
@@ -102,7 +104,7 @@ def test_an_export_is_pushed_and_refusals_lose_nothing(tmp_path: Path) -> None:
         assert server.commits == 1, "the run was trained once, refused five times, and pushed by rank 0 alone"
         assert server.private
         written = {path.name: path.read_bytes() for path in export.iterdir()}
-        assert server.files == {**written, "notes.txt": b"mine"}, "an old file of weights is gone"
+        assert server.files == {**written, "notes.txt": b"mine"}, "files of an old export are gone"
         assert b"# notes" in server.files["README.md"], "the model card"
 
 

@@ -10,12 +10,21 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, HubError, first_line, in_words
+from toolkit.model.beside_weights.base_files import CONFIG, GENERATION, PROCESSORS, TOKENIZERS
+from toolkit.paths import BASE_FILE
 from toolkit.recipe.schema import ExportSection
 from toolkit.terminal import Pass, Terminal
 
-WEIGHTS = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"]
-"""Weights of an earlier export in the repository. Those that the new one lacks are removed, because transformers would
-load an old `model.safetensors` and ignore a new index."""
+OF_EXPORTS = [
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    BASE_FILE,
+    *(CONFIG, GENERATION, *TOKENIZERS, *PROCESSORS),
+]
+"""Files of an earlier export in the repository. Those that the new one lacks are removed: transformers would load an
+old `model.safetensors`, ignoring a new index, and take a whole model for an adapter by an old `adapter_config.json`."""
 
 
 def require_login(settings: ExportSection) -> None:
@@ -64,8 +73,13 @@ def _upload_folder(name: str, private: bool, folder: Path) -> str:
                 f"export.push_to_hub: {name!r} is on the hub already, and public; set export.hub_private=false to push "
                 f"there, or name another. The export was not pushed; it is whole in {str(folder)!r}"
             )
-        message = "Push an export of finetune-toolkit"
-        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=WEIGHTS))
+        done = api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message="Push an export of finetune-toolkit",
+            delete_patterns=OF_EXPORTS,
+        )
+        return str(done)
     except HubError:
         raise
     # The hub's library, its HTTP client and its uploader have no base of their exceptions in common.
