@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -148,9 +147,7 @@ def _finished_before(opened: OpenedRun) -> FinetuneResult:
     output_dir, console = opened.output_dir, opened.console
     console.print(f"this run is finished already, and nothing was trained: {output_dir}", markup=False)
     if (changed := ranks.on_first_rank(lambda: changed_export(output_dir))) is not None:
-        console.warn(
-            f"{changed}; `{shlex.join(['toolkit', 'export', str(output_dir)])}` makes it from the last checkpoint"
-        )
+        console.warn(changed)
     ranks.on_first_rank(lambda: clear_killed(output_dir))
     before = ranks.on_first_rank(lambda: finished_before(output_dir))
     for doubt in before.doubts:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import Place, read_file, sync, write_synced
+from toolkit.checkpoint.manifest import Place, latest, read_file, sync, write_synced
 from toolkit.data.rows.cache import digest
 from toolkit.pages.card import CARD
 from toolkit.pages.status import state_in
@@ -42,13 +43,18 @@ def is_finished(output_dir: Place) -> bool:
 
 
 def changed_export(output_dir: Path) -> str | None:
-    """Describes what is wrong with the export of a run that is done, or returns None if it is unchanged."""
+    """Says what is wrong with the export of a run that is done, and how to make it, or None if it is unchanged."""
     statement = _read_statement(output_dir)
     if statement is None or statement["export"] is None:
         return None
-    if not (output_dir / "export").is_dir():
-        return "the run wrote an export, which is no longer there"
-    return None if export_identity(output_dir / "export") == statement["export"] else "the export was changed since"
+    export_dir = output_dir / "export"
+    if (is_there := export_dir.is_dir()) and export_identity(export_dir) == statement["export"]:
+        return None
+    what = "the export was changed since" if is_there else "the run wrote an export, which is no longer there"
+    if latest(output_dir) is None:
+        return f"{what}; it has no checkpoint to make it from: to train it again, name another training.output_dir"
+    command = shlex.join(["toolkit", "export", str(output_dir), "--to", "FOLDER"])
+    return f"{what}; `{command}` makes it from the last checkpoint"
 
 
 def export_identity(export_dir: Path) -> str:
