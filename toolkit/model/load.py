@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -230,6 +231,7 @@ def _model_settings(
     """Returns auto class, configuration, settings of the constructor, and the rows that the embeddings need."""
     if model.name_or_path is not None:
         require_folder(model.name_or_path, "model.name_or_path")
+        _require_no_adapter(model.name_or_path)
         if model.revision is not None and Path(model.name_or_path).expanduser().is_dir():
             raise BadInputError(
                 f"model.revision: {model.revision!r} has no effect on the folder {model.name_or_path!r}; remove it"
@@ -243,6 +245,16 @@ def _model_settings(
     dtype = getattr(torch, model.dtype)
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
     return auto, config, settings, len(tokenizer) if model.add_tokens is not None else 0
+
+
+def _require_no_adapter(name: str) -> None:
+    """Raises BadInputError for an adapter's folder: transformers puts the adapter on its base, if that is there."""
+    if (Path(name).expanduser() / "adapter_config.json").is_file():
+        merge = shlex.join(["toolkit", "merge", name, "--to", "FOLDER"])
+        raise BadInputError(
+            f"model.name_or_path: {name!r} holds an adapter (adapter_config.json); name its base, and the adapter in "
+            f"adapter.start_from to train it further, or merge it by `{merge}`, and name that folder"
+        )
 
 
 def _without_weights(
@@ -435,9 +447,11 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
     except ToolkitError:
         raise
     except Exception as error:  # transformers checks a configuration with exceptions of a great many kinds
+        mend = f"Correct {_config_place(field)}"
+        if not model.trust_remote_code and "custom code" in str(error):
+            mend = "Read its code, and set model.trust_remote_code=true to run it"
         raise hub_error(error, field, name, revision=model.revision) or BadInputError(
-            f"{field}: no model can be built from {name!r}: {in_words(error)}. Correct {_config_place(field)}, or "
-            "name another model"
+            f"{field}: no model can be built from {name!r}: {in_words(error)}. {mend}, or name another model"
         ) from error
     require_possible(config, field, name, _config_place(field))
     return config
