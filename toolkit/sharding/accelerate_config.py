@@ -44,6 +44,22 @@ def refuse_other_axes(sizes: Mapping[str, int | None], spelling: str) -> None:
             )
 
 
+def refuse_dynamo(backend: object, where: str) -> None:
+    """Refuses that Accelerate compiles the model: it wraps the whole of it, and what is wrapped cannot be exported.
+
+    Args:
+        backend: the value of `dynamo_backend`; None and `no` are not set.
+
+    Raises:
+        BadInputError: if it is set.
+    """
+    if backend not in (None, False) and str(backend).lower() != "no":
+        raise BadInputError(
+            f"{where} is {backend!r}, but Accelerate would compile the whole model, which then cannot be exported; "
+            "remove it. In a recipe, training.compile=true compiles the blocks"
+        )
+
+
 STRATEGY_KEYS = ("fsdp_sharding_strategy", "fsdp_version", "fsdp_reshard_after_forward")
 """Keys of `fsdp_config` that say the strategy. The launcher hands them on in capitals."""
 
@@ -150,6 +166,8 @@ class AccelerateConfig:
             BadInputError: if no run can have one of them.
         """
         _ = self.num_processes, self.mixed_precision, self.replicate_size, self.shard_size, self.tensor_size
+        found = {**self.values, **self._section("dynamo_config")}
+        refuse_dynamo(found.get("dynamo_backend", found.get("backend")), f"--config: {self.origin}: dynamo_backend")
         if self.strategy is not None:
             parse_strategy(self.strategy, f"--config: {self.origin}: fsdp_config.fsdp_sharding_strategy")
 

@@ -116,6 +116,8 @@ def test_the_config_that_accelerate_launch_would_read(monkeypatch: pytest.Monkey
         ("num_processes: two\n", "num_processes is 'two'"),
         ("fsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),
         ("parallelism_config:\n  parallelism_config_sp_size: 2\n", "parallelism_config_sp_size is 2, but"),
+        ("dynamo_config:\n  dynamo_backend: INDUCTOR\n", "dynamo_backend is 'INDUCTOR', but Accelerate would compile"),
+        ("dynamo_config: {}\ndynamo_backend: NO\n", None),
         ("distributed_type: DEEPSPEED\n", "distributed_type is 'DEEPSPEED', but the sharding backend runs under FSDP"),
     ):
         path.write_text(text)

@@ -185,14 +185,16 @@ def test_settings_that_ddp_cannot_follow(monkeypatch: pytest.MonkeyPatch) -> Non
         ShardingPlugin("ddp", compilation=Compilation())
 
 
-def test_blocks_are_not_compiled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_model_that_accelerate_would_compile_is_refused(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would train to its end, and then fail to export an `OptimizedModule`."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     values = {
         "model": {"name_or_path": "m"},
         "data": {"train": "rows.jsonl", "max_length": 8},
         "optimizer": {"learning_rate": 1.0},
-        "training": {"output_dir": "out", "max_steps": 1, "compile": True},
+        "training": {"output_dir": "out", "max_steps": 1, "compile": compiles},
     }
-    with pytest.raises(BadInputError, match=r"training.compile is set, and so is .*dynamo_backend \(INDUCTOR\)"):
+    with pytest.raises(BadInputError, match=r"dynamo_backend of the Accelerate config is 'INDUCTOR', .*; remove it"):
         build_plugins(Recipe.from_mapping(values))

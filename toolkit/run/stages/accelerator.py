@@ -22,6 +22,7 @@ from toolkit import ranks
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.recipe import Recipe, settings_of_recipe, with_tensor
+from toolkit.sharding.accelerate_config import refuse_dynamo
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
@@ -45,6 +46,8 @@ def settled(recipe: Recipe) -> Recipe:
 def build_plugins(recipe: Recipe) -> dict[str, Any]:
     """Returns the sharding that the recipe and the Accelerate config ask for, as arguments of `Accelerator`."""
     section = recipe.sharding
+    # `accelerate launch` passes on its config in such variables.
+    refuse_dynamo(os.environ.get("ACCELERATE_DYNAMO_BACKEND"), "dynamo_backend of the Accelerate config")
     strategy = resolve_strategy(section.strategy)
     sharded = strategy.sharded
     offload = resolve_offload(section.strategy, section.offload) is not None
@@ -63,18 +66,7 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
 
 
 def compilation_of(recipe: Recipe) -> Compilation | None:
-    """Returns how blocks are compiled, or None if they are not.
-
-    Raises:
-        BadInputError: if the Accelerate config asks for compilation, too.
-    """
-    # `accelerate launch` passes on its config in such variables.
-    configured = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if recipe.training.compile and configured.lower() != "no":
-        raise BadInputError(
-            f"training.compile is set, and so is the Accelerate config's dynamo_backend ({configured}): the blocks "
-            "would be compiled twice; remove one of them"
-        )
+    """Returns how blocks are compiled, or None if they are not."""
     return Compilation() if recipe.training.compile else None
 
 
