@@ -45,7 +45,8 @@ def read_back(found: Plan, command: str) -> tuple[Setup, str]:
     ranks = int(flags.get("--num_processes") or flags.get("--gpus") or flags["--cpu"])
     shard = None
     if not installed:
-        settings, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[2:]))
+        there = [str(ROOT / config) if word == config else word for word in words[2:]]
+        settings, _, _ = _validate_launch_command(launch_command_parser().parse_args(there))
         assert settings.num_machines == 1, "it would wait for another"
         shard = prepare_multi_gpu_env(settings).get("PARALLELISM_CONFIG_DP_SHARD_SIZE")
     setup = asked_setup(recipe, ranks, found.hardware, strategy, offload, None if shard is None else int(shard))

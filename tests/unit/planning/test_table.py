@@ -296,8 +296,12 @@ def test_what_is_printed(found: Plan) -> None:
     console = Console(record=True, width=220, file=open("/dev/null", "w"))  # noqa: SIM115
     show.show(console, found, None, every_row=True)
     assert found.recommended is not None
-    show.explain(console, found, found.recommended)
+    row = row_of(found, "zero3")
+    groups = replace(row.setup.mesh, shard=row.setup.mesh.shard // 2, tensor=2)
+    for each in (found.recommended, replace(row, setup=replace(row.setup, mesh=groups))):
+        show.explain(console, found, each)
     text = console.export_text()
+    assert f"F = {found.ranks} ranks share one copy" in text.rpartition("tensor 2")[2]
     assert f"{P:,} parameters" in text
     assert "zero3+offload" in text
     assert "seconds of a step" in text

@@ -180,7 +180,8 @@ def _fitting_columns(cells: Sequence[dict[str, str]], width: int) -> list[str]:
 def explain(console: Console, plan: Plan, row: PlanRow) -> None:
     """Prints how a row's figures come about."""
     setup, hardware = row.setup, plan.hardware
-    total, trained, shard = plan.num_parameters, plan.num_trained, setup.mesh.shard
+    total, trained = plan.num_parameters, plan.num_trained
+    shard = setup.mesh.shard * setup.mesh.tensor
     held = (
         "2 (compute type; masters are on the host)" if setup.offload else "4 (float32; frozen ones as they are loaded)"
     )
