@@ -150,6 +150,7 @@ def test_a_place_for_an_image_that_is_not_there_is_said() -> None:
 
 
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
+LFM2 = of_trl("lfm2", CHATML)
 GPT_OSS = of_trl("gptoss", ChatTemplate("", "", HARMONY, "<|return|>"))
 QWEN_3_OWN, QWEN_36 = of_trl("qwen3", QWEN_3), of_trl("qwen3_6", QWEN_3)
 THOUGHT = "a king walked"
@@ -229,8 +230,18 @@ def test_turns_that_a_template_leaves_out_are_counted() -> None:
     by_turn = in_lists(Encoder(tokenizer(silent), "each_turn").documents([{"messages": turns}], MESSAGES)[0])
     assert by_turn["note"].split("; ")[1:] == [no_calls, no_results]
     assert encoded({"messages": [ASKED, called]}, silent)[1] == no_calls
+    listed = {"tools": [{"type": "function", "function": {"name": "look"}}]}
+    assert encoded({"messages": [ASKED, called], **listed}, LFM2)[1] == no_calls, "the tools have the name, too"
+    assert no_calls in encoded({"messages": turns, **listed}, LFM2)[2]
     in_json = CHATML.template.replace("message['content']", "(message.content | tojson)")
     assert encoded({"messages": [*DIALOGUE, *turns[2:]]}, replace(CHATML, template=in_json))[2] is None
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_words_reach_a_template_that_reads_parts_alone(name: str) -> None:
+    end = "<end_of_utterance>"
+    template = of_trl(name, ChatTemplate("", "", ("<|im_start|>", "<|begin_of_text|>", end), end))
+    assert encoded({"messages": [BRIEF, *DIALOGUE]}, template) == (f" so{end}", None, None)
 
 
 def test_prompts_are_asked_behind_the_system_prompt_of_their_row(tmp_path: Path) -> None:

@@ -110,15 +110,15 @@ def left_out_of(messages: list[Message], text: str) -> list[str]:
     place = 0
     for message in messages:
         calls = [str((call.get("function") or call).get("name")) for call in message.get("tool_calls") or ()]
-        if any(name not in text for name in calls):
+        # Behind what comes before it: tools that the text lists have these names, too.
+        if NO_CALLS not in notes and any(text.find(name, place) < 0 for name in calls):
             notes[NO_CALLS] = None
         note = LEFT_OUT.get(message["role"])
         for words in (message["content"] or "").split(PLACE) if note not in (None, *notes) else ():
             found = _found(words.strip(), text, place)
             if found < 0:
                 notes[str(note)] = None
-            else:
-                place = found + len(words.strip())
+            place = max(place, found + len(words.strip()))
     return list(notes)
 
 

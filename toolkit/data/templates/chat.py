@@ -8,7 +8,8 @@ returned only if the renderings agree about it; a row for which they do not is a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property, lru_cache, partial
@@ -20,7 +21,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from toolkit.data.layouts.messages import NO_CALLS
+from toolkit.data.layouts.messages import NO_CALLS, left_out_of
 from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of
 from toolkit.data.rows.examples import Message
 from toolkit.data.rows.values import RowProblem
@@ -162,8 +163,8 @@ def _by_parts(row: ConversationText, targets: Targets, unlearned: frozenset[int]
     wanted = _wanted(row, targets, unlearned)
     if not wanted:
         raise RowProblem(ALL_UNLEARNED)
-    row.require_calls(wanted)
-    spans = _spans(row, turns, wanted)
+    with row.telling_calls(wanted):
+        spans = _spans(row, turns, wanted)
     starts = {start for start, _ in spans}
     # Nothing is asked before an answer that opens the conversation.
     return Rendered(row.text, spans, all(row.shared(i, prompt=True) in starts for i in wanted if i > 0))
@@ -316,14 +317,16 @@ class ConversationText:
         _, mark, behind = (self.attempt(self.up_to(index, marked), prompt=prompt) or "").partition(self.mark)
         return behind if mark else None
 
-    def require_calls(self, indices: list[int]) -> None:
-        """Checks that the template writes the calls of these messages.
-
-        Raises:
-            RowProblem: if it does not.
-        """
-        if any(name not in self.text for i in indices for name in called_functions(self.messages[i])):
-            raise RowProblem(NO_CALLS)
+    @contextmanager
+    def telling_calls(self, indices: list[int]) -> Iterator[None]:
+        """Tells if the template leaves out calls of tools, where these messages are not found for that."""
+        try:
+            yield
+        except RowProblem as problem:
+            called = any(self.messages[i].get("tool_calls") for i in indices)
+            if str(problem) == NO_WAY and called and NO_CALLS in left_out_of(self.messages, self.text):
+                raise RowProblem(NO_CALLS) from problem
+            raise
 
     def closed_end(self, start: int, end: int) -> int:
         """Returns `end` before the whitespace behind a special token that closes the text from `start` (characters)."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.layouts import thoughts
 from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of, with_date
 from toolkit.data.rows import image_places
-from toolkit.data.templates import calls, template_trial
+from toolkit.data.templates import calls, parts, template_trial
 from toolkit.data.templates.template_trial import LONGEST, NUM_MESSAGES
 from toolkit.errors import BadInputError, DataError, ToolkitError, did_you_mean
 from toolkit.paths import GIB
@@ -147,9 +147,11 @@ def rendered(
 
 
 def prepared(messages: list[dict[str, Any]], template: str, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Returns messages with thoughts, calls and images in the form that a chat template reads."""
-    called = calls.for_template(messages, template, tokenizer.special_tokens_map)
-    return image_places.for_template(thoughts.for_template(called, template), template)
+    """Returns messages with words, thoughts, calls and images in the form that a chat template reads."""
+    special = tokenizer.special_tokens_map
+    called = calls.for_template(messages, template, special)
+    seen = image_places.for_template(thoughts.for_template(called, template), template)
+    return parts.for_template(seen, template, special)
 
 
 _trial_results: dict[str, str | None] = dict.fromkeys(TEMPLATES.values())

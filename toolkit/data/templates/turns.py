@@ -69,8 +69,13 @@ def _turn(
     arguments: Mapping[str, Any],
 ) -> Turn:
     row = ConversationText(tokenizer, messages, tools, arguments)
+    with row.telling_calls([len(messages) - 1]):
+        return _last_turn(row)
+
+
+def _last_turn(row: ConversationText) -> Turn:
+    messages = row.messages
     index = len(messages) - 1
-    row.require_calls([index])
     prompt = row.beginning(index, prompt=True)
     if prompt is None:
         raise RowProblem(NO_WAY)
