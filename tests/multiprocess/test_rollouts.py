@@ -25,7 +25,7 @@ from transformers import (
     GenerationConfig,
 )
 
-STEPS, GROUP, PER_STEP, MAX_NEW_TOKENS, SEED = 4, 4, 12, 6, 3
+STEPS, GROUP, PER_STEP, MAX_NEW_TOKENS, SEED = 3, 4, 12, 6, 3
 WANTED = "e"
 STOPS = set(range(150, 220))  # more than the end of a text, so that some completions end and others are cut
 PROMPTS = [{"prompt": " ".join(text.split()[: 2 + i % 3]), "id": i} for i, text in enumerate(make_texts(10, seed=5))]

@@ -18,7 +18,7 @@ from support.tiny import llama
 from support.traffic import Traffic
 from torch import nn
 
-K, STEPS = 3, 8
+K, STEPS = 3, 4
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hybrid")
 # DDP in bf16 is autocast: it holds and sends what it does in float32.
 MEASURED = [pair for pair in itertools.product(STRATEGIES, ("no", "bf16")) if pair != ("ddp", "bf16")]
