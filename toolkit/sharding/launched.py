@@ -150,6 +150,15 @@ def refuse_stock_settings() -> None:
             )
 
 
+def require_launcher() -> None:
+    """Raises BadInputError for a number of ranks that no launcher has set, but another program has left behind."""
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1" and "RANK" not in os.environ:
+        raise BadInputError(
+            f"WORLD_SIZE is {size}, but without RANK: no launcher has started this process; remove it from the "
+            "environment, or start by `toolkit train`, `accelerate launch` or torchrun"
+        )
+
+
 def require_reachable_host() -> None:
     """Checks that the other hosts of a run can reach this one by its name.
 

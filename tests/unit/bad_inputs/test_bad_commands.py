@@ -115,6 +115,7 @@ VARIABLES: list[tuple[str, str, str]] = [
     ("FSDP_SHARDING_STRATEGY", "zero4", "zero4"),
     ("FSDP_SHARDING_STRATEGY", "zero3+nothing", "zero3+nothing"),
     ("XDG_CACHE_HOME", "/dev/null", "/dev/null"),
+    ("WORLD_SIZE", "8", "WORLD_SIZE is 8, but without RANK"),
 ]
 """Variable, value, and what a dry run names."""
 

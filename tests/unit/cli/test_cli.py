@@ -233,11 +233,14 @@ def test_the_script_lists_the_recipes_and_their_errors() -> None:
         assert "Traceback" not in failed.stderr
 
 
-def test_every_command_takes_the_recipe_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_takes_the_recipe_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """By position or by --recipe; without one it is the quickstart."""
     assert split_arguments(["quickstart", "training.seed=7"], None) == ("quickstart", ["training.seed=7"])
     assert split_arguments(["training.seed=7"], "dpo") == ("dpo", ["training.seed=7"])
     assert split_arguments(["training.seed=7"], None) == ("quickstart", ["training.seed=7"])
+    named = tmp_path / "lr=1e-5.yaml"
+    named.touch()
+    assert split_arguments([str(named), "training.seed=7"], None) == (str(named), ["training.seed=7"])
     for command in ("validate", "data", "plan", "verify"):
         options = get_command(app).commands[command].params  # type: ignore[attr-defined]
         assert {"arguments", "recipe", "as_json"} <= {option.name for option in options}, command

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.cli.shared.arguments import DEFAULT_CPU_CONFIG, DEFAULT_GPU_CONFIG
 from toolkit.cli.shared.shipped import find_config
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, counted
 from toolkit.paths import shipped_folder, shown_path
 from toolkit.recipe.recipe import Recipe
 
@@ -81,10 +83,11 @@ def launcher_options(
         raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
     word = _strategy_word(recipe, strategy, config)
     path = find_config(config if config is not None else DEFAULT_CPU_CONFIG if cpu is not None else DEFAULT_GPU_CONFIG)
-    configured = _checked_config(path).get("num_machines", 1)
-    if isinstance(configured, int) and configured > 1:
+    values = _checked_config(path)
+    machines_of_config = values.get("num_machines", 1)
+    if isinstance(machines_of_config, int) and machines_of_config > 1:
         raise BadInputError(
-            f"--config {config}: it is for {configured} machines, but toolkit train starts the ranks of one; "
+            f"--config {config}: it is for {machines_of_config} machines, but toolkit train starts the ranks of one; "
             f"give --num-machines and --machine-rank instead, as docs/multi_node.md shows"
         )
     machines.require()
@@ -97,12 +100,26 @@ def launcher_options(
             raise BadInputError(f"{_why_no_gpu()}; --cpu 2 trains on the CPU with two processes")
     elif gpus is not None and (found := count_gpus()) < gpus:
         raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
+    elif gpus is None and cpu is None:
+        _require_gpus(values, f"--config {config}")
     options = ["--config_file", shown_path(path)]
     processes = cpu if cpu is not None else gpus
     if processes is not None:
         options += ["--num_processes", str(processes * machines.count), *machines.options()]
         options += _hybrid_groups(word, recipe, processes, machines.count)
     return options if word is None else [*options, "--fsdp_sharding_strategy", word]
+
+
+def _require_gpus(values: Mapping[str, Any], given: str) -> None:
+    """Raises BadInputError if a config for GPUs starts more processes than this machine has."""
+    on_cpu = values.get("use_cpu") or values.get("distributed_type") == "MULTI_CPU" or os.environ.get(ON_CPU) == "true"
+    asked = values.get("num_processes", 1)
+    if not on_cpu and (found := count_gpus()) < asked:
+        fewer = f"--gpus {found} starts as many, " if found else ""
+        raise BadInputError(
+            f"{given}: it starts {counted(asked, 'rank')}, and this machine has {counted(found, 'GPU')}; "
+            f"{fewer}--cpu {asked} runs the same ranks on the CPU"
+        )
 
 
 def _hybrid_groups(word: str | None, recipe: Recipe | None, ranks: int, machines: int) -> list[str]:

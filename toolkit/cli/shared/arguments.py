@@ -155,7 +155,8 @@ def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tupl
         BadInputError: if two recipes are given.
     """
     overrides = list(arguments or [])
-    named = overrides.pop(0) if overrides and "=" not in overrides[0] else None
+    is_named = overrides and ("=" not in overrides[0] or Path(overrides[0]).expanduser().is_file())
+    named = overrides.pop(0) if is_named else None
     if named is not None and option is not None:
         raise BadInputError(f"two recipes are given: {named!r} and --recipe {option}; leave one of them out")
     return next(name for name in (named, option, DEFAULT_RECIPE) if name is not None), overrides

@@ -23,6 +23,7 @@ from toolkit.run.stages.accelerator import (
     settled,
 )
 from toolkit.run.stages.stages import OpenedRun
+from toolkit.sharding.launched import require_launcher
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.supervise.parent_death import ended_with_launcher
 from toolkit.supervise.rendezvous import timed_rendezvous
@@ -58,6 +59,7 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
         ToolkitError: if the ranks did not meet in time.
     """
     _require_usable_fork()
+    require_launcher()
     quiet_libraries()
     # Both before the accelerator: CUDA is not started yet, and a setting that cannot be used ends here.
     grow_segments()

@@ -154,7 +154,8 @@ def _hybrid_shape(world_size: int, replicate: int | None, shard: int | None) -> 
     if shard not in factors or replicate not in (None, world_size // shard):
         raise BadInputError(
             f"strategy hybrid: {asked} do not part {world_size} ranks into equal groups; "
-            f"set dp_shard_size, the ranks of a group, to one of {', '.join(map(str, factors))}"
+            "set the ranks of a group (parallelism_config_dp_shard_size in an Accelerate config, shard_size in Python) "
+            f"to one of {', '.join(map(str, factors))}"
         )
     return MeshShape(world_size // shard, shard)
 
