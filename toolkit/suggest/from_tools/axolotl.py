@@ -20,8 +20,17 @@ from toolkit.suggest.from_tools.conversion import (
 )
 from toolkit.suggest.from_tools.trl import ATTENTION, OPTIMIZERS, SCHEDULES, TRAINING_ARGUMENTS, rate
 
-COLUMNS = {"field_messages": "messages", "field_instruction": "instruction", "field_output": "output", "field": "text"}
+COLUMNS = {
+    "field": "text",
+    **{
+        f"field_{name}": name
+        for name in ("messages", "instruction", "input", "output", "system", "tools", "chosen", "rejected")
+    },
+}
 """A key of a data set -> the column of `data.columns`."""
+
+READ = {*COLUMNS, "path", "data_files", "ds_type", "name", "split", "type", "roles_to_train", "train_on_eos", "shards"}
+"""Keys of a data set that are read."""
 
 
 def _datasets(conversion: Conversion, name: str, value: Any) -> None:
@@ -45,6 +54,10 @@ def _datasets(conversion: Conversion, name: str, value: Any) -> None:
             )
         if one.get("roles_to_train") == [] or one.get("train_on_eos") == "none":
             conversion.no_counterpart[f"{name}: train_on_eos"] = "the end of each learned turn is learned"
+        for key in sorted(one.keys() - READ):
+            conversion.no_counterpart[f"{name}: {key}"] = f"{one[key]}: rows are read by their columns; see data.map"
+        for key in sorted(kind.keys() - READ) if isinstance(kind, Mapping) else ():
+            conversion.no_counterpart[f"{name}: type.{key}"] = "rows are written by the chat template; see data.map"
         if shards := one.get("shards"):
             conversion.no_counterpart[f"{name}: shards"] = (
                 f"{shards}: name a smaller file, or a split such as train[:10%]"
