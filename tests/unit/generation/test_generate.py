@@ -798,6 +798,10 @@ def test_rows_to_train_on_have_their_answer_last(tmp_path: Path) -> None:
     kind = [{"role": "system", "content": "be kind"}, asked]
     assert [row.prompt for row in found] == [[asked, said, asked], "a", [asked], [asked, said, asked], kind, kind, "a"]
     assert [row.asked(is_plain=True) for row in found[-3:]] == [kind, "a", "a"]
+    bad = write_rows(tmp_path / "bad.jsonl", {"messages": [asked, said], "kto_tag": "false"})
+    with pytest.raises(BadInputError, match="labelled false"):
+        read_rows(bad, "--eval", True)
+    assert read_rows(bad, "--eval", True, is_scored=True)[0].answers == ()
 
 
 def test_rows_bring_arguments_of_the_template(chat: Path, tmp_path: Path) -> None:

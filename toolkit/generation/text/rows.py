@@ -144,7 +144,7 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
         raise BadInputError(f"no prompt; {has}; needed: one of {', '.join(COLUMNS)}")
     given, answer = fields[column], fields.get("answer")
     if with_answers and answer is None:
-        given, answer = _trained_answer(given, fields)
+        given, answer = _trained_answer(given, fields, is_scored)
     row = replace(_checked_row(place, column, given, fields, folder), fields=fields)
     if not with_answers or (is_scored and answer is None and fields.get("choices") is None):
         return row
@@ -153,8 +153,11 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
     return replace(row, answers=answers, choices=choices)
 
 
-def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns prompt and answer of a training row; the answer is its completion or the assistant's last message."""
+def _trained_answer(given: Any, fields: dict[str, Any], is_scored: bool) -> tuple[Any, Any]:
+    """Returns prompt and answer of a training row; the answer is its completion or the assistant's last message.
+
+    An answer that is judged bad is none, which only a row that is scored can do without.
+    """
     from toolkit.data.rows.values import is_judged_bad
 
     completion = next((fields[name] for name in COMPLETIONS if fields.get(name) is not None), None)
@@ -165,6 +168,8 @@ def _trained_answer(given: Any, fields: dict[str, Any]) -> tuple[Any, Any]:
     else:
         return given, None
     if is_judged_bad(fields):
+        if is_scored:
+            return given, None
         raise BadInputError("its completion is labelled false, so it has no reference answer; leave the row out")
     return given, answer
 
