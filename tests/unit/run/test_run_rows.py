@@ -15,7 +15,7 @@ from toolkit.data.samples.samples import IGNORED
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.stages.rows import build_windows, require_sample
+from toolkit.run.stages.rows import build_windows, num_positions, require_sample
 
 NINE = 9
 
@@ -70,6 +70,19 @@ def test_max_steps_fills_every_step_with_samples_of_the_next_epoch() -> None:
     steps = learned(2, 1, micro_batch_size=1, max_steps=5)
     assert [len(step) for step in steps] == [2] * 5
     assert set(itertools.chain(*steps)) == set(range(NINE))
+
+
+def test_steps_of_own_samples_are_whole() -> None:
+    """Nine completions fill two steps of six: the second goes on with prompts of the next epoch, and counts them."""
+    values: dict[str, Any] = {
+        "model": {"name_or_path": "a/b"},
+        "data": {"train": "a.jsonl", "max_length": 16},
+        "objective": {"kind": "grpo", "group_size": 3, "max_new_tokens": 8, "rewards": [{"name": "x", "match": "a"}]},
+        "optimizer": {"learning_rate": 1e-3},
+        "training": {"output_dir": "out", "num_epochs": 1},
+    }
+    assert num_positions(Recipe.from_mapping(values), NINE, 12) == 12
+    assert num_positions(Recipe.from_mapping(values | {"objective": {}}), NINE, 12) == NINE
 
 
 def test_a_prompt_that_the_export_could_not_continue_is_refused_before_a_step() -> None:

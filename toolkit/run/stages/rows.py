@@ -57,8 +57,11 @@ def build_windows(
 
 
 def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
-    """Returns the samples of the whole run: whole steps, or exactly the epochs of the recipe."""
-    if recipe.training.num_epochs is None:
+    """Returns the samples of the whole run: whole steps, or exactly the epochs of the recipe.
+
+    A step whose samples the model makes is whole in any case, and goes on with the prompts of the next epoch.
+    """
+    if recipe.training.num_epochs is None or recipe.objective.spec.samples_itself:
         return all_steps
     return max(1, round(recipe.training.num_epochs * num_samples))
 
