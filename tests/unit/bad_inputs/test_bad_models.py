@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "another architecture": (configured(model_type="gpt2"), "model.name_or_path"),
     "code of its own": (
         configured(model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}),
-        "custom code",
+        "set model.trust_remote_code=true to run it",
     ),
     "gptq": (quantised("gptq"), "gptq"),
     "config is a list": (written("config.json", "[1]"), "config.json"),
@@ -229,6 +229,8 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         tokenized(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}),
         "out of vocabulary",
     ),
+    "an adapter beside the weights": (written("adapter_config.json", "{}"), "{folder} holds an adapter"),
+    "weights under another name": (configured(transformers_weights="other.safetensors"), "rename that file to model.s"),
     "settings of the tokenizer are cut": (cut("tokenizer_config.json"), "tokenizer_config.json"),
 }
 """Name -> what is done to a good folder, and what the error names."""

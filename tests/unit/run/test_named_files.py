@@ -15,11 +15,13 @@ import pytest
 from support.sights import drawn_image, save_rows, save_seeing
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
+from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
 from toolkit.errors import ToolkitError
 from toolkit.run.folder.export_origin import Origin
 from toolkit.run.folder.reproduction import require_same_inputs
+from toolkit.run.shown.run_summary import has_other_template
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(8, seed=4)]
 UNKNOWN = "whether they are the same is not known"
@@ -140,3 +142,15 @@ def test_a_run_goes_on_with_models_of_the_same_configuration(tmp_path: Path) -> 
         assert f"config.json of {field} has changed since" in begun.again(changed)
         assert begun.again(changed, forget("named")) == "2 steps"
         assert begun.again(set_field(model, transformers_version="5.99")) == "2 steps"
+
+
+def test_an_adapter_of_another_chat_template_is_told(tmp_path: Path) -> None:
+    """Its prompts looked otherwise, and a run that goes on from it takes the template of the recipe and its base."""
+    base = save_llama(tmp_path / "base", make_texts(5), tied=False)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    assert not has_other_template(base, tokenizer), "neither has one"
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    assert not has_other_template(tmp_path / "adapter", tokenizer)
+    tokenizer.chat_template = "{{ messages }}{{ eos_token }}"
+    assert has_other_template(tmp_path / "adapter", tokenizer)

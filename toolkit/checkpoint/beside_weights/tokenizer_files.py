@@ -87,9 +87,14 @@ def templates_in(files: BaseFiles) -> Templates:
     return _by_name(fields.get("chat_template"))
 
 
+def templates_of(tokenizer: PreTrainedTokenizerBase) -> Templates:
+    """Returns the chat templates of a tokenizer, by name; a single one is `default`."""
+    return _by_name(getattr(tokenizer, "chat_template", None))
+
+
 def _replaced_templates(tokenizer: PreTrainedTokenizerBase, files: BaseFiles) -> list[str]:
     """Returns the files of further templates that a recipe's only one has replaced."""
-    now = _by_name(getattr(tokenizer, "chat_template", None))
+    now = templates_of(tokenizer)
     return [name for name in files.contents if name.startswith(f"{TEMPLATES}/") and Path(name).stem not in now]
 
 
@@ -101,7 +106,7 @@ def _by_name(template: Any) -> Templates:
 
 def _with_template(tokenizer: PreTrainedTokenizerBase, files: BaseFiles) -> dict[str, bytes]:
     """Returns the files that change with the chat template, wherever the base has one."""
-    now = _by_name(getattr(tokenizer, "chat_template", None))
+    now = templates_of(tokenizer)
     if now == templates_in(files) or not now:
         return {}
     found = {f"{TEMPLATES}/{name}.jinja": text.encode() for name, text in now.items() if name != "default"}

@@ -445,7 +445,7 @@ def _indexed_files(folder: Path, index: object) -> dict[str, Path]:
 
 
 def require_safetensors(name: str, folder: Path) -> None:
-    """Checks that a folder's weights are not only pickles, which can run code when they are read.
+    """Checks that a folder's weights are where readers look, and not only pickles, which can run code when read.
 
     Raises:
         BadInputError: if they are.
@@ -456,6 +456,12 @@ def require_safetensors(name: str, folder: Path) -> None:
             f"model.name_or_path: the weights of {name!r} are pickled ({pickles[0]}), and a pickle can run code when "
             "it is read; where you trust them, make safetensors of them with transformers: "
             f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(NEW_FOLDER), and the tokenizer likewise"
+        )
+    elsewhere = PretrainedConfig.get_config_dict(folder, local_files_only=True)[0].get("transformers_weights")
+    if elsewhere is not None:
+        raise BadInputError(
+            f"model.name_or_path: config.json of {name!r} names a file of weights ({elsewhere}) in "
+            f"transformers_weights; rename that file to {SINGLE}, and remove the key"
         )
 
 
