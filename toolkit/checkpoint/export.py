@@ -40,7 +40,7 @@ from toolkit.model.adapters.adapters import (
     write_adapter,
 )
 from toolkit.model.adapters.base_file import read_base
-from toolkit.model.beside_weights.base_files import CONFIG
+from toolkit.model.beside_weights.base_files import CONFIG, GENERATION
 from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised.quantised import dequantised, quantise_loaded
 from toolkit.model.structure.tying import config_of_export
@@ -96,7 +96,7 @@ def export(
             base = base_of(inner)
             write_model_files(base, tokenizer, unfinished, settings.dtype, files, config_of_export(base))
         else:
-            write_adapter_files(tokenizer, unfinished, files)
+            write_adapter_files(base_of(inner), tokenizer, unfinished, files, files.digests().get(GENERATION))
         limits_of(tokenizer).write(unfinished)
         let_others_read(unfinished)
         if folder.exists():  # of the same run, cut off after its export or taken further

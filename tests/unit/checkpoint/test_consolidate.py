@@ -34,31 +34,45 @@ def test_adapters_are_in_the_parts_that_the_run_trained(parts: list[str] | None)
     assert found == ({"language_model"} if parts is None else {"language_model", "projector", "vision_tower"})
 
 
-def run_of(base: Path, folder: Path, **export: Any) -> dict[str, Any]:
-    """An adapter of one step in `folder`; what its `base.json` says."""
+def run_of(base: Path, folder: Path, model: str = "float32", **export: Any) -> None:
+    """Trains an adapter for one step."""
     (folder.parent / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
     values = recipe_values(base, folder.parent / "rows.jsonl", folder, folder.parent / "cache", max_steps=1)
     values |= {"adapter": {"kind": "lora", "r": 2}, "checkpoint": {"every_steps": 1}, "export": export}
+    values["model"]["dtype"] = model
     finetune(Recipe.from_mapping(values))
-    return json.loads((folder / "export/base.json").read_text())  # type: ignore[no-any-return]
 
 
 def test_an_adapter_tells_of_the_base_that_it_was_trained_on(tmp_path: Path) -> None:
     """Also if that was edited, or is gone, by the time of its export."""
     base = save_llama(tmp_path / "base", make_texts(20), tied=False)
     told = {"fingerprint": fingerprint_of(base), "configuration": configuration_digest(base), "quantization": None}
-    assert run_of(base, tmp_path / "run", dtype="bfloat16") == told
+    run_of(base, tmp_path / "run", dtype="bfloat16")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
     export_run(tmp_path / "run", tmp_path / "edited", dtype="bfloat16")
     shutil.rmtree(base)
     export_run(tmp_path / "run", tmp_path / "gone")
-    assert [json.loads((tmp_path / name / "base.json").read_text()) for name in ("edited", "gone")] == [told, told]
-    kept = {name: load_file(tmp_path / name / "adapter_model.safetensors") for name in ("run/export", "edited", "gone")}
+    exports = ("run/export", "edited", "gone")
+    assert [json.loads((tmp_path / name / "base.json").read_text()) for name in exports] == [told] * 3
+    kept = {name: load_file(tmp_path / name / "adapter_model.safetensors") for name in exports}
     for name, whole in kept["gone"].items():
         assert whole.dtype == torch.float32
         for other in ("run/export", "edited"):
             assert torch.equal(kept[other][name], whole.bfloat16())
+
+
+def test_a_float32_export_keeps_what_a_base_in_16_bits_would_round_away(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", make_texts(20), tied=False)
+    run_of(base, tmp_path / "run", model="bfloat16", merge=True, dtype="float32")
+    export_run(tmp_path / "run", tmp_path / "adapter")
+    files = (base / "model.safetensors", tmp_path / "run/export/model.safetensors")
+    before, after, adapter = map(load_file, (*files, tmp_path / "adapter/adapter_model.safetensors"))
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+    expected = before[f"{name}.weight"].bfloat16().float() + 2.0 * b @ a
+    torch.testing.assert_close(after[f"{name}.weight"], expected, rtol=0, atol=1e-7)
+    assert not torch.equal(expected, expected.bfloat16().float())
 
 
 def test_tensors_that_only_the_base_has_are_taken_from_it_alone(tmp_path: Path) -> None:

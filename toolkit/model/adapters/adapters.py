@@ -334,7 +334,7 @@ def write_adapter(
 def merged(
     model: peft.PeftModel, tensors: Iterable[tuple[str, torch.Tensor | None]]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yields the base's tensors under their own names, with the adapters' products added in float32.
+    """Yields the base's tensors under their own names, with the adapters' products added, those in float32.
 
     They are W + s B A; with DoRA, its rows are scaled to the magnitudes. A layer's tensors must come one after another.
     """
@@ -410,7 +410,7 @@ _MAGNITUDE = f"lora_magnitude_vector.{NAME}.weight"
 def _merged_experts(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, inputs_first: bool
 ) -> torch.Tensor:
-    """Returns W + s B A for each expert, computed in float32 and rounded to the dtype of W.
+    """Returns W + s B A for each expert, in float32.
 
     Args:
         weight: (experts, outputs, inputs), or (experts, inputs, outputs) with `inputs_first`.
@@ -421,7 +421,7 @@ def _merged_experts(
     of_a = a.float().reshape(experts, -1, a.shape[1])
     of_b = b.float().reshape(b.shape[0], -1, experts).permute(2, 0, 1)
     product = scaling * (of_b @ of_a)
-    return (weight.float() + (product.mT if inputs_first else product)).to(weight.dtype)
+    return weight.float() + (product.mT if inputs_first else product)
 
 
 def _inputs_first(layer: Any) -> bool:
@@ -437,12 +437,12 @@ def _merged_weight(
     scaling: float,
     inputs_first: bool,
 ) -> torch.Tensor:
-    """Returns W + s B A, (outputs, inputs) or transposed if `inputs_first`, rounded from float32 to W's dtype."""
+    """Returns W + s B A in float32, (outputs, inputs) or transposed if `inputs_first`."""
     whole = (weight.T if inputs_first else weight).float()
     whole = whole + scaling * (b.float() @ a.float())
     if magnitude is not None:
         whole = whole * (magnitude.float() / whole.norm(dim=1))[:, None]
-    return (whole.T if inputs_first else whole).to(weight.dtype)
+    return whole.T if inputs_first else whole
 
 
 def state_in_layers(model: nn.Module) -> dict[str, torch.Tensor]:

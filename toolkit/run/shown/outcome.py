@@ -188,8 +188,8 @@ def _check_export(
     reloaded = None
     if settings.verify or recipe.logging.sample_prompt is not None:
         # In training's compute dtype, so that only what the export changed may differ.
-        stored = how.dtype if is_whole(run.inner, how) else getattr(torch, recipe.model.dtype)
-        compute, config = PRECISIONS[accelerator.mixed_precision] or stored, run.inner.config
+        compute = PRECISIONS[accelerator.mixed_precision] or getattr(torch, recipe.model.dtype)
+        config = run.inner.config
         # The others wait on the host: inside a collective NCCL would time out after ten minutes.
         trust = recipe.model.trust_remote_code
         reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config, trust))
@@ -284,8 +284,11 @@ def _how_to_use(export_dir: Path, recipe: Recipe, config: PretrainedConfig) -> t
             "from peft import PeftModel",
             f"from transformers import {auto}, AutoTokenizer\n",
             f"base = {_loaded(auto, shown, with_base)}  # the model that was fine-tuned",
-            f"model = PeftModel.from_pretrained(base, {own})",
         ]
+        if (export_dir / "generation_config.json").is_file():  # the ends of an answer that training taught
+            lines[1] = lines[1].replace("AutoTokenizer", "AutoTokenizer, GenerationConfig")
+            lines.append(f"base.generation_config = GenerationConfig.from_pretrained({own})")
+        lines.append(f"model = PeftModel.from_pretrained(base, {own})")
     else:
         lines = [f"from transformers import {auto}, AutoTokenizer\n", f"model = {_loaded(auto, own, trusted)}"]
     lines.append(f"tokenizer = {_loaded('AutoTokenizer', own, trusted)}")
