@@ -50,7 +50,7 @@ from toolkit.checkpoint.state import MODEL
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import add_adapter, base_of, has_adapter, quantise, write_adapter
-from toolkit.model.beside_weights.base_files import TOKENIZERS, BaseFiles
+from toolkit.model.beside_weights.base_files import GENERATION, TOKENIZERS, BaseFiles
 from toolkit.model.load import auto_class, take_generation_settings
 from toolkit.model.structure.model_parts import LANGUAGE
 from toolkit.model.weights.file_names import FileNames
@@ -113,7 +113,9 @@ def export_checkpoint(
             if has_adapter(model):
                 configuration = manifest.named.get("model.name_or_path")
                 write_adapter(model, tensors, unfinished, settings.dtype, manifest.base, configuration)
-                write_adapter_files(tokenizer, unfinished, files)
+                take_generation_settings(base_of(model), str(run / MODEL_FILES))
+                own_settings = (_base_digests(run) or {}).get(GENERATION)
+                write_adapter_files(base_of(model), tokenizer, unfinished, files, own_settings)
             else:
                 stored, base = _base_as_it_was(run, manifest, folder)
                 names = FileNames(model, stored, base)
@@ -147,8 +149,8 @@ def _compare_files(
     inner, is_adapter = base_of(model), has_adapter(model)
     notes = compare_files(compared(inner, BaseFiles.read(run / MODEL_FILES), is_adapter), export)
     _, name, _ = _trained_as(manifest, folder)
-    digests = _read_json(run / MODEL_FILES / BASE_DIGESTS)
-    if name is None or not isinstance(digests, dict):  # random weights, or a run of an older version
+    digests = _base_digests(run)
+    if name is None or digests is None:
         return tuple(notes)
     base = _base_on_this_machine(manifest, folder)
     if base is None:
@@ -181,6 +183,12 @@ def _read_json(path: Path) -> Any:
         return parse_json(read_foreign(path))
     except (OSError, ValueError):
         return None
+
+
+def _base_digests(run: Path) -> dict[str, str] | None:
+    """Reads the digests of the base's files. Returns None for random weights, and for runs of older versions."""
+    found = _read_json(run / MODEL_FILES / BASE_DIGESTS)
+    return found if isinstance(found, dict) else None
 
 
 def _read_stored_names(path: Path) -> tuple[frozenset[str] | None, str | None]:

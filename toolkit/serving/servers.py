@@ -31,7 +31,9 @@ def vllm_command(export: Path) -> str:
     rank = min((one for one in VLLM_RANKS if one >= int(adapter["r"])), default=VLLM_RANKS[-1])
     limit = [] if rank == VLLM_RANKS[0] else ["--max-lora-rank", str(rank)]
     # Without the option the base's chat template is used, which the recipe may have replaced.
-    options = ["--tokenizer", str(export), "--enable-lora", *limit, "--lora-modules", f"tuned={export}"]
+    # The base's settings lack the ends of an answer that training taught.
+    settings = ["--generation-config", str(export)] if (export / "generation_config.json").is_file() else []
+    options = ["--tokenizer", str(export), *settings, "--enable-lora", *limit, "--lora-modules", f"tuned={export}"]
     return shlex.join(["vllm", "serve", *_base_of(adapter), *options])
 
 

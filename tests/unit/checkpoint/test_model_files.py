@@ -98,7 +98,12 @@ def test_files_are_those_of_the_base_byte_by_byte(base: Path, tmp_path: Path) ->
     assert (tmp_path / "out" / "config.json").read_text() == text.replace("bfloat16", "float32")
     told = compare_files(compared(loaded.model, loaded.fit.files, False), tmp_path / "out")
     assert told == ["config.json: torch_dtype is 'float32' instead of 'bfloat16' (export.dtype)"]
-    write_adapter_files(tokenizer, tmp_path, loaded.fit.files)
+    own_settings = loaded.fit.files.digests()["generation_config.json"]
+    write_adapter_files(loaded.model, tokenizer, tmp_path, loaded.fit.files, own_settings)
+    assert not (tmp_path / "generation_config.json").exists(), "the base's own serve"
+    loaded.model.generation_config.eos_token_id = [0, 7]
+    write_adapter_files(loaded.model, tokenizer, tmp_path, loaded.fit.files, own_settings)
+    assert fields(tmp_path, "generation_config.json") == {"eos_token_id": [0, 7], "temperature": 0.6}
     assert (tmp_path / "tokenizer_config.json").read_bytes() == (base / "tokenizer_config.json").read_bytes()
 
 
@@ -184,7 +189,7 @@ def test_code_of_a_model_and_of_its_tokenizer_is_where_they_are(base: Path, tmp_
     write_model_files(loaded.model, tokenizer, out, torch.float32, loaded.fit.files)
     compare_files(compared(loaded.model, loaded.fit.files, False), out)
     adapter.mkdir()
-    write_adapter_files(tokenizer, adapter, loaded.fit.files)
+    write_adapter_files(loaded.model, tokenizer, adapter, loaded.fit.files, None)
     assert type(AutoConfig.from_pretrained(out, trust_remote_code=True)).__name__ == "OwnConfig"
     for folder in (out, adapter):
         require_same_tokenizer(tokenizer, folder, trust_remote_code=True)
@@ -326,7 +331,9 @@ def test_an_adapter_names_the_class_that_the_run_had(base: Path, tmp_path: Path)
     (tmp_path / "own" / "config.json").write_text(json.dumps(config))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "own")
     files = BaseFiles.read(tmp_path / "own")
-    write_adapter_files(tokenizer, tmp_path, files)
+    write_adapter_files(
+        load(ModelSection(name_or_path=str(tmp_path / "own")), tokenizer, 0).model, tokenizer, tmp_path, files, None
+    )
     require_same_tokenizer(tokenizer, tmp_path)
     own = {**fields(base, "tokenizer_config.json"), "tokenizer_class": type(tokenizer).__name__}
     assert fields(tmp_path, "tokenizer_config.json") == own

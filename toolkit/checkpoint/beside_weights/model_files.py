@@ -8,6 +8,7 @@ names and places: what reads the base reads the export. transformers 5 would wri
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,8 +77,25 @@ def write_model_files(
     carry_over(files.matching((*BESIDE_WEIGHTS, *CODE)), folder)
 
 
-def write_adapter_files(tokenizer: PreTrainedTokenizerBase, folder: Path, files: BaseFiles) -> None:
-    """Writes what an exported adapter has of its base: tokenizer and processors. Raises OSError."""
+def write_adapter_files(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, files: BaseFiles, own_settings: str | None
+) -> None:
+    """Writes what an exported adapter has of its base: tokenizer and processors.
+
+    And the generation settings, if they are not the base's, as training taught other ends of an answer.
+
+    Args:
+        model: the base.
+        own_settings: SHA-256 of the base's own generation_config.json, or None without one.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    settings = generation_settings(files, model) if model.can_generate() else None
+    if settings is not None:
+        content = as_written(files.contents.get(GENERATION), settings)
+        if hashlib.sha256(content).hexdigest() != own_settings:
+            (folder / GENERATION).write_bytes(content)
     save_tokenizer(tokenizer, folder, files, has_config=False)
     has_code = "auto_map" in (files.fields(TOKENIZER_CONFIG) or {})
     carry_over(files.matching((*BESIDE_ADAPTER, *(CODE if has_code else ()))), folder)
