@@ -15,7 +15,7 @@ from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from support.tiny_multimodal import FAMILIES
 from test_manifest import PLAIN
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from toolkit import Recipe, finetune
 from toolkit.checkpoint.consolidate import STORED_NAMES, _base_as_it_was, _empty_model, _notes_on_names, export_run
@@ -34,12 +34,12 @@ def test_adapters_are_in_the_parts_that_the_run_trained(parts: list[str] | None)
     assert found == ({"language_model"} if parts is None else {"language_model", "projector", "vision_tower"})
 
 
-def run_of(base: Path, folder: Path, model: str = "float32", **export: Any) -> None:
+def run_of(base: Path, folder: Path, model: dict[str, str] | None = None, **export: Any) -> None:
     """Trains an adapter for one step."""
     (folder.parent / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
     values = recipe_values(base, folder.parent / "rows.jsonl", folder, folder.parent / "cache", max_steps=1)
     values |= {"adapter": {"kind": "lora", "r": 2}, "checkpoint": {"every_steps": 1}, "export": export}
-    values["model"]["dtype"] = model
+    values["model"] |= model or {}
     finetune(Recipe.from_mapping(values))
 
 
@@ -64,7 +64,9 @@ def test_an_adapter_tells_of_the_base_that_it_was_trained_on(tmp_path: Path) -> 
 
 def test_a_float32_export_keeps_what_a_base_in_16_bits_would_round_away(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", make_texts(20), tied=False)
-    run_of(base, tmp_path / "run", model="bfloat16", merge=True, dtype="float32")
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "words")
+    model = {"dtype": "bfloat16", "tokenizer": str(tmp_path / "words")}
+    run_of(base, tmp_path / "run", model, merge=True, dtype="float32")
     export_run(tmp_path / "run", tmp_path / "adapter")
     files = (base / "model.safetensors", tmp_path / "run/export/model.safetensors")
     before, after, adapter = map(load_file, (*files, tmp_path / "adapter/adapter_model.safetensors"))

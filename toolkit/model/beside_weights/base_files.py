@@ -87,7 +87,8 @@ class BaseFiles:
         return self._only([name for name in self.contents if name not in left_out])
 
     def _only(self, names: Sequence[str]) -> BaseFiles:
-        return BaseFiles({name: self.contents[name] for name in names}, {name: self.paths[name] for name in names})
+        paths = {name: self.paths[name] for name in names if name in self.paths}
+        return BaseFiles({name: self.contents[name] for name in names}, paths)
 
     def same_folder(self, name: str, other: str) -> bool:
         """Tells whether a file was read in the folder of another one, which may not exist."""
