@@ -169,6 +169,11 @@ def is_hub_name(name: str) -> bool:
     return not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).expanduser().exists())
 
 
+def download_command(name: str, revision: str | None) -> str:
+    """Returns the command that downloads a model of the hub into its cache, and prints its folder."""
+    return shlex.join(["hf", "download", name, *([] if revision is None else ["--revision", revision])])
+
+
 def told_of_checkpoint(folder: Path) -> str | None:
     """Returns what to do with a checkpoint's folder if a run or a model is needed; None for any other folder."""
     step = STEP_FOLDER.fullmatch(folder.name)

@@ -74,10 +74,10 @@ def test_what_is_nowhere_is_one_error_at_once(
     with pytest.raises(
         BadInputError, match=r"model.name_or_path: 'some/model' is neither a folder here nor in"
     ) as found:
-        settle_hub(recipe({"name_or_path": "some/model"}))
+        settle_hub(recipe({"name_or_path": "some/model", "revision": "v2"}))
     assert sum(slept) < 4, "between attempts"
     assert f"{endpoint} cannot be reached ([Errno 111] Connection refused)" in str(found.value)
-    assert "hf download some/model" in str(found.value)
+    assert "`hf download some/model --revision v2`" in str(found.value)
     assert capsys.readouterr().err == f"looking on {endpoint} for some/model\n", "before it is tried"
 
 

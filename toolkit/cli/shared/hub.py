@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping
 
 from toolkit.errors import BadInputError
-from toolkit.paths import is_file_source, is_hub_name
+from toolkit.paths import download_command, is_file_source, is_hub_name
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import Terminal
 
@@ -67,8 +67,8 @@ def settle_names(named: Mapping[str, str], sources: Iterable[str], revisions: Ma
             mend = f"or unset {OFFLINE}" if asked else f"behind a proxy set HTTPS_PROXY, with a mirror {ENDPOINT}"
             raise BadInputError(
                 f"{field}: {name!r} is neither a folder here nor in the hub's cache, and {why}. To work offline, run "
-                f"`hf download {name}` on a machine with network access, copy the folder that it prints, and name "
-                f"that; {mend}"
+                f"`{download_command(name, revisions.get(field))}` on a machine with network access, copy the folder "
+                f"that it prints, and name that; {mend}"
             )
     if not asked:
         console.warn(f"{why}; the cache is used instead, as with {OFFLINE}=1")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import BadInputError, DataError, HubError, ToolkitError, first_line, without_secrets
-from toolkit.paths import is_file_source, is_hub_name
+from toolkit.paths import download_command, is_file_source, is_hub_name
 
 FULL, READ_ONLY = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -222,7 +222,8 @@ class _Refusal:
         """Returns what to do on a machine without a network."""
         if self.kind == DATA_SET:
             return f"run `hf download {self.name} --repo-type dataset` where there is a network, and name its files"
-        return f"run `hf download {self.name}` where there is a network, and name the folder that it prints"
+        command = download_command(self.name, self.revision)
+        return f"run `{command}` where there is a network, and name the folder that it prints"
 
 
 def _tokens() -> str:

@@ -15,6 +15,7 @@ from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.paths import (
     BASE_FILE,
     CHECKPOINTS,
+    download_command,
     fingerprint_of,
     is_hub_name,
     require_folder,
@@ -267,8 +268,7 @@ def _cached_folder(name: str, revision: str | None, place: Place) -> str:
     try:
         return snapshot_download(name, revision=revision, local_files_only=True)
     except Exception as error:  # a path is no hub name, and there are several ways of not being there
-        command = shlex.join(["hf", "download", name, *([] if revision is None else ["--revision", revision])])
-        fetch = f", fetch it with `{command}`" if is_hub_name(name) else ""
+        fetch = f", fetch it with `{download_command(name, revision)}`" if is_hub_name(name) else ""
         raise BadInputError(
             f"{place.name!r}: the adapter's base {name!r} is not on this machine; put the folder there{fetch}, or "
             "change base_model_name_or_path in its adapter_config.json"
