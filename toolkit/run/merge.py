@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from toolkit.checkpoint.beside_weights.compared_files import require_same_tokenizer
 from toolkit.checkpoint.beside_weights.model_files import write_model_files
+from toolkit.checkpoint.beside_weights.tokenizer_files import in_older_names
 from toolkit.checkpoint.export import (
     TOLERANCE,
     ExportSettings,
@@ -170,7 +171,7 @@ def _files_beside(place: Place, base: Place, tokenizer: PreTrainedTokenizerBase)
     before.chat_template = tokenizer.chat_template
     if identity(before) == identity(tokenizer):
         return files
-    return files.without(TOKENIZERS) | BaseFiles.read(Path(place.name), TOKENIZERS)
+    return files.without(TOKENIZERS) | in_older_names(BaseFiles.read(Path(place.name), TOKENIZERS))
 
 
 def _write(

@@ -187,6 +187,9 @@ def test_tokens_that_an_adapter_brings_are_in_the_merged_folder(tied: bool, tmp_
     again, text = AutoTokenizer.from_pretrained(tmp_path / "whole"), "<|im_start|>one two<|im_end|>"
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert (again.eos_token, again.chat_template) == (tokenizer.eos_token, tokenizer.chat_template)
+    settings = json.loads((tmp_path / "whole/tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "which transformers 4 knows, too"
+    assert {"<|im_start|>", "<|im_end|>"} == {*settings["additional_special_tokens"]}
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
     torch.testing.assert_close(found, tuned.eval()(ids).logits, rtol=0, atol=1e-5)

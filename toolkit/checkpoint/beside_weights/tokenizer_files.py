@@ -6,7 +6,6 @@ A recipe changes the chat template (`data.chat_template`, `data.template_argumen
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +66,21 @@ def _new_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, by
         if type(error) is not Exception:
             raise
         raise OSError(first_line(error)) from error  # of tokenizers, which has no other kind
-    fields = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
-    fields["tokenizer_class"] = OLDER_CLASS.get(fields["tokenizer_class"], fields["tokenizer_class"])
-    if isinstance(extra := fields.pop("extra_special_tokens", None), list):
-        fields["additional_special_tokens"] = extra
+    return in_older_names(BaseFiles.read(folder, [TOKENIZER_CONFIG])).contents
+
+
+def in_older_names(files: BaseFiles) -> BaseFiles:
+    """Returns a tokenizer's files with settings that transformers 4 reads, too, if transformers 5 wrote them."""
+    fields = files.fields(TOKENIZER_CONFIG)
+    if fields is None:
+        return files
+    if (ran := fields.get("tokenizer_class")) in OLDER_CLASS:
+        fields["tokenizer_class"] = OLDER_CLASS[ran]
+    if isinstance(fields.get("extra_special_tokens"), list):
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
     for name in ("is_local", "local_files_only", "backend"):
         fields.pop(name, None)
-    return {TOKENIZER_CONFIG: as_written(None, fields)}
+    return files | BaseFiles({TOKENIZER_CONFIG: as_written(files.contents[TOKENIZER_CONFIG], fields)})
 
 
 def templates_in(files: BaseFiles) -> Templates:
