@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import CHATML, DEEPSEEK_R1, GEMMA, QWEN_3, ChatTemplate
+from support.chat_templates import CHATML, DEEPSEEK_R1, GEMMA, PHI_3, QWEN_3, ChatTemplate
+from support.chat_templates import tokenizer_for as new_tokenizer
 from support.conversations import (
     ALL_TEMPLATES,
     CONVERSATIONS,
@@ -23,6 +24,7 @@ from support.conversations import (
     tokenizer_for,
     user,
 )
+from tokenizers import AddedToken
 
 from toolkit.data import build
 from toolkit.data.documents.encode import Encoder
@@ -294,3 +296,16 @@ def test_compared_answers_stand_behind_one_prompt(objective: str) -> None:
     else:
         assert begins[1] == prompt
         assert words[1].startswith("\n</think>\n\nno<|im_end|>")
+
+
+def test_a_prompts_token_that_takes_white_space_of_the_answer_is_not_learned() -> None:
+    """Phi 3's tokens take the white space behind them: `<|assistant|>` reaches into an answer that begins with some."""
+    tokens = new_tokenizer(PHI_3)
+    taking = [AddedToken(token, special=True, rstrip=True, normalized=False) for token in PHI_3.special]
+    tokens.add_special_tokens({"additional_special_tokens": taking}, False)
+    row = {"messages": [user("two"), assistant("\n four")]}
+    document = in_lists(Encoder(tokens).documents([row], MESSAGES)[0])
+    learned = [
+        token for token, is_learned in zip(document["input_ids"], document["targets"], strict=True) if is_learned
+    ]
+    assert (tokens.decode(learned), document["note"]) == ("four<|end|><|endoftext|>", None)

@@ -24,7 +24,7 @@ from toolkit.data.rows.examples import Answer, Conversation, Example, Message, T
 from toolkit.data.rows.image_places import MARK, PLACE, WITH_IMAGES
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
-from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, spans_array, target_mask
+from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, spans_array, special_ids, target_mask
 from toolkit.data.templates.stops import NextTurn, end_texts
 from toolkit.data.templates.turns import (
     ASKED_OTHERWISE,
@@ -235,6 +235,10 @@ class Encoder:
     def _ends(self) -> list[str]:
         return end_texts(self.tokenizer)
 
+    @cached_property
+    def _special(self) -> set[int]:
+        return special_ids(self.tokenizer)
+
     def _render_conversation(self, example: Conversation) -> _Prepared | _Turns:
         messages, notes = self._messages_for_template(example)
         assert self.targets != EACH_TURN
@@ -358,7 +362,12 @@ class Encoder:
             return
         for item, ids, pairs in zip(prepared, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             offsets = spans_array(pairs)
-            yield ids, target_mask(item.spans, offsets), not item.starts or _begin_tokens(item.starts, offsets)
+            mask, across = target_mask(item.spans, offsets), _across(item.starts, offsets)
+            # The prompt's last token may take the white space behind it, as Phi 3's `<|assistant|>` does.
+            of_prompt = [token for token in across if ids[token] in self._special]
+            for token in of_prompt:
+                mask[token] = False
+            yield ids, mask, len(of_prompt) == len(across)
 
     def _document(self, item: _Prepared, tokens: _Numbers, targets: _Numbers, begin_tokens: bool) -> Document:
         """Returns the document of a text; `begin_tokens` says whether a token begins where each answer does."""
@@ -446,11 +455,13 @@ def _is_empty_answer(message: Message) -> bool:
     return message["role"] == "assistant" and is_silent and not message.get(THOUGHTS)
 
 
-def _begin_tokens(starts: tuple[int, ...], offsets: np.ndarray[Any, Any]) -> bool:
-    """Returns whether no token holds the end of a prompt and the beginning of an answer, as of two line ends."""
+def _across(starts: tuple[int, ...], offsets: np.ndarray[Any, Any]) -> list[int]:
+    """Returns the tokens that hold the end of a prompt and the beginning of an answer, as of two line ends."""
+    if not starts:
+        return []
     firsts, lasts = offsets.T
     before = np.searchsorted(firsts, starts) - 1
-    return bool((lasts[before] <= starts).all())
+    return before[lasts[before] > starts].tolist()  # type: ignore[no-any-return]
 
 
 def ends_of(document: Document) -> list[int]:
