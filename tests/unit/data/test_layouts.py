@@ -12,6 +12,7 @@ from support.chat_templates import GLM_45, tokenizer_for
 from tokenizers.processors import TemplateProcessing
 
 from toolkit.data import build
+from toolkit.data.documents.encode import VERBATIM
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError, DataError
@@ -321,7 +322,8 @@ def test_a_system_prompt_beside_a_text_prompt_makes_conversations(tmp_path: Path
     counted = built(tmp_path, chatml, rows, "preference", **named)
     assert counted.report.train is not None
     assert {what: found.rows for what, found in counted.report.train.noted.items()} == {
-        "column system is not read": ["rows.jsonl:101"]
+        VERBATIM: [f"rows.jsonl:{row}" for row in range(1, 21)],
+        "column system is not read": ["rows.jsonl:101"],
     }
     assert learned(counted, chatml)[0] == text[0]
     named["columns"]["system"] = "system"

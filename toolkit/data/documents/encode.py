@@ -52,6 +52,8 @@ NO_TOOLS = "the chat template leaves out tools"
 
 ENDS_INSIDE = "an answer holds {}, which ends it: the model learns to stop there"
 
+VERBATIM = "a prompt is text, which is learned without the chat template, and asked with it: write messages"
+
 EMPTY = "an answer is empty: the model learns to say nothing"
 
 DEVELOPER = "developer is written as system: the chat template has no developer role"
@@ -201,7 +203,8 @@ class Encoder:
         if isinstance(example, Answer):
             text = example.prompt + example.completion
             start = 0 if self.targets == "all" else len(example.prompt)
-            return _Prepared(text, [(start, len(text))], whole=True)
+            asked_with_template = SPECS[self.objective].predicts_next_tokens and self.tokenizer.chat_template
+            return _Prepared(text, [(start, len(text))], whole=True, note=VERBATIM if asked_with_template else None)
         assert isinstance(example, Text)
         return _Prepared(example.text, [(0, len(example.text))], whole=True)
 
