@@ -206,6 +206,13 @@ def test_a_job_for_kubernetes(arguments: list[str], here: Path) -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+def test_files_that_pods_do_not_have_are_told(here: Path) -> None:
+    rows = SHIPPED.parent / "data/requests.jsonl"
+    for arguments in ([*CLUSTER, "--on", "kubernetes", "--image", "team/toolkit:1", STORE], SKY):
+        assert f"put them at the same places there: {rows}\n" in job(*arguments, "--force").output
+    assert "at the same places" not in job(*CLUSTER).output
+
+
 def test_jobsets_own_schema(here: Path) -> None:
     models = _package("kubeflow_trainer_api.models")
     _, jobs = _kubernetes(here, STORE)

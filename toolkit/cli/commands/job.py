@@ -19,7 +19,7 @@ from toolkit.cli.shared.arguments import (
     load_recipe,
     split_arguments,
 )
-from toolkit.cli.shared.hub import settle_hub
+from toolkit.cli.shared.hub import models_of, settle_hub
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.paths import GIB, atomic_write
 
@@ -122,7 +122,22 @@ def job(
         raise BadInputError(f"--output: {str(file)!r} cannot be written: {error.strerror}; name another") from error
     if device is not None:
         print(_verdict(made, device))
+    if lacking := _files_of_here(made):
+        print(f"the nodes do not have this machine's files; put them at the same places there: {', '.join(lacking)}")
     print(f"{file}: look at it, then submit it:\n  {SUBMIT[system].format(shlex.quote(str(file)))}")
+
+
+def _files_of_here(job: Job) -> list[str]:
+    """Returns files and folders that the recipe names and nodes without a shared file system do not have."""
+    from toolkit.cluster.job import SKYPILOT, SLURM
+
+    if job.system == SLURM:
+        return []
+    data, recipe = job.recipe.data, job.recipe
+    named = [*models_of(recipe).values(), *(source.path for source in [*data.train, *(data.validation or [])])]
+    named += [recipe.answers.file or "", *(name.rpartition(":")[0] for name in recipe.own_code().values())]
+    here = [name for name in dict.fromkeys(named) if Path(name).is_absolute()]
+    return [name for name in here if job.system != SKYPILOT or not Path(name).is_relative_to(Path.cwd())]
 
 
 def _verdict(job: Job, hardware: Hardware) -> str:
