@@ -57,9 +57,11 @@ def resolve_strategy(asked: str | None) -> Strategy:
     if configured is not None:
         other = parse_strategy(configured, "fsdp_config.fsdp_sharding_strategy")
         if other != strategy:
+            word, _, reshards = STRATEGY_KEYS
+            key = word if variables[word] == configured else f"{reshards}: false"
             raise BadInputError(
-                f"sharding.strategy is {strategy.name}, but the Accelerate config's fsdp_config.fsdp_sharding_strategy "
-                f"is {other.name}; remove one of them or make them agree"
+                f"sharding.strategy is {strategy.name}, but the Accelerate config's fsdp_config.{key} is {other.name}; "
+                "remove one of them or make them agree"
             )
     return strategy
 

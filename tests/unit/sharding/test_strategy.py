@@ -57,7 +57,9 @@ def test_a_config_without_a_strategy_leaves_it_to_the_recipe(monkeypatch: pytest
         assert resolve_strategy(None).name == found
         in_file = {"fsdp_version": 2, "fsdp_reshard_after_forward": reshards == "true"}
         assert AccelerateConfig({"fsdp_config": in_file}, "here").strategy == (None if found == "zero3" else found)
-    with pytest.raises(BadInputError, match=r"sharding.strategy is zero1, but .* is zero2"):
+    with pytest.raises(
+        BadInputError, match=r"sharding.strategy is zero1, but .*fsdp_reshard_after_forward: false is zero2"
+    ):
         resolve_strategy("zero1")
     monkeypatch.setenv("FSDP_VERSION", "1")
     assert resolve_strategy("zero1").name == "zero1"
