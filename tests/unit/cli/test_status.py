@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from toolkit.cli.app import app
 from toolkit.errors import ToolkitError
+from toolkit.pages.card import CARD
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
 from toolkit.supervise.rank_status import FOLDER, RankStatus, to_text
@@ -114,7 +115,13 @@ def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None
     assert told.exit_code == 0
     lines = told.stdout.splitlines()
     assert lines[0] == "finished: 7 steps, held-out loss 3.2500 -> 2.5000"
-    assert lines[-2:] == [f"report: {tmp_path / 'report.html'}", f"next: toolkit export {tmp_path} --to FOLDER"]
+    assert lines[-1] == f"report: {tmp_path / 'report.html'}", "it has neither export nor checkpoint"
+    (tmp_path / "recipe.yaml").write_text("checkpoint: {to: 's3://bucket/first'}")
+    assert shown(tmp_path).stdout.splitlines()[-1] == "next: toolkit export s3://bucket/first --to FOLDER"
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / CARD).touch()
+    (tmp_path / "recipe.yaml").write_text("objective: {kind: sequence_classification}")
+    assert shown(tmp_path).stdout.splitlines()[-1] == f"model: {tmp_path / 'export'}", "it generates nothing"
     assert json.loads(shown(tmp_path, "--json").output)["verdict"] is None
 
 

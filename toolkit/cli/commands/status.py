@@ -109,9 +109,20 @@ def _print_result(run: Path, found: ComparedRun) -> None:
     print(f"report: {run / 'report.html'}")
     if (run / "export").is_dir():
         print(f"model: {run / 'export'}")
-        print(f"next: {shlex.join(['toolkit', 'generate', str(run), '--prompt', 'TEXT'])}")
-    else:
-        print(f"next: {shlex.join(['toolkit', 'export', str(run), '--to', 'FOLDER'])}")
+    if (command := _next_command(run, found)) is not None:
+        print(f"next: {shlex.join(command)}")
+
+
+def _next_command(run: Path, found: ComparedRun) -> list[str] | None:
+    """Returns what to do with a run that is done: to use its model, or to make one of a checkpoint, if there is one."""
+    from toolkit.recipe.objectives.registry import SPECS
+
+    if (run / "export").is_dir():
+        spec = SPECS.get(str(found.recipe.get("objective.kind")))
+        is_asked = spec is None or spec.writes_text
+        return ["toolkit", "generate", str(run), "--prompt", "TEXT"] if is_asked else None
+    place = run if found.saved_step is not None else found.recipe.get("checkpoint.to")
+    return None if place is None else ["toolkit", "export", str(place), "--to", "FOLDER"]
 
 
 def _how_it_ended(run: Path, found: ComparedRun) -> str:
