@@ -38,7 +38,7 @@ from toolkit.generation.text.load import (
     tokenizer_of,
     with_adapter,
 )
-from toolkit.model.beside_weights.base_files import TOKENIZERS, BaseFiles, model_folder
+from toolkit.model.beside_weights.base_files import PROCESSORS, TOKENIZERS, BaseFiles, model_folder
 from toolkit.model.load import load_stored, take_generation_settings
 from toolkit.model.quantised.quantised import dequantise_loaded, quantise_loaded
 from toolkit.model.quantised.stored_quantised import take_quantisation
@@ -166,12 +166,18 @@ def _in_folder(place: Place) -> Place:
 
 
 def _files_beside(place: Place, base: Place, tokenizer: PreTrainedTokenizerBase) -> BaseFiles:
-    """Returns the base's files; with the adapter's tokenizer, where that differs by more than its chat template."""
+    """Returns the base's files, with what the adapter brings in their place.
+
+    These are its processors, in which the limits of images may differ, and its tokenizer, if that differs by more than
+    its chat template.
+    """
     files, before = BaseFiles.read(Path(base.name)), tokenizer_of(base, base)
+    if (own := BaseFiles.read(Path(place.name), PROCESSORS)).contents:
+        files = files.without(PROCESSORS) | own
     before.chat_template = tokenizer.chat_template
-    if identity(before) == identity(tokenizer):
-        return files
-    return files.without(TOKENIZERS) | in_older_names(BaseFiles.read(Path(place.name), TOKENIZERS))
+    if identity(before) != identity(tokenizer):
+        files = files.without(TOKENIZERS) | in_older_names(BaseFiles.read(Path(place.name), TOKENIZERS))
+    return files
 
 
 def _write(

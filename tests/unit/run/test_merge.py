@@ -67,8 +67,10 @@ def in_four_bits(weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_adapter_is_merged_into_its_base(base: Path, adapter: Path, tmp_path: Path) -> None:
+    (adapter / "preprocessor_config.json").write_text('{"max_pixels": 784}')  # of data.max_pixels
     told = merged(adapter.parent, "--to", tmp_path / "whole")
     assert "logits differ by " in told, told
+    assert (tmp_path / "whole/preprocessor_config.json").read_text() == '{"max_pixels": 784}'
     before, after = weights(base), weights(tmp_path / "whole")
     assert after.keys() == before.keys()
     for name, weight in before.items():
