@@ -75,14 +75,15 @@ def _format_value(value: Any) -> str:
     return value if value == "unset" else json.dumps(value, ensure_ascii=False)
 
 
-def same_run(saved: Path, now: dict[str, Any]) -> bool:
-    """Returns whether the resolved recipe in a file is that of the same run."""
+def same_run(saved: Path, now: dict[str, Any], in_all: bool = False) -> bool:
+    """Returns whether the resolved recipe in a file is that of the same run; with `in_all` no field may differ."""
     try:
         # Load it, do not only parse it: the file leaves out fields that have no effect.
-        require_same_run(Recipe.load(saved).model_dump(mode="json"), now, str(saved))
+        there = Recipe.load(saved).model_dump(mode="json")
+        require_same_run(there, now, str(saved))
     except (OSError, BadInputError):
         return False
-    return True
+    return not in_all or same_recipe(there, now)
 
 
 def same_recipe(saved: dict[str, Any], now: dict[str, Any]) -> bool:

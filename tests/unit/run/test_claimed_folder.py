@@ -53,3 +53,17 @@ def test_a_link_to_another_disk_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "disk/step_00000005").mkdir()
     with pytest.raises(BadInputError, match="already holds a run"):
         require_unfinished(tmp_path / "run", recipe, False)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "outputs/first"])
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(resume: str, tmp_path: Path) -> None:
+    """Also one that began from another run's checkpoint."""
+    values = recipe_values(tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run", tmp_path)
+    recipe = Recipe.from_mapping({**values, "checkpoint": {"resume": resume}})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/recipe.yaml").write_text(recipe.to_yaml())
+    (tmp_path / "run/metrics.jsonl").touch()
+    assert require_unfinished(tmp_path / "run", recipe, False) is True
+    other = Recipe.from_mapping({**values, "checkpoint": {"resume": "outputs/second"}})
+    with pytest.raises(BadInputError, match="already holds a run"):
+        require_unfinished(tmp_path / "run", other, False)

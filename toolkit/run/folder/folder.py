@@ -182,7 +182,9 @@ def require_unfinished(output_dir: Path, recipe: Recipe, goes_on: bool) -> bool:
     # A finished run is trained further only if the recipe names its checkpoint, not by `auto`.
     if goes_on and (not is_done or recipe.checkpoint.resume != "auto"):
         return False
-    again = recipe.checkpoint.resume == "auto" and same_run(output_dir / "recipe.yaml", recipe.model_dump(mode="json"))
+    # What begins at another place than `auto` finds is the same run only if it begins there again.
+    resume = recipe.checkpoint.resume
+    again = same_run(output_dir / "recipe.yaml", recipe.model_dump(mode="json"), in_all=resume != "auto")
     if not is_done and again and latest(output_dir) is None:
         return True
     if found:
