@@ -116,11 +116,11 @@ class AccelerateConfig:
         Raises:
             BadInputError: if the value is not one of `PRECISIONS`.
         """
-        found = self.values.get("mixed_precision")
-        # YAML reads an unquoted `no` as false.
-        word = "no" if found is False else found
+        word = self.values.get("mixed_precision")
+        if word is False:
+            raise self.error("mixed_precision is no without quotes, which YAML takes for false; write 'no'")
         if word is not None and word not in PRECISIONS:
-            raise self.error(f"mixed_precision is {found!r}; allowed are {', '.join(PRECISIONS)}")
+            raise self.error(f"mixed_precision is {word!r}; allowed are {', '.join(PRECISIONS)}")
         return word
 
     @property

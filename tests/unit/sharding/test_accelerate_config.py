@@ -23,7 +23,7 @@ from toolkit.verify.launch import read_launch
 def test_what_it_says(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
-        "num_processes: 8\nmixed_precision: no\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID\n"
+        "num_processes: 8\nmixed_precision: 'no'\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID\n"
         "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 4\n"
     )
     config = read_accelerate_config(path)
@@ -45,6 +45,8 @@ def test_what_it_does_not_say() -> None:
         ({"num_processes": True}, "num_processes", "num_processes is True"),
         ({"mixed_precision": "fp8"}, "mixed_precision", "mixed_precision is 'fp8'; allowed are no, bf16, fp16"),
         ({"mixed_precision": True}, "mixed_precision", "mixed_precision is True"),
+        # Accelerate's launcher ends in an AttributeError.
+        ({"mixed_precision": False}, "mixed_precision", "is no without quotes, which YAML takes for false; write 'no'"),
         ({"fsdp_config": ["zero3"]}, "strategy", "fsdp_config is not a mapping"),
         ({"parallelism_config": 4}, "shard_size", "parallelism_config is not a mapping"),
         (
