@@ -201,6 +201,14 @@ def test_the_exit_code_of_the_rank_that_failed(
         assert run_launcher(words, tmp_path) == exit_code
 
 
+@pytest.mark.parametrize("value", ["gpu_ids: 0", "main_process_port: abc", "num_machines: '1'"])
+def test_values_that_accelerate_cannot_use_are_no_traceback(value: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"distributed_type: FSDP\nnum_processes: 2\n{value}\nfsdp_config: {{fsdp_version: 2}}\n")
+    with pytest.raises(BadInputError, match=r"accelerate launch cannot use a value of its config \(\w+Error: "):
+        run_launcher(["--config_file", str(config), str(tmp_path / "script.py")], tmp_path)
+
+
 FORKED = """
 import json, os, signal, sys, torch
 from toolkit.cli import entry; from toolkit.cli.shared import signals

@@ -18,7 +18,7 @@ import psutil
 
 from toolkit.cli.shared.console import libraries_imported
 from toolkit.cli.shared.hub import settle_hub
-from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line, signal_name
+from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line, in_words, signal_name
 from toolkit.recipe.recipe import Recipe
 from toolkit.supervise.launcher_logs import settle_launcher
 from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
@@ -75,6 +75,11 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
         return StoppedError.exit_code if has_saved else 128 + int(error.sigval)
     except ValueError as error:
         raise BadInputError(f"accelerate launch: {first_line(error)}") from error
+    except (TypeError, AttributeError, KeyError) as error:  # it checks no types
+        raise BadInputError(
+            f"accelerate launch cannot use a value of its config ({in_words(error)}); compare numbers, quotes and keys "
+            "with those of a shipped one (toolkit configs)"
+        ) from error
     return 0
 
 
