@@ -17,6 +17,11 @@ PRECISIONS = ("no", "bf16", "fp16")
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO")
 """Values of `distributed_type` under whose launchers the sharding backend runs."""
 
+OFFLOADED_PARAMS = (
+    "fsdp_config.fsdp_offload_params: not supported by the sharding backend; set it to false. In a recipe, "
+    "sharding.offload=optimizer keeps the optimizer's state on the host"
+)
+
 _LONG_ROWS = "In a recipe, sharding.sequence shares long rows among ranks"
 
 OTHER_AXES = {
@@ -185,6 +190,8 @@ class AccelerateConfig:
                     f"{key} is {found!r}, but the sharding backend runs under {', '.join(allowed)} alone; "
                     "`toolkit configs` lists configs to copy (docs/coming_from has DeepSpeed's keys)"
                 )
+        if str(self._section("fsdp_config").get("fsdp_offload_params")).lower() == "true":
+            raise self.error(OFFLOADED_PARAMS)
         sizes = {axis: self._parallelism_size(axis) for axis in OTHER_AXES}
         refuse_other_axes(sizes, f"--config: {self.origin}: parallelism_config.parallelism_config_{{}}_size")
 

@@ -12,7 +12,13 @@ import socket
 from accelerate.utils import GradientAccumulationPlugin
 
 from toolkit.errors import BadInputError
-from toolkit.sharding.accelerate_config import OTHER_AXES, STRATEGY_KEYS, refuse_other_axes, strategy_word
+from toolkit.sharding.accelerate_config import (
+    OFFLOADED_PARAMS,
+    OTHER_AXES,
+    STRATEGY_KEYS,
+    refuse_other_axes,
+    strategy_word,
+)
 from toolkit.sharding.offload import OffloadSettings, parse_offload
 from toolkit.sharding.plan.strategy import (
     DEFAULT_STRATEGY,
@@ -143,7 +149,7 @@ def refuse_stock_settings() -> None:
         BadInputError: if the Accelerate config sets `fsdp_offload_params`, or is for another backend.
     """
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        raise BadInputError("fsdp_config.fsdp_offload_params: not supported by the sharding backend; set it to false")
+        raise BadInputError(OFFLOADED_PARAMS)
     for backend in ("DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{backend}", "false").lower() == "true":
             raise BadInputError(

@@ -105,6 +105,7 @@ def readers_of(path: Path) -> dict[str, Callable[[], object]]:
         ("distributed_type: MEGATRON_LM", "distributed_type is 'MEGATRON_LM'"),
         ("distributed_type: XLA", "distributed_type is 'XLA', but the sharding backend runs under FSDP, MULTI_GPU,"),
         ("compute_environment: AMAZON_SAGEMAKER", "compute_environment is 'AMAZON_SAGEMAKER', but the sharding"),
+        ("fsdp_config: {fsdp_offload_params: true}", "fsdp_config.fsdp_offload_params: not supported"),
         ("distributed_type: NO", None),
         ("distributed_type: MULTI_CPU\ncompute_environment: LOCAL_MACHINE", None),
     ],
