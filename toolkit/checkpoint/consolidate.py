@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from pydantic import ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ from toolkit.checkpoint.manifest import (
     place_of,
     step_folder,
 )
-from toolkit.checkpoint.state import MODEL
+from toolkit.checkpoint.state import MODEL, first_failure
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import add_adapter, base_of, has_adapter, quantise, write_adapter
@@ -413,6 +414,9 @@ def read_whole(folder: Path, manifest: Manifest, max_bytes: int, average: bool) 
         manifest: the manifest of the checkpoint.
         max_bytes: the bytes of the tensors that are read at once.
         average: whether to read the averages in place of the weights, if the checkpoint has them.
+
+    Raises:
+        BadInputError: if the checkpoint cannot be read, as one that its run has just deleted.
     """
     group: dict[str, torch.Tensor] = {}
     for name in [name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)]:
@@ -426,8 +430,14 @@ def read_whole(folder: Path, manifest: Manifest, max_bytes: int, average: bool) 
 
 
 def _read_group(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    if tensors:
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    try:
+        if tensors:
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except CheckpointException as error:
+        raise BadInputError(
+            f"{str(folder)!r} cannot be read: {first_failure(error)}; if its run goes on, it has deleted it for a "
+            "later checkpoint: start the same command again"
+        ) from error
     for name, tensor in tensors.items():
         yield name.removeprefix(MODEL).removeprefix(AVERAGE), tensor
 

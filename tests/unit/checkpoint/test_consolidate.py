@@ -18,7 +18,15 @@ from test_manifest import PLAIN
 from transformers import AutoConfig, AutoTokenizer
 
 from toolkit import Recipe, finetune
-from toolkit.checkpoint.consolidate import STORED_NAMES, _base_as_it_was, _empty_model, _notes_on_names, export_run
+from toolkit.checkpoint.consolidate import (
+    STORED_NAMES,
+    _base_as_it_was,
+    _empty_model,
+    _notes_on_names,
+    export_run,
+    read_whole,
+)
+from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import trained_names
 from toolkit.paths import configuration_digest, fingerprint_of
 from toolkit.recipe.schema import AdapterSection
@@ -75,6 +83,12 @@ def test_a_float32_export_keeps_what_a_base_in_16_bits_would_round_away(tmp_path
     expected = before[f"{name}.weight"].bfloat16().float() + 2.0 * b @ a
     torch.testing.assert_close(after[f"{name}.weight"], expected, rtol=0, atol=1e-7)
     assert not torch.equal(expected, expected.bfloat16().float())
+
+
+def test_a_checkpoint_that_its_run_has_just_deleted(tmp_path: Path) -> None:
+    manifest = replace(PLAIN, tensors={"model.a": ["float32", [2]]})
+    with pytest.raises(BadInputError, match="it has deleted it for a later checkpoint"):
+        list(read_whole(tmp_path / "step_00000005", manifest, 2**20, average=False))
 
 
 def test_tensors_that_only_the_base_has_are_taken_from_it_alone(tmp_path: Path) -> None:
