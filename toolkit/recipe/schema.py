@@ -770,7 +770,8 @@ class CheckpointSection(Section):
     resume: str = Field(
         "auto",
         description="Choose where to start. auto: the last whole checkpoint of training.output_dir, if any. never: the "
-        "beginning. Otherwise: the folder of a checkpoint or a run, also in a store (s3://...).",
+        "beginning. Otherwise: the folder of a checkpoint or a run, also in a store (s3://...); started "
+        "again, the run goes on from its own.",
     )
     to: str | None = Field(
         None,
