@@ -171,13 +171,21 @@ def _files_beside(place: Place, base: Place, tokenizer: PreTrainedTokenizerBase)
     These are its processors, in which the limits of images may differ, and its tokenizer, if that differs by more than
     its chat template.
     """
-    files, before = BaseFiles.read(Path(base.name)), tokenizer_of(base, base)
+    files = BaseFiles.read(Path(base.name))
     if (own := BaseFiles.read(Path(place.name), PROCESSORS)).contents:
         files = files.without(PROCESSORS) | own
-    before.chat_template = tokenizer.chat_template
-    if identity(before) != identity(tokenizer):
+    if not _encodes_alike(base, tokenizer):
         files = files.without(TOKENIZERS) | in_older_names(BaseFiles.read(Path(place.name), TOKENIZERS))
     return files
+
+
+def _encodes_alike(base: Place, tokenizer: PreTrainedTokenizerBase) -> bool:
+    try:
+        before = tokenizer_of(base, base)
+    except BadInputError:  # the base has none
+        return False
+    before.chat_template = tokenizer.chat_template
+    return identity(before) == identity(tokenizer)
 
 
 def _write(

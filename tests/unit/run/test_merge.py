@@ -195,6 +195,10 @@ def test_tokens_that_an_adapter_brings_are_in_the_merged_folder(tied: bool, tmp_
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
     torch.testing.assert_close(found, tuned.eval()(ids).logits, rtol=0, atol=1e-5)
+    for path in place.glob("tokenizer*"):  # a base may have none
+        path.unlink()
+    assert "logits differ by " in merged(tmp_path / "adapter", "--to", tmp_path / "again")
+    assert AutoTokenizer.from_pretrained(tmp_path / "again")(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
 def test_a_base_whose_configuration_was_edited_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
