@@ -164,6 +164,14 @@ class AccelerateConfig:
         """
         return self._parallelism_size("tp")
 
+    def asks_for(self, key: str) -> bool:
+        """Returns whether a key of `fsdp_config` is true, as a value or as text.
+
+        Raises:
+            BadInputError: if `fsdp_config` is not a mapping.
+        """
+        return str(self._section("fsdp_config").get(key)).lower() == "true"
+
     def check(self) -> None:
         """Checks every value that a run reads.
 
@@ -190,7 +198,7 @@ class AccelerateConfig:
                     f"{key} is {found!r}, but the sharding backend runs under {', '.join(allowed)} alone; "
                     "`toolkit configs` lists configs to copy (docs/coming_from has DeepSpeed's keys)"
                 )
-        if str(self._section("fsdp_config").get("fsdp_offload_params")).lower() == "true":
+        if self.asks_for("fsdp_offload_params"):
             raise self.error(OFFLOADED_PARAMS)
         sizes = {axis: self._parallelism_size(axis) for axis in OTHER_AXES}
         refuse_other_axes(sizes, f"--config: {self.origin}: parallelism_config.parallelism_config_{{}}_size")

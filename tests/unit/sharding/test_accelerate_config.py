@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from toolkit import Recipe
-from toolkit.cli.commands.plan import accelerated_by
+from toolkit.cli.commands.plan import _as_configured, accelerated_by
 from toolkit.cli.ranks.launch_options import launcher_options
 from toolkit.errors import BadInputError
 from toolkit.planning.table import plan
@@ -29,6 +29,15 @@ def test_what_it_says(tmp_path: Path) -> None:
     config = read_accelerate_config(path)
     assert (config.num_processes, config.mixed_precision, config.strategy) == (8, "no", "HYBRID")
     assert (config.replicate_size, config.shard_size, config.origin) == (2, 4, str(path))
+
+
+def test_a_plan_has_the_checkpointing_of_the_config(tmp_path: Path) -> None:
+    """As a run under `accelerate launch`, which takes it where the recipe says nothing."""
+    path = tmp_path / "config.yaml"
+    path.write_text("fsdp_config: {fsdp_activation_checkpointing: true, fsdp_activation_checkpointing_offload: 'TRUE'}")
+    for overrides, found in (([], (1, True)), (["sharding.activation_checkpointing=2"], (2, False))):
+        planned = _as_configured(Recipe.load("quickstart", overrides), accelerated_by(path)).sharding
+        assert (planned.activation_checkpointing, planned.offload_checkpoints) == found
 
 
 def test_what_it_does_not_say() -> None:

@@ -214,6 +214,8 @@ class Accelerated:
     mixed_precision: str | None = None
     num_processes: int | None = None
     tensor: int | None = None
+    checkpoints: bool = False
+    offloads_checkpoints: bool = False
 
 
 def accelerated_by(path: Path) -> Accelerated:
@@ -234,6 +236,8 @@ def accelerated_by(path: Path) -> Accelerated:
         mixed_precision=config.mixed_precision,
         num_processes=config.num_processes,
         tensor=config.tensor_size,
+        checkpoints=config.asks_for("fsdp_activation_checkpointing"),
+        offloads_checkpoints=config.asks_for("fsdp_activation_checkpointing_offload"),
     )
 
 
@@ -243,7 +247,7 @@ def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, accelera
 
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
     return table.plan(
-        _with_groups(recipe, accelerated),
+        _as_configured(recipe, accelerated),
         hardware,
         next(number for number in (ranks, accelerated.num_processes, 1) if number is not None),
         mixed_precision=accelerated.mixed_precision,
@@ -253,12 +257,14 @@ def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, accelera
     )
 
 
-def _with_groups(recipe: Recipe, accelerated: Accelerated) -> Recipe:
-    """Returns the recipe with the tensor groups that it or the Accelerate config asks for."""
-    from toolkit.recipe.recipe import with_tensor
+def _as_configured(recipe: Recipe, accelerated: Accelerated) -> Recipe:
+    """Returns the recipe with the tensor groups and the checkpointing that it or the Accelerate config asks for."""
     from toolkit.sharding.plan.strategy import agreed_tensor
 
-    return with_tensor(recipe, agreed_tensor(recipe.sharding.tensor, accelerated.tensor))
+    update: dict[str, Any] = {"tensor": agreed_tensor(recipe.sharding.tensor, accelerated.tensor)}
+    if accelerated.checkpoints and recipe.sharding.activation_checkpointing is None:
+        update |= {"activation_checkpointing": 1, "offload_checkpoints": accelerated.offloads_checkpoints}
+    return recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update=update)})
 
 
 def _print_longest(recipe: Recipe, hardware: Hardware, ranks: int, accelerated: Accelerated, as_json: bool) -> None:
@@ -266,7 +272,7 @@ def _print_longest(recipe: Recipe, hardware: Hardware, ranks: int, accelerated: 
     from toolkit.planning.table import precision_of
 
     rows = longest_rows(
-        _with_groups(recipe, accelerated),
+        _as_configured(recipe, accelerated),
         hardware,
         ranks,
         precision_of(recipe.training, accelerated.mixed_precision, hardware),
