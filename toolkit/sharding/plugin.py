@@ -43,6 +43,7 @@ from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
 from toolkit.sharding.apply import KeepsMasters, LoadsWeights, apply, groups_of, precision_policies
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
+from toolkit.sharding.fsdp2.unit_states import UnitStates
 from toolkit.sharding.fsdp2.unused import UsedParameters, drop_unused_gradients
 from toolkit.sharding.fsdp2.versions import check_versions
 from toolkit.sharding.launched import (
@@ -232,14 +233,18 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         _tell_empty_shards_apart(model)
         for optimizer in accelerator._optimizers:
             _rebind_optimizer(optimizer, renewed)
+        optimizers = _optimizers_of(model, accelerator)
+        for optimizer in optimizers:
+            UnitStates(model).free_behind_steps(optimizer)
         for engine in engines:
             # Behind the optimizers, as the engine looks its parameters up in their groups.
             engine.attach()
             connect(engine, accelerator)
-        if not engines and accelerator._optimizers:
+        if not engines and optimizers:
             used = UsedParameters(model)
-            for optimizer in accelerator._optimizers:
-                drop_unused_gradients(getattr(optimizer, "optimizer", optimizer), used)
+            drop_unused_gradients(optimizers[0], used)
+            for optimizer in optimizers[1:]:
+                drop_unused_gradients(optimizer, used.of_another_optimizer())
 
     def _make_engine(self, accelerator: Accelerator, engines: list[OffloadEngine], model: nn.Module) -> KeepsMasters:
         """Allocates the offloaded state of a sharded model that has no weights yet. Returns what stores its masters.
@@ -534,6 +539,13 @@ def _tell_empty_shards_apart(model: nn.Module) -> None:
         local = getattr(parameter, "_local_tensor", None)
         if local is not None and local.numel() == 0:
             local.data_ptr = lambda local=local: -id(local)
+
+
+def _optimizers_of(model: nn.Module, accelerator: Accelerator) -> list[torch.optim.Optimizer]:
+    """Returns torch's optimizers that step a parameter of the model. Other models' are prepared by the same object."""
+    own = set(map(id, model.parameters()))
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+    return [each for each in inner if any(id(p) in own for group in each.param_groups for p in group["params"])]
 
 
 def _rebind_optimizer(optimizer: torch.optim.Optimizer, renewed: Mapping[Any, nn.Parameter]) -> None:

@@ -68,6 +68,33 @@ def test_what_no_rank_used_is_neither_stepped_nor_decayed_and_a_skipped_step_is_
     assert found.used_by_any([used]) == [False]
 
 
+def test_each_optimizer_of_a_model_forgets_at_its_own_steps() -> None:
+    used, unused = pair()
+    first = used_in_a_step(group_of(nn.Parameter(torch.ones(1))))
+    second = first.of_another_optimizer()
+    for record, parameters in ((first, [used]), (second, [unused])):
+        drop_unused_gradients(torch.optim.AdamW(parameters), record)
+    first._fill_and_record(0, group_of(used, unused))
+    assert first.used_by_any([used]) == [True]
+    first.forget([used])
+    assert second.reduced_any
+    assert second.used_by_any([used, unused]) == [True, False]
+
+
+def test_a_gradient_that_is_dropped_is_not_summed_into_the_next_step() -> None:
+    """It may be on its way: whole, or summed over one replica."""
+    dropped, kept = pair()
+    groups = [group_of(dropped), group_of(kept)]
+    for group in groups:
+        group._partial_reduce_output = torch.ones(3)
+        group.fsdp_params[0].unsharded_accumulated_grad = torch.ones(3)
+    found = used_in_a_step()
+    found._groups = groups
+    found.forget([dropped])
+    assert [group.fsdp_params[0].unsharded_accumulated_grad is None for group in groups] == [True, False]
+    assert [group._partial_reduce_output is None for group in groups] == [True, False]
+
+
 @pytest.mark.parametrize("is_other", [False, True])
 def test_ranks_that_reduce_other_units_do_not_take_a_step(is_other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other of two ranks has used the second parameter alone, in the same unit or in another one."""

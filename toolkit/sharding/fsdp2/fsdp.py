@@ -7,7 +7,7 @@ a state has only one group. versions.py reports a name that has moved.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,6 +114,19 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
 
 def _has_gradient(parameter: Any) -> bool:
     return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
+
+
+def drop_unreduced_gradients(groups: Iterable[Any], parameters: Container[int]) -> None:
+    """Drops what backward has summed of sharded parameters, given by id, but not reduced yet, or not over replicas."""
+    for group in groups:
+        own = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in parameters]
+        for parameter in own:
+            if parameter.unsharded_accumulated_grad is not None:
+                parameter.unsharded_accumulated_grad = None
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
+        if own:
+            group._partial_reduce_output = None
 
 
 def frees_gather_before_copying() -> bool:

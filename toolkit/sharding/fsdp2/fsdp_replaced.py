@@ -8,7 +8,8 @@ list with a sharded model.
     FSDPParamGroup.unshard                                          inputs are missing if no input requires a gradient,
                                                                     and hooks of parameters come after the reduction
     FSDPParamGroup.post_backward            pass_over_ungathered_   skip units that were never gathered, in which FSDP2
-                                            units                   fails if a window goes on
+                                            units                   fails if a window goes on; sum over replicas what
+                                                                    the last micro-batch has not reached
     FSDPParamGroup.post_backward            free_reduced_gradient   free what FSDP2 keeps for a hook until backward ends
     FSDPParamGroup.wait_for_unshard         before_copying_shards   wait before shards are copied if one rank holds all:
                                                                     the collective that could be set is not called then
@@ -36,7 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients, fsdp_groups, groups_of_module
+from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients, fill_missing_gradients, fsdp_groups, groups_of_module
 
 REPLACED = {
     "FSDPParamGroup": {"post_backward", "unshard", "wait_for_unshard"},
@@ -72,16 +73,19 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
 
 
 def pass_over_ungathered_units(model: nn.Module) -> None:
-    """Skips units that were never gathered at the end of a backward, such as a tower that no row has reached.
+    """Ends a backward right in units that it has not reached, such as a tower of which no row has use.
 
     FSDP2 ends a pass in all units. If it reduces, it checks whether a parameter was ever gathered. If it accumulates,
-    it does not check, and fails ("no attribute '_unsharded_param'").
+    it does not check, and fails ("no attribute '_unsharded_param'"). If earlier micro-batches have reached a replicated
+    unit and the last one has not, it never sums over the replicas, and adds the gradient to the next step's.
     """
     for group in fsdp_groups(model):
         group.post_backward = functools.partial(_end_pass_if_gathered, group, group.post_backward)
 
 
 def _end_pass_if_gathered(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+    if group.reduce_grads and group.all_reduce_grads and group._partial_reduce_output is not None:
+        fill_missing_gradients(group)  # zeros, if there are none: FSDP2 reduces nothing else than what has a gradient
     if group.reduce_grads or any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
         post_backward(*args)
 

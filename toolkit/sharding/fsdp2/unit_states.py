@@ -26,7 +26,7 @@ This table says what causes a transition:
                          each backward                         `end_window` for what is left
     return to forward    -                                     `return_to_forward`, behind the backward of a loss
     all units to         `free_all`, behind a forward          the same, behind forwards without gradients
-    SHARDED and IDLE     without gradients
+    SHARDED and IDLE     without gradients and behind a step   and behind a step
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ class UnitStates:
             # torch 2.11 keeps waiting for a module that was not called (a head of which only the weight is used), and
             # never gathers the unit again.
             unit._get_fsdp_state()._modules_to_run_forward.clear()
+
+    def free_behind_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Frees, behind each step, what a forward without a backward has left gathered: weights of before the step."""
+        optimizer.register_step_post_hook(lambda *_: self.free_all())
 
     @contextmanager
     def generating(self, whole: bool = False) -> Iterator[None]:

@@ -8,6 +8,7 @@ is removed, as in a plain loop: AdamW then skips it, while zeros would decay it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import zlib
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.errors import TrainingError
-from toolkit.sharding.fsdp2.fsdp import fill_missing_gradients, fsdp_groups
+from toolkit.sharding.fsdp2.fsdp import drop_unreduced_gradients, fill_missing_gradients, fsdp_groups
 from toolkit.sharding.fsdp2.fsdp_replaced import before_reduction
 from toolkit.sharding.fsdp2.shards import local_tensor
 
@@ -35,21 +36,32 @@ class UsedParameters:
         self._groups = list(fsdp_groups(model))
         self._used: set[int] = set()
         self._order = 0
+        self._records = [self]
         for number, group in enumerate(self._groups):
             before_reduction(group, functools.partial(self._fill_and_record, number))
 
     def _fill_and_record(self, number: int, group: Any) -> None:
-        # One checksum of which units were reduced and in which order, however many there are.
-        self._order = zlib.crc32(number.to_bytes(4), self._order)
-        self._used.update(map(id, fill_missing_gradients(group)))
+        present = set(map(id, fill_missing_gradients(group)))
+        for record in self._records:
+            # One checksum of which units were reduced and in which order, however many there are.
+            record._order = zlib.crc32(number.to_bytes(4), record._order)
+            record._used |= present
+
+    def of_another_optimizer(self) -> UsedParameters:
+        """Returns a record of the same reductions, which another optimizer of the model makes forget at its steps."""
+        other = copy.copy(self)
+        other._used = set()
+        self._records.append(other)
+        return other
 
     @property
     def reduced_any(self) -> bool:
         """Returns whether a unit was reduced since the last step."""
         return self._order != 0
 
-    def forget(self) -> None:
-        """Forgets the gradients so far, because they were dropped."""
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forgets the gradients of `parameters` (any shape), and drops those that are not reduced yet."""
+        drop_unreduced_gradients(self._groups, set(map(id, parameters)))
         self._used.clear()
         self._order = 0
 
@@ -99,7 +111,8 @@ def drop_unused_gradients(optimizer: torch.optim.Optimizer, used: UsedParameters
     zero_grad = optimizer.zero_grad
 
     def forget_and_zero(set_to_none: bool = True) -> None:
-        used.forget()  # of a step that an overflow in float16 has skipped
+        # Of a step that an overflow in float16 has skipped, or of a window that was given up.
+        used.forget(parameter for group in optimizer.param_groups for parameter in group["params"])
         zero_grad(set_to_none=set_to_none)
 
     optimizer.register_step_pre_hook(before_step)

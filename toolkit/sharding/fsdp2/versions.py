@@ -173,7 +173,7 @@ PRIVATE_NAMES = (
     PrivateName(f"{_GROUP}:FSDPParamGroup"),
     PrivateName(f"{_FSDP}_fsdp_param:FSDPParam"),
     # memory.py: what a unit holds.
-    PrivateName(_GROUP, ("_partial_reduce_output",)),
+    PrivateName(_GROUP, ("_partial_reduce_output", "self.all_reduce_grads")),
     *(
         PrivateName(f"{_FSDP}_fsdp_param", (name,))
         for name in (

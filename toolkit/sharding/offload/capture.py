@@ -28,6 +28,7 @@ class Capture:
         device: the device of the shards.
         is_last_micro_batch: returns whether the current backward is the last of the optimizer step.
         on_landed: called for a unit once the copy of its gradient to the host is queued, on FSDP2's stream.
+        require_layout: called if a unit's gradient has another length than was laid out; raises an error that says why.
         once: whether a second gradient of a unit before a step is an error, because the unit is already being stepped.
     """
 
@@ -36,11 +37,13 @@ class Capture:
         device: torch.device,
         is_last_micro_batch: Callable[[], bool],
         on_landed: Callable[[OffloadedUnit], None],
+        require_layout: Callable[[], None],
         once: bool,
     ) -> None:
         self._handle = getattr(torch, device.type)
         self._is_last = is_last_micro_batch
         self._on_landed = on_landed
+        self._require_layout = require_layout
         self._once = once
         self._stream = self._handle.Stream()
         self._in_flight: deque[OffloadedUnit] = deque()
@@ -73,6 +76,8 @@ class Capture:
             unit: the unit that was reduced.
             reduced: this rank's padded shards of the unit's gradients, concatenated, (unit.numel,).
         """
+        if reduced.numel() != unit.numel:
+            self._require_layout()
         self._reduced = unit
         flat = reduced if unit.accumulated is None else unit.accumulated.add_(reduced)
         if self._is_last():
@@ -134,9 +139,9 @@ class Capture:
                 "is never reached, as 1e9, clips nothing), or during_backward=False in OffloadSettings"
             )
         assert unit.gradient is not None
-        # On the host and at once. `accumulate` does not come here: it sums on the device.
+        # Where it landed, and at once. `accumulate` does not come here: it sums on the device.
         wait_for_landing(unit)
-        total = unit.gradient.float().add_(flat.to("cpu", torch.float32))
+        total = unit.gradient.float().add_(flat.to(unit.gradient.device, torch.float32))
         unit.norms = _slot_norms(unit, total).to(flat.device)
         unit.gradient = _landing_buffer(unit, torch.float32).copy_(total)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, RankError, first_line
+from toolkit.sharding.fsdp2.fsdp import fsdp_units
 from toolkit.sharding.fsdp2.gloo import before_reading_shards
 from toolkit.sharding.fsdp2.shards import local_tensor, shard_group, tensor_dim, tensor_group
 from toolkit.sharding.fsdp2.unused import UsedParameters
@@ -139,7 +140,7 @@ class OffloadEngine:
                 slot.step = torch.zeros((), device=self._device if on_device or unit.resident else "cpu")
         self._executors = self._make_executors()
         once = self.settings.during_backward
-        self._capture = Capture(self._device, self._is_last, self._on_landed, once)
+        self._capture = Capture(self._device, self._is_last, self._on_landed, self._require_same_parameters, once)
         for unit in self.state.units:
             self._capture.attach(unit)
             # Wait in the gather, not before the forward: an explicit prefetch gathers a unit ahead of its forward. With
@@ -198,7 +199,9 @@ class OffloadEngine:
         if self._parts is not None:
             stacked = self._over_parts(counted, stacked)
         norm: torch.Tensor = torch.linalg.vector_norm(stacked)
-        self._clip = _Clip(norm, float(max_norm), self._handle)
+        if self._clip is not None:
+            norm = norm * self._clip.factor  # the gradients are clipped already
+        self._clip = _Clip(norm, float(max_norm), self._handle, self._clip)
         return norm
 
     def _over_parts(self, parameters: Sequence[torch.Tensor], norms: torch.Tensor) -> torch.Tensor:
@@ -209,7 +212,12 @@ class OffloadEngine:
         return torch.where(is_cut.to(norms.device), squares**0.5, norms)
 
     def step(self) -> None:
-        """Hands every unit with a gradient to the worker, with the current settings of the optimizer."""
+        """Hands every unit with a gradient to the worker, with the current settings of the optimizer.
+
+        Raises:
+            BadInputError: if other parameters are trained, or in other groups, than at `prepare`.
+        """
+        self._require_same_parameters()
         self._finish_window()
         self._agreed = False
         self._raise_error()
@@ -234,7 +242,7 @@ class OffloadEngine:
         """Discards the gradients that no step has used."""
         for unit in self.state.units:
             unit.forget_gradient()
-        self._used.forget()
+        self._used.forget(slot.parameter for unit in self.state.units for slot in unit.slots)
         self._agreed = False
         self._clip = None
 
@@ -253,6 +261,12 @@ class OffloadEngine:
     # The schedule
 
     def _on_landed(self, unit: OffloadedUnit) -> None:
+        if self._clip is not None and self._clip.limits:
+            raise BadInputError(
+                "offload: backward was called between clip_grad_norm_ and optimizer.step; clip once, behind the last "
+                "backward of the step (under accumulate, if accelerator.sync_gradients)"
+            )
+        self._agreed, self._clip = False, None
         if self.settings.during_backward:
             self._agree_on_used([unit])
             if unit.present:
@@ -271,7 +285,8 @@ class OffloadEngine:
         """Sets `present` of the units: the parameters that any rank used. Collective."""
         used = iter(self._used.used_by_any([slot.parameter for unit in units for slot in unit.slots]))
         for unit in units:
-            unit.present = frozenset(i for i in range(len(unit.slots)) if next(used))
+            # Beside those of an earlier exchange: what is agreed on is forgotten there.
+            unit.present |= frozenset(i for i in range(len(unit.slots)) if next(used))
 
     def _submit_step(
         self, unit: OffloadedUnit, settings: tuple[dict[str, Any], ...], clip: _Clip | None, after: Any
@@ -345,6 +360,22 @@ class OffloadEngine:
             chosen |= dict.fromkeys(state.residents, Resident(self.optimizer, state.residents, self._device))
         return chosen
 
+    def _require_same_parameters(self) -> None:
+        """Raises BadInputError if parameters were frozen, unfrozen or given to the optimizer since `prepare`.
+
+        FSDP2 reduces what is trained now, into places that were laid out then.
+        """
+        groups = {id(p): number for number, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        laid_out = {id(slot.parameter): slot for unit in self.state.units for slot in unit.slots}
+        for parameter in (parameter for _, unit in fsdp_units(self.model) for parameter in unit):
+            slot = laid_out.get(id(parameter))
+            if parameter.requires_grad != (slot is not None) or (slot and slot.group != groups.get(id(parameter))):
+                raise BadInputError(
+                    "offload: parameters were frozen, unfrozen or added to the optimizer after accelerator.prepare "
+                    f"(first: {slot.name if slot else f'one of shape {tuple(parameter.shape)}'}), and their state has "
+                    "no place; settle what is trained before prepare, or train without offload"
+                )
+
     def _require_clippable(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> None:
         given = {id(parameter) for parameter in parameters}
         missing = [s.name for unit in self.state.units for s in unit.slots if id(s.parameter) not in given]
@@ -398,16 +429,21 @@ class _Clip:
         norm: a scalar on the device.
         max_norm: the norm to which larger gradients are scaled.
         handle: the device module, such as `torch.cuda`.
+        before: an earlier clipping of the same gradients, if any.
 
     Attributes:
+        factor: the factor of the gradients, a scalar on the device.
+        limits: whether a norm was finite to which gradients are scaled.
         skip: whether the norm is not finite, so that the step is skipped. Set by `decide`.
         scale: the factor of the gradients. Set by `decide`.
     """
 
-    def __init__(self, norm: torch.Tensor, max_norm: float, handle: Any) -> None:
+    def __init__(self, norm: torch.Tensor, max_norm: float, handle: Any, before: _Clip | None = None) -> None:
         # As torch's `clip_grads_with_norm_` has it, so that the scale is its scale to the last bit.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        both = torch.stack([norm, scale])
+        self.factor: torch.Tensor = scale if before is None else scale * before.factor
+        self.limits: bool = math.isfinite(max_norm) or (before is not None and before.limits)
+        both = torch.stack([norm, self.factor])
         # The worker waits for this copy, in `decide`; the main thread goes on to the next forward.
         self._both = torch.empty(2, pin_memory=both.is_cuda).copy_(both, non_blocking=True)
         self._event = handle.current_stream().record_event()

@@ -119,7 +119,8 @@ class FlatOptimizer:
             {**settings[group], "params": params, **_fused_option(optimizer)}
             for group, params in zip(self._groups, members, strict=True)
         ]
-        self._inner = type(optimizer)(options)  # type: ignore[call-arg]
+        # Without parameters if no optimizer steps any of the unit, such as a trainable body below the head that is.
+        self._inner = type(optimizer)(options or [{"params": []}])  # type: ignore[call-arg]
         # torch would create missing state in its own memory, so set the state of all parameters.
         for i, master_view in self._masters.items():
             slot = unit.slots[i]
@@ -137,7 +138,7 @@ class FlatOptimizer:
         for i, master in self._masters.items():
             # None and not zeros for what no rank used: with zeros AdamW would still decay it.
             master.grad = self._unit.slots[i].view(gradient) if i in step.present else None
-        for index, group in zip(self._groups, self._inner.param_groups, strict=True):
+        for index, group in zip(self._groups, self._inner.param_groups, strict=False):
             # As they were at `step()`: a scheduler has changed the user's optimizer since.
             group.update(step.settings[index])
         self._inner.step()
