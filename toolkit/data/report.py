@@ -384,7 +384,11 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, by_answe
             continue
         # One row shows whether an end is learned: all rows of a source go through the same template.
         ids, targets = rows.tokens(int(mine[0]))
-        if ids[np.flatnonzero(targets)[-1]] not in special:
+        learned = ids[np.flatnonzero(targets)].tolist()
+        # Of a text that is learned whole a line end may follow the token that ends the last turn.
+        while len(learned) > 1 and not by_answer and not tokenizer.decode(learned[-1:]).strip():
+            learned.pop()
+        if learned[-1] not in special:
             found.append(
                 f"{source.name}: no special token ends the assistant's turns, so the model does not learn to stop; "
                 "use a chat template whose end of turn is a special token of the tokenizer"

@@ -18,7 +18,7 @@ from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError, DataError
 from toolkit.generation.text.complete import encode_text
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
-from toolkit.recipe.schema import DataSection
+from toolkit.recipe.schema import DataSection, SourceSection
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +199,15 @@ def test_judgements_are_read_by_their_names_and_as_numbers(tmp_path: Path, chatm
         True,
         False,
     ]
+    called = datasets.Features({**kinds, "label": datasets.ClassLabel(names=["bad", "good"])})
+    datasets.Dataset.from_list(rows, features=called).to_parquet(tmp_path / "called.parquet")
+    (tmp_path / "mine.py").write_text("def judged(row):\n    return {**row, 'label': row['label'] == 1}\n")
+    section = section.model_copy(update={"train": [SourceSection(path=str(tmp_path / "called.parquet"))]})
+    with pytest.raises(DataError, match=r"label is the class 'bad', which is neither true nor false \(data.map can"):
+        build.build(section, chatml, 0, ObjectiveSection(kind="kto"))
+    section = section.model_copy(update={"map": f"{tmp_path}/mine.py:judged"})
+    mapped = build.build(section, chatml, 0, ObjectiveSection(kind="kto"))
+    assert mapped.train.batch([0])["good"].tolist() == [False, True]
     floats = [{**row, "label": float(row["label"])} for row in rows]
     assert built(tmp_path, chatml, floats, "kto").train.batch([0, 1])["good"].tolist() == [False, True]
     with pytest.raises(DataError, match=r"judged good or bad one by one"):
@@ -419,6 +428,10 @@ def test_half_of_the_rows_dropped_is_an_error(tmp_path: Path, chatml: Any) -> No
         data = built(tmp_path, chatml, rows, max_dropped_fraction=0.5, streaming=streaming, max_length=16)
         assert data.report.train is not None
         assert data.report.train.num_dropped == data.report.train.kept
+
+
+def test_a_line_end_behind_the_end_of_a_turn_is_no_missing_end(tmp_path: Path, chatml: Any) -> None:
+    assert built(tmp_path, chatml, [{"messages": [USER, ANSWER]}], targets="all").report.warnings == []
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -58,9 +58,11 @@ def read_judged(read: Callable[[RowValues], Example], values: RowValues) -> Judg
         answered_last(answer)
     column = values.columns["label"]
     # As the name of a class: a CSV file holds only text, and numbers of `datasets` mean what their names say.
-    good = yes_or_no(class_name(values["label"], column, values.label_names))
+    name = class_name(values["label"], column, values.label_names)
+    good = yes_or_no(name)
     if good is None:
-        raise RowProblem(f"{column} is neither true nor false")
+        what = f"the class {name!r}, which is " if name in values.label_names else ""
+        raise RowProblem(f"{column} is {what}neither true nor false{' (data.map can make it so)' if what else ''}")
     return Judged(answer, good)
 
 
