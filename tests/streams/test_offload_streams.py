@@ -133,11 +133,7 @@ MUTATIONS = [
     (WAYS["two forwards"], Mutation("capture.Capture._add_on_host", "wait_for_landing(unit)")),
     (
         WAYS["two forwards"],
-        Mutation(
-            "capture.Capture._add_on_host",
-            "(unit.gradient.device, ",
-            "(unit.gradient.device, non_blocking=True, dtype=",
-        ),
+        Mutation("capture.Capture._add_on_host", '"cpu", torch.float32', '"cpu", torch.float32, non_blocking=True'),
     ),
     (Run(), Mutation("engine.OffloadEngine._step_unit", "wait_for_landing(unit)")),
     # The norm, before the worker reads it.

@@ -141,7 +141,7 @@ class Capture:
         assert unit.gradient is not None
         # Where it landed, and at once. `accumulate` does not come here: it sums on the device.
         wait_for_landing(unit)
-        total = unit.gradient.float().add_(flat.to(unit.gradient.device, torch.float32))
+        total = unit.gradient.float().add_(flat if unit.resident else flat.to("cpu", torch.float32))
         unit.norms = _slot_norms(unit, total).to(flat.device)
         unit.gradient = _landing_buffer(unit, torch.float32).copy_(total)
 

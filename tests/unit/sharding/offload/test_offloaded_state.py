@@ -49,7 +49,7 @@ def test_units_stay_on_the_device_while_they_fit_to_the_byte() -> None:
 def test_a_second_gradient_is_added_where_the_first_one_is() -> None:
     """That of a resident unit is on the device, for which torch's device without memory stands."""
     resident = unit(0)
-    resident.landing = torch.zeros(10, device="meta")
+    resident.resident, resident.landing = True, torch.zeros(10, device="meta")
     capture = Capture(torch.device("cpu"), lambda: True, lambda _: None, lambda: None, once=False)
     for _ in range(2):
         capture._pass_on(resident, torch.ones(10, device="meta"))
