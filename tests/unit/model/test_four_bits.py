@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
@@ -21,7 +23,8 @@ def difference(outputs: int, inputs: int, double: bool) -> float:
     layer = Linear4bit(inputs, outputs, bias=True, compute_dtype=torch.float32, quant_type="nf4")
     weight = Params4bit(torch.randn(outputs, inputs), False, quant_type="nf4", compress_statistics=double).to("cpu")
     layer.weight = weight
-    model = nn.ModuleDict({"layer": layer})
+    model: Any = nn.ModuleDict({"layer": layer})
+    model.dtype = torch.float32  # as a model of transformers has it
     make_exact_on_cpu(model)
     rows = torch.randn(3, 5, inputs)
     with torch.no_grad():
