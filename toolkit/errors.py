@@ -76,6 +76,10 @@ class RankError(TrainingError):
     """One rank cannot continue, and the others do not know it."""
 
 
+class OwnCodeError(BadInputError):
+    """Code of the user's fails while a run trains, perhaps on this rank alone."""
+
+
 class RankLostError(ToolkitError):
     """A signal ended a rank, for example the kernel's when memory ran out."""
 

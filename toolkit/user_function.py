@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, OwnCodeError, first_line
 from toolkit.terminal import stdout_on_stderr
 
 T = TypeVar("T")
@@ -176,6 +176,15 @@ def fenced(action: Callable[[], T], what: str | Callable[[], str], mend: str) ->
     except BaseException as error:
         told = what() if callable(what) else what
         raise BadInputError(f"{told}: {_in_words(error)}{_line_of(error)}; {mend}") from error
+
+
+@contextlib.contextmanager
+def while_training() -> Iterator[None]:
+    """Makes an error of the user's code one that this rank may have alone, as in a step of training."""
+    try:
+        yield
+    except BadInputError as error:
+        raise OwnCodeError(str(error)) from error.__cause__
 
 
 class _ExitError(BaseException):

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.data.samples.samples import IGNORED, Batch
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, OwnCodeError
 from toolkit.model.structure.fake_tensors import has_values
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import Ingredients, Objective, RunsWindows
-from toolkit.user_function import UserFunction, load_function, shown
+from toolkit.user_function import UserFunction, load_function, shown, while_training
 
 FIELD = "objective.loss"
 
@@ -96,7 +96,7 @@ class OwnLoss(CausalLM):
             The sum, 0-dim, and the count: an int, or a 0-dim tensor.
 
         Raises:
-            BadInputError: if the function fails, or returns something else.
+            OwnCodeError: if the function fails, or returns something else.
         """
         labels, num_rows = arguments["labels"], arguments["num_rows"]
         source = arguments.get("logits", arguments.get("log_probabilities"))
@@ -105,7 +105,8 @@ class OwnLoss(CausalLM):
             # With a graph, so that this rank's backward gathers what the others gather.
             return source.sum(), (0 if not self.needs_whole_steps else source.new_zeros(()))
         where = f"{len(labels)} targets of {num_rows} rows"
-        found = self._function.call(where, **{name: arguments[name] for name in self.takes})
+        with while_training():
+            found = self._function.call(where, **{name: arguments[name] for name in self.takes})
         if not isinstance(found, tuple) or len(found) != 2:
             raise self.wrong(found, where, "a sum and a count, as in return losses.sum(), len(labels)")
         total, count = found
@@ -128,9 +129,9 @@ class OwnLoss(CausalLM):
             raise self.wrong(count, where, "as its count len(labels), num_rows, or a tensor without dimensions")
         return total, count.detach()
 
-    def wrong(self, found: Any, where: str, needed: str) -> BadInputError:
+    def wrong(self, found: Any, where: str, needed: str) -> OwnCodeError:
         """Returns the error for a value that the function returned."""
-        return BadInputError(f"{FIELD}: {self._function.name} returned {shown(found)} for {where}; needs {needed}")
+        return OwnCodeError(f"{FIELD}: {self._function.name} returned {shown(found)} for {where}; needs {needed}")
 
     def settle(self, count: int | torch.Tensor) -> None:
         """Decides by the first count whether a step's count is known before its forward."""

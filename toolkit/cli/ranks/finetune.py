@@ -19,7 +19,7 @@ from toolkit.cli.shared.console import (
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.cli.shared.shipped import recipe_rows
 from toolkit.cli.shared.signals import ignore_save_requests, is_forked
-from toolkit.errors import RankError, ToolkitError
+from toolkit.errors import OwnCodeError, RankError, ToolkitError
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import Terminal
 
@@ -51,7 +51,7 @@ def as_rank(action: Callable[[], object]) -> int:
     try:
         require_files()
         action()
-    except RankError as error:
+    except (RankError, OwnCodeError) as error:
         return _exit_rank(print_error(error))
     except ToolkitError as error:
         return print_error(error)

@@ -17,7 +17,15 @@ from contextlib import contextmanager
 from rich.table import Table
 
 from toolkit.cli.shared.signals import INTERRUPTED
-from toolkit.errors import BadInputError, RankError, StoppedError, ToolkitError, first_line, is_lost_peer
+from toolkit.errors import (
+    BadInputError,
+    OwnCodeError,
+    RankError,
+    StoppedError,
+    ToolkitError,
+    first_line,
+    is_lost_peer,
+)
 from toolkit.paths import GIB
 from toolkit.terminal import Terminal
 from toolkit.unix import resource
@@ -117,6 +125,8 @@ def print_error(error: ToolkitError) -> int:
         tell(str(error))
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(PATIENCE_WHEN_STOPPED if isinstance(error, StoppedError) else PATIENCE_SECONDS)
+        if isinstance(error, OwnCodeError):  # if it had failed on rank 0 too, the launcher would have ended this rank
+            Terminal().fail(f"rank {os.environ['RANK']}: {error}")
     return error.exit_code
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, did_you_mean
+from toolkit.errors import BadInputError, OwnCodeError, did_you_mean
 from toolkit.training.extension import Extension
-from toolkit.user_function import fenced, fingerprint_of_class, load_function, shown
+from toolkit.user_function import fenced, fingerprint_of_class, load_function, shown, while_training
 
 if TYPE_CHECKING:
     from toolkit.training.loop_state import LoopState
@@ -61,12 +61,13 @@ class Own:
 
     def call(self, call: str, *arguments: Any) -> Any:
         """Returns what a call of the extension returns; what it raises becomes an error that names it."""
-        return fenced(
-            functools.partial(getattr(self.extension, call), *arguments), f"{self.field}: {call} failed", MEND
-        )
+        with while_training():
+            return fenced(
+                functools.partial(getattr(self.extension, call), *arguments), f"{self.field}: {call} failed", MEND
+            )
 
-    def wrong(self, call: str, found: Any, needed: str) -> BadInputError:
-        return BadInputError(f"{self.field}: {call} returned {shown(found)}; needs {needed}")
+    def wrong(self, call: str, found: Any, needed: str) -> OwnCodeError:
+        return OwnCodeError(f"{self.field}: {call} returned {shown(found)}; needs {needed}")
 
 
 def load_extensions(named: Mapping[str, str], given: Sequence[Extension]) -> list[Own]:
