@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
+from toolkit.data.layouts.messages import SYSTEM
 from toolkit.data.rows.examples import Message
 from toolkit.data.rows.values import RowProblem
 
@@ -39,7 +40,7 @@ def head_of(messages: list[Message], first: int, users: list[int]) -> list[Messa
     Args:
         users: numbers of the user's messages, rising.
     """
-    start = next((i for i, message in enumerate(messages) if message["role"] not in ("system", "developer")), 0)
+    start = next((i for i, message in enumerate(messages) if message["role"] not in SYSTEM), 0)
     last = bisect.bisect_left(users, first)
     before = users[max(0, last - 1) : last]
     return [*messages[:start], *(messages[i] for i in before)]

@@ -240,6 +240,7 @@ def _with_system_or_tools(asked: Any, fields: Mapping[str, Any]) -> Any:
 
     As in training, a prompt beside a completion has no system prompt, nor has its text tools.
     """
+    from toolkit.data.layouts.messages import SYSTEM
     from toolkit.data.rows.values import is_absent, is_empty
 
     system = fields.get("system")
@@ -247,7 +248,7 @@ def _with_system_or_tools(asked: Any, fields: Mapping[str, Any]) -> Any:
         return asked
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     first = messages[0] if isinstance(messages, list) and messages else None
-    has_own = not isinstance(first, dict) or first.get("role") in ("system", "developer")
+    has_own = not isinstance(first, dict) or first.get("role") in SYSTEM
     return messages if is_absent(system) or has_own else [{"role": "system", "content": system}, *messages]
 
 
