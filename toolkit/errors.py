@@ -13,9 +13,14 @@ from collections.abc import Iterable, Mapping
 
 
 class ToolkitError(Exception):
-    """An error that a user can act on. The message says what was found and how to fix it."""
+    """An error that a user can act on. The message says what was found and how to fix it.
+
+    Attributes:
+        is_shared: whether every rank has the error when one has it.
+    """
 
     exit_code = 1
+    is_shared = True
 
 
 class BadInputError(ToolkitError):
@@ -75,9 +80,13 @@ class TrainingError(ToolkitError):
 class RankError(TrainingError):
     """One rank cannot continue, and the others do not know it."""
 
+    is_shared = False
+
 
 class OwnCodeError(BadInputError):
     """Code of the user's fails while a run trains, perhaps on this rank alone."""
+
+    is_shared = False
 
 
 class RankLostError(ToolkitError):

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import OwnCodeError, RankError, ToolkitError, first_line
+from toolkit.errors import ToolkitError, first_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,8 +77,7 @@ def on_this_device(action: Callable[P, T]) -> Callable[P, T]:
 
 def fails_alone(error: BaseException) -> bool:
     """Returns whether other ranks do not know of this rank's error and go on, perhaps inside a collective."""
-    shared = isinstance(error, ToolkitError) and not isinstance(error, RankError | OwnCodeError)
-    return world_size() > 1 and not shared
+    return world_size() > 1 and not (isinstance(error, ToolkitError) and error.is_shared)
 
 
 def on_first_rank(action: Callable[[], T]) -> T:

@@ -19,7 +19,7 @@ from toolkit.cli.shared.console import (
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.cli.shared.shipped import recipe_rows
 from toolkit.cli.shared.signals import ignore_save_requests, is_forked
-from toolkit.errors import OwnCodeError, RankError, ToolkitError
+from toolkit.errors import ToolkitError
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import Terminal
 
@@ -51,10 +51,9 @@ def as_rank(action: Callable[[], object]) -> int:
     try:
         require_files()
         action()
-    except (RankError, OwnCodeError) as error:
-        return _exit_rank(print_error(error))
     except ToolkitError as error:
-        return print_error(error)
+        code = print_error(error)
+        return code if error.is_shared else _exit_rank(code)
     except KeyboardInterrupt:  # outside training, whose own end saves the state
         return _exit_rank(print_interrupt())
     except BaseException as error:  # sys.exit in a library must not end a run as if it was done
