@@ -12,7 +12,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from support.house import FILES, PACKAGE, imports, name_of, tree_of
+from support.house import FILES, PACKAGE, imports, name_of, nodes_of
 
 FOLDER = Path(__file__).parent / "pictures"
 COLOURS = {"forward": "#2f6fd0", "backward": "#7a52c7", "gather": "#b35309", "reduce": "#12805c", "update": "#5b6470"}
@@ -197,7 +197,7 @@ def imported_rooms() -> dict[str, set[str]]:
     for path in FILES:
         room = name_of(path).partition("/")[0]
         if room in found:
-            read = {other.partition("/")[0] for _, other in imports(tree_of(path))}
+            read = {other.partition("/")[0] for _, other in imports(nodes_of(path))}
             found[room] |= read & found.keys() - {room}
     below = {room: _all_below(room, found) for room in rooms}
     return {room: {x for x in reads if not any(x in below[other] for other in reads)} for room, reads in found.items()}

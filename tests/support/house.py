@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,19 +17,21 @@ def name_of(path: Path) -> str:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file's source."""
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and name of every file that is imported, inside functions and for types alone as well."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, _file(alias.name)) for alias in node.names if alias.name.startswith("toolkit."))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "toolkit":
             yield from ((node.lineno, _file(f"{node.module}.{alias.name}")) for alias in node.names)
 
 
+@cache
 def _file(dotted: str) -> str:
     """The file that a dotted name is in: of `toolkit.data.build.Builder` it is `data/build`."""
     parts = dotted.split(".")[1:]
@@ -42,10 +44,11 @@ def _file(dotted: str) -> str:
     return "__init__"
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """File -> the files that it imports. Packages are left out: their lazy names would make circles of everything."""
     return {
-        name_of(path): {name for _, name in imports(tree_of(path)) if not name.endswith("__init__")} - {name_of(path)}
+        name_of(path): {name for _, name in imports(nodes_of(path)) if not name.endswith("__init__")} - {name_of(path)}
         for path in FILES
         if path.name != "__init__.py"
     }
