@@ -37,6 +37,7 @@ from toolkit.cli.shared.console import address_problem, prepare_process, print_e
 from toolkit.cli.shared.help import HelpedCommand, HelpedGroup, new_app
 from toolkit.cli.shared.signals import INTERRUPTED
 from toolkit.errors import BadInputError, ToolkitError
+from toolkit.recipe.gone import GONE_COMMANDS, GONE_OPTIONS, gone_sentence
 
 
 class Commands(HelpedGroup):
@@ -52,6 +53,12 @@ class Commands(HelpedGroup):
         with _usage_errors():
             return super().invoke(ctx)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command. Raises BadInputError for one of an earlier version, which says what to do instead."""
+        if gone := gone_sentence(GONE_COMMANDS, args[0]):
+            raise BadInputError(f"toolkit {args[0]}: {gone}")
+        return super().resolve_command(ctx, args)
+
 
 @contextlib.contextmanager
 def _usage_errors() -> Iterator[None]:
@@ -61,8 +68,11 @@ def _usage_errors() -> Iterator[None]:
     except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             raise
-        told = wrong_value(error) if isinstance(error, typer.BadParameter) else None
         path = getattr(error.ctx, "command_path", "toolkit")
+        name = f"{path.partition(' ')[2]} {getattr(error, 'option_name', '')}"
+        if gone := gone_sentence(GONE_OPTIONS, name):
+            raise BadInputError(f"toolkit {name}: {gone}") from None
+        told = wrong_value(error) if isinstance(error, typer.BadParameter) else None
         message = error.format_message().rstrip(".")
         raise told or BadInputError(f"{message}{' See' if message.endswith('?') else '; see'} `{path} -h`") from error
 

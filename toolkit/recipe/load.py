@@ -95,18 +95,6 @@ def foreign_hint(values: Mapping[str, Any], origin: str) -> list[str]:
     return [] if tool is None else [f"it looks like a configuration of {tool}: `{convert}` converts it"]
 
 
-GONE = (("sharding", "offload_threads"),)
-"""Fields of earlier versions, which wrote them into the recipe of every run, mostly as null."""
-
-
-def drop_gone(values: dict[str, Any]) -> None:
-    """Removes obsolete fields that ask for nothing, so that the recipe of an earlier run still starts it."""
-    for section, key in GONE:
-        fields = values.get(section)
-        if isinstance(fields, dict) and fields.get(key, 0) is None:
-            del fields[key]
-
-
 LOSSES = ("dpo", "ipo", "simpo", "orpo")
 """Values of `objective.loss` that name no file, though a folder may have such a name."""
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from toolkit.errors import did_you_mean
+from toolkit.recipe.gone import GONE_KEYS, gone_sentence
 from toolkit.recipe.objectives.section import Section
 
 TYPE_WORDS: dict[Any, str] = {
@@ -85,6 +86,8 @@ def _describe(root: type[Section], details: ErrorDetails, listed: set[str]) -> s
         return f"{_dotted(details['loc'][:-2])}: found the key {value!r} ({_type_name(value)}); keys are text: quote it"
     if details["type"] == "impossible":
         return f"{path}: {details['msg']}"
+    if gone := gone_sentence(GONE_KEYS, f"{path}={value}"):
+        return f"{path}: {value!r} is {gone}"
     found = "found null" if value is None else f"found {value!r} ({_type_name(value)})"
     allowed = _allowed_text(root, location)
     if allowed:
@@ -96,6 +99,8 @@ def _describe(root: type[Section], details: ErrorDetails, listed: set[str]) -> s
 
 def _describe_unknown(root: type[Section], location: Location, listed: set[str]) -> str:
     key = str(location[-1])
+    if gone := gone_sentence(GONE_KEYS, _dotted(tuple(part for part in location if isinstance(part, str)))):
+        return f"{_dotted(location)}: {gone}"
     section = _section_at(root, location)
     known = list(section.model_fields) if section is not None else []
     hint = did_you_mean(key, known)

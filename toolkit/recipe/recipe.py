@@ -17,12 +17,12 @@ from toolkit.errors import RecipeError
 from toolkit.recipe.adapter_file import CONFIG, fill_from_file
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import OFFLOAD_SETTINGS, Settings
+from toolkit.recipe.gone import drop_idle
 from toolkit.recipe.load import (
     OVERRIDE,
     anchor_paths,
     apply_overrides,
     dotted,
-    drop_gone,
     find_recipe,
     foreign_hint,
     replace_rivals,
@@ -110,7 +110,7 @@ class Recipe(Section):
             RecipeError: names every wrong field, or says that the text is not a mapping.
         """
         values = sections_of(text, origin)
-        drop_gone(values)
+        drop_idle(values)
         origins = dict.fromkeys(dotted(values), origin)
         anchor_paths(values, folder)
         problems = apply_overrides(values, overrides, origins)

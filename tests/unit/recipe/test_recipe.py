@@ -235,13 +235,6 @@ def test_the_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         assert again.model_dump() == recipe.model_dump()
 
 
-def test_the_recipe_of_an_earlier_run_still_starts_it(tmp_path: Path) -> None:
-    then = {**MINIMAL, "sharding": {"strategy": "zero2", "offload_threads": None}}
-    assert Recipe.load(write(tmp_path / "r.yaml", then)).sharding.strategy == "zero2"
-    then["sharding"] = {"offload_threads": 3}
-    assert any("sharding.offload_threads: unknown key" in problem for problem in problems(tmp_path, then))
-
-
 def test_files_in_a_recipe_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     (tmp_path / "images").mkdir()

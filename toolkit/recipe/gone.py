@@ -1,0 +1,44 @@
+"""Names of earlier versions: keys of recipes, commands and options that are gone, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Gone(NamedTuple):
+    """What to do instead of a name, in words that end a sentence.
+
+    `idle` has the values of a key that asked for nothing, as each run wrote them into its recipe.
+    """
+
+    instead: str
+    since: str = "0.3.0"
+    idle: tuple[Any, ...] = (None,)
+
+
+GONE_KEYS = {
+    "sharding.offload_threads": Gone("leave it out: the host's update takes all but two of a rank's cores", "0.2.0"),
+}
+"""Key, or `key=value` for a value that is gone. Keys of the items of a list stand without a number."""
+
+GONE_COMMANDS: dict[str, Gone] = {}
+
+GONE_OPTIONS: dict[str, Gone] = {}
+"""`command --option`."""
+
+
+def gone_sentence(kind: dict[str, Gone], name: str) -> str | None:
+    """Returns since when a name is gone and what to do instead; None for a name that has never been."""
+    row = kind.get(name)
+    return None if row is None else f"gone since {row.since}; {row.instead}"
+
+
+def drop_idle(values: dict[str, Any]) -> None:
+    """Removes keys that are gone and ask for nothing, so that the recipe of an earlier run still starts it."""
+    for name, row in GONE_KEYS.items():
+        *parents, key = name.split(".")
+        node: Any = values
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if isinstance(node, dict) and key in node and node[key] in row.idle:
+            del node[key]
