@@ -153,7 +153,7 @@ def _compares_a_kind(node: ast.Compare) -> bool:
 
 def branches_on_objectives(name: str, nodes: Nodes) -> Iterator[str]:
     """Lines that compare an objective's kind, choose by it, or ask for the class of an objective or its section."""
-    if name.startswith(("objectives/", "suggest/from_tools/")) or name == "verify/plain_losses":
+    if name.startswith("objectives/") or name == "verify/plain_losses":
         return
     for node in nodes:
         found = False

@@ -46,7 +46,7 @@ STARTING = {
 
 def _print_starting(arguments: list[str]) -> None:
     """Prints at once that a command began: the imports before the next line take seconds on a busy machine."""
-    if not arguments or {"-h", "--help", "--from"}.intersection(arguments):
+    if not arguments or {"-h", "--help"}.intersection(arguments):
         return
     if line := STARTING.get(arguments[0]):
         print(line, file=sys.stderr, flush=True)

@@ -23,7 +23,9 @@ GONE_KEYS = {
 
 GONE_COMMANDS: dict[str, Gone] = {}
 
-GONE_OPTIONS: dict[str, Gone] = {}
+GONE_OPTIONS = {
+    "init --from": Gone("docs/coming_from says what each key of another tool is called here"),
+}
 """`command --option`."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,24 +74,18 @@ def sections_of(text: str, origin: str) -> dict[str, Any]:
 
 FOREIGN = {
     "axolotl": {"base_model", "datasets", "sequence_len", "micro_batch_size", "val_set_size"},
-    "llamafactory": {"finetuning_type", "stage", "cutoff_len", "dataset", "template"},
+    "llama_factory": {"finetuning_type", "stage", "cutoff_len", "dataset", "template"},
     "trl": {"model_name_or_path", "dataset_name", "output_dir", "learning_rate"},
 }
 """Tool -> keys at the top of its configurations, which a recipe does not have."""
 
 
-def tool_of(values: Mapping[str, Any]) -> str | None:
-    """Returns the tool whose configuration this looks like: the most of its keys are here, and at least two."""
+def foreign_hint(values: Mapping[str, Any]) -> list[str]:
+    """Returns a line about docs/coming_from if these are another tool's settings: two of its keys or more."""
     counts = {tool: len(keys & values.keys()) for tool, keys in FOREIGN.items()}
     tool = max(counts, key=lambda name: counts[name])
-    return tool if counts[tool] >= 2 else None
-
-
-def foreign_hint(values: Mapping[str, Any], origin: str) -> list[str]:
-    """Returns a line about `toolkit init --from` if these are another tool's settings."""
-    tool = tool_of(values)
-    convert = shlex.join(["toolkit", "init", "--from", origin])
-    return [] if tool is None else [f"it looks like a configuration of {tool}: `{convert}` converts it"]
+    told = f"it looks like a configuration of {tool}; docs/coming_from/{tool}.md says what its keys are called here"
+    return [told] if counts[tool] >= 2 else []
 
 
 LOSSES = ("dpo", "ipo", "simpo", "orpo")

@@ -120,7 +120,7 @@ class Recipe(Section):
             recipe = cls._checked(values, origin, problems)
         except RecipeError as error:
             lines = {key: line for key, line in lines_of_keys(text).items() if origins.get(key) != OVERRIDE}
-            raise RecipeError(origin, foreign_hint(values, origin) + error.problems, lines) from None
+            raise RecipeError(origin, foreign_hint(values) + error.problems, lines) from None
         if recipe.sharding.accumulate == "by_block" and values["sharding"].get("activation_checkpointing") != 1:
             origins["sharding.activation_checkpointing"] = "implied by sharding.accumulate"
         by_file = set(values.get("adapter") or {}) - given

@@ -55,7 +55,7 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("verify quickstart --strategy nothing", "--strategy"),
     ("train quickstart --cpu 1 --retries 3 --dry-run", "--retries has no effect with --dry-run"),
     ("train quickstart --machines 2", "--machines"),
-    ("init nowhere", "MODEL and DATA are missing"),
+    ("init nowhere", "Missing argument 'DATA'"),
     ("init nowhere rows.jsonl", "nowhere"),
     ("checkpoints http://host/run", "'http://host/run' is no folder in a store that is known"),
     ("checkpoints s3://", "'s3://' is no folder in a store"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,15 +47,8 @@ HardwareName = Annotated[
 
 
 def init(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Folder of a model, or its hub name. Required without --from.")
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="DATA", help="Rows to train on: a file, a glob, or a hub data set. Required without --from."
-        ),
-    ] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or its hub name.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Rows to train on: a file, a glob, or a hub data set.")],
     overrides: Overrides = None,
     method: MethodName = None,
     gpus: GpusOption = None,
@@ -66,24 +58,12 @@ def init(
         Path | None, typer.Option(help="Write the recipe to this file.", show_default="named after the data")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", help="Convert this configuration of axolotl, LLaMA-Factory or TRL (YAML or JSON) instead."
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a recipe for a model and its data, with a reason for each value, and print the next commands.
 
-    Reads the rows and the model's configuration; needs no GPU and no weights. With --from it reads another tool's
-    configuration alone, and writes a recipe that says of each key where it went.
+    Reads the rows and the model's configuration; needs no GPU and no weights.
     """
-    if source is not None:
-        _convert(source, output, force, [one for one in (model, data, *(overrides or [])) if one is not None], as_json)
-        return
-    if model is None or data is None:
-        raise BadInputError("MODEL and DATA are missing: give both, or --from FILE; see `toolkit init -h`")
     if gpus is not None and cpu is not None:
         raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
     file = output or Path(f"{_name_after(data)}.yaml")
@@ -107,30 +87,6 @@ def init(
         print(json.dumps(_suggestion_as_json(found, file), indent=1, ensure_ascii=False))
     else:
         _print_suggestion(found, file)
-
-
-def _convert(source: Path, output: Path | None, force: bool, others: list[str], as_json: bool) -> None:
-    """Writes the recipe of another tool's configuration, and says which of its keys it does not have."""
-    from toolkit.suggest.from_tools.convert import convert_file
-
-    file = output or Path(f"{_name_after(source.name)}.yaml")
-    if others:
-        raise BadInputError(f"{others[0]!r} has no effect with --from; leave it out, and edit the recipe afterwards")
-    if file.exists() and file.samefile(source):
-        raise BadInputError(f"--output: {str(file)!r} is the file to convert; name another with --output")
-    _require_new(file, force)
-    found = convert_file(source)
-    _write_recipe(file, schema_line(file.parent) + found.text(str(source)))
-    if as_json:
-        values = {"file": str(file), "tool": found.tool, "recipe": found.draft.nested(), "reasons": found.draft.reasons}
-        print(json.dumps({**values, "not_needed": found.not_needed, "no_counterpart": found.no_counterpart}, indent=1))
-    else:
-        lost = found.no_counterpart
-        print(f"{file}: {counted(len(found.given), 'key')} of {found.tool}, of which {len(lost)} have no counterpart")
-        for name, why in lost.items():
-            print(f"  {name}: {why}")
-        print(f"next:\n  toolkit validate {shlex.quote(str(file))}\n  toolkit plan {shlex.quote(str(file))}")
-    found.recipe()  # the file is there to be corrected
 
 
 def _name_after(data: str) -> str:
