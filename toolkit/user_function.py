@@ -1,7 +1,7 @@
 """A user's function: named in a recipe or an option, identified by the hash of its source, and run inside a fence.
 
-Whatever code of a user's does inside the fence, it can neither end the process nor change what is trained without a
-word: see `fenced`. All functions that a recipe or an option names are loaded and called here.
+It runs as in a script of the user's own, but for what `fenced` says. All functions that a recipe or an option names are
+loaded and called here.
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ import functools
 import hashlib
 import importlib
 import inspect
+import numbers
 import os
 import random
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from toolkit.errors import BadInputError, OwnCodeError, first_line
 from toolkit.terminal import stdout_on_stderr
 
 T = TypeVar("T")
+
+_streams: dict[str, dict[str, Any]] = {}
+"""States of the generators of each stream of own code, by its name: the field of the function, or the file."""
+
+_seed = [0]
+"""What the streams of own code begin with."""
 
 SHOWN = 80
 """Characters of a value that are printed."""
@@ -87,7 +94,7 @@ class UserFunction:
         def what() -> str:
             return f"{self.field}: {self.name} failed on {places[len(results)]}"
 
-        return fenced(call_all, what, "correct the function, or leave the row out")
+        return fenced(call_all, what, "correct the function, or leave the row out", self.field)
 
 
 def load_function(name: str, field: str) -> UserFunction:
@@ -103,10 +110,12 @@ def load_function(name: str, field: str) -> UserFunction:
     """
     place, _, attribute = name.rpartition(":")
     try:
-        function, fingerprint = _import_function(str(Path(place).absolute()) if is_file(name) else place, attribute)
+        found = _import_function(str(Path(place).absolute()) if is_file(name) else place, attribute)
     except BadInputError as problem:
         raise BadInputError(f"{field}: {problem}") from problem
-    return UserFunction(name, function, fingerprint, field)
+    _streams.setdefault(field, found.drawn)
+    fingerprint = hashlib.sha256(b"".join(found.sources.values())).hexdigest()
+    return UserFunction(name, found.function, fingerprint, field)
 
 
 def fingerprint_of_class(of: type) -> str | None:
@@ -142,7 +151,7 @@ def require_same_source(before: str, now: str, field: str, what: str) -> None:
     """
     if before != now:
         raise BadInputError(
-            f"{field}: the source has changed: SHA-256 {before} {what}, and {now} is there now; bring the first one "
+            f"{field}: what it names has changed: SHA-256 {before} {what}, and {now} is there now; bring the first one "
             "back, or start anew with another training.output_dir"
         )
 
@@ -154,22 +163,23 @@ def shown(value: Any) -> str:
     return f"a value of type {type(value).__name__}, which cannot be printed"
 
 
-def fenced(action: Callable[[], T], what: str | Callable[[], str], mend: str) -> T:
+def fenced(action: Callable[[], T], what: str | Callable[[], str], mend: str, stream: str = "") -> T:
     """Runs code of a user's and returns its result.
 
-    It cannot end the process: `sys.exit`, `os._exit` and any other exception become one error. What it prints goes to
-    stderr, because stdout may be for JSON alone. The random numbers of `random`, NumPy and torch afterwards are those
-    without it. Only Ctrl-C passes through.
+    `sys.exit` and any other exception become one error. What it prints goes to stderr, because stdout may be for JSON
+    alone. Its random numbers are of a stream of its own, so those of the run are the same without it. Only Ctrl-C
+    passes through.
 
     Args:
         what: the beginning of the error, or what returns it.
         mend: what to do, the end of the error.
+        stream: the name of its stream of random numbers.
 
     Raises:
         BadInputError: names the exception and the user's line.
     """
     try:
-        with stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _same_state(), _exits_refused():
+        with stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _same_state(), _drawing_from(stream):
             return action()
     except KeyboardInterrupt:
         raise
@@ -187,67 +197,129 @@ def while_training() -> Iterator[None]:
         raise OwnCodeError(str(error)) from error.__cause__
 
 
-class _ExitError(BaseException):
-    """Raised in place of `os._exit`."""
+# Random numbers of own code: each function has a stream, which goes on from call to call and is in checkpoints.
 
 
-_real_exit = os._exit
-_fence = threading.local()
+_thread = threading.local()
 
 
-def _exit(status: int) -> NoReturn:
-    """`os._exit`, which raises in the thread that is in the fence; elsewhere, and in its child processes, it exits."""
-    ours = str(sys._getframe(1).f_globals.get("__name__")).startswith("toolkit.")  # a handler of signals
-    if getattr(_fence, "pid", None) == os.getpid() and not ours:
-        raise _ExitError(f"os._exit({status})")
-    _real_exit(status)
+def made_while_training() -> None:
+    """Says that this thread makes rows while another one trains, whose generators of torch it leaves alone."""
+    _thread.while_training = True
+
+
+def generators() -> dict[str, Any]:
+    """Returns the states of this process's generators of random numbers, by the library that has them."""
+    numpy, torch = (sys.modules.get(name) for name in ("numpy", "torch"))
+    found: dict[str, Any] = {"python": random.getstate()}
+    if numpy is not None:
+        found["numpy"] = numpy.random.get_state()
+    if torch is not None:
+        found["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():  # of this rank's device: the others belong to other ranks
+            found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Restores the states that `generators` returned."""
+    alone = not hasattr(_thread, "while_training")
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "torch" in states and alone:
+        sys.modules["torch"].set_rng_state(states["torch"])
+    if "cuda" in states and alone and sys.modules["torch"].cuda.is_available():
+        sys.modules["torch"].cuda.set_rng_state(states["cuda"])
+
+
+def seeded_by(text: str, action: Callable[..., T], *arguments: Any) -> T:
+    """Calls `action` with generators that are seeded by a text, inside a fence."""
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+    numpy, torch = (sys.modules.get(name) for name in ("numpy", "torch"))
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    if torch is not None and not hasattr(_thread, "while_training"):
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+    return action(*arguments)
 
 
 @contextlib.contextmanager
-def _exits_refused() -> Iterator[None]:
-    # It stays in place: a user's module may keep it (`from os import _exit`), and other threads may be in the fence.
-    os._exit = _exit
-    before, _fence.pid = getattr(_fence, "pid", None), os.getpid()
+def _drawing_from(stream: str) -> Iterator[None]:
+    """Puts the numbers of a stream in place of the run's, until the block ends."""
+    before = generators()
+    if states := _streams.get(stream):
+        set_generators(states)
+    else:
+        seeded_by(f"{_seed[0]} {stream}", lambda: None)
     try:
         yield
     finally:
-        _fence.pid = before
+        _streams[stream] = generators()
+        set_generators(before)
 
 
-def _working_folder() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # it was removed
-        return None
+def begin_streams(seed: int) -> None:
+    """Begins the random numbers of all own code anew, as a run does, and runs its files anew where they are named."""
+    _seed[0] = seed
+    _streams.clear()
+    for known in _imported.values():
+        _forget(known.sources)
+    _imported.clear()
+
+
+def streams() -> dict[str, dict[str, Any]]:
+    """Returns the states of all streams of own code, by name. One that has not begun is missing, or empty."""
+    return dict(_streams)
+
+
+def set_streams(states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Continues the streams that `streams` returned."""
+    _streams.update({name: dict(state) for name, state in states.items()})
+
+
+def leap_streams(step: int) -> None:
+    """Moves every stream to other numbers, which depend on its own and on a step. Ranks that differ stay different."""
+    for stream in list(_streams):
+        with _drawing_from(stream):
+            seeded_by(f"{random.random()} {sys.modules['torch'].rand(()).item()} {step}", lambda: None)  # noqa: S311
 
 
 @contextlib.contextmanager
 def _same_state() -> Iterator[None]:
-    """Puts generators, whether torch records gradients, and the working folder back at the end of the block."""
-    numpy, torch = (sys.modules.get(name) for name in ("numpy", "torch"))
-    state, folder = random.getstate(), _working_folder()
-    of_numpy = numpy.random.get_state() if numpy is not None else None
-    of_torch = torch.get_rng_state() if torch is not None else None
+    """Puts the working folder, and whether torch records gradients, back at the end of the block."""
+    torch = sys.modules.get("torch")
     records = torch is None or torch.is_grad_enabled()
-    of_cuda = torch.cuda.get_rng_state() if torch is not None and torch.cuda.is_initialized() else None
+    try:
+        folder = os.getcwd()
+    except OSError:  # it was removed
+        folder = None
     try:
         yield
     finally:
-        random.setstate(state)
         if folder is not None:
             os.chdir(folder)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
         if torch is not None:
-            torch.set_rng_state(of_torch)
             torch.set_grad_enabled(records)
-        if torch is not None and of_cuda is not None:
-            torch.cuda.set_rng_state(of_cuda)
+
+
+def as_number(value: Any) -> float | None:
+    """Returns a value of the user's as a number, or None if it is no real number, or too large for a float.
+
+    True and false are numbers. The class of the value may be a user's code, too.
+    """
+    try:
+        return float(value) if isinstance(value, numbers.Real) else None
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return None
 
 
 def _in_words(error: BaseException) -> str:
-    if isinstance(error, _ExitError):
-        return f"it called {error}, which would have ended the process"
     if isinstance(error, SystemExit):
         return "it called sys.exit, which would have ended the process"
     try:
@@ -262,19 +334,50 @@ def _line_of(error: BaseException) -> str:
     return f" ({users[-1].filename}:{users[-1].lineno})" if users else ""
 
 
-@functools.cache  # as Python does: a file that changes later is not what runs
-def _import_function(place: str, attribute: str) -> tuple[Callable[..., Any], str]:
-    named = "file" if place.endswith(".py") else "module"
+@dataclass(frozen=True)
+class _Imported:
+    """A function, its sources by file, and the random numbers that follow those that its file drew or seeded."""
+
+    function: Callable[..., Any]
+    sources: dict[str, bytes]
+    drawn: dict[str, Any]
+
+
+_imported: dict[tuple[str, str], _Imported] = {}
+
+
+def _import_function(place: str, attribute: str) -> _Imported:
+    """Imports a function, anew if a source was edited since: in a notebook, the process outlives an edit."""
+    known = _imported.get((place, attribute))
+    if known is None or _read(known.sources) != known.sources:
+        _forget({} if known is None else known.sources)
+        known = _imported[place, attribute] = _import_anew(place, attribute)
+    return known
+
+
+def _forget(files: Container[str]) -> None:
+    """Forgets the modules of these files, so that the next import runs them."""
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__dict__", {}).get("__file__") in files:
+            del sys.modules[name]
+
+
+def _read(files: Iterable[str]) -> dict[str, bytes]:
+    return {file: Path(file).read_bytes() for file in files if Path(file).is_file()}
+
+
+def _import_anew(place: str, attribute: str) -> _Imported:
+    named, stream = "file" if place.endswith(".py") else "module", Path(place).name
     if named == "file" and not Path(place).is_file():
         raise BadInputError(f"there is no file {place!r}; correct the path")
 
-    def find() -> tuple[Any, list[bytes] | None]:
+    def find() -> tuple[Any, dict[str, bytes]]:
         module, source = _run_file(Path(place)) if named == "file" else (importlib.import_module(place), None)
         function = getattr(module, attribute, None)
-        return (function, _sources(module, source, function)) if callable(function) else (None, [])
+        return (function, _sources(module, source, function)) if callable(function) else (None, {})
 
     try:
-        function, sources = fenced(find, f"the {named} {place!r} cannot be imported", "correct it")
+        function, sources = fenced(find, f"the {named} {place!r} cannot be imported", "correct it", stream)
     except BadInputError as error:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and named == "module" and place.startswith(missing.name or "?"):
@@ -289,7 +392,7 @@ def _import_function(place: str, attribute: str) -> tuple[Callable[..., Any], st
         raise BadInputError(
             f"'{place}:{attribute}' has no source file by which a run could say what ran; write a function in Python"
         )
-    return function, hashlib.sha256(b"".join(sources)).hexdigest()
+    return _Imported(function, sources, _streams[stream])
 
 
 def _run_file(path: Path) -> tuple[types.ModuleType, bytes]:
@@ -301,19 +404,19 @@ def _run_file(path: Path) -> tuple[types.ModuleType, bytes]:
         sys.path.append(str(path.parent))  # as for a script: it may import what is beside it
     sys.modules[name] = module  # where dataclasses and pickle look for it
     try:
-        exec(compile(source, path, "exec"), module.__dict__)  # noqa: S102 - the user has named it
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - the user has named it
     except BaseException:
         del sys.modules[name]
         raise
     return module, source
 
 
-def _sources(module: types.ModuleType, run: bytes | None, function: Any) -> list[bytes]:
-    """Returns the sources of a module and of a function in it, which may come from another file."""
+def _sources(module: types.ModuleType, run: bytes | None, function: Any) -> dict[str, bytes]:
+    """Returns the sources, by file, of a module and of a function in it, which may come from another file."""
     found: dict[str, bytes] = {} if run is None else {str(module.__file__): run}
     for each in (module, inspect.unwrap(function)):
         with contextlib.suppress(TypeError, OSError):
             file = inspect.getsourcefile(each)
             if file is not None and file not in found:
                 found[file] = Path(file).read_bytes()
-    return list(found.values())
+    return found

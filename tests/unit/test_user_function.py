@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import re
 import subprocess
 import sys
 import threading
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,22 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.checkpoint.state import random_states, restore_random_states
+from toolkit.data.rows.readers import Shard, mapped
 from toolkit.errors import BadInputError
-from toolkit.user_function import fenced, load_function, require_same_source, shown
+from toolkit.user_function import (
+    as_number,
+    begin_streams,
+    fenced,
+    leap_streams,
+    load_function,
+    made_while_training,
+    require_same_source,
+    shown,
+)
 
 SOURCE = """
-import contextlib, ctypes, os, random, subprocess, sys, threading
-from os import _exit
+import dataclasses, os, random, subprocess, sys
 
 import numpy, torch
 import {beside}
@@ -39,10 +51,6 @@ class Unprintable(Exception):
 
 
 def fails(how):
-    if how == "os._exit":
-        os._exit(9)
-    if how == "kept _exit":
-        _exit(3)
     if how == "sys.exit":
         sys.exit(0)
     if how == "quit":
@@ -81,11 +89,21 @@ def forgets_gradients(value):
     return value
 
 
-def forks(value):
-    child = os.fork()
-    if child == 0:
-        os._exit(7)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def draws(value):
+    return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+
+@dataclasses.dataclass
+class Parsed:
+    length: float
+
+
+def row(value):
+    return dict(python=random.random(), numpy=numpy.random.rand(), torch=torch.rand(()).item())
+
+
+def kind(value):
+    return dataclasses.fields(Parsed)[0].type
 """
 
 
@@ -101,8 +119,6 @@ def test_whatever_it_raises_is_one_error_that_names_it_and_its_line(file: Path) 
     function = load_function(f"{file}:fails", "answers.score")
     lines = SOURCE.splitlines()
     ends = {
-        "os._exit": ("it called os._exit(9), which would have ended the process", "os._exit(9)"),
-        "kept _exit": ("it called os._exit(3), which would have ended the process", "_exit(3)"),
         "sys.exit": ("it called sys.exit, which would have ended the process", "sys.exit(0)"),
         "quit": ("it called sys.exit, which would have ended the process", 'SystemExit("done")'),
         "generator": ("GeneratorExit: GeneratorExit", "raise GeneratorExit"),
@@ -130,19 +146,6 @@ def test_whatever_it_raises_is_one_error_that_names_it_and_its_line(file: Path) 
         fenced(lambda: (_ for _ in ()).throw(KeyboardInterrupt), "", "")
 
 
-def test_outside_the_fence_a_process_ends_as_it_wants(file: Path) -> None:
-    """Child processes of the function, other threads of ours, and the process after a call."""
-    assert load_function(f"{file}:forks", "f").call("row", 1) == 7
-    code = (
-        "import os, sys, threading; from toolkit.user_function import load_function\n"
-        "f = load_function(sys.argv[1], 'f'); f.call('row', 1)\n"
-        "def end(): os._exit(5)\n"
-        "threading.Thread(target=end).start() if sys.argv[2] == 'thread' else end()\n"
-    )
-    for place in ("thread", "main"):
-        assert subprocess.run([sys.executable, "-c", code, f"{file}:seeds", place]).returncode == 5, place
-
-
 def test_what_it_prints_goes_to_stderr_and_random_numbers_stay(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     function = load_function(f"{file}:prints", "f")
     print("{", end="")
@@ -165,6 +168,59 @@ def test_what_it_prints_goes_to_stderr_and_random_numbers_stay(file: Path, capfd
             assert Path.cwd() == folder
 
 
+def test_random_numbers_of_own_code_go_on_and_follow_the_seed_alone(file: Path) -> None:
+    drawn: dict[int, list[Any]] = {}
+    for seed in (1, 1, 2):
+        begin_streams(seed)
+        function = load_function(f"{file}:draws", "objective.loss")
+        drawn.setdefault(seed, []).append([function.call("row", 1) for _ in range(3)])
+        torch.rand(3), load_function(f"{file}:draws", "another").call("row", 1)
+        kept = random_states()
+        following = [function.call("row", 1) for _ in range(2)]
+        restore_random_states(json.loads(json.dumps(kept)))
+        assert [function.call("row", 1) for _ in range(2)] == following, "a checkpoint has them"
+        restore_random_states(kept)
+        leap_streams(7)
+        assert function.call("row", 1) != following[0], "other ranks go on with others"
+    assert drawn[1][0] == drawn[1][1]
+    every = [number for run in (drawn[1][0], drawn[2][0]) for call in run for number in call]
+    assert len(set(every)) == len(every)
+    # As in a script of its own, what is seeded where the file is imported holds for its functions.
+    file.write_text(SOURCE.format(beside="sys") + "\nrandom.seed(5), numpy.random.seed(5), torch.manual_seed(5)\n")
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = (random.random(), np.random.rand(), torch.rand(()).item())
+    assert load_function(f"{file}:draws", "by rank").call("row", 1) == expected
+
+
+def test_each_row_draws_its_own_numbers_wherever_it_is_made(file: Path) -> None:
+    function = load_function(f"{file}:row", "data.map")
+    shard = Shard("rows", "rows.jsonl")
+
+    def made(first: int, stop: int) -> list[Any]:
+        return list(mapped(iter([{} for _ in range(first, stop)]), function, shard, first))
+
+    whole = made(0, 6)
+    assert made(0, 2) + made(2, 6) == whole
+    assert len({number for row in whole for number in row.values()}) == 18
+    torch.manual_seed(9)
+    third = torch.rand(3)[2]
+    torch.manual_seed(9)
+    thread = threading.Thread(target=lambda: [made_while_training(), made(0, 2)])
+    thread.start(), thread.join()
+    assert torch.rand(()) == third, "a thread that makes rows puts no state back that the training thread has left"
+
+
+def test_an_edit_is_what_runs_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "edited_" + hashlib.sha256(str(tmp_path).encode()).hexdigest()[:8]
+    for number, text in enumerate(("def f():\n    return 1\n", "def f():\n    return 22\n")):
+        (tmp_path / f"{name}.py").write_text(text)
+        for named in (f"{tmp_path}/{name}.py:f", f"{name}:f"):
+            function = load_function(named, "f")
+            assert function.call("") == (1, 22)[number], named
+            assert function.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+
+
 def test_the_hash_is_that_of_what_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = file.read_bytes()
     assert load_function(f"{file}:seeds", "f").fingerprint == hashlib.sha256(text).hexdigest()
@@ -176,6 +232,7 @@ def test_the_hash_is_that_of_what_runs(file: Path, monkeypatch: pytest.MonkeyPat
     assert load_function(f"{beside.stem}:helps", "f").fingerprint == alone
     monkeypatch.chdir(file.parent)
     assert load_function("mine.py:seeds", "f").fingerprint == hashlib.sha256(text).hexdigest()
+    assert load_function("mine.py:kind", "f").call("row", 1) is float, "compiled as Python does, without our imports"
     # Of the same size and second: Python would take what it has compiled before.
     code = "import sys; from toolkit import user_function as u; print(u.load_function(sys.argv[1], 'f').call('', 0))"
     for value in (1, 2):
@@ -189,14 +246,13 @@ def test_what_cannot_be_imported_is_said(file: Path, monkeypatch: pytest.MonkeyP
     folder = file.parent
     name = "ends_" + folder.name.replace("-", "_")
     monkeypatch.syspath_prepend(str(folder))
-    ends = {"exits": "import sys; sys.exit(0)", "leaves": "import os; os._exit(9)", "syntax": "def f(:"}
+    ends = {"exits": "import sys; sys.exit(0)", "syntax": "def f(:"}
     ends |= {"absent": "import absent_library", "none": "f = 3", "asks": "def __getattr__(name): raise SystemExit"}
     for kind, text in ends.items():
         (folder / f"{name}_{kind}.py").write_text(text + "\n")
     expected = {
         f"{folder}/{name}_exits.py:f": r"cannot be imported: it called sys.exit, .*_exits.py:1\); correct it",
         f"{name}_exits:f": r"cannot be imported: it called sys.exit, .*_exits.py:1\); correct it",
-        f"{folder}/{name}_leaves.py:f": r"cannot be imported: it called os._exit\(9\), .*_leaves.py:1\); correct it",
         f"{folder}/{name}_syntax.py:f": "cannot be imported: SyntaxError: invalid syntax",
         f"{folder}/{name}_absent.py:f": "cannot be imported: ModuleNotFoundError: No module named 'absent_library'",
         f"{folder}/{name}_asks.py:f": "cannot be imported: it called sys.exit",
@@ -218,6 +274,15 @@ def test_what_cannot_be_imported_is_said(file: Path, monkeypatch: pytest.MonkeyP
     assert threading.active_count() == threads
 
 
+def test_a_value_is_a_number_or_none() -> None:
+    class Odd(float):
+        def __float__(self) -> float:
+            raise SystemExit
+
+    values = [True, 3, 0.5, Fraction(1, 4), np.float32(2), 10**400, Fraction(10**400), Odd(1), "1", None, 1j]
+    assert [as_number(value) for value in values] == [1, 3, 0.5, 0.25, 2, None, None, None, None, None, None]
+
+
 def test_values_that_cannot_be_printed_are_named_by_their_type() -> None:
     class Odd:
         def __repr__(self) -> str:
@@ -234,6 +299,6 @@ def test_another_source_names_both_hashes_and_the_way_out() -> None:
     with pytest.raises(BadInputError) as caught:
         require_same_source("a" * 64, "b" * 64, "answers.score", "scored the run up to step 8")
     assert str(caught.value) == (
-        f"answers.score: the source has changed: SHA-256 {'a' * 64} scored the run up to step 8, and {'b' * 64} is "
+        f"answers.score: what it names has changed: SHA-256 {'a' * 64} scored the run up to step 8, and {'b' * 64} is "
         "there now; bring the first one back, or start anew with another training.output_dir"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from toolkit.training.metrics import Metrics
 from toolkit.training.phase import Phase
 from toolkit.training.step import Step
 from toolkit.training.trainer import Trainer
+from toolkit.user_function import generators, leap_streams, set_generators, set_streams, streams
 
 TELL_SECONDS = 10.0
 """Seconds between two lines about a copy for which the end of a run waits."""
@@ -121,6 +122,7 @@ class RunCheckpoints(Extension):
         )
         self._told = time.monotonic()
         self._saved_step = -1
+        self._before: tuple[dict[str, Any], dict[str, dict[str, Any]]] | None = None
         self._saved_at = time.monotonic()
 
     def wants_save(self) -> bool:
@@ -143,6 +145,30 @@ class RunCheckpoints(Extension):
         every = self._section.every_steps
         if step.save or (every is not None and trainer.global_step % every == 0):
             self.save(trainer)
+
+    def before_training(self, trainer: LoopState) -> None:
+        self._trainer = trainer
+
+    def before_step(self, step: int) -> None:
+        """Keeps where random numbers are, if code of the user's may fail in the step."""
+        self._before = (generators(), streams()) if streams() else None
+
+    def enter_phase(self, phase: Phase, step: int) -> None:
+        if phase is Phase.OPTIMIZER:
+            self._before = None  # the weights are those of another step from here on
+
+    def _save_last_step(self, error: BadInputError) -> None:
+        """Saves the state before the step in which code of the user's failed on every rank; it may be mended."""
+        if self._before is None or self._trainer.global_step in (0, self._saved_step):
+            return
+        set_generators(self._before[0])
+        set_streams(self._before[1])
+        named = {
+            field: known for field, known in self._identity.named.items() if not str(error).startswith(f"{field}: ")
+        }
+        self._identity = replace(self._identity, named=named)
+        if self.save(self._trainer, wait=True):
+            error.add_note(f"the state after step {self._trainer.global_step} is saved; the same command goes on there")
 
     def save(self, trainer: LoopState, wait: bool = False) -> bool:
         """Saves the state after the last step, unless that is done. Returns whether it is saved, as far as is known.
@@ -224,6 +250,8 @@ class RunCheckpoints(Extension):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._heartbeat.enter_phase(Phase.SAVE)
+        if isinstance(error, BadInputError) and not ranks.fails_alone(error):
+            self._save_last_step(error)
         # After an error, too: the save under way may be what the next start goes on from.
         self._checkpointer.wait()
         if error is not None and ranks.fails_alone(error) and self._checkpointer.uploads is not None:
@@ -323,6 +351,7 @@ class RunCheckpoints(Extension):
             restore_random_states(reader.read_random_states(folder))
         else:
             set_seed(self._identity.seed + manifest.step + ranks.rank() // now)  # alike where rows are
+            leap_streams(manifest.step)
         self._saved_step = manifest.step
         ranks.gather_objects(None)  # now every rank has read
         clear_incoming(self._run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import random
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.errors import first_line
 from toolkit.model.adapters.adapters import has_adapter, trained_names
 from toolkit.sharding.fsdp2.shards import beside, local_tensor, state_once
+from toolkit.user_function import generators, set_generators, set_streams, streams
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """The prefixes of the model's and the optimizer's tensors. Averages start with `average.`"""
@@ -182,29 +182,30 @@ def first_failure(error: CheckpointException) -> str:
 
 
 def random_states() -> dict[str, Any]:
-    """Returns the states of this rank's random number generators, as plain JSON values."""
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    states = {
-        "torch": _to_base64(torch.get_rng_state()),
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-    }
-    if torch.cuda.is_available():
-        # Only of this rank's device; the other devices belong to other ranks.
-        states["cuda"] = _to_base64(torch.cuda.get_rng_state())
-    return states
+    """Returns the states of this rank's random number generators and of own code's streams, as plain JSON values."""
+    own = {name: _plain(states) for name, states in streams().items()}
+    return _plain(generators()) | ({"own": own} if own else {})
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
     """Restores the states that `random_states` returned."""
-    torch.set_rng_state(_from_base64(states["torch"]))
+    set_generators(_from_plain(states))
+    set_streams({name: _from_plain(own) for name, own in states.get("own", {}).items()})
+
+
+def _plain(states: dict[str, Any]) -> dict[str, Any]:
+    found = dict(states)
+    if "numpy" in states:
+        name, keys, *rest = states["numpy"]
+        found["numpy"] = [name, np.asarray(keys).tolist(), *rest]
+    return found | {name: _to_base64(states[name]) for name in ("torch", "cuda") if name in states}
+
+
+def _from_plain(states: dict[str, Any]) -> dict[str, Any]:
     version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_from_base64(states["cuda"]))
+    name, keys, *rest = states["numpy"]
+    found = {"python": (version, tuple(numbers), gauss), "numpy": (name, np.array(keys, dtype=np.uint32), *rest)}
+    return found | {name: _from_base64(states[name]) for name in ("torch", "cuda") if name in states}
 
 
 def _to_base64(state: torch.Tensor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from toolkit.model.structure.fake_tensors import has_values
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import Ingredients, Objective, RunsWindows
-from toolkit.user_function import UserFunction, load_function, shown, while_training
+from toolkit.user_function import UserFunction, load_function, set_streams, shown, streams, while_training
 
 FIELD = "objective.loss"
 
@@ -49,6 +50,7 @@ class OwnLoss(CausalLM):
     def __init__(self, model: nn.Module, packed: bool, function: UserFunction) -> None:
         super().__init__(model, packed)
         self._function = function
+        self._counted: list[Mapping[str, Any]] = []
         self.takes = arguments_of(function)
         self.unit = "rows" if "num_rows" in self.takes else "targets"
         if "logits" in self.takes:
@@ -80,6 +82,7 @@ class OwnLoss(CausalLM):
     def arguments(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """Returns all that the function takes, and the labels and rows; see `ARGUMENTS`."""
         places, rows = self._places(batch)
+        rows = rows.clone()  # the function may change what it is given, and the batch's are read again
         found: dict[str, Any] = {"labels": self.targets(batch)[places], "rows": rows}
         if "logits" in self.takes:
             found["logits"] = self.logits(model, batch).flatten(0, 1)[places].float()
@@ -129,6 +132,12 @@ class OwnLoss(CausalLM):
             raise self.wrong(count, where, "as its count len(labels), num_rows, or a tensor without dimensions")
         return total, count.detach()
 
+    def _drawn_again(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Calls the function with the random numbers with which the micro-batch was counted, if it was."""
+        if self._counted:
+            set_streams({FIELD: self._counted.pop(0)})
+        return self.sum_and_count(arguments)
+
     def wrong(self, found: Any, where: str, needed: str) -> OwnCodeError:
         """Returns the error for a value that the function returned."""
         return OwnCodeError(f"{FIELD}: {self._function.name} returned {shown(found)} for {where}; needs {needed}")
@@ -146,7 +155,7 @@ class OwnLoss(CausalLM):
             loss = CausalLM.loss_sum(self, model, batch)
             return loss, loss.new_zeros(0)
         arguments = self.arguments(model, batch)
-        total, count = self.sum_and_count(arguments)
+        total, count = self._drawn_again(arguments)
         if isinstance(count, int) != (not self.needs_whole_steps):
             raise self.wrong(count, "a micro-batch", "a count of the kind that it returned first: an int, or a tensor")
         if not isinstance(count, int):
@@ -161,6 +170,7 @@ class OwnLoss(CausalLM):
             return batch[SUMS]
         with without_dropout(model):
             arguments = self.arguments(model, batch)
+        self._counted.append(streams().get(FIELD, {}))
         count = torch.as_tensor(self.sum_and_count(arguments)[1], device=batch["input_ids"].device).float()
         return torch.stack([count, _like(count, arguments)])
 
@@ -173,11 +183,12 @@ class OwnLoss(CausalLM):
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the sum and the count of the function, the summed cross-entropy and the targets, (4,), float64."""
         arguments = self.arguments(model, batch)
-        total, count = self.sum_and_count(arguments)
+        # Before the function, which may change its arguments in place.
         if "logits" in arguments:
             crossed = F.cross_entropy(arguments["logits"], arguments["labels"], reduction="sum")
         else:
             crossed = -arguments["log_probabilities"].sum()
+        total, count = self._drawn_again(arguments)
         values = (total, torch.as_tensor(count), crossed, torch.tensor(len(arguments["labels"])))
         return torch.stack([value.detach().to(total.device).double() for value in values])
 

@@ -62,6 +62,16 @@ def plain(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits, labels, reduction="sum"), len(labels)
 
 
+def spoiling(logits: Any, labels: Any, rows: Any) -> Any:
+    total = plain(logits, labels)
+    with torch.no_grad():
+        logits.zero_()
+    rows.zero_()
+    if not torch.is_grad_enabled():
+        labels.zero_()
+    return total
+
+
 def by_row(log_probabilities: Any, weights: Any, num_rows: Any) -> Any:
     return -(weights * log_probabilities).sum(), num_rows
 
@@ -92,17 +102,18 @@ def test_what_it_is_given_is_that_of_the_rows_alone() -> None:
 
 def test_cross_entropy_written_as_an_own_loss_is_cross_entropy() -> None:
     model, batch = tiny.llama(), batch_of(ROWS)
-    written, ours = own(plain), CausalLM(model)
+    written, ours, spoils = own(plain), CausalLM(model), own(spoiling)
     gradients = []
-    for objective in (written, ours):
+    for objective in (written, ours, spoils):
         loss = objective.loss_sum(model, objective.on_host(batch))
         model.zero_grad()
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
-    sums = [
-        objective.evaluation_record(objective.evaluation_sums(model, batch).tolist()) for objective in (written, ours)
-    ]
+    torch.testing.assert_close(gradients[0], gradients[2], rtol=1e-4, atol=1e-6)
+    three = (written, ours, spoils)
+    sums = [each.evaluation_record(each.evaluation_sums(model, batch).tolist()) for each in three]
+    assert sums[2] == sums[0], "what a loss does to its arguments changes no other figure"
     assert sums[0]["loss"] == pytest.approx(sums[0]["cross_entropy"])
     assert {**sums[0], "cross_entropy": None} == pytest.approx({**sums[1], "cross_entropy": None})
     assert written.uniform_guess(model, None) is None
@@ -131,6 +142,34 @@ def test_the_first_batch_decides_what_divides_the_sum() -> None:
     objective.sum_and_count = lambda arguments: (arguments["logits"].sum(), 3)  # type: ignore[method-assign]
     with pytest.raises(BadInputError, match="a count of the kind that it returned first"):
         objective.training_sums(tiny.llama(), batch_of(ROWS))
+
+
+def test_a_loss_that_draws_has_the_same_numbers_when_it_is_counted_and_others_in_each_call() -> None:
+    drawn: list[float] = []
+
+    def noisy(logits: Any, labels: Any) -> Any:
+        drawn.append(torch.rand(()).item())
+        total, count = plain(logits, labels)
+        return drawn[-1] * total, torch.tensor(drawn[-1] * count)
+
+    objective, told = checked(noisy, ROWS)
+    assert told is not None
+    assert told.endswith("; it draws random numbers, so it is not compared with its parts")
+    drawn.clear()
+    model, batches = tiny.llama(), [batch_of(ROWS), batch_of([[7]])]
+    window = torch.stack([objective.window_sums(model, batch) for batch in batches]).sum(0)
+    sums = [objective.training_sums(model, {**batch, "window": window})[0].item() for batch in batches]
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]
+    losses = [F.cross_entropy(*given(model, batch), reduction="sum").item() for batch in batches]
+    weighted = sum(weight * loss for weight, loss in zip(drawn, losses, strict=False))
+    assert sum(sums) == pytest.approx(weighted * (13 + 6) / (drawn[0] * 13 + drawn[1] * 6), rel=1e-5)
+
+
+def given(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    objective = own(plain)
+    found = objective.arguments(model, objective.on_host(batch))
+    return found["logits"], found["labels"]
 
 
 def mean(logits: Any, labels: Any) -> Any:

@@ -73,7 +73,7 @@ def test_a_resumed_run_scores_as_before(tmp_path: Path) -> None:
     hashes = [hashlib.sha256((tmp_path / f"{name}.py").read_bytes()).hexdigest() for name in ("one", "other")]
     changed = resume(one, other)
     assert changed.startswith(
-        f"answers.score: the source has changed: SHA-256 {hashes[0]} scored the run up to step 8, and {hashes[1]} is"
+        f"answers.score: what it names has changed: SHA-256 {hashes[0]} scored the run up to step 8, and {hashes[1]} is"
     )
     assert "bring the first one back, or start anew with another training.output_dir" in changed
     for words in ([], best):

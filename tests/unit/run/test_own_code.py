@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support import refusals
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
@@ -31,17 +33,18 @@ def test_a_resumed_run_has_the_code_that_it_began_with(tmp_path: Path) -> None:
     code = identify_code(one)
     digest = hashlib.sha256(SOURCE.encode()).hexdigest()
     assert code == {"data.map": digest}
-    assert code_fact(one, code) == f"data.map one.py:told (SHA-256 of its source {digest[:16]})"
+    assert code_fact(one, code) == f"data.map one.py:told (SHA-256 {digest[:16]})"
     assert code_fact(Recipe.load("quickstart"), {}) is None
-    for before in ({}, code):  # an older version recorded none
-        require_same_code(code, SimpleNamespace(step=8, named=before), told.append)  # type: ignore[arg-type]
+    require_same_code(code, SimpleNamespace(step=8, named=code), told.append)  # type: ignore[arg-type]
     require_same_code(code, None, told.append)
     assert told == []
+    require_same_code(code, SimpleNamespace(step=8, named={}), told.append)  # type: ignore[arg-type]
+    assert told.pop() == f"data.map: the checkpoint of step 8 does not say what it was; now SHA-256 {digest}"
     with pytest.raises(BadInputError) as caught:
         require_same_code(code, SimpleNamespace(step=8, named={"data.map": "0" * 64}), told.append)  # type: ignore[arg-type]
     assert str(caught.value) == (
-        f"data.map: the source has changed: SHA-256 {'0' * 64} ran up to step 8, and {digest} is there now; bring the "
-        "first one back, or start anew with another training.output_dir"
+        f"data.map: what it names has changed: SHA-256 {'0' * 64} ran up to step 8, and {digest} is there now; bring "
+        "the first one back, or start anew with another training.output_dir"
     )
     before = {"training.extensions.A": "0" * 64, "extensions.B": "no source"}
     require_same_code({"training.extensions.A": "1" * 64}, SimpleNamespace(step=8, named=before), told.append)  # type: ignore[arg-type]
@@ -67,6 +70,29 @@ def test_reproduce_runs_none_of_it_unless_it_is_told_to(tmp_path: Path, monkeypa
     assert f"is not the one that the run used (SHA-256 {'0' * 64})" in " ".join(trusted.told.split())
     assert (tmp_path / "theirs.imported").exists()
     assert json.loads((export / "training.json").read_text())["code"] == origin.code
+
+
+def test_a_reward_model_is_among_what_a_run_reads(tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config.num_labels = 1
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        LlamaForSequenceClassification(config).save_pretrained(tmp_path / "judge")
+        (tmp_path / "judge/tokenizer.json").write_text("{}")
+        rewards = f"[{{name: judge, model: {tmp_path}/judge}}]"
+        recipe = Recipe.load("grpo", [f"objective.rewards={rewards}"])
+        found.append(identify_code(recipe)["objective.rewards.judge"])
+    (tmp_path / "judge/tokenizer.json").write_text("[]")
+    found.append(identify_code(recipe)["objective.rewards.judge"])
+    assert found[0] == found[1]
+    assert len(set(found)) == 3, "its weights and its tokenizer"
+    with pytest.raises(BadInputError, match=r"objective\.rewards\.judge: what it names has changed"):
+        require_same_code(
+            {"objective.rewards.judge": found[2]},
+            SimpleNamespace(step=8, named={"objective.rewards.judge": found[1]}),  # type: ignore[arg-type]
+            print,
+        )
 
 
 def test_functions_that_reward_are_code_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

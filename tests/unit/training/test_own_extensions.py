@@ -19,7 +19,7 @@ from toolkit import Extension, Recipe, finetune
 from toolkit.errors import BadInputError, RecipeError, StoppedError, TrainingError
 from toolkit.optim.schedule import changed_rate
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.training.extensions.own import OwnExtensions, load_extensions
+from toolkit.training.extensions.own import Own, OwnExtensions, load_extensions
 from toolkit.training.step import with_figures
 
 FILE = """
@@ -132,7 +132,7 @@ def test_each_call_does_what_the_page_says(file: Path, tmp_path: Path, capfd: py
     assert sys.excepthook is hook, "later errors of a notebook would begin with [rank0]"
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step_*"))[-1] == "step_00000003"
     shown = capfd.readouterr()
-    assert "training.extensions.Meter mine.py:Meter (SHA-256 of its source" in " ".join(shown.err.split())
+    assert "training.extensions.Meter mine.py:Meter (SHA-256" in " ".join(shown.err.split())
     result = finetune(recipe)
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps, evaluations = ([r for r in records if r["split"] == split] for split in ("train", "eval"))
@@ -218,6 +218,61 @@ def test_figures_do_not_replace_those_of_the_run() -> None:
         with_figures({"loss": 1.0}, {"loss": 2.0})
 
 
+def test_two_extensions_have_no_figure_of_one_name() -> None:
+    both = OwnExtensions(
+        [Own(name, Wrong(after_update={"norm": 1.0}), "") for name in ("extensions.A", "extensions.B")]
+    )
+    with pytest.raises(
+        BadInputError, match=r"extensions\.B: after_update .* no other extension has, and 'norm' is one"
+    ):
+        both.after_update(1, False)
+
+
+NOISY = """
+import torch
+import torch.nn.functional as F
+
+calls, armed = 0, {armed}
+
+
+def noisy(logits, labels):
+    global calls
+    calls += 1
+    if armed and calls == 14:
+        raise ValueError("armed")
+    weights = torch.rand(len(labels))
+    return (weights * F.cross_entropy(logits, labels, reduction="none")).sum(), weights.sum()
+"""
+
+
+def test_a_loss_that_fails_leaves_the_last_whole_step_and_goes_on_mended(tmp_path: Path) -> None:
+    """Its random numbers go on where they were, so the run is bit for bit the one that did not fail."""
+    texts = make_texts(40)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model = save_llama(tmp_path / "model", texts, tied=False)
+
+    def run(output: str, armed: bool) -> Any:
+        (tmp_path / "mine.py").write_text(NOISY.format(armed=armed))
+        values = recipe_values(model, tmp_path / "rows.jsonl", tmp_path / output, tmp_path / "cache", max_steps=6)
+        values["training"] |= {"micro_batch_size": 2}
+        values["objective"] = {"loss": f"{tmp_path}/mine.py:noisy"}
+        values["checkpoint"] = {"every_steps": 100}
+        return finetune(Recipe.from_mapping(values))
+
+    whole = run("whole", armed=False)
+    with pytest.raises(BadInputError, match=r"objective\.loss: .* failed on .*: ValueError: armed") as caught:
+        run("mended", armed=True)
+    notes = "".join(caught.value.__notes__)
+    assert "the state after step" in notes
+    assert "is saved; the same command goes on there" in notes
+    (kept,) = (tmp_path / "mended/checkpoints").glob("step_*")
+    assert 0 < int(kept.name.removeprefix("step_")) < 6
+    mended = run("mended", armed=False)
+    assert [record["loss"] for record in mended.metrics] == [record["loss"] for record in whole.metrics]
+    weights = [(tmp_path / name / "export/model.safetensors").read_bytes() for name in ("whole", "mended")]
+    assert weights[0] == weights[1]
+
+
 class Wrong(Extension):
     """Returns for each call what a test gives it."""
 
@@ -247,6 +302,8 @@ class Wrong(Extension):
     [
         ({"after_update": None}, "after_update returned None; needs a dict of names and numbers"),
         ({"after_update": {"a": "b"}}, "after_update returned {'a': 'b'}; needs a dict of names and numbers"),
+        ({"after_update": {"a": 10**400}}, "after_update returned {'a': 1000"),
+        ({"rate_factor": 10**400}, "rate_factor returned 1000"),
         ({"rate_factor": float("nan")}, "rate_factor returned nan; needs a number from 0 on"),
         ({"rate_factor": -1}, "rate_factor returned -1; needs a number from 0 on"),
         ({"reason_to_stop": True}, "reason_to_stop returned True; needs the reason as text, or None to go on"),

@@ -23,7 +23,7 @@ from toolkit.data.rows.hub_refusals import DATA_SET, hub_error
 from toolkit.data.rows.tar_rows import rows_of_tar
 from toolkit.data.rows.values import RowProblem, listed
 from toolkit.errors import BadInputError, DataError, ToolkitError, first_line
-from toolkit.user_function import UserFunction, shown
+from toolkit.user_function import UserFunction, seeded_by, shown
 
 if TYPE_CHECKING:
     import datasets
@@ -114,7 +114,7 @@ def mapped(rows: Iterator[Row], function: UserFunction, shard: Shard, before: in
     numbered = ((f"{name}:{number}", row) for number, row in enumerate(rows, start=first))
     while batch := list(islice(numbered, MAPPED_ROWS)):
         stored = [(where, row) for where, row in batch if not isinstance(row, RowProblem)]
-        calls = [partial(function.function, row) for _, row in stored]
+        calls = [partial(seeded_by, where, function.function, row) for where, row in stored]
         made = iter(function.call_each([where for where, _ in stored], calls))
         for where, row in batch:
             yield row if isinstance(row, RowProblem) else _require_row(next(made), function, where)

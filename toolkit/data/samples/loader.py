@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from toolkit import ranks
 from toolkit.data.samples.samples import IGNORED, Batch, Samples
 from toolkit.data.samples.sequence_parts import WHOLE, Part
+from toolkit.user_function import made_while_training
 
 
 class EpochOrder:
@@ -200,7 +201,7 @@ def ahead(items: Iterator[T], name: str = "data") -> Generator[T, None, None]:
     If it is closed early, it waits for the item that is being made, and closes `items`.
     """
     # One worker: `items` is a single iterator, which two threads may not advance at once.
-    with ThreadPoolExecutor(1, name, initializer=ranks.on_this_device(lambda: None)) as thread:
+    with ThreadPoolExecutor(1, name, initializer=ranks.on_this_device(made_while_training)) as thread:
         try:
             coming = thread.submit(next, items, None)
             while (item := coming.result()) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import numbers
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from toolkit.generation.sampling.sampled_rows import PromptForm
 from toolkit.generation.text.evaluation import scoring_of
 from toolkit.generation.text.rows import PromptRow
 from toolkit.recipe.objectives.grpo import RewardSection
-from toolkit.user_function import UserFunction, load_function, shown
+from toolkit.user_function import UserFunction, as_number, load_function, shown
 
 LARGEST = 1e30
 """The largest size of a reward, far from where the squares in a variance are infinite."""
@@ -81,7 +80,7 @@ class Rewards:
         self._rewards = [self._made(section, rows, close) for section in sections]
 
     def _made(self, section: RewardSection, rows: Callable[[], Sequence[PromptRow]], close: ExitStack) -> Reward:
-        where = f"objective.rewards: {section.name}"
+        where = f"objective.rewards.{section.name}"
         if section.score is not None:
             return _once_for_all(_Function(load_function(section.score, where), section.batched).values)
         if section.model is not None:
@@ -152,8 +151,9 @@ class _Function:
         return [self._number(value, row.place) for value, row in zip(found, judged.rows, strict=True)]
 
     def _number(self, value: Any, place: str) -> float:
-        if isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST:
-            return float(value)
+        found = as_number(value)
+        if found is not None and abs(found) <= LARGEST:
+            return found
         raise BadInputError(
             f"{self.function.field}: {self.function.name} returned {shown(value)} for {place}; {self.mend}"
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import numbers
 from dataclasses import dataclass
-from typing import Any
 
 from toolkit.errors import BadInputError
 from toolkit.generation.text.rows import PromptRow
-from toolkit.user_function import UserFunction, fenced, load_function, shown
+from toolkit.user_function import UserFunction, as_number, load_function, shown
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class Scorer:
         """
         # A copy, so that one score does not depend on those before it.
         found = self.function.call(row.place, completion, copy.deepcopy(dict(row.fields)))
-        score = _number(found)
-        if 0 <= score <= 1:
+        score = as_number(found)
+        if score is not None and 0 <= score <= 1:
             return score
         raise BadInputError(
             f"{self.function.field}: {self.function.name} returned {shown(found)} for {row.place}; allowed: True, "
@@ -45,12 +43,3 @@ class Scorer:
 def load_scorer(name: str, field: str) -> Scorer:
     """Imports the function that scores; see `load_function`, also for what it raises."""
     return Scorer(load_function(name, field))
-
-
-def _number(value: Any) -> float:
-    """Returns the value of a number, and -1 for anything else. The class of the value may be a user's code, too."""
-    try:
-        # True and false are numbers.
-        return fenced(lambda: float(value) if isinstance(value, numbers.Real) else -1.0, "", "")
-    except BadInputError:
-        return -1.0

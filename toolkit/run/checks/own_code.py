@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.paths import file_name
+from toolkit.generation.sampling.reward import find_reward_model
+from toolkit.paths import configuration_digest, file_name, fingerprint_of
 from toolkit.recipe.recipe import EXTENSIONS, Recipe
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.own import GIVEN, Own, load_extensions
@@ -14,13 +17,27 @@ from toolkit.user_function import load_function, require_same_source
 
 
 def identify_code(recipe: Recipe) -> dict[str, str]:
-    """Returns a fingerprint of the source of each function that the recipe names, by its field. Collective.
+    """Returns a fingerprint of each function and reward model that the recipe names, by its field. Collective.
 
     Raises:
-        BadInputError: if one cannot be imported.
+        BadInputError: if one cannot be imported, or is no reward model.
     """
     named = recipe.own_code()
-    return ranks.on_first_rank(lambda: {field: load_function(name, field).fingerprint for field, name in named.items()})
+    judges = {reward.name: reward.model for reward in recipe.objective.rewards or [] if reward.model is not None}
+
+    def identify() -> dict[str, str]:
+        found = {field: load_function(name, field).fingerprint for field, name in named.items()}
+        fields = {f"objective.rewards.{name}": model for name, model in judges.items()}
+        return found | {field: _digest(find_reward_model(model, field)) for field, model in fields.items()}
+
+    return ranks.on_first_rank(identify)
+
+
+def _digest(folder: str) -> str:
+    """Returns a digest of a reward model: its weights, its settings, and the tokenizer that reads for it."""
+    files = [Path(folder) / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
+    read = [f"{fingerprint_of(Path(folder))} {configuration_digest(Path(folder))}".encode()]
+    return hashlib.sha256(b"".join(read + [file.read_bytes() for file in files if file.is_file()])).hexdigest()
 
 
 def require_same_code(code: dict[str, str], resumed: Manifest | None, warn: Callable[[str], None]) -> None:
@@ -33,6 +50,8 @@ def require_same_code(code: dict[str, str], resumed: Manifest | None, warn: Call
         return
     for field, fingerprint in code.items():
         before = resumed.named.get(field, fingerprint)
+        if field not in resumed.named and not is_extension(field):  # where it failed, so that it can be mended
+            warn(f"{field}: the checkpoint of step {resumed.step} does not say what it was; now SHA-256 {fingerprint}")
         if not is_extension(field):
             require_same_source(before, fingerprint, field, f"ran up to step {resumed.step}")
         elif before != fingerprint:
@@ -50,7 +69,7 @@ def is_extension(field: str) -> bool:
 def code_fact(recipe: Recipe, code: dict[str, str]) -> str | None:
     """Describes the user's own code for the summary and the model card, or returns None if the run imports none."""
     named = {field: f" {file_name(name)}" for field, name in recipe.own_code().items()}
-    told = [f"{field}{named.get(field, '')} (SHA-256 of its source {source[:16]})" for field, source in code.items()]
+    told = [f"{field}{named.get(field, '')} (SHA-256 {source[:16]})" for field, source in code.items()]
     return "; ".join(told) or None
 
 

@@ -15,6 +15,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.own_loss import FIELD, OF_ROWS, OwnLoss, of_rows
+from toolkit.user_function import set_streams, streams
 
 TOLERANCE = 1e-4
 """Allowed difference of a sum from that of its two parts, as a share of it; float32's rounding is a hundredth of it."""
@@ -37,22 +38,29 @@ def check_own_loss(
     with without_dropout(model), torch.no_grad():
         batch = samples.batch(range(min(max(2, micro_batch_size), len(samples))))
         found = objective.arguments(model, send_to_device(objective.on_host(batch), device))
-    ranks.on_every_rank(lambda: _check(objective, found), f"try {FIELD}")
+    random: list[str] = []
+    before = streams()
+    ranks.on_every_rank(lambda: random.append(_check(objective, found)), f"try {FIELD}")
+    set_streams({FIELD: before.get(FIELD, {})})
+    how = f"the {objective.unit} of a step"
     if objective.needs_whole_steps:
-        return "divided by its own count, for which each micro-batch has a forward more"
-    return f"divided by the {objective.unit} of a step"
+        how = "its own count, for which each micro-batch has a forward more"
+    return f"divided by {how}{random[0]}"
 
 
-def _check(objective: OwnLoss, found: dict[str, Any]) -> None:
-    whole, count, gradient = _tried(objective, found)
+def _check(objective: OwnLoss, found: dict[str, Any]) -> str:
+    """Returns what the summary says beside what divides the sum."""
+    (whole, count, gradient), (again, *_) = _tried(objective, found), _tried(objective, found)
     objective.settle(count)
+    if again != whole:
+        return "; it draws random numbers, so it is not compared with its parts"
     per_row = any(name in objective.takes for name in OF_ROWS)
     # A row stays whole where the loss may be one of rows.
     place = found["rows"] if per_row else torch.arange(len(found["labels"]), device=found["labels"].device)
     half = (int(place[-1]) + 1) // 2 if len(place) else 0
     parts = [place < half, place >= half]
     if not all(part.any() for part in parts):
-        return
+        return ""
     tried = [_tried(objective, _part_of(found, part)) for part in parts]
     total, of_both = sum(each[0] for each in tried), sum(float(each[1]) for each in tried)
     told = f"{FIELD}: {whole:.6g} for all targets of the first batch at once, and {total:.6g} in two parts"
@@ -72,6 +80,7 @@ def _check(objective: OwnLoss, found: dict[str, Any]) -> None:
         raise BadInputError(
             f"{FIELD}: the gradient of a target depends on what else is in its micro-batch; let no row depend on others"
         )
+    return ""
 
 
 def _tried(objective: OwnLoss, arguments: dict[str, Any]) -> tuple[float, int | torch.Tensor, torch.Tensor]:
@@ -79,7 +88,8 @@ def _tried(objective: OwnLoss, arguments: dict[str, Any]) -> tuple[float, int | 
     names: list[str] = [name for name in ("logits", "log_probabilities") if name in objective.takes]
     leaves = {name: arguments[name].detach().requires_grad_() for name in names}
     with torch.enable_grad():
-        total, count = objective.sum_and_count({**arguments, **leaves})
+        copies = {name: value.clone() for name, value in {**arguments, **leaves}.items() if hasattr(value, "clone")}
+        total, count = objective.sum_and_count({**arguments, **copies})  # which the function may change in place
         where = f"the first batch, of {len(arguments['labels'])} targets"
         if not math.isfinite(total.item()) or not float(count) > 0 or not math.isfinite(float(count)):
             raise objective.wrong((total.item(), float(count)), where, "a finite sum, and a count above 0")

@@ -33,6 +33,7 @@ from toolkit.run.stages.sharded_model import plan_memory, shard_model
 from toolkit.run.stages.stages import CheckedModel, OpenedRun, PreparedRun, ReportExtras, ShardedModel
 from toolkit.terminal import Pass
 from toolkit.training.extension import Extension
+from toolkit.user_function import begin_streams
 
 
 def prepare_run(
@@ -49,6 +50,7 @@ def prepare_run(
     """
     recipe, accelerator = opened.recipe, opened.accelerator
     training = recipe.training
+    begin_streams(training.seed)
     owned = load_own(recipe, extensions)
     code = identify_code(recipe) | {own.field: own.fingerprint for own in owned}
     require_same_code(code, resumed, opened.console.warn)

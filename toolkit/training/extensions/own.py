@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit import ranks
 from toolkit.errors import BadInputError, OwnCodeError, did_you_mean
 from toolkit.training.extension import Extension
-from toolkit.user_function import fenced, fingerprint_of_class, load_function, shown, while_training
+from toolkit.user_function import as_number, fenced, fingerprint_of_class, load_function, shown, while_training
 
 if TYPE_CHECKING:
     from toolkit.training.loop_state import LoopState
@@ -63,7 +63,10 @@ class Own:
         """Returns what a call of the extension returns; what it raises becomes an error that names it."""
         with while_training():
             return fenced(
-                functools.partial(getattr(self.extension, call), *arguments), f"{self.field}: {call} failed", MEND
+                functools.partial(getattr(self.extension, call), *arguments),
+                f"{self.field}: {call} failed",
+                MEND,
+                self.field,
             )
 
     def wrong(self, call: str, found: Any, needed: str) -> OwnCodeError:
@@ -161,9 +164,10 @@ class OwnExtensions(Extension):
         factor = 1.0
         for own in self._of("rate_factor"):
             found = own.call("rate_factor", step)
-            if not isinstance(found, int | float) or not 0 <= found < math.inf:
+            number = as_number(found)
+            if number is None or not 0 <= number < math.inf:
                 raise own.wrong("rate_factor", found, "a number from 0 on, by which the learning rate is multiplied")
-            factor *= found
+            factor *= number
         return factor
 
     def reason_to_stop(self) -> str | None:
@@ -198,11 +202,13 @@ class OwnExtensions(Extension):
         figures: dict[str, Any] = {}
         for own in self._of(call):
             found = own.call(call, *arguments)
-            if not isinstance(found, dict) or not all(
-                isinstance(name, str) and isinstance(value, int | float) for name, value in found.items()
-            ):
+            known: dict[str, Any] = found if isinstance(found, dict) else {"": None}
+            known = {name: as_number(value) for name, value in known.items()}
+            if not all(isinstance(name, str) for name in known) or None in known.values():
                 raise own.wrong(call, found, "a dict of names and numbers, or {}")
-            figures |= found
+            if twice := sorted(figures.keys() & known.keys()):
+                raise own.wrong(call, found, f"names that no other extension has, and {twice[0]!r} is one's")
+            figures |= known
         return figures
 
     def after_step(self, trainer: LoopState, step: Step) -> None:
