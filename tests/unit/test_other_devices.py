@@ -27,7 +27,6 @@ def of_windows() -> list[str]:
     sys.modules["resource"] = None  # type: ignore[assignment]
     names = (
         "unix",
-        "data.templates.template_trial",
         "training.stop",
         "training.usage",
         "sharding.offload.host",

@@ -224,7 +224,6 @@ class Encoder:
         if not example.images and any(MARK in (message.get("content") or "") for message in messages):
             notes.append(f"{MARK} stands in the words of a row without images, and is read as text")
         if "developer" not in template and any(message["role"] == "developer" for message in messages):
-            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
             notes.append(DEVELOPER)
         if any(_is_empty_answer(message) for i, message in enumerate(messages) if i not in example.unlearned):
             notes.append(EMPTY)

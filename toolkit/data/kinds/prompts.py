@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.documents.asked import asked_ids, asked_text
 from toolkit.data.documents.encode import NO_TOOLS, Columns, Document, Encoder, document_of, joined_notes, unusable
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import Arrays, BatchSpec, Field
@@ -25,6 +24,7 @@ from toolkit.data.rows.examples import Example, Message
 from toolkit.data.rows.values import RowProblem, RowValues, is_judged_bad, text_of
 from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import Batch, Rows, Samples, TextSamples, batch_of, segments_of
+from toolkit.data.templates.prompts import prompt_ids, prompt_of
 from toolkit.errors import DataError
 
 NO_ROOM = "longer than data.max_length less objective.max_new_tokens"
@@ -121,12 +121,12 @@ class PromptEncoder(Encoder):
         if self.tokenizer.chat_template is None:
             if not isinstance(asked, str):
                 raise RowProblem("a conversation, and the tokenizer has no chat template (data.chat_template)")
-            return asked_ids(self.tokenizer, asked, self.bos_id), []
+            return prompt_ids(self.tokenizer, asked, self.bos_id), []
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        text = asked_text(self.tokenizer, messages, tools, example.arguments)
+        text = prompt_of(self.tokenizer, messages, tools, example.arguments)
         no_tools = tools and not takes_tools(self.tokenizer.get_chat_template(tools=tools))
         notes = [*([NO_TOOLS] if no_tools else []), *left_out_of(messages, text)]
-        return asked_ids(self.tokenizer, text, None), notes
+        return prompt_ids(self.tokenizer, text, None), notes
 
 
 @dataclass(frozen=True)

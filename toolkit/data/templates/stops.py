@@ -113,8 +113,6 @@ def _behind_answer(tokenizer: PreTrainedTokenizerBase, *following: Message) -> s
     messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
     try:
         _, found, behind = rendered(tokenizer, [*messages, *following]).rpartition(words)
-    except DataError:  # the template does not end
-        raise
     except Exception:  # a template is a program, and may refuse a conversation in any way
         return None
     return behind if found else None

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,19 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.layouts import thoughts
 from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of, with_date
 from toolkit.data.rows import image_places
-from toolkit.data.templates import calls, parts, template_trial
-from toolkit.data.templates.template_trial import LONGEST, NUM_MESSAGES
-from toolkit.errors import BadInputError, DataError, ToolkitError, did_you_mean
-from toolkit.paths import GIB
-
-TRIAL_SECONDS = 10
-"""CPU time of a trial, which takes milliseconds: a template can loop for years."""
-
-TRIAL_BYTES = GIB
-"""Memory of a trial."""
-
-PATIENCE_SECONDS = 300.0
-"""Time limit for a process that gets no CPU time, on an overloaded machine or one whose disk does not answer."""
+from toolkit.data.templates import calls, parts
+from toolkit.errors import BadInputError, did_you_mean
 
 _CALLS = r"""
 {%- macro write_calls(message) %}
@@ -134,10 +119,9 @@ def rendered(
         arguments: arguments of the template, such as `enable_thinking`.
 
     Raises:
-        DataError: if the template does not end; see `require_bounded`. Errors of the template itself pass through.
+        Exception: a template is a program, and may refuse a conversation in any way.
     """
     template, day = tokenizer.get_chat_template(tools=tools), date_of(tokenizer)
-    require_bounded(tokenizer, template)
     messages = prepared(messages, template, tokenizer)
     dated = template if day is None else with_date(template, day)
     text = tokenizer.apply_chat_template(
@@ -147,58 +131,10 @@ def rendered(
 
 
 def prepared(messages: list[dict[str, Any]], template: str, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Returns messages with words, thoughts, calls and images in the form that a chat template reads."""
+    """Returns messages with roles, words, thoughts, calls and images in the form that a chat template reads."""
+    if "developer" not in template:
+        messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     special = tokenizer.special_tokens_map
     called = calls.for_template(messages, template, special)
     seen = image_places.for_template(thoughts.for_template(called, template), template)
     return parts.for_template(seen, template, special)
-
-
-_trial_results: dict[str, str | None] = dict.fromkeys(TEMPLATES.values())
-"""Template -> what is wrong with it, or None. Our own are not tried."""
-
-
-def require_bounded(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Tries a chat template that came with a model, once in a process, before anything renders it.
-
-    Raises:
-        DataError: if it takes longer than `TRIAL_SECONDS`, more than `TRIAL_BYTES`, or writes a text that no
-            conversation has.
-    """
-    if template not in _trial_results:
-        _trial_results[template] = _try_template(
-            template, {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
-        )
-    if (why := _trial_results[template]) is not None:
-        raise DataError(
-            f"data.chat_template: the chat template of {tokenizer.name_or_path!r} {why} for a conversation of "
-            f"{NUM_MESSAGES} messages: it loops or grows without end, or nearly; correct the template, or set "
-            f"data.chat_template to {' or '.join(sorted(TEMPLATES))}"
-        )
-
-
-def _try_template(template: str, special_tokens: dict[str, str]) -> str | None:
-    """Renders a template in a process of its own (`template_trial.py`), and returns what is wrong with it."""
-    job = {
-        "template": template,
-        "special_tokens": special_tokens,
-        "seconds": TRIAL_SECONDS,
-        "bytes": TRIAL_BYTES,
-    }
-    # -S skips `site`, which can take longer for all installed packages than jinja2; the paths are passed on.
-    command = [sys.executable, "-S", "-P", template_trial.__file__]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
-        done = subprocess.run(  # noqa: S603
-            command, input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=PATIENCE_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return f"takes longer than {PATIENCE_SECONDS:g} s"
-    if done.returncode > 0:
-        raise ToolkitError(f"a chat template could not be tried in a process of its own: {done.stderr.strip()[-300:]}")
-    if done.returncode < 0:  # by the signal with which the system ends a process that takes too long
-        return f"takes longer than {TRIAL_SECONDS} s"
-    return {
-        template_trial.TOO_MUCH_MEMORY: f"takes more than {TRIAL_BYTES / GIB:g} GiB",
-        template_trial.TOO_LONG: f"makes a text of more than {LONGEST / 1e6:.0f} million characters",
-    }.get(done.stdout.strip())

@@ -169,10 +169,10 @@ def after_system(messages: list[Message], system: str | None) -> list[Message]:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
     """Returns the tokens of a text; plain text gets the begin-of-text token, which a template writes itself."""
-    from toolkit.data.documents.asked import asked_ids
+    from toolkit.data.templates.prompts import prompt_ids
     from toolkit.data.tokens.tokenizer import bos_of
 
-    return asked_ids(tokenizer, text, bos_of(tokenizer, None) if is_plain else None)
+    return prompt_ids(tokenizer, text, bos_of(tokenizer, None) if is_plain else None)
 
 
 def templated(
@@ -186,11 +186,11 @@ def templated(
     Raises:
         BadInputError: if the template refuses the messages.
     """
-    from toolkit.data.documents.asked import asked_text
     from toolkit.data.rows.values import RowProblem
+    from toolkit.data.templates.prompts import prompt_of
 
     try:
-        return asked_text(tokenizer, messages, tools, arguments)
+        return prompt_of(tokenizer, messages, tools, arguments)
     except RowProblem as problem:
         raise BadInputError(str(problem)) from problem
 

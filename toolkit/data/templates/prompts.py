@@ -1,4 +1,4 @@
-"""Encodes what a model is asked: plain text, or a conversation up to the beginning of the answer."""
+"""The prompt of an answer: what a server gives a model before it writes one."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.layouts.template_arguments import require_taken
+from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, require_taken
 from toolkit.data.rows.examples import Message
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.templates import rendered
-from toolkit.errors import DataError, first_line
+from toolkit.errors import first_line
 
 
-def asked_text(
+def prompt_of(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
-    tools: list[dict[str, Any]] | None,
-    arguments: Mapping[str, Any],
+    tools: list[dict[str, Any]] | None = None,
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> str:
-    """Renders a conversation up to the beginning of the answer.
+    """Returns the prompt of the answer to messages: what the chat template makes of them with its generation prompt.
 
     Raises:
         RowProblem: if the chat template does not take an argument, or refuses the conversation.
-        DataError: if it does not end.
     """
     try:
         require_taken(arguments, tokenizer.get_chat_template(tools=tools))
         return rendered(tokenizer, messages, tools, prompt=True, arguments=arguments)
-    except (DataError, RowProblem):
+    except RowProblem:
         raise
     except Exception as error:  # a template is a program, and may refuse a conversation in any way
         raise RowProblem(f"the chat template rejects it: {first_line(error)}") from error
 
 
-def asked_ids(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None) -> list[int]:
-    """Returns the tokens of a text, after the token `bos` if it is given; a chat template writes it itself."""
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, bos: int | None) -> list[int]:
+    """Returns the tokens of a prompt, after the token `bos` if it is given; a chat template writes it itself."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
