@@ -1,9 +1,8 @@
-"""The pages that are made of plans: tables of docs/choose.md and docs/out_of_memory.md, and docs/families.md."""
+"""The pages that are made of plans: tables of docs/choose.md and docs/out_of_memory.md."""
 
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,20 +19,11 @@ def rows_of(page: str) -> list[str]:
     return text.split("<!-- sizes.py -->\n\n")[1].split("\n\n<!-- end -->")[0].splitlines()
 
 
-def module(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(DOCS))
-    yield importlib.import_module(name)
-    del sys.modules[name]
-
-
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    yield from module("sizes", monkeypatch)
-
-
-@pytest.fixture
-def families(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    yield from module("families", monkeypatch)
+    monkeypatch.syspath_prepend(str(DOCS))
+    yield importlib.import_module("sizes")
+    del sys.modules["sizes"]
 
 
 def test_the_levers_are_those_of_the_plan(sizes: Any) -> None:
@@ -52,23 +42,3 @@ def test_the_cards_are_those_of_the_plan(size: str, sizes: Any) -> None:
 def test_every_lever_and_size_has_a_row(sizes: Any) -> None:
     assert [row.split(" | ")[0][2:] for row in rows_of("out_of_memory.md")[2:]] == [words for words, _ in sizes.LEVERS]
     assert [row.split(" | ")[0][2:] for row in rows_of("choose.md")[2:]] == list(sizes.SIZES)
-
-
-def test_a_recipe_of_a_family_is_what_init_writes(families: Any) -> None:
-    case = next(case for case in families.CASES if case.model == "Qwen/Qwen3-0.6B")
-    with families.place([case.model]):
-        found, recipe = families.written(case)
-    page = (DOCS / "families.md").read_text(encoding="utf-8")
-    assert families.section(case, recipe) in page
-    assert families.line(case, found) in page.splitlines()
-
-
-@pytest.mark.first
-def test_every_family_has_a_section_and_a_row(families: Any) -> None:
-    page = (DOCS / "families.md").read_text(encoding="utf-8")
-    titles = [case.title for case in families.CASES]
-    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == titles
-    assert re.findall(r"^\| \[(.*?)\]", page, re.MULTILINE) == titles
-    assert [
-        words for words in (" ".join(["toolkit", *case.words]) for case in families.CASES) if words not in page
-    ] == []
