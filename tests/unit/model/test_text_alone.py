@@ -21,7 +21,7 @@ from toolkit.model.load import NoTokens, load_without_weights
 from toolkit.model.possible_configs import require_library, require_possible
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import ModelSection
-from toolkit.run.checks.checked_forward import on_text_alone
+from toolkit.run.checks.comparison import on_text_alone
 from toolkit.run.checks.packing_check import check_causal, check_leaks
 from toolkit.run.checks.sequence_check import check_parts
 from toolkit.verify.plain_losses import PlainCausal

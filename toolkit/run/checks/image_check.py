@@ -18,8 +18,8 @@ from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
-from toolkit.run.checks.checked_forward import logits_of
-from toolkit.run.checks.packing_check import TOLERANCE, LeakError
+from toolkit.run.checks.comparison import logits_of
+from toolkit.run.checks.packing_check import require_apart
 from toolkit.sharding.fsdp2.fsdp import class_name, sharded_modules
 
 LOOKED_AT = 256
@@ -78,7 +78,12 @@ def check_images(
         check = _measure(model, objective, samples, found, device)
     if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
         return None  # the first step will say so
-    _require_small(check, TOLERANCE[in_16_bits], _row_name(samples, found, _first_seen(samples, found)), _class(inner))
+    name = _row_name(samples, found, _first_seen(samples, found))
+    if check.seen == 0.0:
+        raise SightError(
+            f"{name}: its image changes no logit of {_class(inner)}, so it would not be seen; train another model"
+        )
+    require_apart(check.leaks, check.alone, in_16_bits, f"{_class(inner)} ({name})", MEND, "the image of another is")
     return check
 
 
@@ -202,22 +207,6 @@ def _row_name(samples: ImageSamples, number: int, place: int) -> str:
 
 def _class(inner: nn.Module) -> str:
     return class_name(base_of(inner))
-
-
-def _require_small(check: SightCheck, tolerance: tuple[float, float], name: str, model: str) -> None:
-    if check.seen == 0.0:
-        raise SightError(f"{name}: its image changes no logit of {model}, so it would not be seen; train another model")
-    why = None
-    if check.leaks > tolerance[0]:
-        why = f"an image changes the logits of rows beside it by {check.leaks:.1e} of the largest, more than"
-        why = f"{why} {tolerance[0]:.0e}"
-    elif check.alone > tolerance[1]:
-        why = f"beside others a row's logits differ by {check.alone:.1e} of the largest from its own alone, more than"
-        why = f"{why} {tolerance[1]:.0e}"
-    if why is not None:
-        leak = LeakError(f"data.packing: rows that share a sample see each other in {model} ({name}): {why}. {MEND}")
-        leak.why = f"rows with images that share a sample see each other in {model}: {why}"
-        raise leak
 
 
 MEND = "Set data.packing=false, or another model.attention"

@@ -22,7 +22,7 @@ from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.model.structure.model_parts import sees
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
-from toolkit.run.checks.checked_forward import is_the_models, logits_of, on_text_alone
+from toolkit.run.checks.comparison import ROUNDED, SAME, is_the_models, logits_of, on_text_alone
 from toolkit.sharding.fsdp2.fsdp import class_name
 
 SAMPLES = 256
@@ -38,11 +38,6 @@ MOST_DOCUMENTS = 16
 FEW_TOKENS, FEW_DOCUMENTS = 96, 3
 """The same of a sample, in which all documents are shortened, if tokens meet in full attention alone: longer ones go
 through no other code. For 135M parameters the three forwards take 0.9 s of CPU, and of 512 tokens 5.7 s."""
-
-TOLERANCE = {False: (1e-5, 1e-4), True: (1e-2, 5e-2)}
-"""Two tolerances by whether compute is in 16 bits, both as a share of the largest logit. The first is for the change of
-a document's logits when the others are replaced (kernels and shapes stay, so it is zero unless experts share a matrix
-product), the second for the difference from its logits alone (rounding differs)."""
 
 
 class LeakError(BadInputError):
@@ -77,7 +72,7 @@ def check_leaks(
         None if no sample holds two documents, or the logits are not finite.
 
     Raises:
-        LeakError: if they are more than `TOLERANCE`.
+        LeakError: if they are too large.
     """
     few = not compiled and attends_in_full(inner)
     most, in_all = (FEW_TOKENS, 2 * FEW_TOKENS) if few else (MOST_TOKENS, MOST_TOKENS)
@@ -107,7 +102,8 @@ def check_leaks(
     found = (relative_difference(replaced, together), relative_difference(together, alone))
     if not all(map(math.isfinite, found)):
         return None  # the first step will say so
-    _require_small(found, TOLERANCE[in_16_bits], inner, samples.keep_apart)
+    what = f"{class_name(base_of(inner))} with attention {attention_of(inner)!r}"
+    require_apart(*found, in_16_bits, what, samples.keep_apart)
     return found
 
 
@@ -149,7 +145,7 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     with without_dropout(model), on_text_alone(inner):
         one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
     # Zero in a decoder, in 16 bits too: kernels and shapes are the same.
-    if relative_difference(two, one) > TOLERANCE[False][0]:
+    if relative_difference(two, one) > SAME[False]:
         raise BadInputError(
             f"model.name_or_path: in {class_name(base_of(inner))} the logits of a token depend on later tokens, so it "
             "would see what it is to predict; name a decoder, or set is_decoder to true in config.json"
@@ -213,18 +209,26 @@ def _few_logits(
     return logits_of(model, objective, batch, device)[0, tokens].to(torch.float32, copy=True)
 
 
-def _require_small(found: tuple[float, float], tolerance: tuple[float, float], model: nn.Module, mend: str) -> None:
-    changes, differs = found
-    what = None
-    if changes > tolerance[0]:
-        what = f"change by {changes:.1e} of the largest when the others are replaced, more than {tolerance[0]:.0e}"
-    elif differs > tolerance[1]:
-        what = f"differ by {differs:.1e} of the largest from its own alone, more than {tolerance[1]:.0e}"
-    if what is not None:
-        why = (
-            f"rows that share a sample see each other in {class_name(base_of(model))} with attention "
-            f"{attention_of(model)!r}: the logits of one {what}"
-        )
-        leak = LeakError(f"data.packing: {why}. {mend}")
-        leak.why = why
-        raise leak
+def require_apart(changes: float, differs: float, in_16_bits: bool, what: str, mend: str, others: str = "") -> None:
+    """Checks what was measured of a row that shares its sample.
+
+    Args:
+        changes: change of its logits with the others; kernels and shapes stay.
+        differs: their difference from those of the row alone, with another rounding.
+        what: names the model.
+        others: what of the others was changed.
+
+    Raises:
+        LeakError: if one is too large.
+    """
+    if changes > SAME[in_16_bits]:
+        how = f"change by {changes:.1e} of the largest when {others or 'the others are'} replaced, more than"
+        how = f"{how} {SAME[in_16_bits]:.0e}"
+    elif differs > ROUNDED[in_16_bits]:
+        how = f"differ by {differs:.1e} of the largest from its own alone, more than {ROUNDED[in_16_bits]:.0e}"
+    else:
+        return
+    why = f"rows that share a sample see each other in {what}: the logits of one {how}"
+    leak = LeakError(f"data.packing: {why}. {mend}")
+    leak.why = why
+    raise leak

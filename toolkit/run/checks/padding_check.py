@@ -6,24 +6,20 @@ take the end of the padding for the end of the row.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from toolkit import ranks
-from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples.documents_apart import FILLING, documents_apart
 from toolkit.data.samples.samples import Batch, Samples
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, in_words
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.full_attention import attends_in_full
-from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import rows_without_padding
-from toolkit.run.checks.checked_forward import is_the_models, logits_of
+from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, is_the_models, logits_of
 from toolkit.sharding.fsdp2.fsdp import class_name
 
 SAMPLES = 64
@@ -34,9 +30,6 @@ CHECKED_TOKENS = 512
 
 FEW_TOKENS = 64
 """The same if tokens meet in full attention alone: longer rows go through no other code."""
-
-TOLERANCE = {False: 1e-4, True: 5e-2}
-"""The largest difference of logits by rounding, as a share of the largest, by whether compute is in 16 bits."""
 
 
 @torch.no_grad()
@@ -61,30 +54,30 @@ def changed_by_padding(
     most = FEW_TOKENS if attends_in_full(inner) else CHECKED_TOKENS
     if samples.continues_text and batch["input_ids"].shape[1] > most:
         rows, batch = _shortened(rows, most)
-    name, why = class_name(base_of(inner)), ""
-    try:
-        with without_dropout(model):
-            alone = [logits_of(model, objective, row, device) for row in rows]
-    except Exception as error:  # the code of a model may do anything with a row
-        if not is_the_models(error):
-            raise
-        raise BadInputError(
-            f"data.train: {name} cannot run on a row of it ({type(error).__name__}: {first_line(error)}); use the "
-            "tokenizer that belongs to the model, or train another one"
-        ) from error
-    try:
-        with without_dropout(model):
-            together = logits_of(model, objective, batch, device)
-    except Exception as error:
-        if not is_the_models(error):
-            raise
-        why = f"{name} cannot run on padded rows ({type(error).__name__}: {first_line(error)})"
-    else:
-        difference = max(_difference(together[i], found[0]) for i, found in enumerate(alone))
-        if difference > TOLERANCE[in_16_bits]:
-            why = f"padding changes the logits of a row by {difference:.1e} of the largest in {name}"
+    name = class_name(base_of(inner))
+
+    def alone() -> Numbers:
+        try:
+            return {str(n): _finite(logits_of(model, objective, row, device)) for n, row in enumerate(rows)}
+        except Exception as error:  # the code of a model may do anything with a row
+            if not is_the_models(error):
+                raise
+            raise BadInputError(
+                f"data.train: {name} cannot run on a row of it ({in_words(error)}); use the tokenizer that belongs to "
+                "the model, or train another one"
+            ) from error
+
+    def together() -> Numbers:
+        padded = _finite(logits_of(model, objective, batch, device))
+        return {str(n): padded[n : n + 1] for n in range(len(rows))}
+
     # All or none: ranks whose rounding differs must run the same forwards.
-    return next((of_rank for of_rank in ranks.gather_objects(why) if of_rank), None)
+    outcome = compared(model, alone, together)
+    if outcome.error:
+        return f"{name} cannot run on padded rows ({outcome.error})"
+    if outcome.difference > ROUNDED[in_16_bits]:
+        return f"padding changes the logits of a row by {outcome.difference:.1e} of the largest in {name}"
+    return None
 
 
 def _short_and_long(samples: Samples) -> Batch:
@@ -107,10 +100,6 @@ def _shortened(rows: list[Batch], most: int) -> tuple[list[Batch], Batch]:
     return short, {**padded, "lengths": torch.cat([row["lengths"] for row in short])}
 
 
-def _difference(padded: torch.Tensor, alone: torch.Tensor) -> float:
-    """Returns the relative difference of a row's logits, (C,) or (T, C), without those of padding.
-
-    It is 0 if they are not finite, which the first step reports.
-    """
-    found = relative_difference(padded[: len(alone)].float(), alone.float())
-    return found if math.isfinite(found) else 0.0
+def _finite(logits: torch.Tensor) -> torch.Tensor:
+    """Returns logits (B, T, V) or (B, C) as float32, zeros if some are not finite, which the first step reports."""
+    return logits.float() if bool(logits.isfinite().all()) else torch.zeros_like(logits, dtype=torch.float32)

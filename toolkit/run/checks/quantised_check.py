@@ -6,23 +6,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from toolkit import ranks
-from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples.samples import Samples
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.quantised.quantised import quantised_layers, weights_as_numbers
-from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
-from toolkit.run.checks.checked_forward import logits_of, on_text_alone
+from toolkit.run.checks.comparison import SAME, Numbers, compared, logits_of, on_text_alone
 from toolkit.sharding.fsdp2.fsdp import class_name
 
 CHECKED_TOKENS = 512
 """Tokens of the first row that are compared."""
-
-TOLERANCE = 1e-5
-"""Largest difference of logits, as a share of the largest. Kernels and shapes are the same, so it is 0 if no code
-reads the bytes of a layer."""
 
 
 @torch.no_grad()
@@ -41,23 +34,20 @@ def check_quantised(
     few = samples.few(CHECKED_TOKENS) if any(quantised_layers(inner)) else None
     if few is None:
         return
-    batch, problem = objective.on_host(few), ""
-    with without_dropout(model):
-        with (
-            weights_as_numbers(inner, _compute_dtype(accelerator, dtype)) as read,
-            on_text_alone(inner, samples.has_images),
-        ):
-            numbers = logits_of(model, objective, batch, accelerator.device).float()
-        try:
-            found = logits_of(model, objective, batch, accelerator.device).float()
-            difference = relative_difference(found, numbers)
-            if difference > TOLERANCE:
-                problem = f"logits differ by {difference:.1e} of the largest from those of the same weights as numbers"
-        except Exception as error:  # the code of a model may do anything with bytes
-            if not read:
-                raise
-            problem = f"{type(error).__name__}: {first_line(error)}"
-    if problem := next((of_rank for of_rank in ranks.gather_objects(problem) if of_rank), ""):
+    batch, read = objective.on_host(few), set[str]()
+
+    def logits() -> Numbers:
+        return {"logits": logits_of(model, objective, batch, accelerator.device).float()}
+
+    def of_numbers() -> Numbers:
+        dtype_of_compute = _compute_dtype(accelerator, dtype)
+        with weights_as_numbers(inner, dtype_of_compute) as names, on_text_alone(inner, samples.has_images):
+            found = logits()
+        read.update(names)
+        return found
+
+    outcome = compared(model, of_numbers, logits)
+    if problem := outcome.problem(SAME[False], "the same weights as numbers"):
         named = f" The code reads the weights of {', '.join(sorted(read)[:4])}." if read else ""
         raise BadInputError(
             f"adapter.quantize: {class_name(base_of(inner))} does not compute with quantised layers ({problem}).{named}"

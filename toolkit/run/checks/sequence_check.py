@@ -13,18 +13,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from toolkit import ranks
-from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples.samples import Batch, Samples
 from toolkit.data.samples.sequence_parts import Part, counts_here
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attention_of
 from toolkit.model.attention.attention_by_heads import attend_by_heads, require_sequence
-from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.schema import ShardingSection
-from toolkit.run.checks.checked_forward import on_text_alone
+from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, on_text_alone
 from toolkit.sharding.blocks.chunks import chunks_of
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.fsdp2.unit_states import UnitStates
@@ -35,9 +32,6 @@ CHECKED_TOKENS = 1024
 
 BY_TOKEN = 3
 """Dimensions of values by token, (B, T, ...), of which a rank has its part; values by document have two."""
-
-TOLERANCE = {False: 1e-4, True: 5e-2}
-"""The largest difference of logits or gradients, as a share of the largest one, by whether compute is in 16 bits."""
 
 
 def part_of(accelerator: Accelerator, section: ShardingSection) -> tuple[int, int, Part]:
@@ -89,37 +83,30 @@ def check_parts(
         The largest difference of any rank, as a share of the largest number, or None if there is nothing to compare.
 
     Raises:
-        BadInputError: if it is more than `TOLERANCE`, or the model cannot run on parts of rows.
+        BadInputError: if it is more than `ROUNDED`, or the model cannot run on parts of rows.
     """
     if part.count == 1 and not chunked:
         return None
     batch = samples.few(CHECKED_TOKENS)
     if batch is None:
         return None
-    length = batch["input_ids"].shape[1]
-    with without_dropout(model), chunks_of(length, inner), on_text_alone(inner, samples.has_images):
-        whole = outputs_and_gradients(model, inner, objective, batch, device)
-    differences, problem = dict.fromkeys(whole, 0.0), ""
-    try:
-        with without_dropout(model), chunks_of(max(1, length // part.count // 3), inner):
-            mine = outputs_and_gradients(model, inner, objective, part.of(batch), device)
-        for name, found in mine.items():
-            same = whole[name]
-            if same.dim() == BY_TOKEN:
-                same = same[:, part.index * found.shape[1] :][:, : found.shape[1]]
-            differences[name] = relative_difference(found[:, : same.shape[1]], same) if same.numel() else 0.0
-    except Exception as error:  # the code of a model may do anything with half a row
-        problem = f"{type(error).__name__}: {first_line(error)}"
-    outcomes = ranks.gather_objects((differences, problem))
-    problem = next((problem for _, problem in outcomes if problem), "")
-    # NaN is kept: the first step reports it.
-    worst = {name: max((of_rank[name] for of_rank, _ in outcomes), default=0.0) for name in whole}
-    name = max(worst, key=lambda name: worst[name])
-    if not problem and worst[name] > TOLERANCE[in_16_bits]:
-        problem = f"{name} differ by {worst[name]:.1e} of the largest from those of whole rows"
-    if problem:
+    length, mine = batch["input_ids"].shape[1], part.of(batch)
+    width = mine["input_ids"].shape[1]
+
+    def whole() -> Numbers:
+        with chunks_of(length, inner), on_text_alone(inner, samples.has_images):
+            found = outputs_and_gradients(model, inner, objective, batch, device)
+        here = slice(part.index * width, (part.index + 1) * width)
+        return {name: value[:, here] if value.dim() == BY_TOKEN else value for name, value in found.items()}
+
+    def parts() -> Numbers:
+        with chunks_of(max(1, length // part.count // 3), inner):
+            return outputs_and_gradients(model, inner, objective, mine, device)
+
+    outcome = compared(model, whole, parts)
+    if problem := outcome.problem(ROUNDED[in_16_bits], "whole rows"):
         raise BadInputError(_refusal(inner, part, problem))
-    return worst[name]
+    return outcome.difference
 
 
 def _refusal(inner: nn.Module, part: Part, problem: str) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
-from toolkit import ranks
-from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples.samples import Samples
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
-from toolkit.run.checks.sequence_check import TOLERANCE, outputs_and_gradients
+from toolkit.run.checks.comparison import ROUNDED, Numbers, compared
+from toolkit.run.checks.sequence_check import outputs_and_gradients
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.tensor.cut import cut_of, whole_layers
 
@@ -34,29 +34,22 @@ def check_tensor(
         The largest difference of any rank, as a share of the largest number, or None if there is nothing to compare.
 
     Raises:
-        BadInputError: if it is more than `TOLERANCE`, or the model cannot run so.
+        BadInputError: if it is more than `ROUNDED`, or the model cannot run so.
     """
     cut, batch = cut_of(inner), samples.few(CHECKED_TOKENS)
     if cut is None or batch is None:
         return None
-    differences, problem = {}, ""
-    try:
-        with without_dropout(model):
-            # Not of documents: a head's loss has a part of the vocabulary even where layers are whole.
-            found = outputs_and_gradients(model, inner, objective, batch, device, with_documents=False)
-            with whole_layers(cut):
-                whole = outputs_and_gradients(model, inner, objective, batch, device, with_documents=False)
-        differences = {name: relative_difference(found[name], same) for name, same in whole.items()}
-    except Exception as error:  # the code of a model may do anything with some of its heads
-        problem = f"{type(error).__name__}: {first_line(error)}"
-    outcomes = ranks.gather_objects((differences, problem))
-    problem = next((problem for _, problem in outcomes if problem), "")
-    worst = max(max(of_rank.values(), default=0.0) for of_rank, _ in outcomes)
-    if not problem and worst > TOLERANCE[in_16_bits]:
-        problem = f"its logits or gradients differ by {worst:.1e} of the largest from those of whole matrices"
-    if problem:
+    # Not of documents: a head's loss has a part of the vocabulary even where layers are whole.
+    run = functools.partial(outputs_and_gradients, model, inner, objective, batch, device, with_documents=False)
+
+    def whole() -> Numbers:
+        with whole_layers(cut):
+            return run()
+
+    outcome = compared(model, whole, run)
+    if problem := outcome.problem(ROUNDED[in_16_bits], "whole matrices"):
         raise BadInputError(
             f"sharding.tensor: {class_name(base_of(inner))} does not compute the same with matrices that ranks cut "
             f"({problem}); remove it"
         )
-    return worst
+    return outcome.difference
