@@ -188,7 +188,7 @@ def test_without_export_and_clipping(results: list[dict[str, Any]]) -> None:
     assert all(record["grad_norm"] > 0 for record in result.metrics)
 
 
-def test_a_profile_leaves_a_trace_and_a_table_and_the_losses_alone(results: list[dict[str, Any]]) -> None:
+def test_a_profile_leaves_a_trace_and_the_losses_alone(results: list[dict[str, Any]]) -> None:
     result = results[0]["profiled"]
     losses = [record["loss"] for record in result.metrics]
     assert losses[:2] == [record["loss"] for record in results[0]["no-export"].metrics]
@@ -197,20 +197,7 @@ def test_a_profile_leaves_a_trace_and_a_table_and_the_losses_alone(results: list
             event["name"]
             for event in json.loads((result.output_dir / f"profile/rank_{rank}.json").read_text())["traceEvents"]
         }
-        assert {"toolkit.profiled", "toolkit.data", "toolkit.update", "aten::mm"} <= names
-    page = (result.output_dir / "report.html").read_text()
-    table = page.partition("Where the time went")[2]
-    rows = re.findall(r'<td class="number">([0-9.]+)</td><td class="number">((?:&lt; )?[0-9.]+) %</td></tr>', table)[:5]
-    seconds = [float(row[0]) for row in rows]
-    # A share below 0.05 % is shown as less than 0.1 %: a busy machine may make one of waiting for data.
-    shares = [0.0 if text.startswith("&lt;") else float(text) for _, text in rows]
-    assert len(rows) == 5
-    assert sum(shares[:4]) == pytest.approx(100, abs=0.3)
-    assert sum(seconds[:4]) == pytest.approx(seconds[4], abs=3e-4)
-    assert shares[4] == 100
-    assert min(shares[0], shares[1]) > 0, "compute and communication"
-    wall = sum(record["step_seconds"] for record in result.metrics[1:3]) / 2
-    assert 0.5 * wall < seconds[4] < 2 * wall + 0.1
+        assert {"toolkit.data", "toolkit.update", "aten::mm"} <= names
 
 
 def test_a_compiled_run_says_so_and_trains_the_same(results: list[dict[str, Any]]) -> None:

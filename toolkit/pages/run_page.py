@@ -62,7 +62,6 @@ class RunSummary:
     sampled: tuple[int, Sequence[SampledPrompt]] | None = None  # a step, and some of its own samples with rewards
     doubts: Sequence[str] = ()  # warnings about the losses
     status: Status | None = None  # None if the run is finished
-    step_seconds: dict[str, float] | None = None  # of a profiled step, by what took them
     folder: str = ""  # name of the run's folder
     command: str = ""  # starts the run again
     written: float | None = None  # when (seconds since 1970)
@@ -393,7 +392,7 @@ def expert_loads(train: Metrics) -> dict[str, Any] | None:
 
 def _tables(summary: RunSummary, evals: Metrics) -> list[Table]:
     labels = list((summary.data_report.get("train") or {}).get("labels") or {})
-    return [_evaluations_table(evals), confusion_table(evals, labels), _profile_table(summary.step_seconds)]
+    return [_evaluations_table(evals), confusion_table(evals, labels)]
 
 
 def _technical_tables(summary: RunSummary) -> list[Table]:
@@ -407,25 +406,6 @@ def _technical_tables(summary: RunSummary) -> list[Table]:
         Table("units", "FSDP units", head, _unit_rows(summary.units), "names"),
         Table("versions", "Versions and machine", (), list(summary.versions.items()), "names"),
     ]
-
-
-TIME_TAKERS = {
-    "compute": "compute",
-    "communication": "communication, not behind compute",
-    "data": "waiting for data",
-    "host": "host: updates and offload there, Python",
-}
-"""Kinds of a step's time -> their names in the table."""
-
-
-def _profile_table(seconds: dict[str, float] | None) -> Table:
-    whole = sum((seconds or {}).values())
-    rows = [
-        (TIME_TAKERS.get(kind, kind), f"{part:.4f}", format_percent(part / whole))
-        for kind, part in (seconds or {}).items()
-    ]
-    rows += [("a profiled step", f"{whole:.4f}", format_percent(1))] if rows else []
-    return Table("profile", "Where the time went", ("", "Seconds", "Share"), rows, remark="mean over ranks")
 
 
 def _evaluations_table(evals: Metrics) -> Table:

@@ -62,13 +62,11 @@ class Fitted:
 
     Attributes:
         records: the records of metrics.jsonl.
-        step_seconds: seconds by kind of a profiled step, or None if no step was profiled.
         missing: why the last checkpoint is not in the store, or None if it is or there is no store.
         trackers: the trackers of this run, which are given its report at the end.
     """
 
     records: list[dict[str, Any]]
-    step_seconds: dict[str, float] | None
     missing: str | None
     trackers: Trackers
 
@@ -133,11 +131,9 @@ def fit(
     # On all ranks: inside a collective the others would time out while rank 0 waits for a full disk.
     require_output_dir(output_dir)
     ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn, heartbeat.wait))
-    if profile is not None:
-        console.print(_where_time_went(profile.seconds), markup=False)
     if run.data.stream is not None:
         _report_stream(opened, run)
-    return Fitted(metrics.records, profile.seconds if profile is not None else None, checkpoints.missing, trackers)
+    return Fitted(metrics.records, checkpoints.missing, trackers)
 
 
 def _rollouts_of(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> Rollouts:
@@ -268,14 +264,6 @@ def _other_ranks(manifest: Manifest, recipe: Recipe) -> str:
 def _profile_of(opened: OpenedRun) -> StepProfile | None:
     steps = opened.recipe.training.profile_steps
     return None if steps is None else StepProfile(opened.accelerator, steps[0], steps[1], opened.output_dir)
-
-
-def _where_time_went(seconds: dict[str, float] | None) -> str:
-    if seconds is None:
-        return "   profile: none: the run took no such steps (training.profile_steps)"
-    whole = sum(seconds.values())
-    parts = ", ".join(f"{kind} {part / whole:.1%}" for kind, part in seconds.items())
-    return f"   profile: {whole:.3f} s a step: {parts}"
 
 
 def _flops(accelerator: Accelerator, model: nn.Module) -> tuple[ModelFlops, float] | None:

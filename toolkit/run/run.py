@@ -127,7 +127,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             seconds = time.perf_counter() - started
             guess = uniform_guess(run.objective, run.inner, opened.recipe.objective.class_weights)
             result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
-            pages = functools.partial(write_pages, opened, run, facts, result, fitted.step_seconds)
+            pages = functools.partial(write_pages, opened, run, facts, result)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn, heartbeat.wait))
             fitted.trackers.show(run.shown.side_by_side, output_dir / REPORT)
         if output is not None:

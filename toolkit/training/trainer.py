@@ -32,7 +32,7 @@ from toolkit.terminal import Pass, Terminal
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import Counters, Windows
 from toolkit.training.phase import Phase
-from toolkit.training.profile import DATA, UPDATE, label
+from toolkit.training.profile import DATA, UPDATE
 from toolkit.training.step import RankStep, Step, with_figures
 from toolkit.training.stop import reason_of_all
 from toolkit.training.usage import Counts, counts_of, peak_device_bytes, peak_host_bytes
@@ -184,7 +184,7 @@ class Trainer:
         """Yields from `windows` and labels the wait for each, which a profile shows."""
         while True:
             self.enter_phase(Phase.DATA)
-            with label(DATA):
+            with torch.profiler.record_function(DATA):
                 window = next(windows, None)
             if window is None:
                 return
@@ -334,7 +334,7 @@ class Trainer:
                 "during backward; set training.max_grad_norm, for example to 1.0, so that such steps are skipped"
             )
         self.enter_phase(Phase.OPTIMIZER)
-        with label(UPDATE):
+        with torch.profiler.record_function(UPDATE):
             if not skipped or self.accelerator.scaler is not None:
                 self.optimizer.step()
             self.optimizer.zero_grad()

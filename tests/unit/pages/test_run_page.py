@@ -320,15 +320,6 @@ def test_numbers_of_a_first_window_say_so() -> None:
     assert page.text_of["data"].startswith("Data (first window)")
 
 
-def test_where_the_time_of_profiled_steps_went() -> None:
-    seconds = {"compute": 0.3, "communication": 0.1, "data": 0.02, "host": 0.08}
-    text = page_of(train_lines(3), step_seconds=seconds).text_of["profile"]
-    for part in ("compute0.300060.0 %", "not behind compute0.100020.0 %", "data0.02004.0 %", "Python0.080016.0 %"):
-        assert part in text
-    assert "a profiled step0.5000100.0 %" in text
-    assert "profile" not in page_of(train_lines(3)).text_of
-
-
 def test_the_result_stands_above_how_it_came_about() -> None:
     metrics = [eval_line(0, 4.0), *train_lines(20), eval_line(20, 3.0)]
     text = render_report(summary(metrics, command="toolkit train 'a b/recipe.yaml' --cpu 2"))

@@ -79,7 +79,9 @@ def test_an_image_that_is_not_seen_is_named() -> None:
 def test_a_row_that_sees_its_neighbours_image_is_named() -> None:
     model = seeing_model("llava")
     padded = CausalLM(model, packed=False)  # gives the model no positions
-    with pytest.raises(LeakError, match=r"rows\.jsonl:4\): the logits of one change by .* when the image of another is"):
+    with pytest.raises(
+        LeakError, match=r"rows\.jsonl:4\): the logits of one change by .* when the image of another is"
+    ):
         checked("llava", drawn("llava"), model, padded)
 
 

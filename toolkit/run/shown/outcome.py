@@ -205,16 +205,10 @@ def _check_export(
     return difference, sample
 
 
-def write_pages(
-    opened: OpenedRun,
-    run: PreparedRun,
-    facts: dict[str, str],
-    result: FinetuneResult,
-    step_seconds: dict[str, float] | None,
-) -> None:
+def write_pages(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> None:
     """Writes the model card, the report, and last that the run is finished. On rank 0."""
     clear_unfinished(result.output_dir)  # leftovers of saves that a full disk interrupted
-    summary = replace(summary_of(opened, run, facts, result), step_seconds=step_seconds)
+    summary = summary_of(opened, run, facts, result)
     if result.export_dir is not None:
         report, versions = summary.data_report, summary.versions
         use = _how_to_use(result.export_dir, opened.recipe, base_of(run.inner).config)
