@@ -1,6 +1,6 @@
-"""Accumulation by block: bytes, time, slow links, memory and offload of a step, against zero3 by micro-batch.
+"""Accumulation by block: bytes, time, slow links and offload of a step, against zero3 by micro-batch.
 
-    unshare --net python benchmarks/by_block.py [--parts bytes time links memory offload] [--rounds 5]
+    unshare --net python benchmarks/by_block.py [--parts bytes time links offload] [--rounds 5]
         [--output benchmarks/results/by_block.json]
 
 Bytes are those of the loopback interface, and `links` slows that interface, so the benchmark wants a network
@@ -389,54 +389,6 @@ def measure_links(ends: Ends, rounds: int) -> Iterator[dict[str, Any]]:
                 yield told | rate | ratios(ends, rounds)
 
 
-def measure_memory(_ends: Ends, _rounds: int) -> Iterator[dict[str, Any]]:
-    """Peaks of a rank of 8 without the optimizer's state: traces of the real FSDP2 on tensors without memory, bf16."""
-    from toolkit.planning.memory.probe import Prober
-    from toolkit.planning.memory.replay import replay
-    from toolkit.planning.memory.state_bytes import MemoryLayout
-    from toolkit.planning.memory.trace import trace
-    from toolkit.planning.workload.unit_shapes import unit_shapes
-    from toolkit.sharding import Checkpointing
-    from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
-
-    mesh, kept = MeshShape(1, 8), Checkpointing(1)
-    micro_batches = MICRO_BATCHES
-    for lora in (False, True):
-        work = Work(hidden=1024, layers=8, tokens=1024, lora=lora)
-        planned = workload(work)
-        prober = Prober(planned)
-        units = unit_shapes(planned.model, prober.plan, "bf16")
-        layout = MemoryLayout(8, 2, 4, optimizer=8)
-        moments = replay(units, prober.probe(1, kept), STRATEGIES["zero3"], layout, micro_batches, by_block=True)
-        row: dict[str, Any] = work.told() | {"ranks": 8, "micro_batches": micro_batches}
-        row["plan"] = max(moment.total - moment.optimizer for moment in moments)
-        for name, strategy, checkpointing in (
-            (BY_BLOCK, "zero3", kept),
-            ("zero3", "zero3", None),
-            ("zero3, checkpointed", "zero3", kept),
-            ("zero1, checkpointed", "zero1", kept),
-        ):
-            by_block = name == BY_BLOCK
-            traced = trace(planned, STRATEGIES[strategy], mesh, 1, micro_batches, checkpointing, by_block=by_block)
-            row[name] = traced.peak
-        yield row | {"plan_to_by_block": round(row["plan"] / row[BY_BLOCK], 4)}
-
-
-def workload(work: Work) -> Any:
-    """On the meta device, in bf16."""
-    from accelerate import init_empty_weights
-
-    from toolkit.objectives.causal_lm import CausalLM
-    from toolkit.planning.workload.workload import UNMASKED, Workload, register_unmasked
-
-    register_unmasked()
-    with init_empty_weights(include_buffers=False):
-        model = work.model(torch.bfloat16)
-    model.config._attn_implementation = UNMASKED
-    objective = functools.partial(CausalLM, packed=False)
-    return Workload(model, objective, lambda _size: work.window(0, 0, 1)[0], "bf16", work.tokens)
-
-
 HOST_STEPS = (4, 8)
 """Times as long as a micro-batch's forward is the host's step."""
 
@@ -470,7 +422,6 @@ PARTS = {
     "bytes": measure_bytes,
     "time": measure_time,
     "links": measure_links,
-    "memory": measure_memory,
     "offload": measure_offload,
 }
 
@@ -487,7 +438,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     if options.output is not None and options.output.exists():
         found = json.loads(options.output.read_text(encoding="utf-8"))
-    with ranks_of((BY_BLOCK, *OTHERS) if set(options.parts) != {"memory"} else (), 2) as ends:
+    with ranks_of((BY_BLOCK, *OTHERS), 2) as ends:
         for part in options.parts:
             found[part] = {**facts.facts(), "rounds": options.rounds, "load_before": os.getloadavg()[0], "rows": []}
             for row in PARTS[part](ends, options.rounds):

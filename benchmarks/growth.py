@@ -144,8 +144,8 @@ def ranks(size: int, folder: Path) -> Prepared:
 
 def _planned(num_layers: int, num_ranks: int) -> Prepared:
     from toolkit import Recipe
+    from toolkit.planning.hardware import hardware_of
     from toolkit.planning.table import plan
-    from toolkit.planning.time.hardware import hardware_of
 
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128_256}
     config = {"model_type": "llama", **sizes, "num_key_value_heads": 8, "num_hidden_layers": num_layers}

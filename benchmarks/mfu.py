@@ -165,7 +165,7 @@ def planned_bytes(case: Case) -> int | None:
         return None
     try:
         from toolkit.planning import plan
-        from toolkit.planning.time.hardware import preset_of_device
+        from toolkit.planning.hardware import preset_of_device
         from toolkit.recipe.recipe import Recipe
     except ImportError:
         return None
@@ -189,7 +189,7 @@ def planned_bytes(case: Case) -> int | None:
 def measure(case: Case, steps: int) -> dict[str, Any]:
     from accelerate import Accelerator
 
-    from toolkit.planning.time.hardware import peak_flops_of
+    from toolkit.planning.hardware import peak_flops_of
     from toolkit.sharding import Checkpointing, sharding_kwargs
     from toolkit.sharding.plugin import reset_accelerate
     from toolkit.training.usage import peak_device_bytes

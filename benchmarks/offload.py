@@ -454,7 +454,7 @@ def flops_per_token(job: Job) -> float:
 
 
 def peak_flops() -> float | None:
-    from toolkit.planning.time.hardware import preset_of_device
+    from toolkit.planning.hardware import preset_of_device
 
     preset = preset_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return preset.peak_flops["bfloat16"] if preset is not None else None

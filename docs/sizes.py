@@ -74,11 +74,10 @@ def planned(size: str, **changes: Any) -> Callable[[str, int], PlanRow]:
 
 
 def cell(row_of: Callable[[str, int], PlanRow], card: str) -> str:
-    """The fewest cards on which it fits with headroom, and hours for ten million tokens there."""
+    """The fewest cards on which it fits with headroom."""
     for ranks in COUNTS:
-        row = row_of(card, ranks)
-        if row.verdict == "fits":
-            return f"{ranks}, {10e6 / row.tokens_per_second[1] / 3600:.1f} h"
+        if row_of(card, ranks).verdict == "fits":
+            return str(ranks)
     return "-"
 
 

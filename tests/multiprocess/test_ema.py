@@ -178,9 +178,9 @@ def check_exports(folder: Path, expected: dict[str, Any], tmp_path: Path) -> Non
 def check_plan(folder: Path, measured: list[int]) -> None:
     """The plan counts what the averages take, to the byte."""
     from toolkit import Recipe
+    from toolkit.planning.hardware import presets
     from toolkit.planning.planner import Planner
     from toolkit.planning.setup import Setup
-    from toolkit.planning.time.hardware import presets
     from toolkit.planning.workload.workload import workload_of_model
     from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
 from toolkit.model.adapters.adapters import add_adapter
-from toolkit.planning.time.traffic import traffic
+from toolkit.planning.traffic import traffic
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding import plan_units

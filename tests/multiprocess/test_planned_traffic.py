@@ -15,7 +15,7 @@ from support.traffic import Traffic
 from torch import nn
 
 from toolkit.planning.memory.probe import Prober
-from toolkit.planning.time.traffic import traffic
+from toolkit.planning.traffic import traffic
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding import plan_units

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fsdp2_trace import trace
 from support.planning_models import workload
 from support.ranks import meet, run_on_ranks
 
@@ -21,7 +22,6 @@ from toolkit.planning.memory.fake import Ledger
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
-from toolkit.planning.memory.trace import trace
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.blocks.checkpointing import Checkpointing

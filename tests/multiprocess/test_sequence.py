@@ -26,9 +26,9 @@ from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
 from toolkit.model.attention.attention_by_heads import attend_by_heads
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.planning.hardware import presets
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
-from toolkit.planning.time.hardware import presets
 from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.sequence_check import check_parts

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from toolkit import Recipe, finetune, sharding_kwargs
 from toolkit.checkpoint.export import gather_on_rank_zero
 from toolkit.optim.build import build_optimizer
-from toolkit.planning.time.traffic import traffic
+from toolkit.planning.traffic import traffic
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.recipe.schema import OptimizerSection
 from toolkit.sharding import plan_units

@@ -25,7 +25,7 @@ def test_there_is_no_yaml_that_no_test_reads() -> None:
         ["git", "ls-files", "*.yaml", "*.yml"], cwd=ROOT, text=True, capture_output=True, check=True
     ).stdout.split()
     # Read by tests/unit/planning, tests/docs and tests/unit/suggest.
-    data = {"toolkit/planning/time/hardware.yaml", "docs/site/mkdocs.yml", "tests/unit/suggest/other_tools.yaml"}
+    data = {"toolkit/planning/hardware.yaml", "docs/site/mkdocs.yml", "tests/unit/suggest/other_tools.yaml"}
     data.add("docs/examples/harness/choices.yaml")
     assert {Path(name).parts[0] for name in set(listed) - data} <= FOLDERS
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from support.fsdp2_trace import Traced, trace
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
-from toolkit.planning.memory.trace import Traced, trace
 from toolkit.planning.workload.unit_shapes import UnitShape, teacher_shapes, unit_shapes
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.blocks.checkpointing import Checkpointing

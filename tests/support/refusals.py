@@ -28,7 +28,7 @@ SECONDS = 120
 MENDS = re.compile(
     r"allowed|did you mean|\b(set|name|give|choose|remove|lower|raise|use|install|leave|run|correct|add|rename|save|"
     r"needs?|needed|try|see|expected|must|quote|write|delete|lists?|decompress|free|make|Shipped|it has|requires|"
-    r"download|calibrate|excludes?|leave|print|make)\b",
+    r"download|excludes?|leave|print|make)\b",
     re.IGNORECASE,
 )
 """Words by which an error says how to fix it."""

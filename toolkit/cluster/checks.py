@@ -10,8 +10,8 @@ from pathlib import Path
 
 from toolkit.cluster.job import KUBERNETES, SKY_NAMES, SKYPILOT, SLURM, Job
 from toolkit.errors import BadInputError
+from toolkit.planning.hardware import Hardware, hardware_of
 from toolkit.planning.setup import asked_setup
-from toolkit.planning.time.hardware import Hardware, hardware_of
 from toolkit.sharding.parallel.sequence_parallel import require_groups
 from toolkit.sharding.plan.strategy import parse_strategy
 

@@ -1,4 +1,4 @@
-"""Plans a run before it starts: whether it fits, which setup to pick and how fast it will be.
+"""Plans a run before it starts: whether it fits, which setup to pick and what it sends.
 
     from toolkit.planning import hardware_of, plan
     found = plan(Recipe.load("quickstart"), hardware_of("h100_sxm"), 8)
@@ -12,14 +12,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from toolkit.planning.hardware import Hardware, hardware_of
     from toolkit.planning.planner import PlanRow
     from toolkit.planning.setup import Setup
     from toolkit.planning.table import Plan, plan
-    from toolkit.planning.time.hardware import Hardware, hardware_of
 
 _HOMES = {
-    "Hardware": "toolkit.planning.time.hardware",
-    "hardware_of": "toolkit.planning.time.hardware",
+    "Hardware": "toolkit.planning.hardware",
+    "hardware_of": "toolkit.planning.hardware",
     "Plan": "toolkit.planning.table",
     "PlanRow": "toolkit.planning.planner",
     "Setup": "toolkit.planning.setup",

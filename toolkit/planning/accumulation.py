@@ -1,4 +1,4 @@
-"""Resolves `sharding.accumulate: auto`: by block if that is possible, fits and is faster."""
+"""Resolves `sharding.accumulate: auto`: by block if that is possible, fits and sends less."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from toolkit.objectives.losses.balance import build_balance
 from toolkit.paths import GIB
-from toolkit.planning.planner import AS_FAST, Planner, PlanRow
+from toolkit.planning.planner import Planner, PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 
@@ -26,10 +26,10 @@ def settle(planner: Planner, setup: Setup, fits: Callable[[PlanRow], bool]) -> t
     if not fits(block):
         peak = f"{block.peak.total / GIB:.2g} GiB"
         return setup, f"with the inputs of all blocks of {setup.accumulation} micro-batches a rank would hold {peak}"
-    before, after = planner.row(setup).time.mid, block.time.mid
-    times = f"{after:.2g} s a step instead of {before:.2g} s on {planner.hardware.name}"
-    # Times are estimates: a setup that is not faster by more than 1 % does not replace the other.
-    return (block.setup, times) if after * AS_FAST < before else (setup, f"by block it would be {times}")
+    before, after = planner.row(setup).traffic.sent, block.traffic.sent
+    if after >= before:
+        return setup, "by block a rank would send as much"
+    return block.setup, f"a rank sends {after / GIB:.2g} GiB a step instead of {before / GIB:.2g} GiB"
 
 
 def _obstacle(planner: Planner, setup: Setup) -> str:

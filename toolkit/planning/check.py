@@ -13,10 +13,10 @@ from torch import nn
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.planning.accumulation import settle
+from toolkit.planning.hardware import Hardware, presets
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import ANSWERS, HEADROOM, ROLLOUT, Planner, standing_bytes
 from toolkit.planning.setup import Setup, smaller_setups
-from toolkit.planning.time.hardware import Hardware, preset_of_device, presets
 from toolkit.planning.workload.image_workload import with_images
 from toolkit.planning.workload.workload import workload_of_model
 from toolkit.recipe.recipe import Recipe
@@ -35,7 +35,7 @@ class Planned:
         room: bytes of the device's memory; for a CPU rank, what it holds and its share of the host's free memory.
         checkpointing: of activations, as the user set it or, for `auto`, as the memory needs it.
         by_block: whether the micro-batches of a step go through each unit together, as the user set it or, for `auto`,
-            if that fits and is faster.
+            if that fits and sends less.
         why: the reason for the choice of `auto`.
         problem: why the model cannot be probed.
         process: bytes that a CPU rank's process held before the run's state: Python, libraries and data.
@@ -94,32 +94,28 @@ def plan_run(
     workload = workload_of_model(recipe, model, mixed_precision, label_counts, teacher)
     if images is not None:
         workload = with_images(workload, images)
-    known, training = _hardware_of_device(device), recipe.training
-    # An unknown GPU is planned for memory alone; no time is read from this preset.
-    planner = Planner(recipe, workload, known or presets()["h100_sxm"])
+    planner, training = Planner(recipe, workload, _hardware_of_device(device)), recipe.training
     *others, last = checkpointings
     size, accumulation = training.micro_batch_size, training.gradient_accumulation_steps
     setup, why = Setup(strategy, mesh, offload, last, size, accumulation, recipe.sharding.accumulate == "by_block"), ""
     process = psutil.Process().memory_info().rss if device.type == "cpu" else 0
     room = process + _room_bytes(device)
     try:
-        # Fastest first: with every n-th block checkpointed a step takes up to 1 / 3n longer.
+        # Fewest checkpoints first: with every n-th block checkpointed a step takes up to 1 / 3n longer.
         for checkpointing in others:
             lighter = replace(setup, checkpointing=checkpointing)
             if _fits_well(planner.peak(lighter), lighter, room - process, device):
                 setup = lighter
                 break
-        if recipe.sharding.accumulate == "auto" and known is None:
-            why = "the speed of this device is not known"
-        elif recipe.sharding.accumulate == "auto":
+        if recipe.sharding.accumulate == "auto":
             setup, why = settle(planner, setup, lambda row: _fits_well(row.peak, row.setup, room - process, device))
-        whole = planner.rollout(setup, whole=True)
+        whole = planner.rollout(setup)
         gathers_whole = whole is not None and _fits_well(whole, setup, room - process, device)
         peak = max(
             [planner.peak(setup), *([whole] if whole and gathers_whole else [])], key=lambda moment: moment.total
         )
         if device.type != "cpu":
-            _require_host_memory(planner.rank_host_bytes(setup))
+            _require_host_memory(planner.state.of_rank(setup))
     except UnplannableError as error:  # a model that cannot be planned may still train
         return Planned(None, room, last, setup.by_block, "not planned", first_line(error))
     planned = Planned(
@@ -147,10 +143,11 @@ def _fits_well(peak: Memory, setup: Setup, room: int, device: torch.device) -> b
     return peak.total * HEADROOM["fits"] + standing <= room
 
 
-def _hardware_of_device(device: torch.device) -> Hardware | None:
-    """Returns the device's data sheet with this run's devices per node, or None for an unknown device."""
-    known = preset_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else presets()["cpu"]
-    return known and replace(known, devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def _hardware_of_device(device: torch.device) -> Hardware:
+    """Returns the device's memory with this run's devices per node."""
+    known = presets()["cpu" if device.type == "cpu" else "h100_sxm"]
+    memory = known.memory_bytes if device.type == "cpu" else _room_bytes(device)
+    return replace(known, memory_bytes=memory, devices_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _room_bytes(device: torch.device) -> int:
@@ -166,7 +163,7 @@ def _advice(planner: Planner, setup: Setup, room: int) -> str:
         return "Lower answers.batch_size or answers.max_new_tokens"
     if planner.peak(setup).moment == ROLLOUT:
         return "Lower objective.rollout_batch_size or objective.max_new_tokens"
-    changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.can_chunk)
+    changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.model.can_chunk)
     fitting = [change for change, changed in changes if planner.peak(changed).total <= room]
     if fitting:
         return f"It would with: {', or '.join(fitting)}; `toolkit plan` shows all ways"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.paths import shipped_folder, shown_path
+from toolkit.planning.hardware import Hardware
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import Plan
-from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.schema import OFFLOAD_DETAILS, ShardingSection
 from toolkit.sharding.accelerate_config import AccelerateConfig, hybrid_options, read_accelerate_config
 from toolkit.sharding.blocks.checkpointing import Checkpointing

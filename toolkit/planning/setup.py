@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from toolkit.errors import BadInputError
-from toolkit.planning.time.hardware import Hardware
+from toolkit.planning.hardware import Hardware
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.features import Settings
 from toolkit.recipe.recipe import Recipe, settings_of_recipe
@@ -70,7 +70,7 @@ class Setup:
 
     @property
     def num_levers(self) -> int:
-        """Number of ways in which it saves memory, to choose between equally fast setups."""
+        """Number of ways in which it saves memory, to choose between setups that send as much."""
         in_groups = (self.sequence not in (None, 1)) + (self.mesh.tensor > 1)
         return self.offload + (self.checkpointing is not None) + in_groups
 

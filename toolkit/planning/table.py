@@ -1,4 +1,4 @@
-"""Makes a table of ways to run a recipe: which fit, how fast each is, and which to pick."""
+"""Makes a table of ways to run a recipe: which fit, what each sends, and which to pick."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from toolkit.model.attention.positions import require_positions
 from toolkit.model.part_sizes import PartSize, part_sizes
 from toolkit.paths import GIB
 from toolkit.planning.accumulation import settle
+from toolkit.planning.hardware import Hardware
 from toolkit.planning.memory.replay import Memory
-from toolkit.planning.planner import AS_FAST, Planner, PlanRow
+from toolkit.planning.planner import Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, factors, mesh_of, require_ranks, smaller_setups
-from toolkit.planning.time.hardware import Hardware
 from toolkit.planning.workload.image_workload import workload_on_rows
 from toolkit.planning.workload.workload import Workload, with_rows_of
 from toolkit.recipe.combinations import refuse
@@ -41,6 +41,9 @@ LARGE_UNIT = 0.05
 buffers are alive at once, however many ranks there are: the unit and the next one, its gradient, and both of what is
 reduced."""
 
+AS_MUCH = 1.01
+"""Rows that send up to this factor of the least count as sending as much: padding differs between strategies."""
+
 MICRO_BATCHES = 4
 """The most micro-batch sizes in a table."""
 
@@ -58,12 +61,12 @@ class Plan:
     """The result of `plan`.
 
     Attributes:
-        rows: fitting rows first, the fastest first.
+        rows: fitting rows first, those that send least first.
         asked: the recipe as it is written.
         uneven_peak: its peak if a rank's experts get twice their even share of tokens; None without expert parallel.
         recommended: the row to pick, or None if none fits.
         reason: why this row, or what is missing.
-        levers: single changes with which the recipe needs less memory, the fastest first.
+        levers: single changes with which the recipe needs less memory, fitting ones first.
         num_parameters, num_trained: parameters of the model.
         parts: the same by part, of a model that reads more than text.
         has_images: whether the micro-batches are of the recipe's rows with images.
@@ -205,7 +208,7 @@ def _may_need_tensor_groups(planner: Planner, rows: Sequence[PlanRow], asked: Se
 
     Where the recipe asks for some, it is compared with others and with none.
     """
-    is_large = planner.largest_gather > LARGE_UNIT * planner.hardware.memory_bytes
+    is_large = max(planner.model.whole_bytes) > LARGE_UNIT * planner.hardware.memory_bytes
     return asked.mesh.tensor > 1 or is_large or all(row.verdict == "no" for row in rows)
 
 
@@ -272,39 +275,44 @@ def _micro_batches(asked: Setup) -> list[tuple[int, int]]:
     return [(size, samples // size) for size in sorted({*nearest, asked.micro_batch_size})]
 
 
-def _sort_key(row: PlanRow) -> tuple[int, float]:
-    return ("fits", "tight", "no").index(row.verdict), row.time.mid
+def _sort_key(row: PlanRow) -> tuple[int, ...]:
+    # Links between nodes are slower than those inside of one. What sends nothing more but saves memory costs time.
+    return ("fits", "tight", "no").index(row.verdict), row.between_nodes, row.traffic.sent, row.setup.num_levers
 
 
 def recommend(rows: Sequence[PlanRow], hardware: Hardware, asked: Setup) -> tuple[PlanRow | None, str]:
     """Returns the row to pick, or None if none fits, and the reason. `toolkit init` writes what this returns.
 
-    It is the fastest that fits; of equally fast rows, the one that saves memory in the fewest ways, then the recipe as
-    it is written, then the one that needs least.
+    Of those that fit it is the one that sends least, first between nodes and then in all; of rows that send as much,
+    the one that saves memory in the fewest ways, then the recipe as it is written, then the one with the fewest
+    micro-batches, then the one that needs least.
     """
-    # A fast row that may run out of memory is worth less than a slower one that won't.
+    # A row that may run out of memory is worth less than one that sends more and won't.
     for verdict in ("fits", "tight"):
         fitting = _worth_picking([row for row in rows if row.verdict == verdict], hardware, asked)
         if not fitting:
             continue
-        fastest = min(row.time.mid for row in fitting)
-        # Times are estimates: within 1 % none is faster, and the simpler setup wins.
+        least = _least(_least(fitting, lambda row: row.between_nodes), lambda row: row.traffic.sent)
         best = min(
-            (row for row in fitting if row.time.mid <= AS_FAST * fastest),
-            key=lambda row: (row.setup.num_levers, row.setup != asked, row.peak.total),
+            least,
+            key=lambda row: (row.setup.num_levers, row.setup != asked, row.setup.accumulation, row.peak.total),
         )
         words = "with room to spare" if verdict == "fits" else "only just; watch the first steps"
-        which = "as fast as the fastest that fits" if best.time.mid > fastest else "the fastest that fits"
-        return best, f"{which}, {words}: {best.need / GIB:.1f} of {hardware.memory_bytes / GIB:.0f} GiB"
-    least = min(rows, key=lambda row: row.need)
-    needs = f"{least.need / GIB:.1f} GiB of {hardware.memory_bytes / GIB:.0f}"
-    return None, f"nothing fits; {least.setup.name} needs the least, {needs}"
+        sends = "sends the least of what fits" if best.traffic.sent else "fits"
+        return best, f"{sends}, {words}: {best.need / GIB:.1f} of {hardware.memory_bytes / GIB:.0f} GiB"
+    smallest = min(rows, key=lambda row: row.need)
+    needs = f"{smallest.need / GIB:.1f} GiB of {hardware.memory_bytes / GIB:.0f}"
+    return None, f"nothing fits; {smallest.setup.name} needs the least, {needs}"
+
+
+def _least(rows: Sequence[PlanRow], num_bytes: Callable[[PlanRow], int]) -> list[PlanRow]:
+    most = AS_MUCH * min(map(num_bytes, rows))
+    return [row for row in rows if num_bytes(row) <= most]
 
 
 def _worth_picking(fitting: Sequence[PlanRow], hardware: Hardware, asked: Setup) -> list[PlanRow]:
     """Leaves out offload that is not needed, and on one node groups of hybrid, which a recipe alone cannot set."""
-    # Offload is for memory. What it gains in time, a hidden step of the optimizer, is less than the plan's precision.
-    # On CPU ranks it saves nothing, so the same row without it always fits.
+    # Offload is for memory. On CPU ranks it saves nothing, so the same row without it always fits.
     whole = {row.setup for row in fitting if not row.setup.offload}
     on_one_node = asked.ranks <= hardware.devices_per_node and not asked.strategy.replicated
     return [
@@ -319,15 +327,15 @@ def _worth_picking(fitting: Sequence[PlanRow], hardware: Hardware, asked: Setup)
 
 
 def _levers(planner: Planner, asked: PlanRow) -> list[Lever]:
-    """Returns single changes with which the recipe as written needs less memory; fitting first, the fastest first."""
+    """Returns single changes with which the recipe as written needs less memory, in the order of rows."""
     found = [Lever(change, make()) for change, make in _single_changes(planner, asked.setup)]
-    # By time per token: a lever may change how many tokens a step has.
     useful = [lever for lever in found if lever.row.need < asked.need or asked.verdict == "no" != lever.row.verdict]
-    return sorted(useful, key=lambda lever: (*_sort_key(lever.row)[:1], lever.row.time.mid / lever.row.tokens))
+    return sorted(useful, key=lambda lever: _sort_key(lever.row))
 
 
 def _single_changes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callable[[], PlanRow]]]:
-    for change, changed in smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.can_chunk):
+    precision = planner.workload.mixed_precision
+    for change, changed in smaller_setups(planner.recipe, setup, precision, planner.model.can_chunk):
         yield change, functools.partial(planner.row, changed)
     yield from _other_recipes(planner, setup)
 

@@ -327,11 +327,6 @@ COMBINATIONS = (
     Combination(("sequence", "images"), NOT_BUILT, "which stand in one part of a row", "set sharding.sequence=1"),
     Combination(("compile", "images"), NOT_BUILT, "whose sizes differ from one micro-batch to the next"),
     # Plans
-    Combination(("longest row", "seq2seq"), DEFINITION, "whose samples are two rows", "plan without it"),
-    Combination(("longest row", "reference"), NOT_BUILT, "", "plan with several values of data.max_length"),
-    Combination(("longest row", "distillation"), NOT_BUILT, "", "plan with several values of data.max_length"),
-    Combination(("longest row", "experts"), NOT_BUILT, "", "set sharding.experts=1"),
-    Combination(("longest row", "tensor"), NOT_BUILT, "", _UNCUT),
 )
 
 

@@ -28,7 +28,6 @@ class Settings:
         keeps_float32: the first trained parameter that stays in float32 beside 16-bit compute, or None.
         sums_in_autograd: whether FSDP2 sums gradients of several types itself, as from torch 2.15 on.
         own_loop: whether the backend runs in the user's own loop, without a recipe.
-        longest_row: whether a plan looks for the longest row.
         moves_biases: whether biases of routers are moved to balance experts.
         has_images: whether rows have images, and the model sees them.
         eval_steps: training steps between two evaluations, or None.
@@ -58,7 +57,6 @@ class Settings:
     keeps_float32: str | None = None
     sums_in_autograd: bool = False
     own_loop: bool = False
-    longest_row: bool = False
     moves_biases: bool = False
     has_images: bool = False
     eval_steps: int | None = None
@@ -152,7 +150,6 @@ FEATURES = {
     ),
     "torch 2.15": Feature("torch 2.15", lambda settings: settings.sums_in_autograd),
     "own loop": Feature("a loop of your own", lambda settings: settings.own_loop),
-    "longest row": Feature("--longest-row", lambda settings: settings.longest_row),
     "moved biases": Feature("objective.router_bias_rate", lambda settings: settings.moves_biases),
     "images": Feature("rows with images", lambda settings: settings.has_images),
     "seq2seq": _feature_of_objective(lambda spec: spec.encoder_decoder),

@@ -17,14 +17,25 @@ class Gone(NamedTuple):
 
 
 GONE_KEYS = {
+    "sharding.device_state_gib=auto": Gone("give the GiB that may stay on each device"),
     "sharding.offload_threads": Gone("leave it out: the host's update takes all but two of a rank's cores", "0.2.0"),
 }
 """Key, or `key=value` for a value that is gone. Keys of the items of a list stand without a number."""
 
 GONE_COMMANDS: dict[str, Gone] = {}
 
+_NO_SECONDS = "leave it out: a plan has bytes and no seconds"
+
 GONE_OPTIONS = {
     "init --from": Gone("docs/coming_from says what each key of another tool is called here"),
+    "plan --calibrate": Gone(_NO_SECONDS),
+    "plan --dram-gbs": Gone(_NO_SECONDS),
+    "plan --link-gbs": Gone(_NO_SECONDS),
+    "plan --longest-row": Gone("plan several values of data.max_length"),
+    "plan --nic-gbs": Gone(_NO_SECONDS),
+    "plan --pcie-gbs": Gone(_NO_SECONDS),
+    "plan --plot": Gone("--json has the bytes of each row"),
+    "plan --trace": Gone("leave it out: tests compare plans with traces of FSDP2"),
 }
 """`command --option`."""
 

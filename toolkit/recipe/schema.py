@@ -457,7 +457,7 @@ class ShardingSection(Section):
         "by_micro_batch",
         description="Choose how the micro-batches of a step run. by_micro_batch: one after another through the whole "
         "model. by_block: all of them through a block before the next block, so that parameters are gathered twice and "
-        "gradients reduced once a step. auto: by_block if the plan finds that it fits and is faster.",
+        "gradients reduced once a step. auto: by_block if the plan finds that it fits and sends less.",
     )
     sequence: PositiveInt = Field(
         1,
@@ -496,12 +496,12 @@ class ShardingSection(Section):
         "Accelerate config says (`zero3+offload`).",
     )
     offload_executor: Literal["auto", "cpu_torch", "cpu_fused", "device_stream"] | None = Field(
-        None, description="Choose what updates the offloaded state. auto or null: measure and pick the fastest."
-    )
-    device_state_gib: Annotated[float, Field(ge=0.0)] | Literal["auto"] | None = Field(
         None,
-        description="Keep this much optimizer state of the first units on each device (GiB). auto: as much as the "
-        "first two steps leave free. null: none.",
+        description="Choose what updates the offloaded state. auto or null: cpu_fused where its kernel can be built, "
+        "else cpu_torch.",
+    )
+    device_state_gib: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="Keep this much optimizer state of the first units on each device (GiB). null: none."
     )
 
     @model_validator(mode="before")

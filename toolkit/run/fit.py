@@ -23,7 +23,7 @@ from toolkit.errors import counted
 from toolkit.optim.ema import Ema
 from toolkit.optim.schedule import build_schedule, changed_rate
 from toolkit.paths import configuration_digest, folder_on_this_machine
-from toolkit.planning.time.hardware import peak_flops_of
+from toolkit.planning.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.folder import write_beginning, write_data_report
 from toolkit.run.shown.held_out_samples import HeldOutSamples

@@ -19,10 +19,10 @@ from toolkit.errors import BadInputError, counted
 from toolkit.model.load import is_encoder_decoder
 from toolkit.model.part_sizes import PartSize
 from toolkit.paths import GIB, is_file_source, is_store
+from toolkit.planning.hardware import Hardware
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import plan, recommend
-from toolkit.planning.time.hardware import Hardware
 from toolkit.recipe.objectives.method import Method
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.spec import ObjectiveSpec
@@ -524,7 +524,7 @@ class Chooser:
             "sharding.activation_checkpointing": (
                 "Blocks keep only their inputs and are computed twice, which frees room."
             ),
-            "training.micro_batch_size": "The size that the plan finds fastest.",
+            "training.micro_batch_size": "The size with which the plan fits and sends least.",
             "training.gradient_accumulation_steps": (
                 f"{counted(samples, 'sample')} a step, at most {row.tokens:,} tokens."
             ),

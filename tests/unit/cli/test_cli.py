@@ -310,21 +310,19 @@ def test_help_names_values_and_groups(monkeypatch: pytest.MonkeyPatch, capsys: p
     [
         ("train --strategy ze", ["zero1", "zero2", "zero3", "zero1+offload", "zero2+offload", "zero3+offload"]),
         ("train --strategy dd", ["ddp"]),
-        ("plan --hardware h2", ["h200_sxm", "h200_mine.json"]),
-        ("init --hardware cal", ["calibrated"]),
+        ("plan --hardware h2", ["h200_sxm"]),
         ("train --config cp", ["cpu_2"]),
         ("plan --config folder/a", ["folder/a.yaml"]),
         ("train folder/", ["folder/a.yaml"]),
         # The shell completes a path itself if it is told nothing.
         ("status fol", []),
-        ("plan --plot fol", []),
         ("init fol", []),
         ("train --config fol", []),
     ],
 )
 def test_options_complete(line: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
-    for name in ("folder/a.yaml", "folder/a.txt", "h200_mine.json"):
+    for name in ("folder/a.yaml", "folder/a.txt"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     words = {"COMP_WORDS": f"toolkit {line}", "COMP_CWORD": str(len(line.split()))}

@@ -12,10 +12,10 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from toolkit.cli.commands.plan import accelerated_by
+from toolkit.planning.hardware import hardware_of
 from toolkit.planning.launch import launch_of
 from toolkit.planning.setup import Setup, asked_setup
 from toolkit.planning.table import Plan, plan, precision_of
-from toolkit.planning.time.hardware import hardware_of
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.recipe import Recipe, settings_of_recipe
 from toolkit.sharding.plan.strategy import asks_for_offload, parse_strategy

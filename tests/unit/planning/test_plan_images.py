@@ -15,9 +15,9 @@ from support.tiny import recipe_values
 from toolkit import finetune
 from toolkit.errors import BadInputError
 from toolkit.planning import check
+from toolkit.planning.hardware import presets
 from toolkit.planning.planner import Planner
 from toolkit.planning.table import Plan, plan
-from toolkit.planning.time.hardware import presets
 from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 

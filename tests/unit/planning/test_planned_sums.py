@@ -12,10 +12,12 @@ import torchao.optim
 from support.planning_models import workload
 
 from toolkit.paths import GIB
-from toolkit.planning import planner as planned
+from toolkit.planning import host_state, probed
+from toolkit.planning.hardware import hardware_of
+from toolkit.planning.memory.state_bytes import OPTIMIZER_BYTES
 from toolkit.planning.planner import Planner, standing_bytes, verdict_of
 from toolkit.planning.setup import Setup
-from toolkit.planning.time.hardware import hardware_of
+from toolkit.planning.traffic import OffloadPlan
 from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.blocks.checkpointing import Checkpointing
@@ -76,12 +78,13 @@ EMA = {"training": {"ema": 0.9}}
 def test_the_state_of_a_whole_model(changes: dict[str, Any], expected: int) -> None:
     """Weights, gradients and optimizer state; ddp is probed by itself if they fit to the byte."""
     found = planner(**changes)
-    assert found._whole_state_bytes == pytest.approx(expected, abs=50)  # each parameter is rounded down
+    assert found.model._whole_state_bytes == pytest.approx(expected, abs=50)  # each parameter is rounded down
     ddp = setup("ddp", MeshShape(4, 1))
-    for memory, whole in ((found._whole_state_bytes, True), (found._whole_state_bytes - 1, False)):
-        found.hardware = replace(H100, memory_bytes=memory)
-        assert found._probe_key(ddp) == (whole, 1, None)
-    assert found._probe_key(setup()) == (False, 1, None)
+    state = found.model._whole_state_bytes
+    for memory, whole in ((state, True), (state - 1, False)):
+        found.model.hardware = replace(H100, memory_bytes=memory)
+        assert found.model._probe_key(ddp) == (whole, 1, None)
+    assert found.model._probe_key(setup()) == (False, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +97,12 @@ def test_the_bytes_of_small_moments_are_torchaos(kind: str, optimizer: str) -> N
     moments = [made._new_buffer(parameter, signed) for signed in (True, False)]
     tensors = [getattr(moment, name) for moment in moments for name in ("codes", "scale")]
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    assert planned.OPTIMIZER_BYTES[kind] == held / parameter.numel()
+    assert OPTIMIZER_BYTES[kind] == held / parameter.numel()
 
 
 def test_averages_take_4_bytes_of_each_trained_element_of_the_shard() -> None:
-    assert planner(**EMA)._average_bytes(setup()) == 4 * P // 4
-    assert planner()._average_bytes(setup()) == 0
+    assert planner(**EMA).state._average_bytes(setup()) == 4 * P // 4
+    assert planner().state._average_bytes(setup()) == 0
     with_averages, without = (planner(**changes).moments(setup()) for changes in (EMA, {}))
     more = {one.optimizer - other.optimizer for one, other in zip(with_averages, without, strict=True)}
     assert more == {4 * P // 4}
@@ -111,8 +114,8 @@ def test_units_stay_on_the_device_while_there_is_room_to_the_byte() -> None:
     def kept(elements: int, spare: int = 0, **changes: Any) -> int:
         own = {"offload": "optimizer", "device_state_gib": (16 * elements + spare) / GIB}
         found = planner(sharding=own)
-        residents = found.residents(setup(offload=True, **changes))
-        return sum(found.units[index].trainable_numel(4) for index in residents)
+        residents = found.state.residents(setup(offload=True, **changes))
+        return sum(found.model.units[index].trainable_numel(4) for index in residents)
 
     table, block = TABLE // 4, BLOCK // 4
     assert kept(table) == table
@@ -120,54 +123,57 @@ def test_units_stay_on_the_device_while_there_is_room_to_the_byte() -> None:
     assert kept(table + block) == table + block
     assert kept(table + block, spare=-1) == table
     assert kept(P) == P // 4
-    assert planner(sharding={"offload": "optimizer", "device_state_gib": 1.0}).residents(setup()) == frozenset()
-    assert planner(**OFFLOAD).residents(setup(offload=True)) == frozenset()
+    assert planner(sharding={"offload": "optimizer", "device_state_gib": 1.0}).state.residents(setup()) == frozenset()
+    assert planner(**OFFLOAD).state.residents(setup(offload=True)) == frozenset()
 
 
 def test_a_gradient_lands_in_the_type_of_compute_after_a_single_backward_of_one_rank() -> None:
     alone = MeshShape(1, 1)
     found = planner(**OFFLOAD)
-    assert found._landing_bytes(setup(mesh=alone, offload=True)) == 2
-    assert found._landing_bytes(setup(mesh=alone, offload=True, accumulation=2)) == 4
-    assert found._landing_bytes(setup(offload=True)) == 4
-    assert planner(precision="no", **OFFLOAD)._landing_bytes(setup(mesh=alone, offload=True)) == 4
-    assert found.layout(setup(mesh=alone, offload=True)).reduce == 2
-    assert found.layout(setup("zero1", alone, offload=True)).reduce == 4
-    assert found.layout(setup(mesh=alone)).reduce == 4
-    assert found.layout(setup(offload=True)).reduce == 4
-    assert planner(precision="no", **OFFLOAD).layout(setup(mesh=alone, offload=True)).reduce == 4
-    assert found.layout(setup("ddp", MeshShape(4, 1))).compute is None
-    assert planner(precision="fp16").layout(setup()).compute == 2
+    assert found.state._landing_bytes(setup(mesh=alone, offload=True)) == 2
+    assert found.state._landing_bytes(setup(mesh=alone, offload=True, accumulation=2)) == 4
+    assert found.state._landing_bytes(setup(offload=True)) == 4
+    assert planner(precision="no", **OFFLOAD).state._landing_bytes(setup(mesh=alone, offload=True)) == 4
+    assert found.state.layout(setup(mesh=alone, offload=True)).reduce == 2
+    assert found.state.layout(setup("zero1", alone, offload=True)).reduce == 4
+    assert found.state.layout(setup(mesh=alone)).reduce == 4
+    assert found.state.layout(setup(offload=True)).reduce == 4
+    assert planner(precision="no", **OFFLOAD).state.layout(setup(mesh=alone, offload=True)).reduce == 4
+    assert found.state.layout(setup("ddp", MeshShape(4, 1))).compute is None
+    assert planner(precision="fp16").state.layout(setup()).compute == 2
 
 
 def test_offloaded_state_on_the_host() -> None:
     """A master, two moments and a landing place; two buffers in bf16 of the longest unit; averages twice."""
     longest = TABLE + 128
-    assert planner(**OFFLOAD)._offloaded_bytes(setup(offload=True)) == 16 * P // 4 + 2 * 2 * longest // 4
-    assert planner(**OFFLOAD, **EMA)._offloaded_bytes(setup(offload=True)) == (16 + 8) * P // 4 + 4 * longest // 4
-    assert planner(precision="no", **OFFLOAD)._offloaded_bytes(setup(offload=True)) == 4 * P + 2 * 4 * longest // 4
     streamed = {"sharding": {"offload": "optimizer", "offload_executor": "device_stream"}}
-    assert planner(**streamed)._offloaded_bytes(setup(offload=True)) == 16 * P // 4
-    assert planner()._offloaded_bytes(setup()) == 0
+    for changes, expected in (
+        (OFFLOAD, 16 * P // 4 + 2 * 2 * longest // 4),
+        (OFFLOAD | EMA, (16 + 8) * P // 4 + 4 * longest // 4),
+        (OFFLOAD | {"precision": "no"}, 4 * P + 2 * 4 * longest // 4),
+        (streamed, 16 * P // 4),
+    ):
+        assert planner(**changes).state._offloaded_bytes(setup(offload=True)) == expected
+    assert planner().state._offloaded_bytes(setup()) == 0
 
 
 def test_ranks_of_a_node_pin_their_own_memory() -> None:
     found = planner(**OFFLOAD)
     for mesh, ranks in ((MeshShape(1, 4), 4), (MeshShape(2, 8), 8), (MeshShape(4, 8), 8)):
         made = setup("hybrid", mesh, offload=True)
-        assert found.host_bytes(made) == ranks * found.rank_host_bytes(made)
-    assert planner(hardware_of("cpu"), **OFFLOAD).host_bytes(setup(offload=True)) == 0
+        assert found.state.of_node(made) == ranks * found.state.of_rank(made)
+    assert planner(hardware_of("cpu"), **OFFLOAD).state.of_node(setup(offload=True)) == 0
 
 
 def test_checkpoints_on_the_host_are_counted_beside_saves_and_state() -> None:
     """The inputs of two blocks, 64 tokens of 128 numbers in bf16; by block those of all micro-batches."""
     host = setup(checkpointing=Checkpointing(1, True), accumulation=3)
     inputs = 2 * 64 * 128 * 2
-    assert planner().rank_host_bytes(host) == inputs
-    assert planner().rank_host_bytes(replace(host, by_block=True)) == 3 * inputs
+    assert planner().state.of_rank(host) == inputs
+    assert planner().state.of_rank(replace(host, by_block=True)) == 3 * inputs
     state = 16 * P // 4 + 2 * 2 * (TABLE + 128) // 4
-    assert planner(**OFFLOAD).rank_host_bytes(replace(host, offload=True)) == inputs + state
-    saved = planner(checkpoint={"every_steps": 1}).rank_host_bytes(host)
+    assert planner(**OFFLOAD).state.of_rank(replace(host, offload=True)) == inputs + state
+    saved = planner(checkpoint={"every_steps": 1}).state.of_rank(host)
     assert saved == inputs + 2 * 12 * P // 4
 
 
@@ -176,52 +182,44 @@ def test_without_spread_experts_no_rank_gets_more_tokens() -> None:
 
 
 def test_buffers_of_streamed_state() -> None:
-    """32 bytes for each element of the longest unit's shard; `auto` takes them up to an eighth of the memory."""
-    buffers = 32 * (TABLE + 128) // 4
+    """32 bytes for each element of the longest unit's shard."""
 
-    def taken(executor: str | None, memory: int = 8 * buffers, device: str = "h100_sxm") -> int:
+    def taken(executor: str | None) -> int:
         own = {"offload": "optimizer", "offload_executor": executor}
-        return planner(replace(hardware_of(device), memory_bytes=memory), sharding=own)._streamed_bytes(
-            setup(offload=True)
-        )
+        return planner(sharding=own).state._streamed_bytes(setup(offload=True))
 
-    assert taken(None) == taken("auto") == buffers
-    assert taken(None, 8 * buffers - 8) == 0
-    assert taken("device_stream", 8 * buffers - 8) == buffers
-    assert taken("cpu_torch") == taken(None, device="cpu") == 0
-    assert planner()._streamed_bytes(setup()) == 0
+    assert taken("device_stream") == 32 * (TABLE + 128) // 4
+    assert taken("cpu_torch") == taken("auto") == taken(None) == 0
+    assert planner().state._streamed_bytes(setup()) == 0
 
 
 def test_the_share_of_state_on_the_device() -> None:
     own = {"offload": "optimizer", "device_state_gib": 4 * TABLE / GIB}
-    found = planner(sharding=own).offload_plan(setup(offload=True))
-    assert found is not None
-    assert found.device_share == TABLE / P
-    assert not found.during_backward
-    unclipped = planner(**OFFLOAD, training={"max_grad_norm": None}).offload_plan(setup(offload=True))
-    assert unclipped is not None
-    assert (unclipped.device_share, unclipped.during_backward) == (0.0, True)
-    assert planner().offload_plan(setup()) is None
+    assert planner(sharding=own).state.offload_plan(setup(offload=True)) == OffloadPlan(TABLE / P, streams=False)
+    streamed = {"offload": "optimizer", "offload_executor": "device_stream"}
+    found = planner(sharding=streamed).state.offload_plan(setup(offload=True))
+    assert found == OffloadPlan(0.0, streams=True)
+    assert planner().state.offload_plan(setup()) is None
 
 
 def test_the_bytes_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and two moments, once as a copy and once as the file that is written, if that is no larger."""
     saves = {"checkpoint": {"every_steps": 1}}
-    assert planner(**saves)._saving_bytes(setup()) == 2 * 12 * P // 4
-    assert planner(**saves, **EMA)._saving_bytes(setup()) == 2 * 16 * P // 4
-    assert planner(hardware_of("cpu"), **saves)._saving_bytes(setup()) == 12 * P // 4
-    assert planner(checkpoint={"every_minutes": 5.0})._saving_bytes(setup()) == 2 * 12 * P // 4
-    assert planner()._saving_bytes(setup()) == 0
+    assert planner(**saves).state.saving_bytes(setup()) == 2 * 12 * P // 4
+    assert planner(**saves, **EMA).state.saving_bytes(setup()) == 2 * 16 * P // 4
+    assert planner(hardware_of("cpu"), **saves).state.saving_bytes(setup()) == 12 * P // 4
+    assert planner(checkpoint={"every_minutes": 5.0}).state.saving_bytes(setup()) == 2 * 12 * P // 4
+    assert planner().state.saving_bytes(setup()) == 0
     lora = {"adapter": {"kind": "lora", "r": 8}}
     adapted = planner(lora=True, **saves, **lora)
-    own = sum(parameter.shard_numel(4) for unit in adapted.units for parameter in unit.trainable)
+    own = sum(parameter.shard_numel(4) for unit in adapted.model.units for parameter in unit.trainable)
     assert 0 < own < P // 40
-    assert adapted._saving_bytes(setup()) == 2 * 12 * own
+    assert adapted.state.saving_bytes(setup()) == 2 * 12 * own
     # Without a section for adapters the frozen parameters are part of the state.
-    frozen = sum(p.shard_numel(4) for unit in adapted.units for p in unit.parameters if not p.trainable)
-    assert planner(lora=True, **saves)._saving_bytes(setup()) == 2 * (12 * own + 4 * frozen)
-    monkeypatch.setattr(planned, "CHECKPOINT_FILE_BYTES", 1000)
-    assert planner(**saves)._saving_bytes(setup()) == 12 * P // 4 + 1000
+    frozen = sum(p.shard_numel(4) for unit in adapted.model.units for p in unit.parameters if not p.trainable)
+    assert planner(lora=True, **saves).state.saving_bytes(setup()) == 2 * (12 * own + 4 * frozen)
+    monkeypatch.setattr(host_state, "CHECKPOINT_FILE_BYTES", 1000)
+    assert planner(**saves).state.saving_bytes(setup()) == 12 * P // 4 + 1000
 
 
 def test_a_peak_fits_with_a_quarter_beside_it_and_the_context() -> None:
@@ -250,7 +248,7 @@ def test_what_stands_beside_the_peak() -> None:
     assert standing_bytes("cuda", setup(accumulation=4)) == standing_bytes("cuda", None) == 2 * 2**30
 
 
-def test_micro_batches_are_computed_as_often_by_block_and_without() -> None:
+def test_a_step_has_as_many_tokens_by_block_and_without() -> None:
     found = planner()
     alone = MeshShape(1, 1)
     once, four, by_block = (
@@ -258,8 +256,6 @@ def test_micro_batches_are_computed_as_often_by_block_and_without() -> None:
         for changes in ({}, {"accumulation": 4}, {"accumulation": 4, "by_block": True})
     )
     for row in (four, by_block):
-        assert row.time.parts.compute_forward == pytest.approx(4 * once.time.parts.compute_forward)
-        assert row.time.parts.compute_backward == pytest.approx(4 * once.time.parts.compute_backward)
         assert row.tokens == 4 * once.tokens == 4 * 64
     assert found.row(setup(mesh=MeshShape(1, 4), micro_batch_size=2)).tokens == 2 * 4 * 64
 
@@ -277,7 +273,7 @@ def test_ddp_keeps_its_buckets_between_steps_and_fsdp2_no_gradients() -> None:
 @pytest.mark.parametrize(("kind", "expected"), [("llama", True), ("t5", False)])
 def test_blocks_with_an_mlp_may_run_in_chunks(kind: str, expected: bool) -> None:
     found = planner()
-    assert Planner(found.recipe, workload(kind, layers=1), H100).can_chunk is expected
+    assert Planner(found.recipe, workload(kind, layers=1), H100).model.can_chunk is expected
 
 
 def test_a_gpus_rank_saves_from_the_host() -> None:
@@ -298,7 +294,7 @@ def test_tokens_are_exchanged_in_each_micro_batch() -> None:
     for accumulation in (1, 3):
         sent = found.row(setup(accumulation=accumulation)).traffic
         assert sent.exchanged == accumulation * 4 * 2 * 64 * 2 * 128 * 2 // 2
-        assert (sent.group, sent.sequence) == (2, 1)
+        assert sent.sequence == 1
 
 
 @pytest.mark.parametrize(
@@ -315,9 +311,9 @@ def test_answers_end_with_the_models_positions(
     monkeypatch: pytest.MonkeyPatch, kind: str, positions: int | None, expected: int
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(planned, "num_positions", lambda _: positions)
-    monkeypatch.setattr(planned, "answering", lambda _, *numbers: asked.append(numbers))
+    monkeypatch.setattr(probed, "num_positions", lambda _: positions)
+    monkeypatch.setattr(probed, "answering", lambda _, *numbers: asked.append(numbers))
     answers = {"file": "a.jsonl", "max_new_tokens": 40, "batch_size": 3}
     data = {"train": "a.jsonl", "max_length": 64, "validation_fraction": 0.1}
-    planner(answers=answers, data=data, objective={"kind": kind})._writing(False, 3, 64, 40)
+    planner(answers=answers, data=data, objective={"kind": kind}).model.writing(False, 3, 64, 40)
     assert asked == [(3, 64, expected, False)]

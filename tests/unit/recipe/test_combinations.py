@@ -80,7 +80,6 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "float32 islands": ({"keeps_float32": "router.weight"}, []),
     "torch 2.15": ({"sums_in_autograd": True}, []),
     "own loop": ({"own_loop": True}, []),
-    "longest row": ({"longest_row": True}, []),
     "moved biases": ({"moves_biases": True}, ["objective.router_bias_rate=0.01"]),
     "images": ({"has_images": True}, []),
     "seq2seq": (of("seq2seq"), ["objective.kind=seq2seq"]),

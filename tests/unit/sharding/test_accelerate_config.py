@@ -14,8 +14,8 @@ from toolkit import Recipe
 from toolkit.cli.commands.plan import _as_configured, accelerated_by
 from toolkit.cli.ranks.launch_options import launcher_options
 from toolkit.errors import BadInputError
+from toolkit.planning.hardware import presets
 from toolkit.planning.table import plan
-from toolkit.planning.time.hardware import presets
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
 from toolkit.verify.launch import read_launch
 

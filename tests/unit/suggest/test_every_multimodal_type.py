@@ -15,8 +15,8 @@ from transformers.models.auto import modeling_auto
 
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import ToolkitError
+from toolkit.planning.hardware import presets
 from toolkit.planning.table import plan
-from toolkit.planning.time.hardware import presets
 from toolkit.suggest.suggestion import Machine, suggest
 
 SECONDS = 60.0

@@ -38,8 +38,8 @@ MethodName = Annotated[
 HardwareName = Annotated[
     str | None,
     typer.Option(
-        help="Write the recipe for this hardware: a preset (`toolkit plan --list-hardware`), `calibrated`, or the path "
-        "of a profile. By default this machine's GPU; where there is none, h100_sxm with --gpus, and the CPU without.",
+        help="Write the recipe for this hardware: a preset (`toolkit plan --list-hardware`). By default this "
+        "machine's GPU; where there is none, h100_sxm with --gpus, and the CPU without.",
         rich_help_panel=MACHINE,
         autocompletion=complete_hardware,
     ),
@@ -114,7 +114,7 @@ def _machine_of_options(gpus: int | None, cpu: int | None, hardware: str | None)
     """Returns the machine that is named, or else this one."""
     import torch
 
-    from toolkit.planning.time.hardware import hardware_of, preset_of_device
+    from toolkit.planning.hardware import hardware_of, preset_of_device
     from toolkit.sharding.offload.host import host_gib_of_a_rank, multiplies_in_bf16
     from toolkit.suggest.suggestion import Machine
 
@@ -146,19 +146,12 @@ def _print_suggestion(found: Suggestion, file: Path) -> None:
         f"{setup.checkpoints}, micro-batch {setup.micro_batch_size} x {setup.accumulation}; "
         f"{row.need / GIB:.1f} of {found.machine.hardware.memory_bytes / GIB:.0f} GiB needed",
         *([f"parts: {describe_parts(found.parts)}"] if found.parts else []),
-        f"run: about {counted(found.num_steps, 'step')}, {_duration_text(found.num_steps * row.time.mid)} by the plan",
+        f"run: about {counted(found.num_steps, 'step')}",
         "next:",
         *(f"  {command}" for command in found.commands(str(file))),
     ]
     for line in lines:
         console.print(line, markup=False)
-
-
-def _duration_text(seconds: float) -> str:
-    for size, name in ((3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} seconds" if seconds >= 10 else "a few seconds"
 
 
 def _suggestion_as_json(found: Suggestion, file: Path) -> dict[str, Any]:
@@ -172,7 +165,6 @@ def _suggestion_as_json(found: Suggestion, file: Path) -> dict[str, Any]:
         "parts": {part: dataclasses.asdict(size) for part, size in found.parts.items()},
         "steps": found.num_steps,
         "need": found.row.need,
-        "step_seconds": found.row.time.mid,
         "recipe": found.draft.nested(),
         "reasons": {key: reason for key, reason in found.reasons.items() if reason},
         "commands": found.commands(str(file)),

@@ -25,7 +25,7 @@ from toolkit.paths import GIB, atomic_write
 
 if TYPE_CHECKING:
     from toolkit.cluster.job import Job
-    from toolkit.planning.time.hardware import Hardware
+    from toolkit.planning.hardware import Hardware
 
 SYSTEM = "Batch system"
 """Group of options in the help text."""
@@ -83,7 +83,7 @@ def job(
     loaded = load_recipe(arguments, recipe)
     from toolkit.cluster.checks import check_job, minutes_of, nodes_of
     from toolkit.cluster.job import FILES, SKY_NAMES, SUBMIT, Job
-    from toolkit.planning.time.hardware import hardware_of
+    from toolkit.planning.hardware import hardware_of
 
     if system not in FILES:
         raise BadInputError(f"--on: unknown {system!r}; allowed: {', '.join(FILES)}")
@@ -163,4 +163,4 @@ def _verdict(job: Job, hardware: Hardware) -> str:
         return f"plan: none ({first_line(error)})"
     row = found.asked
     need = f"{row.need / GIB:.1f} of {hardware.memory_bytes / GIB:.0f} GiB a GPU"
-    return f"plan: {row.setup.name} on {job.most} x {job.ranks}: {row.verdict}, {need}, {row.time.mid:.2g} s a step"
+    return f"plan: {row.setup.name} on {job.most} x {job.ranks}: {row.verdict}, {need}"

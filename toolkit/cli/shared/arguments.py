@@ -46,10 +46,10 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def complete_hardware(incomplete: str) -> list[str]:
-    """Presets of hardware, and profiles in files."""
-    from toolkit.planning.time.hardware import presets
+    """Presets of hardware."""
+    from toolkit.planning.hardware import presets
 
-    return _names_or_files([*presets(), "calibrated"], incomplete)
+    return [name for name in presets() if name.startswith(incomplete)]
 
 
 def complete_strategy(incomplete: str) -> list[str]:

@@ -1,16 +1,15 @@
-"""Shows a plan as a table, formulas with numbers, bars, or JSON."""
+"""Shows a plan as a table, formulas with numbers, or JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.errors import BadInputError, counted
+from toolkit.errors import counted
 from toolkit.model.part_sizes import describe_parts
 from toolkit.paths import GIB
 from toolkit.planning.launch import LaunchCommand
@@ -21,25 +20,12 @@ from toolkit.planning.table import Plan
 SHOWN = 24
 """Most rows of a table on the console."""
 
-FIRST_TO_GO = (
-    *("peak in", "bound by", "comm", "logits", "gathered", "grads", "params", "exchange s", "exchanged"),
-    *("sent", "host", "low to high", "acts", "state", "s/step"),
-)
+FIRST_TO_GO = (*("peak in", "comm", "logits", "gathered", "grads", "params", "exchanged", "host", "acts", "state"),)
 """Columns that a narrow terminal leaves out, in this order."""
 GAP = 2
 """Spaces between two columns."""
-WORDS = ("", "strategy", "checkpoints", "micro-batch", "bound by", "peak in")
+WORDS = ("", "strategy", "checkpoints", "micro-batch", "peak in")
 """Columns that are not figures."""
-
-COLORS = {
-    "parameters": "#4c72b0",
-    "optimizer": "#8172b3",
-    "gradients": "#dd8452",
-    "gathered": "#64b5cd",
-    "activations": "#55a868",
-    "logits": "#c44e52",
-    "communication": "#937860",
-}
 
 
 def gib(num_bytes: float) -> str:
@@ -79,11 +65,7 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
         uneven = f"peak {gib(plan.uneven_peak.total)} GiB on a rank whose experts get twice their even share of tokens"
         console.print(f"  experts: {uneven}", markup=False)
     for lever in plan.levers:
-        speed = lever.row.tokens_per_second[1] / asked.tokens_per_second[1]
-        console.print(
-            f"  {lever.change}: {gib(lever.row.need)} GiB needed, {speed:.0%} of the speed: {lever.row.verdict}",
-            markup=False,
-        )
+        console.print(f"  {lever.change}: {gib(lever.row.need)} GiB needed: {lever.row.verdict}", markup=False)
     if plan.recommended is None or launch is None:
         console.print(f"recommended: nothing: {plan.reason}", markup=False)
         return
@@ -119,8 +101,8 @@ def _plan_table(rows: Sequence[PlanRow], plan: Plan, width: int) -> Table:
     left_out = [name for name in cells[0] if name not in names]
     context = gib(CONTEXT_BYTES[plan.hardware.device_type])
     table.caption = (
-        "GiB: peak and what is in it, of one rank; host of one node; sent by one rank in a step. "
-        "tokens/s of all ranks. fits: "
+        "GiB: peak and what is in it, of one rank; host of one node; sent by one rank in a step, and between nodes by "
+        "one node. fits: "
         f"{HEADROOM['fits']} x peak + {context} GiB; tight: {HEADROOM['tight']} x peak + {context} GiB"
         + (f". Left out, {width} columns wide: {', '.join(left_out)}" if left_out else "")
     )
@@ -129,7 +111,7 @@ def _plan_table(rows: Sequence[PlanRow], plan: Plan, width: int) -> Table:
 
 def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
     """Returns the cells of a row, by column."""
-    setup, parts, speed = row.setup, row.peak.parts(), row.tokens_per_second
+    setup, parts = row.setup, row.peak.parts()
     return {
         "": f"{row.verdict}{'*' if row is plan.recommended else ''}",
         "strategy": setup.name,
@@ -146,10 +128,7 @@ def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
         "comm": gib(parts["communication"]),
         "host": gib(row.host_bytes) if row.host_bytes else "",
         "sent": gib(row.traffic.sent) if row.traffic.sent else "",
-        "s/step": f"{row.time.mid:.3g}",
-        "tokens/s": f"{speed[1]:,.0f}",
-        "low to high": f"{speed[0]:,.0f} {speed[2]:,.0f}",
-        "bound by": row.time.bound_by,
+        **({"between nodes": gib(row.between_nodes)} if plan.ranks > plan.hardware.devices_per_node else {}),
         "peak in": row.peak.moment,
     }
 
@@ -158,12 +137,8 @@ def _cells_of_shared_rows(row: PlanRow, plan: Plan) -> dict[str, str]:
     """Returns the ranks that share a row or cut matrices, and what a rank exchanges with them; empty if none do."""
     if all(other.traffic.sequence == other.setup.mesh.tensor == 1 for other in plan.rows):
         return {}
-    seconds = row.time.parts.exchange
-    return {
-        "sequence": str(row.traffic.sequence),
-        "exchanged": gib(row.traffic.exchanged + row.traffic.partial) if seconds else "",
-        "exchange s": f"{seconds:.3g}" if seconds else "",
-    }
+    exchanged = row.traffic.exchanged + row.traffic.partial
+    return {"sequence": str(row.traffic.sequence), "exchanged": gib(exchanged) if exchanged else ""}
 
 
 def _fitting_columns(cells: Sequence[dict[str, str]], width: int) -> list[str]:
@@ -212,16 +187,6 @@ def explain(console: Console, plan: Plan, row: PlanRow) -> None:
         f"  to the host {gib(row.traffic.device_to_host)} GiB, back {gib(row.traffic.host_to_device)} GiB"
         if setup.offload
         else "",
-        "",
-        "seconds of a step: each operator takes the larger of FLOPs / (peak x efficiency) and bytes / (bandwidth x "
-        "efficiency); what compute does not hide is added",
-        *(f"  {name.replace('_', ' ')}: {seconds:.4f}" for name, seconds in dataclasses.asdict(row.time.parts).items()),
-        f"  step: {row.time.low:.4f} to {row.time.high:.4f}, likely {row.time.mid:.4f}; busiest: {row.time.bound_by}",
-        f"hardware: {hardware.peak_flops} FLOP/s x {hardware.matmul_efficiency}; memory "
-        f"{hardware.memory_bandwidth / 1e9:.0f} GB/s x {hardware.memory_efficiency}; link "
-        f"{hardware.link_bandwidth / 1e9:.0f}, network {hardware.network_bandwidth / 1e9:.0f} a node, host link "
-        f"{hardware.host_link_bandwidth / 1e9:.0f}, host memory {hardware.host_memory_bandwidth / 1e9:.0f} GB/s "
-        f"x {hardware.transfer_efficiency}",
     ]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
@@ -232,7 +197,7 @@ def _largest_moments(row: PlanRow) -> list[Any]:
 
 
 def as_json(plan: Plan, launch: LaunchCommand | None) -> dict[str, Any]:
-    """Returns the whole plan as JSON, in bytes and seconds."""
+    """Returns the whole plan as JSON, in bytes."""
     return {
         "parameters": plan.num_parameters,
         "trained": plan.num_trained,
@@ -270,50 +235,9 @@ def row_as_json(row: PlanRow) -> dict[str, Any]:
         "host": row.host_bytes,
         "sent": row.traffic.sent,
         "exchanged": row.traffic.exchanged + row.traffic.partial,
-        "exchange_seconds": row.time.parts.exchange,
+        "between_nodes": row.between_nodes,
         "traffic": row.traffic.whole,
-        "step_seconds": [row.time.low, row.time.mid, row.time.high],
-        "tokens_per_second": list(row.tokens_per_second),
-        "bound_by": row.time.bound_by,
         "verdict": row.verdict,
         "problem": row.problem,
         "dealing": row.dealing,
     }
-
-
-def plot(plan: Plan, path: Path) -> None:
-    """Draws the fastest rows' peaks as bars, by what is in them.
-
-    Raises:
-        BadInputError: if the kind of file cannot be drawn, or the file cannot be written.
-    """
-    import matplotlib  # takes a second
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = plan.rows[:SHOWN]
-    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.32 * len(rows)))
-    left = [0.0] * len(rows)
-    for part, color in COLORS.items():
-        sizes = [row.peak.parts()[part] / GIB for row in rows]
-        axes.barh(range(len(rows)), sizes, left=left, color=color, label=part)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.axvline(plan.hardware.memory_bytes / GIB, color="black", linestyle="--", label="device")
-    labels = [
-        f"{row.setup.name}, {row.setup.checkpoints}, {row.setup.micro_batch_size} x {row.setup.accumulation}"
-        + _shared_rows_text(row.setup)
-        for row in rows
-    ]
-    axes.set_yticks(range(len(rows)), labels, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("peak of a rank (GiB)")
-    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.1))
-    try:
-        figure.savefig(path, bbox_inches="tight", dpi=150)
-    except (OSError, ValueError) as error:
-        raise BadInputError(
-            f"--plot: {str(path)!r} cannot be written: {error}; name a .png, .svg or .pdf file"
-        ) from error
-    finally:
-        pyplot.close(figure)

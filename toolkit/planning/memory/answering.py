@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.fake_tensors import FakeTensorMode
 from toolkit.planning.memory.fake import Ledger, give_parameters
-from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.apply import PRECISIONS
 
@@ -23,20 +21,16 @@ CACHES = ("past_key_values", "cache_params")
 
 @dataclass(frozen=True)
 class Answering:
-    """What a rank holds in addition to its weights while it writes a batch of answers (bytes), and what it computes.
+    """What a rank holds in addition to its weights while it writes a batch of answers (bytes).
 
     Attributes:
         cache: keys and values, or the states of recurrent layers, at the end of the answers; in an encoder-decoder
             also the encoder's states.
         peak: the most at once, including the cache.
-        first: the forward that fills the cache.
-        last: the forward of one further token, with the whole cache; without a cache, of all tokens.
     """
 
     cache: int
     peak: int
-    first: Work
-    last: Work
 
 
 def answering(workload: Workload, rows: int, prompt: int, answer: int, whole: bool) -> Answering:
@@ -52,28 +46,20 @@ def answering(workload: Workload, rows: int, prompt: int, answer: int, whole: bo
     dtype = PRECISIONS[workload.mixed_precision]
     casts = whole and dtype is not None
     # With the model's own attention, because prompts of a batch are padded and masked.
-    model, works = replace(workload, attention=None).model_copy().eval(), list[Counter[Operator]]()
-
-    def count(*call: Any) -> None:
-        if (operator := record(*call)) is not None:
-            works[-1][operator] += 1
-
-    ledger = Ledger(on_operator=count)
+    model, ledger = replace(workload, attention=None).model_copy().eval(), Ledger()
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         give_parameters(model, None if casts else dtype)
         for tensor in (*model.parameters(), *model.buffers()):
             ledger.see(tensor)
         before = ledger.current
-        base_of(model).register_forward_pre_hook(lambda *_: works.append(Counter()))
-        works.append(Counter())  # for what comes before the first forward
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=casts))
         stack.enter_context(ledger)
         ledger.restart()
         kept = _fill_cache(base_of(model), rows, prompt, answer)  # alive while it is counted
         torch.clear_autocast_cache()
-        found = Answering(ledger.current - before, ledger.peak - before, Work(works[1]), Work(works[-1]))
+        found = Answering(ledger.current - before, ledger.peak - before)
         del kept
         return found
 

@@ -33,6 +33,7 @@ __all__ = [
     "TorchDispatchMode",
     "autocast",
     "cuda_dropout",
+    "exchanged_bytes",
     "fake_ranks",
     "give_parameters",
     "host_copies",
@@ -142,6 +143,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         gc.enable()
         torch.UntypedStorage.resize_ = self._original  # type: ignore[method-assign]
+
+
+def exchanged_bytes(func: Any, args: Any, out: Any) -> int:
+    """Returns the bytes that a rank sends in an operator that stands for an exchange in a plan; 0 for all others."""
+    namespace, _, name = func.name().partition("::")
+    if namespace != "toolkit" or name not in ("planned_exchange", "planned_reduction"):
+        return 0
+    # All ranks get equal parts of an exchange. Around a ring a rank adds to all parts of a sum but its own.
+    whole, ranks = out if name == "planned_exchange" else args[0], args[1]
+    return int(whole.numel() * whole.element_size() * (ranks - 1) // ranks)
 
 
 def in_these_modes(act: Callable[[], Any]) -> Callable[[], Any]:

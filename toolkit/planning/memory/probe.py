@@ -12,8 +12,7 @@ Gradients are dropped when FSDP2 would reduce them, so that only activations are
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,10 +22,17 @@ from torch import nn
 
 from toolkit.model.structure.fake_tensors import FakeTensorMode
 from toolkit.objectives.teacher import teacher_units
-from toolkit.planning.memory.fake import Ledger, autocast, cuda_dropout, give_parameters, host_copies, tree_map_only
+from toolkit.planning.memory.fake import (
+    Ledger,
+    autocast,
+    cuda_dropout,
+    exchanged_bytes,
+    give_parameters,
+    host_copies,
+    tree_map_only,
+)
 from toolkit.planning.memory.known import known_batch
 from toolkit.planning.memory.recurrence import few_tokens
-from toolkit.planning.time.roofline import Operator, Work, record
 from toolkit.planning.workload.unit_shapes import head_unit
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
@@ -36,8 +42,6 @@ from toolkit.sharding.parallel.expert_parallel import shard_experts
 from toolkit.sharding.parallel.sequence_parallel import without_ranks
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.sharding.plan.units import owned_parameters, plan_units
-
-NO_WORK = Work()
 
 MomentKind = Literal["enter", "exit", "unshard", "reshard", "loss", "pre_backward", "post_backward", "end"]
 
@@ -52,7 +56,7 @@ class ProbeEvent:
         peak: the most since the moment before.
         gradients: bytes of the unit's gradients in the compute dtype, if they are dropped at this moment.
         host: the most bytes of checkpoints on the host since the moment before.
-        work: the operators since the moment before.
+        exchanged: bytes sent since the moment before to the ranks that share rows or experts, or cut matrices.
         to_come: by block, bytes that a micro-batch before this unit holds more than one after it.
     """
 
@@ -62,13 +66,13 @@ class ProbeEvent:
     peak: int
     gradients: int = 0
     host: int = 0
-    work: Work = NO_WORK
+    exchanged: int = 0
     to_come: int = 0
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The memory and the work of a micro-batch.
+    """The memory of a micro-batch, and what it exchanges.
 
     Attributes:
         events: in the order of the run: forward, `loss` at its end, then backward.
@@ -80,15 +84,10 @@ class Probe:
     buffers: int
     batch: int = 0
 
-    @functools.cached_property
-    def forward(self) -> Work:
-        """Operators up to the loss."""
-        return _sum_of_works(event.work for event in self.events[: self._loss + 1])
-
-    @functools.cached_property
-    def backward(self) -> Work:
-        """Operators after the loss, second forwards included."""
-        return _sum_of_works(event.work for event in self.events[self._loss + 1 :])
+    @property
+    def exchanged(self) -> int:
+        """Bytes that a rank sends to those that share its rows or experts, or cut its matrices."""
+        return sum(event.exchanged for event in self.events)
 
     @property
     def host_peak(self) -> int:
@@ -99,10 +98,6 @@ class Probe:
     def gathers_head(self) -> bool:
         """Whether the head of a teacher is gathered once more for the loss."""
         return any(event.kind == "unshard" for event in self.events)
-
-    @property
-    def _loss(self) -> int:
-        return next(i for i, event in enumerate(self.events) if event.kind == "loss")
 
 
 class Prober:
@@ -166,7 +161,7 @@ class Prober:
             stack.enter_context(host_copies(run.ledger))
             stack.enter_context(self._with_checkpoints(checkpointing))
             stack.enter_context(one_for_all_alike(run.count_as))
-            stack.enter_context(few_tokens(self._model, run.ledger, run.count_as))
+            stack.enter_context(few_tokens(self._model, run.ledger))
             run.start()
             batch = known_batch(stack, self._workload.batch(micro_batch_size), self._objective)
             buffers = run.see_inputs(batch)
@@ -238,8 +233,7 @@ class _Run:
         self._running: dict[int, set[int]] = {}
         self._in_backward: set[int] = set()
         self._handles: list[Any] = []
-        self._operators: Counter[Operator] = Counter()
-        self._base = self.batch_bytes = 0
+        self._base = self.batch_bytes = self._exchanged = 0
         self._times = 1
 
     def start(self) -> None:
@@ -302,15 +296,13 @@ class _Run:
                 parameter.grad = None
             gradients = level - (ledger.current - self._base)
             level -= gradients
-        self.events.append(ProbeEvent(kind, unit, level, peak, gradients, ledger.host_peak, Work(self._operators)))
-        self._operators = Counter()
+        self.events.append(ProbeEvent(kind, unit, level, peak, gradients, ledger.host_peak, self._exchanged))
+        self._exchanged = 0
         ledger.restart()
         ledger.host_peak = ledger.host
 
     def _on_operator(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        operator = record(func, args, kwargs, out)
-        if operator is not None:
-            self._operators[operator] += self._times
+        self._exchanged += exchanged_bytes(func, args, out) * self._times
 
     def count_as(self, times: int) -> None:
         """Makes each operator from now on count `times` times."""
@@ -435,13 +427,6 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _sum_of_works(works: Iterable[Work]) -> Work:
-    total: Counter[Operator] = Counter()
-    for work in works:
-        total.update(work.operators)
-    return Work(total)
-
-
 def _with_skipped_blocks(events: Sequence[ProbeEvent], stands_in: dict[int, int]) -> Iterator[ProbeEvent]:
     """Yields the events, with those of skipped blocks replaced by the ones of the block that they duplicate."""
     forward, backward = _costs(events)
@@ -462,7 +447,7 @@ def _with_skipped_blocks(events: Sequence[ProbeEvent], stands_in: dict[int, int]
             events[position - 1].level + offset + entered.peak,
             entered.gradients,
             event.host + host,
-            entered.work,
+            entered.exchanged,
         )
         offset += entered.change
         if like is not None and event.kind == "post_backward":
@@ -484,7 +469,7 @@ class _Cost:
     change: int
     gradients: int
     host: int
-    work: Work
+    exchanged: int
 
 
 def _costs(events: Sequence[ProbeEvent]) -> tuple[dict[int, _Cost], dict[int, _Cost]]:
@@ -496,7 +481,7 @@ def _costs(events: Sequence[ProbeEvent]) -> tuple[dict[int, _Cost], dict[int, _C
         if before.unit == event.unit and (before.kind, event.kind) in PAIRS:
             start = before.level
             change, peak = after.level - start, event.peak - start
-            cost = _Cost(event.level - start, peak, change, event.gradients, event.host - before.host, event.work)
+            cost = _Cost(event.level - start, peak, change, event.gradients, event.host - before.host, event.exchanged)
             (forward if event.kind == "exit" else backward)[event.unit] = cost
     return forward, backward
 

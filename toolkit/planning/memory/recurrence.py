@@ -2,7 +2,7 @@
 
 Without the kernel of `mamba_ssm`, the layers of Mamba, Falcon-Mamba, Jamba and Zamba loop over the tokens of a row.
 Each takes about 30 operators, and 15 ms of a probe. The first and the last tokens run. All between are alike: one of
-them runs, its operators count as often as there are tokens, and a tensor stands for what the others keep for backward.
+them runs, and a tensor stands for what the others keep for backward.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ ENDS = 4
 
 
 @contextmanager
-def few_tokens(model: nn.Module, ledger: Ledger, count_as: Callable[[int], None]) -> Iterator[None]:
+def few_tokens(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     """Runs few tokens in place of all inside the `with` block. For a plan, which reads no results.
 
     Args:
         ledger: open inside the `with` block.
-        count_as: called with the number of tokens that the next operators stand for.
     """
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     originals = {file: vars(file)[SCAN] for file in files if SCAN in vars(file)}
     for file, scan in originals.items():
-        setattr(file, SCAN, functools.partial(_scan, scan, _Between(ledger, count_as)))
+        setattr(file, SCAN, functools.partial(_scan, scan, ledger))
     try:
         yield
     finally:
@@ -45,56 +44,41 @@ def few_tokens(model: nn.Module, ledger: Ledger, count_as: Callable[[int], None]
             setattr(file, SCAN, scan)
 
 
-class _Between:
-    """Runs one token for `tokens` alike.
+def _run_one(step: Callable[[], torch.Tensor], tokens: int, ledger: Ledger) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs one token for `tokens` alike; returns its output (B, I), and the other tokens' outputs (B, I, `tokens` - 1).
 
-    Args:
-        ledger: tells how much memory a token keeps.
-        count_as: as `few_tokens` takes it.
+    Outputs stay until the scan returns, what backward needs until the backward of this step begins.
     """
-
-    def __init__(self, ledger: Ledger, count_as: Callable[[int], None]) -> None:
-        self._ledger, self.count_as = ledger, count_as
-
-    def run(self, step: Callable[[], torch.Tensor], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output (B, I) of a step, and the other tokens' outputs (B, I, `tokens` - 1).
-
-        Outputs stay until the scan returns, what backward needs until the backward of this step begins.
-        """
-        self.count_as(tokens)
-        before = self._ledger.current
-        output = step()
-        kept = self._ledger.current - before
-        self.count_as(1)
-        before = self._ledger.current
-        outputs = torch.empty_like(output)
-        size = self._ledger.current - before
-        outputs = torch.empty((tokens - 1) * size, dtype=torch.uint8, device=output.device).view(output.dtype)
-        outputs = outputs[: (tokens - 1) * output.numel()].view(*output.shape, -1)
-        # One element of it: a checkpoint compares shapes, and keeps nothing in its first forward.
-        states = torch.empty(max(1, (tokens - 1) * (kept - size)), dtype=torch.uint8, device=output.device)[:1]
-        return _Backward.apply(output, lambda: self.count_as(tokens), states), outputs  # type: ignore[no-untyped-call]
+    before = ledger.current
+    output = step()
+    kept = ledger.current - before
+    before = ledger.current
+    outputs = torch.empty_like(output)
+    size = ledger.current - before
+    outputs = torch.empty((tokens - 1) * size, dtype=torch.uint8, device=output.device).view(output.dtype)
+    outputs = outputs[: (tokens - 1) * output.numel()].view(*output.shape, -1)
+    # One element of it: a checkpoint compares shapes, and keeps nothing in its first forward.
+    states = torch.empty(max(1, (tokens - 1) * (kept - size)), dtype=torch.uint8, device=output.device)[:1]
+    return _Keep.apply(output, states), outputs  # type: ignore[no-untyped-call]
 
 
-class _Backward(torch.autograd.Function):
-    """Passes a tensor on, keeps others, and calls back when the gradient is there."""
+class _Keep(torch.autograd.Function):
+    """Passes a tensor on, and keeps another until the gradient is there."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, call: Callable[[], None], *kept: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
-        ctx.save_for_backward(*kept)
+    def forward(ctx: Any, output: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(kept)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        num_kept = len(ctx.saved_tensors)  # read: a checkpoint holds what is not
-        ctx.call()
-        return gradient, None, *([None] * num_kept)
+        _ = ctx.saved_tensors  # read: a checkpoint holds what is not
+        return gradient, None
 
 
 def _scan(
     scan: Callable[..., Any],
-    between: _Between,
+    ledger: Ledger,
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -124,9 +108,7 @@ def _scan(
         return output[:, :, 0]
 
     outputs = [step(index) for index in range(ENDS)]
-    # Backward comes to this token after those between.
-    outputs[-1] = _Backward.apply(outputs[-1], lambda: between.count_as(1))  # type: ignore[no-untyped-call]
-    output, like_it = between.run(functools.partial(step, ENDS), num_tokens - 2 * ENDS)
+    output, like_it = _run_one(functools.partial(step, ENDS), num_tokens - 2 * ENDS, ledger)
     outputs += [output, *(step(index) for index in range(num_tokens - ENDS, num_tokens))]
     # As costly as a stack of all.
     scanned = torch.cat([*(output[:, :, None] for output in outputs), like_it], dim=-1)

@@ -10,6 +10,13 @@ from toolkit.planning.memory.fake import GRANULE
 from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape
 from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients, frees_all_gradients_before_reducing
 
+COMPUTE_BYTES = {"no": None, "bf16": 2, "fp16": 2}
+"""Bytes of an element in the compute dtype, by mixed precision; None if each parameter keeps its own."""
+
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.03125, "adamw_4bit": 1.0625, "adamw_fp8": 2.03125, "muon": 8.0}
+"""State of a trainable element on the device: two moments, with torchao's float32 scales of blocks of 256, or of 128
+for 4 bits. muon keeps one moment of the blocks' matrices, half of this."""
+
 
 @dataclass(frozen=True)
 class MemoryLayout:

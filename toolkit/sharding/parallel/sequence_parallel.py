@@ -252,7 +252,7 @@ def _received(rows: torch.Tensor, ranks: int, received: int) -> torch.Tensor:
 
 @functools.cache
 def planned_operator(name: str, result_of: Callable[..., torch.Tensor]) -> Any:
-    """Returns the operator that stands for an exchange in a plan, under a name that `planning/time/roofline.py` counts.
+    """Returns the operator that stands for an exchange in a plan, under a name that `planning/memory/fake.py` counts.
 
     Args:
         result_of: returns a result of the exchange's shape, without values.

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from toolkit.errors import BadInputError
 from toolkit.planning.check import plan_run
+from toolkit.planning.hardware import presets
 from toolkit.planning.memory.answering import answering
 from toolkit.planning.memory.fake import Ledger
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
-from toolkit.planning.time.hardware import presets
 from toolkit.planning.workload.workload import Workload, workload_of_model
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
@@ -105,7 +105,7 @@ def test_the_cache_has_the_bytes_of_transformers_own(name: str, precision: str) 
     config = configured(name)
     workload = Workload(on_meta(config), None, None, precision, PROMPT + ANSWER)  # type: ignore[arg-type]
     planner = Planner(recipe_with(), workload, presets()["cpu"])
-    with planner._without_values():
+    with planner.model._without_values():
         found = answering(workload, ROWS, PROMPT, ANSWER, whole=False)
     cache, peak = written(config, torch.float32 if precision == "no" else torch.bfloat16)
     assert found.cache == cache

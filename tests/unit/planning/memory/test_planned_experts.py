@@ -10,12 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from toolkit.errors import BadInputError
 from toolkit.model.structure.fake_tensors import lacks_products
 from toolkit.paths import GIB
-from toolkit.planning.longest import longest_rows
+from toolkit.planning.hardware import presets
 from toolkit.planning.memory.fake import fake_ranks
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import asked_setup
 from toolkit.planning.table import plan
-from toolkit.planning.time.hardware import presets
 from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding import plan_units
@@ -59,7 +58,6 @@ def test_a_table_has_what_spread_experts_can_run_with() -> None:
     assert whole.uneven_peak is None
     gathered = whole.asked.traffic
     assert found.asked.traffic.all_gather < gathered.all_gather
-    assert found.asked.traffic.trainable == gathered.trainable
 
 
 @pytest.mark.slow
@@ -69,11 +67,6 @@ def test_tokens_go_to_experts_and_around_attention_where_rows_are_shared() -> No
     attention = 2 * 4 * tokens * width // 2  # queries, keys, values and outputs, each to one of two ranks
     sent_on = 4 * tokens * CHOSEN * width * 3 // 4
     assert found.exchanged == layers * (attention + sent_on) * 2
-
-
-def test_the_longest_row_is_not_sought_with_spread_experts() -> None:
-    with pytest.raises(BadInputError, match=r"--longest-row is not possible with sharding.experts; set .*=1"):
-        longest_rows(recipe(experts=2), presets()["h100_sxm"], 8, "bf16")
 
 
 def test_units_whose_state_is_offloaded_are_those_of_the_engine() -> None:
@@ -91,10 +84,10 @@ def test_units_whose_state_is_offloaded_are_those_of_the_engine() -> None:
         apply(model, units, zero3, mesh, "bf16", lambda: True, offload=offload, experts=grid)
         sizes = [unit.numel for unit in read_units(model)]
     held = list(itertools.takewhile(lambda total: 16 * total <= room * GIB, itertools.accumulate(sizes)))
-    residents = planner.residents(setup)
+    residents = planner.state.residents(setup)
     assert 2 < len(held) < len(sizes)
-    assert sorted(planner.units[i].trainable_numel(4) for i in residents) == sorted(sizes[: len(held)])
-    assert planner.rank_host_bytes(setup) == plan_host(sizes[len(held) :], 2, 4, 2 * 2).total
+    assert sorted(planner.model.units[i].trainable_numel(4) for i in residents) == sorted(sizes[: len(held)])
+    assert planner.state.of_rank(setup) == plan_host(sizes[len(held) :], 2, 4, 2 * 2).total
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fsdp2_trace import trace
 from support.images_by_hand import PLACE, Drawn, Row, random_rows, samples_of, seeing_model
 from transformers import AutoModelForImageTextToText
 
@@ -15,14 +16,13 @@ from toolkit.model.structure.fake_tensors import FakeTensorMode
 from toolkit.model.structure.model_parts import freeze_untrained
 from toolkit.model.structure.on_meta import build_on_meta
 from toolkit.objectives.causal_lm import CausalLM
+from toolkit.planning.hardware import presets
 from toolkit.planning.memory.known import KnownValues
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
-from toolkit.planning.memory.trace import trace
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
-from toolkit.planning.time.hardware import presets
 from toolkit.planning.workload.image_workload import with_images
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.planning.workload.workload import Workload

@@ -8,13 +8,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import pytest
+from support.fsdp2_trace import trace
 from support.planning_models import DECODERS, KINDS, workload
 from support.ranks import PRELOADED
 
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
-from toolkit.planning.memory.trace import trace
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.blocks.checkpointing import Checkpointing

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fsdp2_trace import trace
 from support.planning_models import batch_of, build, config_of
 from torch import nn
 
@@ -19,8 +20,7 @@ from toolkit.objectives.losses.divergence import Divergence
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
-from toolkit.planning.memory.trace import trace
-from toolkit.planning.time.traffic import PARTIAL, traffic, with_teacher
+from toolkit.planning.traffic import PARTIAL, traffic, with_teacher
 from toolkit.planning.workload.unit_shapes import teacher_shapes, unit_shapes
 from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.schema import AdapterSection

@@ -15,7 +15,7 @@ from toolkit.model.adapters.adapters import add_adapter, base_of, quantise
 from toolkit.model.structure.fake_tensors import grouped_products, lacks_products
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.state_bytes import MemoryLayout, held_unit, rounded
-from toolkit.planning.time.traffic import traffic
+from toolkit.planning.traffic import traffic
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.planning.workload.workload import Workload, workload_of
 from toolkit.recipe.recipe import Recipe

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.fsdp2_trace import trace
 from support.planning_models import batch_of, build, config_of, objective_of, workload
 from support.tiny import llama
 from torch import nn
@@ -25,9 +26,7 @@ from toolkit.optim.build import block_matrices, build_optimizer
 from toolkit.planning.memory.fake import Ledger, cuda_dropout
 from toolkit.planning.memory.probe import Probe, Prober
 from toolkit.planning.memory.replay import replay
-from toolkit.planning.memory.state_bytes import MemoryLayout, optimizer_bytes
-from toolkit.planning.memory.trace import trace
-from toolkit.planning.planner import OPTIMIZER_BYTES
+from toolkit.planning.memory.state_bytes import OPTIMIZER_BYTES, MemoryLayout, optimizer_bytes
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.planning.workload.workload import UNMASKED, Workload
 from toolkit.recipe.schema import OptimizerSection

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
+from support import fsdp2_trace as traces
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from toolkit.planning.memory import probe
-from toolkit.planning.memory import trace as traces
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout

@@ -1,8 +1,7 @@
 """Runs the real FSDP2 on a fake process group, to count what a rank would hold, byte by byte.
 
-It is slow (seconds to a minute) and exact. `toolkit plan --trace` checks a row with it, and the tests check
-the analytic planner. It runs the backend's own `apply` under FakeTensorMode, so it needs no GPU and
-works for any number of ranks.
+It is slow (seconds to a minute) and exact: what the planner is compared with. It runs the backend's own `apply` under
+FakeTensorMode, so it needs no GPU and works for any number of ranks.
 """
 
 from __future__ import annotations

@@ -19,13 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from toolkit.planning.workload.unit_shapes import UnitShape
 from toolkit.sharding.plan.strategy import MeshShape, Strategy
 from toolkit.sharding.plan.unit_plan import UnitKind
-
-HostExecutor = Literal["cpu_fused", "cpu_torch", "device_stream"]
 
 STATE_BYTES = 12
 """Master and two moments in float32 (B per parameter)."""
@@ -43,12 +40,11 @@ class OffloadPlan:
 
     Attributes:
         device_share: share of the trainable parameters whose state stays on the device.
-        during_backward: whether units are stepped as their gradients arrive (without clipping).
+        streams: whether the state on the host is stepped on the device, through which it streams.
     """
 
-    executor: HostExecutor = "cpu_fused"
     device_share: float = 0.0
-    during_backward: bool = False
+    streams: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,7 @@ class Traffic:
             all-gather's output, the others' input.
         calls: number of collectives by kind.
         forward_all_gather: the part of `whole` that forwards gather; backwards gather the rest.
-        gather_passes: forwards that gather.
-        reduce_passes: backwards that reduce-scatter.
-        first_gather: whole bytes that a pass gathers before its forward can begin.
-        last_reduce: whole bytes, before sharding, that a backward reduces when nothing is left to hide it.
-        edge_share: share of the trainable parameters in the root and the first unit, which are used first.
-        trainable: trainable parameters that this rank's optimizer steps, padding included.
         exchanged: bytes of activations that this rank sends to the ranks with which it shares rows or experts.
-        group: number of ranks that share them.
         partial: bytes that this rank sends in a ring to sum partial gradients in its tensor group.
         sequence: ranks that share a row.
     """
@@ -83,14 +72,7 @@ class Traffic:
     whole: dict[str, int] = field(hash=False)
     calls: dict[str, int] = field(hash=False)
     forward_all_gather: int
-    gather_passes: int
-    reduce_passes: int
-    first_gather: int
-    last_reduce: int
-    edge_share: float
-    trainable: int
     exchanged: int = 0
-    group: int = 1
     sequence: int = 1
     partial: int = 0
 
@@ -98,6 +80,25 @@ class Traffic:
     def sent(self) -> int:
         """Bytes that this rank sends to other ranks."""
         return self.all_gather + self.reduce_scatter + self.all_reduce + self.exchanged + self.partial
+
+    def between_nodes(self, mesh: MeshShape, devices_per_node: int) -> int:
+        """Returns the bytes of FSDP2's and DDP's collectives that a node sends to the others."""
+        per_node = max(1, devices_per_node // mesh.tensor)
+
+        def ring(num_bytes: int, ranks: int, local: int) -> int:
+            # Of n nodes each passes on (n - 1) / n of the whole, for each of the groups that begin on it.
+            nodes, groups = -(-ranks // local), max(1, min(mesh.shard * mesh.replicate, per_node) // local)
+            return num_bytes * (nodes - 1) * groups * mesh.tensor // nodes
+
+        # Shard groups are neighbours; a replica group has one rank of each.
+        shard, backward = min(mesh.shard, per_node), min(mesh.backward, per_node)
+        replica = max(1, min(mesh.replicate, per_node // mesh.shard))
+        in_backward = self.whole["all_gather"] - self.forward_all_gather
+        return (
+            ring(self.forward_all_gather + self.whole["reduce_scatter"], mesh.shard, shard)
+            + ring(in_backward, mesh.backward, backward)
+            + 2 * ring(self.whole["all_reduce"], mesh.replicate, replica)
+        )
 
 
 def traffic(
@@ -125,8 +126,7 @@ def traffic(
     sizes = [_sent_unit(unit, shard, compute_bytes) for unit in units]
     own = sum(unit.trainable // unit.num_shards for unit in sizes)
     moved = [unit for unit in sizes if unit.num_shards > 1]
-    trainable, reduced = sum(unit.trainable for unit in sizes), sum(unit.trainable for unit in moved)
-    edge = sum(unit.trainable for unit in _edge_units(sizes))
+    reduced = sum(unit.trainable for unit in moved)
     gathers = _gathers(moved, strategy, mesh, accumulation)
     backwards = accumulation if strategy.reduce_each_micro_batch else 1
     reduce_passes = backwards if moved else 0
@@ -139,9 +139,8 @@ def traffic(
     if mesh.tensor > 1:
         partial = [unit.partial_numel for unit in units if unit.partial_numel]
         whole[PARTIAL], calls[PARTIAL] = PARTIAL_BYTES * sum(partial) * backwards, len(partial) * backwards
-    is_reduced = shard * replicate > 1
     # A gradient that is reduced or summed over micro-batches is float32; otherwise it has backward's dtype.
-    is_summed = is_reduced or accumulation > 1 or any(unit.trains_float32 for unit in units)
+    is_summed = shard * replicate > 1 or accumulation > 1 or any(unit.trains_float32 for unit in units)
     weights = sum(p.shard_numel(shard) * p.gathered(compute_bytes) for unit in units for p in unit.trainable)
     to_device, to_host = _host_link(own, weights, 4 if is_summed else compute_bytes or 4, offload)
     return Traffic(
@@ -153,12 +152,6 @@ def traffic(
         whole=whole,
         calls=calls,
         forward_all_gather=gathers.forward,
-        gather_passes=gathers.passes,
-        reduce_passes=reduce_passes,
-        first_gather=sum(unit.gathered for unit in _edge_units(sizes)) if gathers.passes else 0,
-        last_reduce=reduce_bytes * edge if is_reduced else 0,
-        edge_share=edge / max(1, trainable),
-        trainable=own,
         partial=2 * whole.get(PARTIAL, 0) * (mesh.tensor - 1) // mesh.tensor,
     )
 
@@ -233,13 +226,11 @@ class _Gathers:
     """Bytes that the all-gathers of one optimizer step gather.
 
     Attributes:
-        passes: forwards that gather.
         sent: bytes that a rank sends in all of them.
     """
 
     forward: int
     backward: int
-    passes: int
     calls: int
     sent: int
 
@@ -253,7 +244,6 @@ def _gathers(units: Sequence[_SentUnit], strategy: Strategy, mesh: MeshShape, ac
     return _Gathers(
         forward=passes * sum(unit.gathered for unit in forward),
         backward=passes * sum(unit.gathered for unit in again),
-        passes=passes,
         calls=passes * (len(forward) + len(again)),
         sent=passes
         * (
@@ -324,6 +314,6 @@ def _host_link(trainable: int, weights: int, gradient: int, offload: OffloadPlan
         return 0, 0
     on_host = 1 - offload.device_share
     hosted = round(trainable * on_host)
-    if offload.executor == "device_stream":
+    if offload.streams:
         return (STATE_BYTES + gradient) * hosted, (STATE_BYTES + gradient) * hosted
     return round(weights * on_host), gradient * hosted

@@ -1,1 +1,0 @@
-"""Estimates the time and the traffic of a step before it runs."""
