@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "cpu_fused": {"executor": "cpu_fused"},
     "device_stream": {"executor": "device_stream"},
     "resident": {"executor": "cpu_torch", "device_state_gib": 1.0},
-    "auto": {"executor": "auto", "device_state_gib": "auto"},
+    "auto": {"executor": "auto"},
 }
 
 

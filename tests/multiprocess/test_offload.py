@@ -112,7 +112,6 @@ def compare_ways() -> dict[str, list[str]]:
     found = {
         "some on the device": differences(offloaded(case, device_state_gib=0.0005, delay=0.005), expected),
         "all on the device": differences(offloaded(case, device_state_gib=1.0), expected),
-        "auto on the device": differences(offloaded(case, device_state_gib="auto"), expected),
         "three threads": differences(offloaded(case, threads=3), expected),
         "during backward": differences(offloaded(unclipped, during_backward=True, delay=0.005), ordinary(unclipped)),
     }

@@ -495,7 +495,7 @@ def test_what_cannot_be_had_is_told_with_the_way_out() -> None:
         "dampening": "dampening=0",
         "kernel": "use cpu_torch or auto",
         "executor": "auto, cpu_torch, cpu_fused, device_stream",
-        "gib": "a number of GiB from 0 up, or auto",
+        "gib": "a number of GiB from 0 up",
         "subset": "pass model.parameters()",
         "norm": "only 2 is supported",
         "value": "use clip_grad_norm_",

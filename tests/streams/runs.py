@@ -277,12 +277,6 @@ def _load_optimizer(loop: Loop) -> None:
     loop.optimizer.load_state_dict(loop.kept[1])
 
 
-def _move(loop: Loop) -> None:
-    """What `device_state_gib: auto` does on a device, after the first steps."""
-    if loop.engine.state.hosted:
-        loop.engine._move_to_device(loop.engine.state.hosted[:2])
-
-
 def _average(loop: Loop) -> None:
     """Averages the weights, and evaluates with them."""
     averages = loop.averages or Ema(loop.model, 0.9)
@@ -303,7 +297,6 @@ AFTER_STEP = {
     "read the optimizer": _read_optimizer,
     "load the model": _load_model,
     "load the optimizer": _load_optimizer,
-    "move": _move,
     "unshard": _unshard,
     "average": _average,
 }

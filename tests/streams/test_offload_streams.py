@@ -64,7 +64,6 @@ WAYS = {
     "loaded model": Run(also="load the model"),
     "loaded optimizer": Run(also="load the optimizer"),
     "dropped gradients": Run(num_layers=1, also="discard"),
-    "moved to the device": Run(also="move"),
     "unshard": Run(num_ranks=1, also="unshard"),
     "by block": Run(BY_BLOCK, by_block=True),
     "by block, unclipped": Run(replace(BY_BLOCK, max_norm=None), during_backward=True, by_block=True, also="save"),
@@ -176,7 +175,6 @@ MUTATIONS = [
         Mutation("facade._connect_optimizer", "optimizer.register_state_dict_pre_hook(lambda _: engine.flush())"),
     ),
     (WAYS["loaded optimizer"], Mutation("facade._connect_optimizer", "engine.flush()\n        _load", "_load")),
-    (WAYS["moved to the device"], Mutation("engine.OffloadEngine._move_to_device", "self.flush()")),
     (
         replace(WAYS["checkpoint"], executor=None),
         Mutation("state._copy_to_host", '.to("cpu", copy=True)', '.to("cpu", copy=True, non_blocking=True)'),

@@ -27,7 +27,7 @@ from toolkit.sharding.fsdp2.gloo import before_reading_shards
 from toolkit.sharding.fsdp2.shards import local_tensor, shard_group, tensor_dim, tensor_group
 from toolkit.sharding.fsdp2.unused import UsedParameters
 from toolkit.sharding.offload.capture import Capture, wait_for_landing
-from toolkit.sharding.offload.executor_probe import choose, default_threads, make_executor
+from toolkit.sharding.offload.executor_choice import choose, default_threads, make_executor
 from toolkit.sharding.offload.executors import Executor, Resident, Staging, UnitStep
 from toolkit.sharding.offload.host import Slabs
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, read_units
@@ -37,12 +37,6 @@ from toolkit.sharding.offload.worker import Worker
 
 CHECK_SECONDS = 1.0
 """How often a wait for the worker checks that the worker is still alive."""
-
-MEASURED_STEPS = 2
-"""Steps after which `device_state_gib: auto` knows how much memory stays free."""
-
-DEVICE_SHARE = 0.9
-"""The share of the device's memory that `device_state_gib: auto` uses."""
 
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadEngine]] = weakref.WeakKeyDictionary()
 """Models whose state is offloaded -> their engines."""
@@ -73,7 +67,6 @@ class OffloadEngine:
         optimizer: the optimizer whose settings are read at every step.
         executor: the executor of the units that are not resident.
         reason: why this executor was chosen.
-        on_moved: called when state has moved to the device.
 
     Raises:
         BadInputError: if nothing is trainable, or the dtypes, the optimizer, the executor or the host's memory do not
@@ -92,7 +85,6 @@ class OffloadEngine:
         self.model = model
         self.optimizer = optimizer
         self.settings = settings
-        self.on_moved: Callable[[], None] = _do_nothing
         self._is_last = is_last_micro_batch
         units = read_units(model)
         if not units:
@@ -104,9 +96,7 @@ class OffloadEngine:
         self._device = _device_of(parameter)
         self._handle = getattr(torch, self._device.type)
         self.threads = settings.threads or default_threads(self._device)
-        self.executor, self.reason = choose(
-            settings.executor, optimizer, self._device, self.threads, max(unit.numel for unit in units)
-        )
+        self.executor, self.reason = choose(settings.executor, optimizer)
         # One rank reduces nothing: it gets the gradient of one backward, in the compute type if all parameters have it.
         types = {slot.parameter.dtype for unit in units for slot in unit.slots}
         exact = next(iter(types)) if len(types) == 1 and ranks.world_size() == 1 and not accumulates else torch.float32
@@ -115,7 +105,6 @@ class OffloadEngine:
         )
         self._seen: list[OffloadedUnit] = []
         self._clip: _Clip | None = None
-        self._num_steps = 0
         self._worker = Worker(self._device, self.threads)
         self._used = UsedParameters(model)
         self._agreed = False
@@ -234,9 +223,6 @@ class OffloadEngine:
             if unit.gradient is not None and unit.present:
                 self._submit_step(unit, settings, clip, after)
             unit.forget_gradient()
-        self._num_steps += 1
-        if self.settings.device_state_gib == "auto" and self._num_steps == MEASURED_STEPS:
-            self._fill_device()
 
     def discard(self) -> None:
         """Discards the gradients that no step has used."""
@@ -391,35 +377,6 @@ class OffloadEngine:
                 f"clip_grad_norm_: max_norm is {max_norm}, but the step is taken during backward, before the norm is "
                 "known; set during_backward=False"
             )
-
-    @torch.no_grad()
-    def _fill_device(self) -> None:
-        """Makes more units resident, as far as the peak memory of the first steps allows. Not on CPU ranks."""
-        if self._device.type == "cpu":
-            return  # device and host are one memory
-        _, total = self._handle.mem_get_info(self._device)
-        # Reserved, not allocated: the gaps of the allocator cannot be used for this.
-        room = int(DEVICE_SHARE * total) - self._handle.max_memory_reserved(self._device)
-        moved = []
-        for unit in self.state.hosted:
-            room -= self.state.device_bytes(unit)
-            if room < 0:
-                break
-            moved.append(unit)
-        if moved:
-            self._move_to_device(moved)
-
-    @torch.no_grad()
-    def _move_to_device(self, units: Sequence[OffloadedUnit]) -> None:
-        """Makes units resident and moves their state."""
-        # Otherwise the worker could step state in its old place after it has been copied.
-        self.flush()
-        for unit in units:
-            self.state.move_to_device(unit)
-            for slot in unit.slots:
-                slot.step = slot.step.to(self._device)
-        self._executors |= dict.fromkeys(units, Resident(self.optimizer, units, self._device))
-        self.on_moved()
 
 
 class _Clip:

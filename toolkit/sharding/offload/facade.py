@@ -24,8 +24,6 @@ from toolkit.sharding.offload.settings import counts_steps
 
 def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
     """Registers the hooks of model and optimizer, and replaces the accelerator's clipping by the engine's."""
-    # State that moves to the device gets new tensors; the optimizer would go on showing the old ones.
-    engine.on_moved = lambda: _show_state(engine)
     _connect_optimizer(engine)
     _connect_model(engine)
     # Accelerate's own clips the parameters' `.grad`, which are gone by then: it would return 0 and clip nothing.

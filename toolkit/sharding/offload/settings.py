@@ -20,9 +20,10 @@ class OffloadSettings:
 
     Attributes:
         executor: `cpu_torch` runs torch's fused optimizer on the host, `cpu_fused` runs our own one-pass kernel,
-            `device_stream` streams the state through the device, `auto` measures them and picks the fastest.
+            `device_stream` streams the state through the device. `auto` is `cpu_fused` where it can be built, and else
+            `cpu_torch`.
         device_state_gib: optimizer state that stays on the device of each rank (GiB). It is that of the root and the
-            first units, whose step has the least time to overlap. `auto` fills what the first two steps left free.
+            first units, whose step has the least time to overlap.
         threads: threads of the step on the host. None means the rank's share of the cores minus two.
         during_backward: whether to step each unit as its gradient arrives. Only without clipping, and a step with a
             gradient that is not finite can then not be skipped.
@@ -32,7 +33,7 @@ class OffloadSettings:
     """
 
     executor: ExecutorName = "auto"
-    device_state_gib: float | Literal["auto"] = 0.0
+    device_state_gib: float = 0.0
     threads: int | None = None
     during_backward: bool = False
 
@@ -41,8 +42,8 @@ class OffloadSettings:
             allowed = ", ".join(get_args(ExecutorName))
             raise BadInputError(f"offload executor: unknown {self.executor!r}; allowed: {allowed}")
         size = self.device_state_gib
-        if size != "auto" and not (isinstance(size, int | float) and math.isfinite(size) and size >= 0):
-            raise BadInputError(f"device_state_gib: {size!r}; allowed: a number of GiB from 0 up, or auto")
+        if not (isinstance(size, int | float) and math.isfinite(size) and size >= 0):
+            raise BadInputError(f"device_state_gib: {size!r}; allowed: a number of GiB from 0 up")
         if self.threads is not None and self.threads < 1:
             raise BadInputError(f"offload threads: {self.threads}; allowed: 1 or more, or unset")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
@@ -26,7 +25,7 @@ class OffloadedState:
         units: the units in the order of the forward.
         names: the optimizer's tensors, by torch's names.
         device: the device of resident units.
-        device_state_gib: GiB of state on the device, from the first unit on. `auto` starts with none.
+        device_state_gib: GiB of state on the device, from the first unit on.
         gradient_dtype: the dtype in which gradients arrive on the host.
         executor: decides what is pinned, and the staging.
 
@@ -45,7 +44,7 @@ class OffloadedState:
         units: Sequence[OffloadedUnit],
         names: tuple[str, ...],
         device: torch.device,
-        device_state_gib: float | Literal["auto"],
+        device_state_gib: float,
         gradient_dtype: torch.dtype,
         executor: str,
     ) -> None:
@@ -58,7 +57,7 @@ class OffloadedState:
         self._executor = executor
         self.slabs = Slabs()
         self._slots = {slot.name: (unit, slot) for unit in units for slot in unit.slots}
-        self._mark_residents(0 if device_state_gib == "auto" else int(device_state_gib * GIB))
+        self._mark_residents(int(device_state_gib * GIB))
         self.plan = self._plan_host_memory()
         # Before anything is taken: otherwise the system ends a process, and says nothing of what was missing.
         require_host_memory(self.plan)
@@ -96,23 +95,12 @@ class OffloadedState:
         """Returns the bytes of host memory that are allocated."""
         return self.slabs.nbytes
 
-    def device_bytes(self, unit: OffloadedUnit) -> int:
-        """Returns the bytes that a unit takes on the device: master, moments and gradient."""
-        return unit.numel * (4 * (1 + len(self._names)) + self._gradient_dtype.itemsize)
-
-    def move_to_device(self, unit: OffloadedUnit) -> None:
-        """Makes a unit resident and moves its state. Its host memory stays allocated until the end."""
-        master, moments = unit.master, unit.moments
-        self._place_on_device(unit)
-        unit.master.copy_(master)
-        for name, moment in moments.items():
-            unit.moments[name].copy_(moment)
-
     def _mark_residents(self, room: int) -> None:
         # From the front and without gaps: the forward comes to the first units soonest, so they have the least time to
         # hide in.
         for unit in self.units:
-            room -= self.device_bytes(unit)
+            # Master, moments and gradient.
+            room -= unit.numel * (4 * (1 + len(self._names)) + self._gradient_dtype.itemsize)
             if room < 0:
                 return
             unit.resident = True
@@ -155,17 +143,13 @@ class OffloadedState:
             unit.master, unit.landing = next(masters), next(landings)
             unit.moments = {name: next(slab) for name, slab in moments.items()}
         for unit in self.residents:
-            self._place_on_device(unit)
+            unit.master = torch.zeros(unit.numel, device=self.device)
+            unit.moments = {name: torch.zeros(unit.numel, device=self.device) for name in self._names}
+            unit.landing = torch.zeros(unit.numel, dtype=self._gradient_dtype, device=self.device)
         if self._staged_bytes:
             self.staging = list(self.slabs.cut([self._longest_numel] * STAGING_BUFFERS, self._compute_dtype, pin))
         if self._needs_scratch:
             (self.scratch,) = self.slabs.cut([self._longest_numel], torch.float32, pin=False)
-
-    def _place_on_device(self, unit: OffloadedUnit) -> None:
-        unit.resident = True
-        unit.master = torch.zeros(unit.numel, device=self.device)
-        unit.moments = {name: torch.zeros(unit.numel, device=self.device) for name in self._names}
-        unit.landing = torch.zeros(unit.numel, dtype=self._gradient_dtype, device=self.device)
 
 
 def require_types(units: Sequence[OffloadedUnit], mixed_precision: str) -> None:

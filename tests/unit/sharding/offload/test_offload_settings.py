@@ -10,13 +10,11 @@ from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.stages.accelerator import build_plugins, offload_of
 from toolkit.sharding.launched import STRATEGY_VARIABLE, resolve_offload, resolve_strategy
-from toolkit.sharding.offload import OffloadSettings, executors
-from toolkit.sharding.offload import executor_probe as probe
+from toolkit.sharding.offload import OffloadSettings
+from toolkit.sharding.offload import executor_choice as choice
 from toolkit.sharding.offload.host import HostPlan
 from toolkit.sharding.offload.settings import hyper_parameters, state_names
 from toolkit.sharding.plan.strategy import parse_strategy
-
-CPU = torch.device("cpu")
 
 
 def parameters() -> list[nn.Parameter]:
@@ -59,7 +57,7 @@ def test_details_without_offload_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(STRATEGY_VARIABLE, "zero3+offload")
     assert offload_of(recipe) == OffloadSettings(executor="cpu_torch")
     with pytest.raises(BadInputError, match=r"sharding.device_state_gib has no effect without offload"):
-        Recipe.load("quickstart", ["sharding.offload=none", "sharding.device_state_gib=auto"])
+        Recipe.load("quickstart", ["sharding.offload=none", "sharding.device_state_gib=1"])
 
 
 def test_without_clipping_the_step_is_taken_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,43 +95,22 @@ def test_hyper_parameters_are_a_copy() -> None:
     assert "params" not in settings
 
 
-def test_auto_measures_and_tells_why() -> None:
-    name, reason = probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1)
-    assert name in ("cpu_torch", "cpu_fused")
-    assert "parameters per second and rank: cpu_torch" in reason
-    assert "cpu_fused" in reason
-
-
-def test_auto_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"cpu_torch": 2.0, "cpu_fused": 1.0}
-    monkeypatch.setattr(probe, "_measure_rate", lambda name, *_: rates[name])
-    assert probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1)[0] == "cpu_torch"
-    rates["cpu_fused"] = 3.0
-    assert probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1)[0] == "cpu_fused"
-
-
-def test_auto_leaves_out_a_stream_whose_buffers_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"cpu_torch": 2.0, "cpu_fused": 1.0, "device_stream": 9.0}
-    monkeypatch.setattr(probe, "_measure_rate", lambda name, *_: rates[name])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 800))
-    optimizer, device = torch.optim.AdamW(parameters()), torch.device("cuda")
-    assert probe.choose("auto", optimizer, device, 1, longest=3)[0] == "device_stream"  # 96 of 100 bytes
-    assert probe.choose("auto", optimizer, device, 1, longest=4)[0] == "cpu_torch"
-    monkeypatch.setattr(executors, "STREAM_CHUNK", 3)
-    assert probe.choose("auto", optimizer, device, 1, longest=4)[0] == "device_stream"
-
-
-def test_without_the_kernel_torch_steps_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_compiler() -> None:
-        raise ToolkitError("there is no compiler")
-
-    monkeypatch.setattr(probe, "load_kernel", no_compiler)
-    assert probe.choose("auto", torch.optim.AdamW(parameters()), CPU, 1) == (
-        "cpu_torch",
-        "cpu_fused: there is no compiler",
-    )
+def test_auto_is_the_kernel_where_every_rank_can_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose host has no compiler makes all take torch's step; so does another optimizer."""
+    adamw = torch.optim.AdamW(parameters())
+    assert choice.choose("auto", adamw) == ("cpu_fused", "its kernel can be built here")
+    assert choice.choose("auto", torch.optim.SGD(parameters())) == ("cpu_torch", "cpu_fused: it steps AdamW, not SGD")
+    monkeypatch.setattr(choice.ranks, "gather_objects", lambda mine: [mine, "there is no compiler"])
+    assert choice.choose("auto", adamw) == ("cpu_torch", "cpu_fused: there is no compiler")
     with pytest.raises(BadInputError, match="there is no compiler; use cpu_torch or auto"):
-        probe.choose("cpu_fused", torch.optim.AdamW(parameters()), CPU, 1)
+        choice.choose("cpu_fused", adamw)
+
+    def no_compiler() -> None:
+        raise ToolkitError("found none")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(choice, "load_kernel", no_compiler)
+    assert choice.choose("auto", adamw) == ("cpu_torch", "cpu_fused: found none")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +121,7 @@ def test_threads_are_the_ranks_share_of_the_cores(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_host))
-    assert probe.default_threads(torch.device(device)) == expected
+    assert choice.default_threads(torch.device(device)) == expected
 
 
 def test_a_plan_is_readable() -> None:

@@ -64,16 +64,3 @@ def test_a_unit_of_which_nothing_is_stepped_has_an_optimizer_all_the_same() -> N
     inner = FlatOptimizer(torch.optim.AdamW([torch.ones(1)]), alone, alone.master, {})
     inner.step(UnitStep(alone, torch.ones(10), frozenset({0}), ({},), 1.0), torch.ones(10))
     assert alone.master.tolist() == [1.0] * 10
-
-
-def test_a_unit_takes_its_state_to_the_device_with_it() -> None:
-    found = state(0.0)
-    moved = found.units[0]
-    filled = [moved.master, *moved.moments.values()]
-    for number, tensor in enumerate(filled):
-        tensor.copy_(torch.arange(10.0) + number)
-    expected = [tensor.clone() for tensor in filled]
-    found.move_to_device(moved)
-    assert moved.resident
-    assert found.hosted == [found.units[1]]
-    assert all(map(torch.equal, [moved.master, *moved.moments.values()], expected))
