@@ -1,4 +1,4 @@
-"""What users of TRL, axolotl, LLaMA-Factory and ms-swift met, as small cases. docs/wall.md lists the threads.
+"""What users of TRL, axolotl, LLaMA-Factory and ms-swift met, as small cases. Each case names its thread.
 
 Each test names its thread first. What is right is written out, or a plain loop.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -30,7 +29,6 @@ from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ScheduleSection
 
-WALL = Path(__file__).parents[2] / "docs/wall.md"
 ASKED = {"role": "user", "content": "why"}
 PLAIN = {"instruction": "why", "output": "so"}
 MISTRAL = (
@@ -486,14 +484,3 @@ def test_an_end_inside_an_answer_is_told(read: Any) -> None:
         tokens,
     )
     assert notes(data) == {"an answer holds <|im_end|>, which ends it: the model learns to stop there": 1}
-
-
-def test_the_page_lists_these_threads() -> None:
-    """Each by its repository and number, and no other."""
-    named = {
-        match for text in Path(__file__).read_text().split('"""')[3::2] for match in re.findall(r"[\w-]+#\d+", text)
-    }
-    table = WALL.read_text().partition("## Threads tried")[2]
-    listed = set(re.findall(r"\[([\w-]+#\d+)\]\(https://github.com/", table))
-    assert named == listed
-    assert len(listed) >= 20
