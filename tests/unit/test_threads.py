@@ -1,4 +1,4 @@
-"""What users of TRL, axolotl, LLaMA-Factory and ms-swift met, as small cases. Each case names its thread.
+"""What users of TRL, axolotl, LLaMA-Factory and ms-swift met, as small cases.
 
 Each test names its thread first. What is right is written out, or a plain loop.
 """
