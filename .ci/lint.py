@@ -42,12 +42,11 @@ READS = {
     "generation": ["model", "pages"],
     "serving": ["checkpoint", "generation"],
     "supervise": ["checkpoint", "pages"],
-    "compare": ["run"],
     "run": ["supervise", "serving"],
     "verify": ["run"],
     "suggest": ["planning"],
     "cluster": ["planning"],
-    "cli": ["verify", "suggest", "cluster", "compare"],
+    "cli": ["verify", "suggest", "cluster"],
     "__main__": ["cli"],
     "__init__": ["cli"],
 }

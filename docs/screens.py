@@ -3,7 +3,7 @@
 python docs/screens.py --work /tmp/screens
 
 Trains `quickstart` twice on two CPU processes, with every tracker that is installed and has a local page (tensorboard,
-mlflow, trackio), which takes five minutes. A second call with the same folder takes the pictures alone.
+trackio), which takes five minutes. A second call with the same folder takes the pictures alone.
 """
 
 from __future__ import annotations
@@ -33,17 +33,9 @@ WIDTH, COLOURS = 1280, 64
 PAGES = {
     "report.png": ("outputs/quickstart/report.html", "h1", 1100),
     "data_page.png": ("outputs/quickstart/data_report.html", "#examples", 760),
-    "compare.png": ("compared.html", "h1", 1000),
     "samples.png": ("sampled/samples.html", "h1", 760),
 }
 """Picture -> page in the work folder, the element at its top, and its height (px)."""
-
-
-CLOSE_ASIDES = """
-document.querySelectorAll('[aria-label="Close"], .close-button').forEach((one) => one.click());
-null
-"""
-"""Closes what stands beside the figures: MLflow's assistant."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +53,20 @@ TRACKERS = {
         "/?darkMode=false&tagFilter=loss%7Crate%7Cperplexity%7Cnorm#timeseries",
         8,
     ),
-    "mlflow": Tracker(
-        (sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", "file:mlruns", "--port", "{port}"),
-        "/#/experiments/{mlflow}",
-        15,
-    ),
     "trackio": Tracker((sys.executable, "-c", "import trackio; trackio.show(project='support-bot')"), "/", 10),
 }
 
 
 def train(work: Path, trackers: list[str]) -> None:
-    """Leaves two runs, their comparison and sampled answers in the folder."""
+    """Leaves two runs, which the trackers have, and sampled answers in the folder."""
     toolkit = [sys.executable, "-m", "toolkit"]
-    settings = "{mlflow: {run_name: quickstart}, trackio: {name: quickstart}}"
     logging = [f"logging.trackers=[{', '.join(trackers)}]", "logging.project_name=support-bot"]
-    logging += [f"logging.tracker_settings={settings}"] if len(trackers) == 3 else []
+    logging += ["logging.tracker_settings.trackio.name={run}"] if "trackio" in trackers else []
     slower = ["training.output_dir=outputs/slower", "optimizer.learning_rate=5e-4", "training.num_epochs=3"]
     shutil.copy(ROOT / "recipes/data/requests_held_out.jsonl", work)
     for words in (
-        ["train", "quickstart", "--cpu", "2", *logging],
-        ["train", "quickstart", "--cpu", "2", *slower],
-        ["compare", "outputs/quickstart", "outputs/slower", "--to", "compared.html"],
+        ["train", "quickstart", "--cpu", "2", *(word.format(run="quickstart") for word in logging)],
+        ["train", "quickstart", "--cpu", "2", *slower, *(word.format(run="slower") for word in logging)],
         [
             "sample",
             "outputs/slower",
@@ -96,15 +81,11 @@ def train(work: Path, trackers: list[str]) -> None:
         ],
     ):
         subprocess.run([*toolkit, *words], cwd=work, env=environment(work), check=True)  # noqa: S603
-    for name in ("mlflow.user", "mlflow.source.git.*"):  # of this machine
-        for tag in work.glob(f"mlruns/*/*/tags/{name}"):
-            tag.unlink()
 
 
 def environment(work: Path) -> dict[str, str]:
-    local = {"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true", "TRACKIO_DIR": f"{work}/trackio"}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, **local, "PYTHONPATH": paths}
+    return {**os.environ, "TRACKIO_DIR": f"{work}/trackio", "PYTHONPATH": paths}
 
 
 @contextmanager
@@ -127,8 +108,7 @@ def served(tracker: Tracker, work: Path) -> Iterator[str]:
                 time.sleep(1)
         else:
             raise TimeoutError(f"{words}: no answer at {address}")
-        run = next((f"{run.parent.name}/runs/{run.name}" for run in work.glob("mlruns/*/*") if len(run.name) == 32), "")
-        yield address + tracker.address.format(mlflow=run)
+        yield address + tracker.address
     finally:
         os.killpg(server.pid, 15)
         server.wait()
@@ -159,8 +139,6 @@ def main() -> None:
             with served(TRACKERS[name], work) as address:
                 tab.show(address, WIDTH, dark=False)
                 time.sleep(TRACKERS[name].seconds)
-                tab.evaluate(CLOSE_ASIDES)
-                time.sleep(1)
                 keep(tab, f"{name}.png", 0, 900)
 
 

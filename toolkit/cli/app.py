@@ -14,7 +14,6 @@ import typer
 
 import toolkit
 from toolkit.cli.commands.checkpoints import checkpoints
-from toolkit.cli.commands.compare import compare
 from toolkit.cli.commands.configs import configs_app
 from toolkit.cli.commands.data import data
 from toolkit.cli.commands.doctor import doctor
@@ -104,7 +103,6 @@ COMMANDS: dict[str, dict[Any, str]] = {
     "Afterwards": {
         generate: "toolkit generate outputs/chat --prompt 'Who goes there?'",
         sample: "toolkit sample outputs/chat questions.jsonl --to sampled --samples 4",
-        compare: "toolkit compare outputs/chat outputs/second --to compared.html",
         merge: "toolkit merge outputs/lora --to merged --dtype bf16",
         export: "toolkit export outputs/chat --checkpoint 400 --to exported",
         reproduce: "toolkit reproduce outputs/chat/export --to again",

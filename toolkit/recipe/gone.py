@@ -22,7 +22,9 @@ GONE_KEYS = {
 }
 """Key, or `key=value` for a value that is gone. Keys of the items of a list stand without a number."""
 
-GONE_COMMANDS: dict[str, Gone] = {}
+GONE_COMMANDS = {
+    "compare": Gone("look at runs side by side in a tracker (logging.trackers; docs/trackers.md shows two)"),
+}
 
 _NO_SECONDS = "leave it out: a plan has bytes and no seconds"
 

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import test_compare_page as compared
 import test_data_page as data
 import test_run_page as run
 from support.browser import CHROMIUM, Browser, browser
 from support.html_page import HOSTILE
 
-from toolkit.compare.compare_page import render_comparison
 from toolkit.pages.data_page import render_data_page
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.pages.run_page import render_report
@@ -38,10 +36,6 @@ ROWS = [
     data.example((f"a question of row {row}, " * 9, False), ("its answer", True), row=f"chat.jsonl:{row}", split=split)
     for row, split in enumerate(["train"] * 60 + ["validation"] * 20)
 ]
-RUNS = [
-    compared.run("first", [3.0, 2.0, 1.0] * 20, answers={ASKED: ("fifteen", "{}")}),
-    compared.run("second_" + LONG[:60], [4.0, 3.5] * 20, answers={ASKED: ("{}", "{}")}, problems=["it is damaged"]),
-]
 SAMPLED = SampledPrompt("a.jsonl:1", ASKED, [(1.0, "yes", True), (None, LONG, False)])
 WHOLE = run.summary(LINES, side_by_side=SIDES, command=f"toolkit train {LONG}", doubts=["a doubt"])
 PAGES = {
@@ -50,7 +44,6 @@ PAGES = {
     "failed report": render_report(run.summary([], status=Status("failed", 0, 100, None, 1.7e9, 30, LONG))),
     "hostile report": render_report(run.summary(LINES, title=HOSTILE, sample=(HOSTILE, HOSTILE))),
     "data": render_data_page("rows", {**data.report(), "examples": ROWS}),
-    "comparison": render_comparison(RUNS, 1.7e9),
     "samples": render_samples("sampled", ["1 prompt"], [SAMPLED]),
 }
 

@@ -17,7 +17,7 @@ from toolkit.errors import BadInputError, ToolkitError, counted
 from toolkit.terminal import Terminal, clock, format_time
 
 if TYPE_CHECKING:
-    from toolkit.compare.compared import ComparedRun
+    from toolkit.run.folder.read_run import RunState
 
 STANDING_SECONDS = 30.0
 """From then on a rank counts as late here; the run itself waits for `training.stall_minutes`."""
@@ -28,14 +28,13 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
 
     Exit code 1 if it is neither: it says how the run ended, and where the same command resumes.
     """
-    from toolkit.checkpoint.manifest import latest
-    from toolkit.compare.read_runs import read_run
+    from toolkit.run.folder.read_run import read_run
     from toolkit.supervise.rank_status import COLUMNS, GONE_SECONDS, cells, late_ranks, read_statuses, verdict
 
     if not run.is_dir():
         raise BadInputError(f"{str(run)!r}: no such folder; name the training.output_dir of a run")
     ranks = read_statuses(run, time.time())
-    found = read_run(run.name, run, latest(run))
+    found = read_run(run)
     silent, gone = min((rank.silent_seconds for rank in ranks), default=0.0), None
     if silent > GONE_SECONDS and found.state == "finished":
         ranks = []  # killed behind its report: the run is done, and the next start clears these away
@@ -63,11 +62,9 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
         print(f"\n{told}")
 
 
-def _progress(found: ComparedRun) -> dict[str, Any]:
+def _progress(found: RunState) -> dict[str, Any]:
     """Returns how far a run is, as JSON values; null is unknown."""
-    from toolkit.compare.compared import step_of
-
-    step, pace = step_of(found), found.seconds_per_step
+    step, pace = found.step, found.seconds_per_step
     return {
         "state": found.state,
         "step": step,
@@ -82,7 +79,7 @@ def _progress(found: ComparedRun) -> dict[str, Any]:
     }
 
 
-def _print_progress(found: ComparedRun) -> None:
+def _print_progress(found: RunState) -> None:
     values = _progress(found)
     total = "" if found.num_steps is None else f" of {found.num_steps:,}"
     parts = [f"running: step {values['step']:,}{total}" if found.metrics else "running: before the first step"]
@@ -95,15 +92,14 @@ def _print_progress(found: ComparedRun) -> None:
     print(", ".join(parts))
 
 
-def _print_result(run: Path, found: ComparedRun) -> None:
+def _print_result(run: Path, found: RunState) -> None:
     """Prints the result of a run that is done, its folder, and what to do next."""
-    from toolkit.compare.compared import step_of
     from toolkit.run.shown.loss_warnings import doubts_of
 
     values = [record.get("loss") for record in found.evals]
     losses = [f"{loss:.4f}" for loss in (values[0], values[-1]) if loss is not None] if values else []
     held_out = f", held-out loss {' -> '.join(losses)}" if losses else ""
-    print(f"finished: {counted(step_of(found), 'step')}{held_out}")
+    print(f"finished: {counted(found.step, 'step')}{held_out}")
     for doubt in doubts_of(found.metrics, None):
         print(f"beware: {doubt}")
     print(f"report: {run / 'report.html'}")
@@ -113,7 +109,7 @@ def _print_result(run: Path, found: ComparedRun) -> None:
         print(f"next: {shlex.join(command)}")
 
 
-def _next_command(run: Path, found: ComparedRun) -> list[str] | None:
+def _next_command(run: Path, found: RunState) -> list[str] | None:
     """Returns what to do with a run that is done: to use its model, or to make one of a checkpoint, if there is one."""
     from toolkit.recipe.objectives.registry import SPECS
 
@@ -125,7 +121,7 @@ def _next_command(run: Path, found: ComparedRun) -> list[str] | None:
     return None if place is None else ["toolkit", "export", str(place), "--to", "FOLDER"]
 
 
-def _how_it_ended(run: Path, found: ComparedRun) -> str:
+def _how_it_ended(run: Path, found: RunState) -> str:
     """Says how a run ended that is neither under way nor done, and what the same command does."""
     stalled = f"; see where it stalled in {run / 'stall.txt'}" if (run / "stall.txt").exists() else ""
     if found.state == "unfinished" and not found.recipe:
@@ -147,12 +143,12 @@ _ENDED = {
 """State of a run that is neither under way nor done -> what happened."""
 
 
-def _after(found: ComparedRun) -> str:
+def _after(found: RunState) -> str:
     values = _progress(found)
     return f" after step {values['step']:,}" + ("" if found.num_steps is None else f" of {found.num_steps:,}")
 
 
-def _next_start(found: ComparedRun) -> str:
+def _next_start(found: RunState) -> str:
     """Says where the same command resumes."""
     if found.recipe.get("checkpoint.to") is not None:
         return f"run the same command to resume from the last checkpoint here or in {found.recipe['checkpoint.to']}"

@@ -1,1 +1,0 @@
-"""Reads finished and living runs, and sets them side by side on a page."""
