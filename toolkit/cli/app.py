@@ -24,7 +24,6 @@ from toolkit.cli.commands.job import job
 from toolkit.cli.commands.merge import merge
 from toolkit.cli.commands.plan import plan
 from toolkit.cli.commands.recipes import recipes_app
-from toolkit.cli.commands.reproduce import reproduce
 from toolkit.cli.commands.sample import sample
 from toolkit.cli.commands.schema import schema
 from toolkit.cli.commands.status import status
@@ -105,7 +104,6 @@ COMMANDS: dict[str, dict[Any, str]] = {
         sample: "toolkit sample outputs/chat questions.jsonl --to sampled --samples 4",
         merge: "toolkit merge outputs/lora --to merged --dtype bf16",
         export: "toolkit export outputs/chat --checkpoint 400 --to exported",
-        reproduce: "toolkit reproduce outputs/chat/export --to again",
     },
 }
 """Group of the list of commands -> command -> an example of it."""

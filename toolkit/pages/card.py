@@ -14,16 +14,15 @@ import yaml
 from toolkit.data.layouts.template_arguments import OF_ROW
 from toolkit.errors import listed
 from toolkit.pages.parts.run_metrics import samples_itself
-from toolkit.paths import is_file_source, source_name
-from toolkit.recipe.load import read_yaml, shipped_recipes
+from toolkit.paths import is_file_source, is_hub_name, source_name
+from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.yaml_values import yaml_text
 from toolkit.terminal import harmless
 
 CARD, CURVE = "README.md", "curve.png"
 
-AGAIN = "toolkit reproduce . --to ../again"
-"""Trains the export that the card describes once more; `training.json` beside the card names what it needs."""
+AGAIN = "`recipe.yaml` in this folder trains it once more; `training.json` has the hashes of what it was trained from."
 
 MAX_EVALUATIONS = 12
 """The most rows of the table of evaluations; of more, it has the first, the last and evenly spaced ones."""
@@ -62,7 +61,6 @@ def render_card(
     """Returns the card as Markdown. It names folders and files without their paths."""
     name = Path(recipe.training.output_dir).name
     base = _base_model_name(recipe)
-    again = f"`{AGAIN}` in this folder trains it once more and compares the weights, if you have its rows and models."
     about = f"{name}, fine-tuned from {base}." if base else f"{name}, trained from random weights."
     parts = [
         f"---\n{_header(recipe)}\n---\n",
@@ -73,7 +71,7 @@ def render_card(
         "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
         _evaluations(metrics),
         f"## Data\n\n{_data_table(data_report)}",
-        f"## Training\n\n{_table(['', ''], [[key, value] for key, value in facts.items()])}\n{again}\n",
+        f"## Training\n\n{_table(['', ''], [[key, value] for key, value in facts.items()])}\n{AGAIN}\n",
         f"## Versions\n\n{_table(['', ''], [[key, value] for key, value in versions.items()])}",
         f"## Recipe\n\n````yaml\n{recipe_for_readers(recipe)}````\n",
     ]
@@ -97,7 +95,7 @@ def _header(recipe: Recipe) -> str:
         "tags": ["finetune-toolkit", recipe.objective.kind, *(["lora"] if recipe.adapter.kind == "lora" else [])],
     }
     name = recipe.model.name_or_path
-    if name is not None and not Path(name).expanduser().exists():
+    if name is not None and is_hub_name(name):
         # Only a name on the hub: a folder means nothing elsewhere, and shows where the user keeps files.
         header["base_model"] = name
     hub = [source.path for source in recipe.data.train if not is_file_source(source.path)]
@@ -108,7 +106,7 @@ def _base_model_name(recipe: Recipe) -> str | None:
     name = recipe.model.name_or_path
     if name is None:
         return None
-    return Path(name).name if Path(name).expanduser().exists() else name
+    return name if is_hub_name(name) else Path(name).name
 
 
 def model_and_data(recipe: Recipe, class_name: str, is_done: bool = True) -> str:
@@ -169,30 +167,27 @@ def _plain(text: str) -> str:
 
 
 def recipe_for_readers(recipe: Recipe) -> str:
-    """Returns the resolved recipe without null fields, and with names of files instead of their paths here."""
-    values = yaml.safe_load(recipe.to_yaml())
-    for key in ("train", "validation"):
-        values["data"][key] = _source_names(values["data"].get(key))
-    for section, key in (
-        ("model", "name_or_path"),
-        ("model", "tokenizer"),
-        ("adapter", "start_from"),
-        ("objective", "teacher"),
-        ("objective", "loss"),
-        ("data", "cache_dir"),
-        ("data", "image_root"),
-        ("data", "map"),
-        ("answers", "file"),
-        ("answers", "score"),
-        ("training", "extensions"),
-        ("checkpoint", "to"),
-    ):
-        values[section][key] = _source_names(values[section].get(key))
-    values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
-    values["checkpoint"]["resume"] = _source_names(values["checkpoint"]["resume"])
-    values = _without_nulls(values)
+    """Returns the text of `published`."""
     # Nothing in the recipe may close the fence of four backticks around it.
-    return yaml_text(values, width=100).replace("````", "'''")
+    return yaml_text(published(recipe), width=100).replace("````", "'''")
+
+
+def published(recipe: Recipe) -> dict[str, Any]:
+    """Returns the settings that may leave this machine, without nulls.
+
+    Files and folders have their names alone, since paths show where a user keeps them. Trackers' settings are left out,
+    since a key may be among them.
+    """
+    values = yaml.safe_load(recipe.to_yaml())
+    for section, keys in (*NAMES_OF_FILES, *PLACES):
+        values[section] |= {key: _source_names(values[section].get(key)) for key in keys}
+    values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
+    del values["logging"]["tracker_settings"]
+    return _without_nulls(values)
+
+
+PLACES = (("data", ("cache_dir",)), ("checkpoint", ("to", "resume")))
+"""Section -> keys that name folders of the machine, besides those of `NAMES_OF_FILES`."""
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +203,7 @@ def _source_names(value: Any) -> Any:
     if isinstance(value, list):
         return [_source_names(item) for item in value]
     if isinstance(value, dict):
-        return {**value, "path": _source_names(value["path"])}
+        return value | {key: source_name(value[key]) for key in FILES_OF_ITEMS if isinstance(value.get(key), str)}
     return source_name(value) if isinstance(value, str) else value
 
 

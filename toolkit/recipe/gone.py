@@ -24,6 +24,7 @@ GONE_KEYS = {
 
 GONE_COMMANDS = {
     "compare": Gone("look at runs side by side in a tracker (logging.trackers; docs/trackers.md shows two)"),
+    "reproduce": Gone("train the export's recipe.yaml; docs/reliability.md says how to compare the weights"),
 }
 
 _NO_SECONDS = "leave it out: a plan has bytes and no seconds"

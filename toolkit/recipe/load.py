@@ -92,16 +92,20 @@ LOSSES = ("dpo", "ipo", "simpo", "orpo")
 """Values of `objective.loss` that name no file, though a folder may have such a name."""
 
 
+NAMES_OF_FILES = (
+    ("data", ("train", "validation", "map", "image_root")),
+    ("model", ("name_or_path", "tokenizer")),
+    ("adapter", ("start_from",)),
+    ("objective", ("teacher", "loss", "rewards")),
+    ("answers", ("file", "score")),
+    ("training", ("extensions",)),
+)
+"""Section -> keys that may name files."""
+
+
 def anchor_paths(values: dict[str, Any], folder: Path) -> None:
     """Makes relative files of a recipe relative to the recipe's folder, wherever the run is started from."""
-    for section, keys in (
-        ("data", ("train", "validation", "map", "image_root")),
-        ("model", ("name_or_path", "tokenizer")),
-        ("adapter", ("start_from",)),
-        ("objective", ("teacher", "loss", "rewards")),
-        ("answers", ("file", "score")),
-        ("training", ("extensions",)),
-    ):
+    for section, keys in NAMES_OF_FILES:
         fields = values.get(section)
         if not isinstance(fields, dict):
             continue

@@ -146,7 +146,9 @@ def _checkpoints_of(
     opened: OpenedRun, run: PreparedRun, metrics: Metrics, store: StorePath | None, heartbeat: Heartbeat
 ) -> RunCheckpoints:
     recipe, data, optimizer = opened.recipe, run.data, inner_optimizer(run.sharded.optimizer)
-    values, seed = recipe.model_dump(mode="json"), recipe.training.seed
+    # Checkpoints may go to a store, and trackers' settings may hold a key.
+    values = recipe.model_dump(mode="json", exclude={"logging": {"tracker_settings"}})
+    seed = recipe.training.seed
     named = ranks.on_first_rank(lambda: _named_files(recipe)) | run.code
     fit = run.fit
     identity = RunIdentity(

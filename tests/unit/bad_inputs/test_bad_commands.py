@@ -55,8 +55,6 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("export file:///nowhere --to out", "file:///nowhere"),
     ("export . --to out --max-shard-gib inf", "--max-shard-gib: found inf; allowed: a number greater than 0 and up to"),
     ("status nowhere", "nowhere"),
-    ("reproduce nowhere --to out", "training.json"),
-    ("reproduce nowhere --to .", "--to: '.' exists"),
     ("sample nowhere prompts.jsonl", "--to"),
     ("sample nowhere prompts.jsonl --to out", "PROMPTS: 'prompts.jsonl' cannot be read"),
     ("sample nowhere prompts.csv --to out", "PROMPTS: 'prompts.csv' is of an unknown kind"),

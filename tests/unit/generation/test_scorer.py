@@ -23,8 +23,6 @@ from toolkit.generation.text.complete import Completion
 from toolkit.generation.text.evaluation import evaluate, summary
 from toolkit.generation.text.rows import PromptRow, read_rows
 from toolkit.generation.text.scorer import Scorer, load_scorer
-from toolkit.recipe.recipe import Recipe
-from toolkit.run.folder.export_origin import Origin
 from toolkit.user_function import UserFunction
 
 SOURCE = """
@@ -164,36 +162,3 @@ def test_options_that_contradict_it_are_told(words: list[str], told: str) -> Non
     outcome = refusals.toolkit(*words)
     assert outcome.code == 2
     assert told in " ".join(outcome.told.split())
-
-
-def test_a_strangers_recipe_runs_no_code_unless_it_is_allowed(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipe = Recipe.load("quickstart", ["answers.file=asked.jsonl", f"answers.score={module}:length"])
-    export, marker = tmp_path / "run/export", tmp_path / f"{module}.imported"
-    export.mkdir(parents=True)
-    Origin(recipe.to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}, None, "0" * 64).write(export)
-    words = ["reproduce", "run/export", "--to", "again"]
-    refused = refusals.toolkit(*words)
-    assert refused.problems(f"answers.score ({module}:length)") == []
-    assert "add --trust-code" in refused.told
-    assert not marker.exists()
-    changed = refusals.toolkit(*words, "--trust-code")
-    assert changed.problems("answers.score") == []
-    assert "is not the one that" in " ".join(changed.told.split())
-    assert marker.exists()
-    Origin(
-        Recipe.load("quickstart", ["model.trust_remote_code=true"]).to_yaml(),
-        1,
-        "cpu",
-        "ddp",
-        "no",
-        "",
-        None,
-        None,
-        None,
-        {},
-    ).write(export)
-    assert refusals.toolkit(*words).problems("model.trust_remote_code (True)") == []
-    assert not (tmp_path / "again").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from support.texts import make_texts
 from support.tiny import save_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from toolkit.pages.card import draw_losses, write_card
+from toolkit.pages.card import draw_losses, recipe_for_readers, render_card, write_card
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.outcome import _how_to_use
+from toolkit.run.shown.trackers import config_of
 
 HOSTILE = "a\u202eb\x1b[2Jc\x9b1m\u2066"
 """Codes that turn the direction of text, and those of a terminal."""
@@ -44,6 +46,26 @@ def test_the_card_is_written_with_its_curve(tmp_path: Path) -> None:
     picture = imread(tmp_path / "curve.png")
     assert picture.shape[:2] == (384, 840)
     assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 10, "nothing is drawn"
+
+
+def test_neither_paths_nor_keys_are_published(tmp_path: Path) -> None:
+    """Every key that names files or folders has one of this machine, in the recipe, the card and the trackers."""
+    secret, wrong = "a-key-of-a-tracker", {}
+    for name, overrides in (
+        ("grpo", ["objective.rewards=[{name: a, score: IT/a.py:f}, {name: b, model: IT/b}]"]),
+        ("quickstart", ["objective.loss=IT/l.py:f", "data.validation=IT/v", "data.train=[{path: IT/a}, IT/b.csv]"]),
+        ("distill", ["objective.teacher=IT/t", "data.train=s3://bucketIT/a.jsonl"]),
+    ):
+        more = ["data.map=IT/m.py:f", "data.cache_dir=IT/c", "answers.file=IT/e.jsonl", "answers.score=IT/s.py:f"]
+        more += ["training.extensions=[IT/x.py:X]", "training.output_dir=IT/o", "checkpoint.resume=IT/r"]
+        more += ["checkpoint.to=file://IT/store", "model.name_or_path=IT/base", "model.tokenizer=IT/t"]
+        more += ["logging.trackers=[wandb]", f"logging.tracker_settings.wandb.api_key={secret}"]
+        recipe = Recipe.load(name, [one.replace("IT", str(tmp_path)) for one in [*overrides, *more]])
+        planned: Any = SimpleNamespace(room=1, peak_bytes=None)
+        texts = [recipe_for_readers(recipe), render_card(recipe, {}, [], {}, {}), str(config_of(recipe, planned, {}))]
+        wrong |= {(name, text): text for text in texts if str(tmp_path) in text or secret in text}
+        assert "x.py:X" in texts[0], "names stay"
+    assert not wrong
 
 
 @pytest.mark.parametrize("is_adapter", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.own_code import code_fact, identify_code, require_same_code
-from toolkit.run.folder.export_origin import Origin
 
 SOURCE = (
     "from pathlib import Path\n\nPath(__file__).with_suffix('.imported').touch()\n\n\ndef told(row):\n    return row\n"
@@ -54,24 +52,6 @@ def test_a_resumed_run_has_the_code_that_it_began_with(tmp_path: Path) -> None:
     ]
 
 
-def test_reproduce_runs_none_of_it_unless_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipe = recipe_of(tmp_path / "theirs.py")
-    export = tmp_path / "run/export"
-    export.mkdir(parents=True)
-    origin = Origin(recipe.to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}, code={"data.map": "0" * 64})
-    origin.write(export)
-    words = ["reproduce", "run/export", "--to", "again"]
-    refused = refusals.toolkit(*words)
-    assert refused.problems(f"data.map ({tmp_path}/theirs.py:told)") == []
-    assert not (tmp_path / "theirs.imported").exists()
-    trusted = refusals.toolkit(*words, "--trust-code")
-    assert trusted.problems("data.map") == []
-    assert f"is not the one that the run used (SHA-256 {'0' * 64})" in " ".join(trusted.told.split())
-    assert (tmp_path / "theirs.imported").exists()
-    assert json.loads((export / "training.json").read_text())["code"] == origin.code
-
-
 def test_a_reward_model_is_among_what_a_run_reads(tmp_path: Path) -> None:
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     config.num_labels = 1
@@ -102,11 +82,6 @@ def test_functions_that_reward_are_code_of_the_recipe(tmp_path: Path, monkeypatc
     recipe = Recipe.load("grpo", [rewards])
     digest = hashlib.sha256((tmp_path / "mine.py").read_bytes()).hexdigest()
     assert identify_code(recipe) == {"objective.rewards.share": digest}
-    export = tmp_path / "run/export"
-    export.mkdir(parents=True)
-    Origin(recipe.to_yaml(), 1, "cpu", "ddp", "no", "", None, None, None, {}, code={}).write(export)
-    refused = refusals.toolkit("reproduce", "run/export", "--to", "again")
-    assert refused.problems("objective.rewards.share (") == []
 
 
 def test_a_file_of_code_that_is_not_there_is_found_without_running_any(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.pages.card import model_and_data
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.folder.export_origin import own_command
+from toolkit.run.folder.origin import own_command
 
 ROOT = Path(__file__).parents[3]
 

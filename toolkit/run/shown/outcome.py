@@ -38,8 +38,8 @@ from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.paths import GIB, is_hub_name, read_foreign
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.folder.export_origin import origin_of, own_command
 from toolkit.run.folder.finished import write_finished
+from toolkit.run.folder.origin import own_command, write_origin
 from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.serving.servers import ADAPTER, adapter_problem, vllm_command
@@ -213,7 +213,7 @@ def write_pages(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resu
         report, versions = summary.data_report, summary.versions
         use = _how_to_use(result.export_dir, opened.recipe, base_of(run.inner).config)
         write_card(result.export_dir, opened.recipe, summary.facts, result.metrics, report, versions, *use)
-        origin_of(opened, run, versions).write(result.export_dir)
+        write_origin(result.export_dir, opened, run, versions)
     write_report(result.output_dir / REPORT, summary)
     write_finished(result.output_dir, result.export_dir)
 

@@ -14,9 +14,11 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 
 from toolkit.errors import BadInputError, first_line
+from toolkit.pages.card import published
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.paths import GIB, atomic_write
 from toolkit.planning.check import Planned
+from toolkit.recipe.load import dotted
 from toolkit.recipe.recipe import Recipe
 
 FILE = "trackers.json"
@@ -115,7 +117,7 @@ class Trackers:
                 self._try(tracker, lambda tracker=tracker: tracker.log(named, step=step))  # type: ignore[misc]
 
     def show(self, samples: Sequence[SideBySide], report: Path) -> None:
-        """Gives each tracker the recipe, the report, and what the model wrote behind held-out prompts."""
+        """Gives each tracker the report and what the model wrote behind held-out prompts."""
         for tracker in list(self._accelerator.trackers):
             if (give := SHOWN.get(tracker.name)) is not None:
                 self._try(
@@ -149,8 +151,8 @@ def last_steps(records: Path) -> dict[str, int]:
 
 
 def config_of(recipe: Recipe, planned: Planned, facts: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the recipe, the plan's figures and the facts of a run as plain values, which is what trackers take."""
-    values = {key: value for key, (value, _) in recipe.origins().items()}
+    """Returns the recipe as it may be published, the plan's figures and a run's facts, as the values of trackers."""
+    values = dotted(published(recipe))
     values |= {f"run/{name}": fact for name, fact in facts.items()}
     values["plan/room_gib"] = planned.room / GIB
     if planned.peak_bytes is not None:
@@ -200,23 +202,20 @@ def _to_wandb(tracker: Any, samples: Sequence[SideBySide], report: Path) -> None
     import wandb
 
     tracker.tracker.log(_rich(wandb, samples, report))
-    for file in (report, report.with_name("recipe.yaml")):
-        tracker.tracker.save(str(file), base_path=str(report.parent), policy="now")
+    tracker.tracker.save(str(report), base_path=str(report.parent), policy="now")
 
 
 def _to_trackio(tracker: Any, samples: Sequence[SideBySide], report: Path) -> None:
     import trackio
 
     tracker.tracker.log(_rich(trackio, samples, report))
-    for file in (report, report.with_name("recipe.yaml")):
-        trackio.log_artifact(file)
+    trackio.log_artifact(report)
 
 
 def _to_mlflow(tracker: Any, samples: Sequence[SideBySide], report: Path) -> None:
     import mlflow
 
-    for file in (report, report.with_name("recipe.yaml")):
-        tracker.log_artifact(str(file))
+    tracker.log_artifact(str(report))
     if samples:
         columns = zip(*rows_of(samples), strict=True)
         mlflow.log_table(dict(zip(COLUMNS, map(list, columns), strict=True)), "held_out.json")
@@ -228,7 +227,6 @@ def _to_tensorboard(tracker: Any, samples: Sequence[SideBySide], report: Path) -
     import numpy as np
 
     writer: Any = tracker.tracker
-    writer.add_text("recipe", f"```yaml\n{report.with_name('recipe.yaml').read_text(encoding='utf-8')}\n```")
     writer.add_text("report", str(report))
     for number, row in enumerate(rows_of(samples)):
         text = "\n\n".join(f"**{name}**\n\n```\n{value}\n```" for name, value in zip(COLUMNS, row, strict=True))
