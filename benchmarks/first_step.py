@@ -58,7 +58,6 @@ def commands(folder: Path) -> dict[str, list[str]]:
         f"training: {{output_dir: {folder / 'run'}, max_steps: 1, micro_batch_size: 1}}\n"
         "optimizer: {learning_rate: 2.0e-5}\n"
         "export: {enabled: false}\n"
-        "logging: {sample_prompt: null}\n"
     )
     script = folder / "by_trl.py"
     script.write_text(TRL)

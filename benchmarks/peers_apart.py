@@ -110,7 +110,7 @@ def of_toolkit(inputs: Path, packing: bool, lora: bool) -> dict[str, Any]:
         "schedule": {"kind": "constant"},
         "training": {"output_dir": "run", "num_epochs": EPOCHS, "micro_batch_size": BATCH},
         "export": {"enabled": False},
-        "logging": {"every_steps": 1, "sample_prompt": None},
+        "logging": {"every_steps": 1},
     }  # fmt: skip
 
 

@@ -32,11 +32,6 @@ FACTS = {
     "Then?": "all lay",
 }
 """Five of them: in batches of two, one of two ranks has none in the last round."""
-CHOICES = [
-    ("Who sang?", ["a fox", "the moon and the whole town", "bread"], "a fox"),
-    ("Then?", ["all lay", "a fox"], "all lay"),
-    ("What of?", ["it was high", "all lay"], "all lay"),
-]
 SCORES = """
 def equal(completion, row):
     return completion.strip() == row["messages"][-1]["content"]
@@ -132,12 +127,9 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
     # By the answers, which are those of the second evaluation as of the third, the first of the two is the best.
     kept = {"every_steps": 1, "keep_last": 1, "keep_best": True}
     training = {"max_steps": 4, "eval_every_steps": 1, "best_by": "answers", "patience": 2}
-    choices = {"file": str(folder / "choices.jsonl"), "batch_size": 2}
     meet()
     toolkit.finetune(
-        recipe_of(
-            folder, "chosen", checkpoint=kept, training=training, answers=choices, optimizer={"learning_rate": 1e-30}
-        )
+        recipe_of(folder, "chosen", checkpoint=kept, training=training, optimizer={"learning_rate": 1e-30})
     )
 
 
@@ -177,8 +169,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_chat_model(folder / "model")
     turns = (({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in FACTS.items())
     (folder / "facts.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
-    rows = [{"prompt": asked, "choices": choices, "answer": answer} for asked, choices, answer in CHOICES]
-    (folder / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "scores_of_a_test.py").write_text(SCORES)
     run_on_ranks(on_two_ranks, 2, folder, list(RUNS))
     return folder
@@ -279,19 +269,9 @@ def test_one_rank_has_the_curve_of_two(folder: Path) -> None:
     assert curve(folder / "alone") == curve(folder / "zero3")
 
 
-@torch.no_grad()
-def test_choices_are_taken_by_their_log_probability_and_decide_about_the_end(folder: Path) -> None:
-    tokenizer, model = loaded(folder / "chosen/export")
-    right = 0
-    for question, choices, answer in CHOICES:
-        scores = []
-        for choice in choices:
-            ids, whole = (tokenizer(asked(question) + text)["input_ids"] for text in ("", choice))
-            log_probabilities = model(input_ids=torch.tensor([whole])).logits[0].log_softmax(-1)
-            scores.append(sum(float(log_probabilities[n - 1, whole[n]]) for n in range(len(ids), len(whole))))
-        right += choices[scores.index(max(scores))] == answer
-    found = evaluations(folder / "chosen")
-    assert [line["answer_accuracy"] for line in found] == [right / len(CHOICES)] * 3, "and the patience was over"
+def test_answers_decide_about_the_end(folder: Path) -> None:
+    found = [line["answer_accuracy"] for line in evaluations(folder / "chosen")]
+    assert found == [by_hand(folder / "chosen/export")[0]] * 3, "and the patience was over"
     assert [path.name for path in sorted((folder / "chosen/checkpoints").iterdir())] == [
         "step_00000001",
         "step_00000002",

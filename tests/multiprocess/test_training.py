@@ -61,7 +61,7 @@ def runs(folder: Path, data: Path) -> dict[str, Any]:
         "epochs",
         data={"validation": str(folder / "held_out.jsonl"), "shuffle": True},
         training={"max_steps": None, "num_epochs": 1.5, "micro_batch_size": 3, "eval_every_steps": 4},
-        logging={"sample_prompt": "the king", "sample_max_new_tokens": 5, "trackers": ["tensorboard"]},
+        logging={"trackers": ["tensorboard"]},
         export={"max_shard_gib": 0.0001},
     )
     run("bf16", training={"mixed_precision": "bf16", "max_steps": 3}, export={"dtype": "bfloat16"})
@@ -167,7 +167,6 @@ def test_the_run_folder(results: list[dict[str, Any]], folder: Path) -> None:
     keys |= {"step_seconds", "peak_device_bytes", "peak_host_bytes", "mfu", "planned_peak_bytes"}
     assert set(next(line for line in lines if line["split"] == "train")) == keys
     page = (result.output_dir / "report.html").read_text()
-    assert result.sample.strip()[:5] in page or not result.sample.strip()
     assert "zero3" in page
     assert list(result.output_dir.rglob("events.out.tfevents*")), "the tracker got nothing"
 

@@ -32,7 +32,6 @@ OVERRIDES = (
     "training.eval_every_steps=null",
     "training.mixed_precision='no'",
     "data.max_validation_samples=8",
-    "logging.sample_prompt=null",
     # With 1e-8 AdamW makes whole steps of gradients that are rounding noise: norms then differ by 3e-6 between
     # AVX-512 and SSE; with 1e-4 by 3e-7.
     "optimizer.eps=1e-4",

@@ -23,12 +23,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.checkpoint.beside_weights.model_files import write_adapter_files, write_model_files
 from toolkit.data.images.images import limits_of
-from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import ExportError, counted, first_line, listed
 from toolkit.model.adapters.adapters import (
     base_name,
@@ -452,32 +451,3 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def _largest(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the largest absolute element, without a second tensor of that size; NaN if there is one."""
     return torch.stack(torch.aminmax(tensor)).abs().max()
-
-
-@torch.no_grad()
-def sample_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
-) -> str:
-    """Samples a continuation of `prompt`, or a target of an encoder-decoder, at temperature 0.8 and top-p 0.95."""
-    # `generate` refuses arguments that the model does not take, such as token types of a causal model.
-    encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    # Keep only the end tokens of the model's own settings: its beams or penalties would change the sampling.
-    plain = GenerationConfig.from_model_config(model.config)
-    plain.eos_token_id = model.generation_config.eos_token_id
-    model.generation_config = plain
-    # Forked: the sample must not move the run's own generators.
-    with (
-        ranks.all_cores(),
-        torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []),
-    ):
-        torch.manual_seed(seed)
-        tokens = model.generate(
-            **encoded,
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=0.8,
-            top_p=0.95,
-            pad_token_id=pad_id(tokenizer),
-        )
-    begins = 1 if model.config.is_encoder_decoder else encoded["input_ids"].shape[1]
-    return tokenizer.decode(tokens[0, begins:], skip_special_tokens=True)  # type: ignore[no-any-return]

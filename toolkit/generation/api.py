@@ -48,7 +48,7 @@ def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluat
 
     Args:
         source: as in `generate`.
-        file: rows with a prompt and an `answer`, and perhaps `choices`; with `score` no answer is needed.
+        file: rows with a prompt and an `answer`; with `score` no answer is needed.
         options: `strict`, `extract`, `numeric`, `structured`, `score`, `raw`, `system`, `max_new_tokens`, `batch_size`,
             `dtype`, `device`, as the command's options of these names.
 

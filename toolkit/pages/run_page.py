@@ -57,7 +57,6 @@ class RunSummary:
     units: list[dict[str, Any]]  # rows of name, class_name, count, num_parameters, num_bytes
     facts: dict[str, str]  # strategy, ranks, precision, parameters, duration
     versions: dict[str, str]
-    sample: tuple[str, str] | None  # prompt, continuation
     side_by_side: Sequence[SideBySide] = ()
     sampled: tuple[int, Sequence[SampledPrompt]] | None = None  # a step, and some of its own samples with rewards
     doubts: Sequence[str] = ()  # warnings about the losses

@@ -261,9 +261,6 @@ COMBINATIONS = (
         "set answers.every_evaluations=1",
     ),
     # Adapters and the export
-    Combination(
-        ("sample of the export", "no export"), DEFINITION, "as the sample is made from the export", _REMOVE_ONE
-    ),
     _idle("merged export", "no adapters", "", "remove it, or set adapter.kind=lora"),
     Combination(
         ("added tokens", "adapters unmerged"),

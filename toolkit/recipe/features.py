@@ -205,13 +205,12 @@ FEATURES = {
     "no answers": _feature_without("answers.file"),
     "answers at some evaluations": _feature_of_fields("answers.every_evaluations above 1"),
     "held-out samples": _feature_of_fields("logging.held_out_samples"),
-    "sample of the export": _feature_of_fields("logging.sample_prompt"),
     "export": Feature("the export", lambda settings: "export.enabled: false" not in settings.given),
     "no export": _feature_of_fields("export.enabled: false"),
     "merged export": _feature_of_fields("export.merge"),
     "added tokens": _feature_of_fields("model.add_tokens"),
     "random weights": _feature_of_fields("model.config"),
     "started adapter": _feature_of_fields("adapter.start_from"),
-    "samples": _feature_of_fields("logging.held_out_samples", "logging.sample_prompt"),
+    "samples": _feature_of_fields("logging.held_out_samples"),
 }
 """Name in the docs -> the feature."""

@@ -213,8 +213,6 @@ def _is_conditional(section: Section, name: str) -> bool:
         return name != "kind" and section.kind == "none"
     if isinstance(section, AnswersSection):
         return name != "file" and section.file is None
-    if isinstance(section, LoggingSection):
-        return name == "sample_max_new_tokens" and section.sample_prompt is None
     return isinstance(section, ExportSection) and name != "enabled" and not section.enabled
 
 
@@ -287,7 +285,6 @@ def _fields_set(recipe: Recipe) -> frozenset[str]:
         "export.enabled: false": not recipe.export.enabled,
         "export.merge": recipe.export.merge,
         "logging.held_out_samples": bool(logging.held_out_samples),
-        "logging.sample_prompt": logging.sample_prompt is not None,
         **{key: getattr(recipe.sharding, key.partition(".")[2]) is not None for key in OFFLOAD_SETTINGS},
     }
     return frozenset(key for key, is_set in is_given.items() if is_set)

@@ -866,8 +866,6 @@ class LoggingSection(Section):
         description="Start each tracker with these settings, as its own start takes them: `{wandb: {entity: me, name: "
         "first, tags: [sft]}}`.",
     )
-    sample_prompt: str | None = Field(None, description="Print a continuation of this prompt at the end; null: none.")
-    sample_max_new_tokens: PositiveInt = Field(80, description="Stop that continuation after N tokens.")
     held_out_samples: int = Field(
         0,
         ge=0,
@@ -882,8 +880,6 @@ class LoggingSection(Section):
                 f"logging.tracker_settings.{idle[0]} has no effect without {idle[0]} in logging.trackers; add it "
                 "there, or remove the settings"
             )
-        if self.sample_prompt is None and "sample_max_new_tokens" in self.model_fields_set:
-            raise contradiction("logging.sample_max_new_tokens has no effect without logging.sample_prompt; remove it")
         return self
 
 

@@ -123,10 +123,10 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
                 heartbeat.enter_phase(Phase.RESTORE)
             fitted = fit(opened, run, found, store, heartbeat, live, facts)
             heartbeat.enter_phase(Phase.EXPORT)
-            export_dir, difference, sample = export_model(opened, run, heartbeat)
+            export_dir, difference = export_model(opened, run, heartbeat)
             seconds = time.perf_counter() - started
             guess = uniform_guess(run.objective, run.inner, opened.recipe.objective.class_weights)
-            result = result_of(output_dir, fitted.records, export_dir, difference, sample, seconds, guess)
+            result = result_of(output_dir, fitted.records, export_dir, difference, seconds, guess)
             pages = functools.partial(write_pages, opened, run, facts, result)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn, heartbeat.wait))
             fitted.trackers.show(run.shown.side_by_side, output_dir / REPORT)

@@ -69,7 +69,6 @@ export.push_to_hub: name | a/b/c
 logging.every_steps: 0 | 9999999999999999999
 logging.held_out_samples: -1
 logging.project_name: "\\0"
-logging.sample_max_new_tokens: 0
 logging.trackers: wandb | [weights]
 max_steps: 3
 model: llama

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from toolkit import Recipe, finetune
 from toolkit.checkpoint.beside_weights.model_files import write_model_files
 from toolkit.checkpoint.consolidate import MODEL_FILES, export_run
-from toolkit.checkpoint.export import reload, sample_text
 from toolkit.errors import ExportError
 from toolkit.model.load import load
 from toolkit.recipe.schema import ModelSection
@@ -101,14 +100,3 @@ def test_a_run_and_the_export_of_its_checkpoint_keep_them(base: Path, tmp_path: 
     with pytest.raises(ExportError, match=r"config\.json: hidden_act is missing"):
         export_run(tmp_path / "out", to=tmp_path / "lost")
     assert not (tmp_path / "lost").exists()
-
-
-def test_samples_are_drawn_as_ever(base: Path) -> None:
-    tokenizer, cpu = AutoTokenizer.from_pretrained(base), torch.device("cpu")
-
-    def sample() -> str:
-        return sample_text(reload(base, cpu, torch.float32), tokenizer, "the king", 12, 3)
-
-    before = sample()
-    give(base, {"eos_token_id": 0, "do_sample": True, "top_k": 1, "repetition_penalty": 9.0, "num_beams": 3})
-    assert sample() == before

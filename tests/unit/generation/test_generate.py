@@ -21,24 +21,21 @@ import torch
 from support.chat_templates import CHAT_TEMPLATES, LLAMA_31, MISTRAL_V1, ZEPHYR, ChatTemplate, tokenizer_for
 from support.texts import make_texts
 from support.tiny import llama, save_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import decoders
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
     RwkvConfig,
     RwkvForCausalLM,
 )
 
 from toolkit.cli.app import main
-from toolkit.data.templates.chat import render
 from toolkit.data.templates.stops import turn_ends
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError, ToolkitError
-from toolkit.generation.text.choices import encode_choices, log_probabilities
 from toolkit.generation.text.command import converse
 from toolkit.generation.text.complete import (
     CONTEXT,
@@ -49,11 +46,10 @@ from toolkit.generation.text.complete import (
     _room_of,
     _TextStreamer,
     complete,
-    encode_continuation,
     encode_prompt,
     stream,
 )
-from toolkit.generation.text.evaluation import Comparison, choose, evaluate, summary
+from toolkit.generation.text.evaluation import Comparison, evaluate, summary
 from toolkit.generation.text.load import Loaded, find_model, load_model, stop_tokens
 from toolkit.generation.text.options import Sampling
 from toolkit.generation.text.rows import PromptRow, answers_of, completions, encode_rows, read_rows
@@ -259,23 +255,6 @@ def test_the_begin_of_text_token_comes_once(template: ChatTemplate) -> None:
 def test_tokens_that_the_model_does_not_know_are_told() -> None:
     with pytest.raises(BadInputError, match="use the tokenizer that belongs to the model"):
         encode_prompt(stub(tokenizer_for(LLAMA_31), rows=20), "the king")
-
-
-@pytest.mark.parametrize("scheme", ["always", "first"])
-def test_a_choice_behind_a_template_has_the_tokens_of_training(scheme: str) -> None:
-    """The tokenizer puts a space before a text, and would before a choice that is encoded alone."""
-    words = [("<unk>", 0.0), ("</s>", 0.0), *((sign, -5.0) for sign in "▁abcdefghilnoprstuwPR:\n#.,IAkqm")]
-    made = Tokenizer(models.Unigram([*words, ("Paris", -2.0), ("▁Paris", -2.0)], 0))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
-    use_template(tokenizer, "alpaca")
-    turns = [{"role": "user", "content": "capital"}, {"role": "assistant", "content": "Paris"}]
-    text = "".join(render(tokenizer, turns, None, "assistant").text)
-    trained = tokenizer(text, add_special_tokens=False)["input_ids"]
-    prompt, choice = encode_continuation(stub(tokenizer), "capital", "Paris")
-    assert choice == [tokenizer.convert_tokens_to_ids("Paris")]
-    expected = [*prompt, *choice, tokenizer.eos_token_id]
-    assert trained[: len(expected)] == expected
 
 
 # ---- the end ----
@@ -527,40 +506,7 @@ def test_the_last_number_of_a_text() -> None:
         assert Comparison(numeric=True).of_completion(text) == Decimal(number), text[:50]
 
 
-def test_choices_are_scored_by_their_log_probability(chat: Path, plain: Path, tmp_path: Path, command: Command) -> None:
-    rows = [
-        {"prompt": "Who sang?", "choices": ["A fox", "An owl, and then a fox"], "answer": 0},
-        {"prompt": "Who sang?", "choices": ["An owl", "A fox"], "answer": "An owl"},
-    ]
-    file = write_rows(tmp_path / "rows.jsonl", *rows)
-    found = json.loads(command(chat, "--eval", file, "--json", "--batch-size", 1)[1])
-    assert (found["exact"], found["mismatches"][0]["completion"]) == (1, "A fox")
-
-    # Plain text, against a loop over the tokens.
-    loaded = load_model(str(plain))
-    row = PromptRow("f:1", "the king", "the king", answers=(" and",), choices=(" and the queen", " sang"))
-    encoded = encode_choices(loaded, [row], "--eval", None, raw=True)
-    scores = next(log_probabilities(loaded, encoded, 8))
-    for (ids, count, _), score in zip(encoded[0], scores, strict=True):
-        logits = loaded.model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        by_hand = sum(logits[place - 1, ids[place]].item() for place in range(len(ids) - count, len(ids)))
-        assert score == pytest.approx(by_hand, rel=1e-5)
-        assert loaded.tokenizer.decode(ids[-count:]) in (" and the queen", " sang")
-    longer = [-8.0, -7.0]  # 14 and 5 bytes: the first is likelier per byte
-    found_by_hand = choose([replace(row, answers=(" and the queen",))], [longer])
-    assert (found_by_hand.exact, found_by_hand.normalised) == (0, 1)
-
-
 UNFIT: list[tuple[list[dict[str, Any]], list[str], str]] = [
-    ([{"prompt": "?", "choices": ["a"], "answer": 0}], [], "a list of at least two texts"),
-    ([{"prompt": "?", "choices": ["a", "b"], "answer": 2}], [], "2 is no place among 2 choices"),
-    ([{"prompt": "?", "choices": ["a", "b"], "answer": "c"}], [], "'c' is none of the choices"),
-    ([{"prompt": "?", "choices": ["a", "b"], "answer": "a"}, {"prompt": "?", "answer": "a"}], [], "has no choices"),
-    (
-        [{"prompt": "?", "choices": ["a", "b"], "answer": "a"}],
-        ["--numeric"],
-        "--numeric has no effect on rows",
-    ),
     ([{"prompt": "?", "answer": "four"}], ["--numeric"], "rows.jsonl:1 holds no number"),
     ([{"prompt": "?", "answer": "four"}], ["--structured"], "rows.jsonl:1 is not JSON; leave --structured out"),
     ([{"prompt": "?", "answer": "four"}], ["--numeric", "--strict"], "compared as numbers; leave --strict out"),
@@ -762,10 +708,10 @@ BAD_ROWS = [
     ("--eval", '{"prompt": "a", "completion": []}', "answer is missing"),
     ("--eval", '{"prompt": "a", "completion": "b", "label": false}', "its completion is labelled false"),
     ("--eval", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
+    ("--eval", '{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "it has choices, which lm-evaluation-harness"),
     ("--eval", '{"prompt": "a", "answer": true}', "answer: true is no text; write it in quotes"),
     ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
     ("--eval", '{"prompt": "a", "answer": "b\\ud800"}', "answer contains half a character"),
-    ("--eval", '{"prompt": "a", "choices": ["b\\ud800", "c"], "answer": 1}', "a choice contains half a character"),
     ("--eval", '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}', "messages need a chat template"),
     ("--eval", '{"prompt": "' + "king" * 90 + '", "answer": "b"}', "the prompt's 90 tokens leave no room"),
 ]
@@ -829,9 +775,9 @@ def test_rows_bring_arguments_of_the_template(chat: Path, tmp_path: Path) -> Non
 
 def test_columns_of_null_are_skipped(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}]
-    row = {"prompt": None, "messages": messages, "question": None, "choices": None, "answer": "b"}
+    row = {"prompt": None, "messages": messages, "question": None, "answer": "b"}
     found = read_rows(write_rows(tmp_path / "rows.jsonl", row), "--eval", True)[0]
-    assert (found.prompt, found.answers, found.choices) == (messages, ("b",), ())
+    assert (found.prompt, found.answers) == (messages, ("b",))
 
 
 def test_many_bad_rows_are_counted(tmp_path: Path) -> None:

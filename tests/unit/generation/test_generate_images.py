@@ -27,11 +27,8 @@ from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling.sample_options import SampleOptions
 from toolkit.generation.sampling.sampling import sample
-from toolkit.generation.text.choices import encode_choices, log_probabilities
 from toolkit.generation.text.command import run
-from toolkit.generation.text.load import load_model
 from toolkit.generation.text.options import Options
-from toolkit.generation.text.rows import read_rows
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, ModelSection
 
@@ -147,30 +144,6 @@ def test_files_with_images_are_answered_as_by_transformers(
         shown = [{"type": "image", "image": image}, {"type": "text", "text": ASKED}]
         found_from_script = generate(kind, [[{"role": "user", "content": shown}]], temperature=0.0, max_new_tokens=6)
         assert found_from_script == [expected(folder, kind, (1,))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_choices_behind_images_are_scored_as_by_transformers(kind: str, folder: Path) -> None:
-    """Of unequal length, so that they are padded."""
-    processor = AutoProcessor.from_pretrained(folder / kind)
-    model = AutoModelForImageTextToText.from_pretrained(folder / kind, dtype=torch.float32).eval()
-    choices, asked = ["a fox", "the king of the sea", "so"], EYES[kind]["written"] * 2 + ASKED
-    begin = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
-    images, scores = [[drawn_image(1), drawn_image(2)]], []
-    for choice in choices:
-        inputs = processor(text=[begin + choice], images=images, return_tensors="pt")
-        count = len(processor.tokenizer(choice)["input_ids"])
-        with torch.no_grad():
-            each = model(**inputs).logits[0, :-1].log_softmax(-1)
-        scores.append(each.gather(1, inputs["input_ids"][0, 1:, None])[-count:].sum().item())
-    file = folder / "choices.jsonl"
-    row = {"prompt": ASKED, "images": ["1.png", "2.png"], "choices": choices, "answer": 0}
-    file.write_text(json.dumps(row))
-    loaded = load_model(str(folder / kind))
-    encoded = encode_choices(loaded, read_rows(file, "--eval", True), "--eval", None, False)
-    for size in (1, 3):
-        assert next(log_probabilities(loaded, encoded, size)) == pytest.approx(scores, rel=1e-5)
-    assert len({round(score, 3) for score in scores}) == 3
 
 
 def test_samples_of_prompts_with_images_are_rows_to_train_on(folder: Path, tmp_path: Path) -> None:

@@ -201,9 +201,6 @@ def test_other_prompts_and_odd_files_are_refused(folder: Path, whole: Path, tmp_
     (tmp_path / "sampling.json").write_text((whole / "sampling.json").read_text())
     with pytest.raises(BadInputError, match=r"samples.jsonl:1: no sample"):
         sampling.sample(options(folder, tmp_path))
-    prompts.write_text('{"prompt": "a", "choices": ["b", "c"], "answer": "b"}\n')
-    with pytest.raises(BadInputError, match=r"PROMPTS: .*prompts.jsonl:1 has choices, which is not built yet"):
-        sampling.sample(SampleOptions(**{**vars(options(folder, whole)), "prompts": prompts}))
 
 
 def test_files_of_others_are_not_replaced(folder: Path, tmp_path: Path) -> None:

@@ -175,6 +175,6 @@ def test_f1_is_of_whole_entities() -> None:
 
 
 def test_settings_without_effect_are_refused() -> None:
-    for override in ("data.packing=true", "data.long_rows=split", "logging.sample_prompt=x"):
+    for override in ("data.packing=true", "data.long_rows=split", "logging.held_out_samples=1"):
         with pytest.raises(Exception, match=r"with objective.kind token_classification"):
             Recipe.load("ner", [override])

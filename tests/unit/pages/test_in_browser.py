@@ -42,7 +42,7 @@ PAGES = {
     "report": render_report(WHOLE),
     "live report": render_report(run.summary(LINES[:9], status=Status("running", 9, 100, 60.0, 1.7e9, 30))),
     "failed report": render_report(run.summary([], status=Status("failed", 0, 100, None, 1.7e9, 30, LONG))),
-    "hostile report": render_report(run.summary(LINES, title=HOSTILE, sample=(HOSTILE, HOSTILE))),
+    "hostile report": render_report(run.summary(LINES, title=HOSTILE, side_by_side=[SideBySide(HOSTILE, HOSTILE)])),
     "data": render_data_page("rows", {**data.report(), "examples": ROWS}),
     "samples": render_samples("sampled", ["1 prompt"], [SAMPLED]),
 }

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.html_page import HOSTILE, Page
 
+from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.pages.run_page import MAX_LISTED_STEPS, RunSummary, render_report, write_report
 from toolkit.pages.samples_page import SampledPrompt
 
@@ -84,7 +85,7 @@ def summary(metrics: list[dict[str, Any]], **changes: Any) -> RunSummary:
         ],
         facts={"strategy": "full_shard", "ranks": "2", "duration": "51 s"},
         versions={"torch": "2.13.0"},
-        sample=("To be,\n", "\n  or not < to be"),
+        side_by_side=[SideBySide("To be,\n", "\n  or not < to be")],
     )
     return replace(whole, **changes)
 
@@ -183,10 +184,10 @@ def test_a_step_trained_again_after_a_resume_counts_once() -> None:
     ids=["nothing", "one-step", "eval-only", "one-of-each", "short", "no-eval", "all-null", "extreme", "sparse"],
 )
 def test_every_shape_of_run_renders(metrics: list[dict[str, Any]]) -> None:
-    text = render_report(summary(metrics, sample=None))
+    text = render_report(summary(metrics, side_by_side=[]))
     page = Page(text)
     assert page.elements["h1"] == 1
-    assert "sample" not in page.text_of
+    assert "side-by-side" not in page.text_of
     assert re.search(r"\b(nan|inf|None)\b", " ".join(page.text_of.values())) is None
     assert re.search(r"\b(nan|inf)\b", text, re.IGNORECASE) is None  # no such coordinates in a chart either
 
@@ -282,7 +283,7 @@ def test_tables_hold_what_they_were_given() -> None:
     assert "torch2.13.0" in text_of["versions"]
     assert "04.00054.6203.00020.1" in text_of["evaluations"]
     assert text_of["recipe"] == "Recipe# small\nmodel:\n  name_or_path: tiny"
-    assert text_of["sample"].endswith("To be,\n\n  or not < to be")
+    assert text_of["side-by-side"].endswith("\n  or not < to be")
 
 
 def test_the_data_is_a_summary_with_a_link() -> None:
@@ -324,7 +325,7 @@ def test_the_result_stands_above_how_it_came_about() -> None:
     metrics = [eval_line(0, 4.0), *train_lines(20), eval_line(20, 3.0)]
     text = render_report(summary(metrics, command="toolkit train 'a b/recipe.yaml' --cpu 2"))
     order = ["In 20 steps on 81.9 k tokens, the loss on held-out data fell from 4.000 to 3.000.", 'id="tile-loss"']
-    order += ['id="chart-loss"', 'id="sample"', 'id="chart-memory"', 'id="command"', 'id="facts"', 'id="recipe"']
+    order += ['id="chart-loss"', 'id="side-by-side"', 'id="chart-memory"', 'id="command"', 'id="facts"', 'id="recipe"']
     assert [text.index(part) for part in order] == sorted(text.index(part) for part in order)
     assert "full_shard" not in text[: text.index('id="facts"')]
     details = text[text.index('<details class="card" id="facts">') :]
@@ -416,7 +417,7 @@ def with_text_everywhere(text: str) -> RunSummary:
         units=[unit],
         facts={text: text, "duration": text},
         versions={text: text},
-        sample=(text, text),
+        side_by_side=[SideBySide(text, text)],
     )
 
 
@@ -430,7 +431,7 @@ def test_every_text_is_escaped() -> None:
     assert page.attributes == expected.attributes
     assert page.elements["script"] == 1, "that of the curves"
     assert "".join(page.text_of.values()).count(HOSTILE) == "".join(expected.text_of.values()).count("benign")
-    assert page.text_of["sample"].endswith(HOSTILE * 2)
+    assert page.text_of["side-by-side"].endswith(HOSTILE)
 
 
 # ---- one page, by itself ----
@@ -546,14 +547,14 @@ def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("text", ["half a pair \ud83d", "nul \0 byte", "עברית", "😀"])
 def test_any_generated_text_can_be_written(tmp_path: Path, text: str) -> None:
     path = tmp_path / "report.html"
-    write_report(path, summary([], sample=("", text)))
+    write_report(path, summary([], side_by_side=[SideBySide("", text)]))
     content = path.read_bytes()
     assert b"\0" not in content
-    assert "sample" in Page(content.decode("utf-8")).text_of
+    assert "side-by-side" in Page(content.decode("utf-8")).text_of
 
 
 def test_text_cannot_steer_a_terminal_or_turn_the_direction_of_what_follows() -> None:
-    text = render_report(summary([], sample=("a\u202eb\x1b[2J", "c\0<\n")))
+    text = render_report(summary([], side_by_side=[SideBySide("a\u202eb\x1b[2J", "c\0<\n")]))
     assert ">a\ufffdb\u241b[2J<" in text
     assert ">c\ufffd&lt;\n<" in text
 

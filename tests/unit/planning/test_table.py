@@ -291,8 +291,8 @@ def test_outside_a_checkout_the_command_is_toolkit_train(
 
 def test_settings_with_spaces_are_quoted(found: Plan) -> None:
     assert found.recommended is not None
-    launch = launch_of(found, found.recommended, "quickstart", ["logging.sample_prompt=To be"])
-    assert "logging.sample_prompt=To be" in shlex.split(launch.command)
+    launch = launch_of(found, found.recommended, "quickstart", ["logging.project_name=To be"])
+    assert "logging.project_name=To be" in shlex.split(launch.command)
 
 
 def test_what_is_printed(found: Plan) -> None:

@@ -178,7 +178,6 @@ CONTRADICTIONS = [
     (["training.max_steps=null"], "training.max_steps or training.num_epochs must be set"),
     (["model.config={model_type: llama}", "model.name_or_path=x"], "model.name_or_path and model.config are both"),
     (["schedule.decay_fraction=0.1"], "schedule.decay_fraction has no effect with schedule.kind cosine"),
-    (["logging.sample_max_new_tokens=5"], "logging.sample_max_new_tokens has no effect"),
     (["data.train={path: a.jsonl, split: train}"], "no effect on the files"),
     (["export.enabled=false", "export.dtype=float16"], "no effect with export.enabled: false"),
     (["checkpoint={every_steps: 5, keep_last: null, keep_every: 10}"], "checkpoint.keep_every"),

@@ -117,11 +117,6 @@ def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
             ["answers.structured=true"],
             "answers.structured: the answer of .*:1 is not JSON",
         ),
-        (
-            {"prompt": "?", "choices": ["a", "b"], "answer": "a"},
-            ["answers.strict=true"],
-            "answers.strict has no effect on rows with choices",
-        ),
     ],
 )
 def test_rows_that_cannot_be_answered_are_named(tmp_path: Path, row: Any, words: list[str], told: str) -> None:

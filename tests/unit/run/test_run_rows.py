@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import llama
 
 from toolkit.data.samples.samples import IGNORED
-from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
-from toolkit.run.stages.rows import build_windows, num_positions, require_sample
+from toolkit.run.stages.rows import build_windows, num_positions
 
 NINE = 9
 
@@ -83,24 +81,3 @@ def test_steps_of_own_samples_are_whole() -> None:
     }
     assert num_positions(Recipe.from_mapping(values), NINE, 12) == 12
     assert num_positions(Recipe.from_mapping(values | {"objective": {}}), NINE, 12) == NINE
-
-
-def test_a_prompt_that_the_export_could_not_continue_is_refused_before_a_step() -> None:
-    """Each word is a token; the model has 64 positions."""
-
-    def told(prompt: str | None) -> str:
-        recipe: Any = SimpleNamespace(
-            logging=SimpleNamespace(sample_prompt=prompt), data=SimpleNamespace(source_prefix=None)
-        )
-        tokens: Any = lambda text: {"input_ids": text.split()}  # noqa: E731
-        try:
-            require_sample(llama(), tokens, recipe)
-        except BadInputError as error:
-            return str(error)
-        return ""
-
-    assert told("") == told(" ").replace("' '", "''") != ""
-    assert (
-        told("a " * 64) == "logging.sample_prompt: its 64 tokens leave no room in the model's 64 positions; shorten it"
-    )
-    assert [told(None), told("a"), told("a " * 63)] == ["", "", ""]

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import MACHINE, CpuOption, parse_dtype
+from toolkit.cli.shared.arguments import MACHINE, parse_dtype
 from toolkit.cli.shared.hub import settle_names
-from toolkit.errors import BadInputError
 
 Source = Annotated[str, typer.Argument(help="Folder of a run, of an export or of an adapter, or a hub name.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")]
@@ -91,13 +90,9 @@ def generate(
     ] = None,
     dtype: Dtype = "auto",
     device: Annotated[
-        str, typer.Option(help="Run on this device: auto, cpu or cuda.", rich_help_panel=MACHINE)
+        str,
+        typer.Option(help="Run on this device: auto (all GPUs if any), cpu or cuda.", rich_help_panel=MACHINE),
     ] = "auto",
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Spread a model that is larger than a GPU over this many.", rich_help_panel=MACHINE),
-    ] = None,
-    cpu: CpuOption = None,
 ) -> None:
     """Generate text with a model: give one of --prompt, --chat, --file and --eval.
 
@@ -128,30 +123,9 @@ def generate(
         seed=seed,
         batch_size=batch_size,
         dtype=parse_dtype(dtype, "auto"),
-        device=device_of(device, gpus, cpu),
+        device=device,
         images=tuple(image or ()),
     )
     if find_model(source).on_hub:
         settle_names({"SOURCE": source}, [], {})  # before the hub's library is imported, which tries for a minute
-    if (gpus or cpu or 1) == 1:
-        run(options)
-        return
-    from toolkit.cli.ranks.generate_rank import start
-
-    start(options, gpus, cpu)
-
-
-def device_of(device: str, gpus: int | None, cpu: int | None) -> str:
-    """Returns the device that --gpus or --cpu implies, or else that of --device.
-
-    Raises:
-        BadInputError: if --device is given, too.
-    """
-    if gpus is None and cpu is None:
-        return device
-    if device != "auto":
-        option = "--gpus" if gpus is not None else "--cpu"
-        raise BadInputError(
-            f"--device and {option} contradict each other: {option} says the device; leave --device out"
-        )
-    return "cuda" if gpus is not None else "cpu"
+    run(options)

@@ -35,6 +35,8 @@ def start(options: SampleOptions, gpus: int | None, cpu: int | None, as_json: bo
 
     if gpus is None and cpu is None:
         gpus = count_gpus() or None
+    if gpus is not None and gpus > 1:
+        options = dataclasses.replace(options, device="cuda")  # each rank has its own
     launch = launcher_options(None, gpus, cpu, None, None) if gpus or cpu else []
     if (cpu or gpus or 1) == 1:
         from toolkit.generation.sampling.sampling import sample
@@ -66,15 +68,15 @@ def rank_main(job: dict[str, Any]) -> None:
 
     values = job["options"]
     options = SampleOptions(**{**values, "prompts": Path(values["prompts"]), "to": Path(values["to"])})
-    with joined_ranks(options.device, "gloo"):
+    with joined_ranks(options.device):
         found = sample(options)
         if ranks.rank() == 0:
             _print_sampled(found, job["json"])
 
 
 @contextmanager
-def joined_ranks(device: str, backend: str) -> Iterator[None]:
-    """Joins the ranks inside the block. With the backend gloo alone they exchange only what is on the host."""
+def joined_ranks(device: str) -> Iterator[None]:
+    """Joins the ranks inside the block. They exchange only what is on the host."""
     import torch
     import torch.distributed as dist
 
@@ -83,7 +85,7 @@ def joined_ranks(device: str, backend: str) -> Iterator[None]:
 
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank())
-    dist.init_process_group(backend)
+    dist.init_process_group("gloo")
     with ended_with_launcher():
         yield
     dist.destroy_process_group()

@@ -11,7 +11,6 @@ from typing import TypeVar
 from rich.progress import track
 
 from toolkit import ranks
-from toolkit.errors import BadInputError
 from toolkit.generation.sampling.reward import find_reward_model, reward_model
 from toolkit.generation.sampling.sample_options import SampleOptions
 from toolkit.generation.sampling.sampled_rows import PromptForm, Sampled, write_rows
@@ -32,9 +31,6 @@ def read_prompts(options: SampleOptions) -> list[PromptRow]:
         BadInputError: if the file cannot be read, or its rows cannot be used.
     """
     rows = read_rows(options.prompts, "PROMPTS", options.reward is None, options.score is not None)
-    for row in rows:
-        if row.choices:
-            raise BadInputError(f"PROMPTS: {row.place} has choices, which is not built yet; leave such rows out")
     if options.reward is None:
         scoring_of(rows, options.comparing)
     else:

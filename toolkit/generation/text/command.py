@@ -9,26 +9,22 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from rich.progress import track
 
 from toolkit.data.rows.examples import Message
 from toolkit.errors import BadInputError
-from toolkit.generation.text.choices import encode_choices, log_probabilities
 from toolkit.generation.text.complete import Completion, encode_prompt, stream
-from toolkit.generation.text.evaluation import Evaluation, choose, evaluate, require_no_comparison, scoring_of, summary
+from toolkit.generation.text.evaluation import Evaluation, evaluate, scoring_of, summary
 from toolkit.generation.text.image_prompts import asked_of, encode_with_images, require_images
 from toolkit.generation.text.load import Loaded, find_model, load_model
 from toolkit.generation.text.options import Options, Sampling, encodable
 from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.terminal import Terminal
-
-T = TypeVar("T")
 
 BATCH_SIZE = 8
 """Prompts of a file in one batch, unless the options say otherwise."""
@@ -49,12 +45,7 @@ def run(options: Options) -> None:
     images = require_images(options.images)
     if place.on_hub:
         _print_notice(f"{place.name}: a hub model, which is downloaded the first time")
-    from toolkit import ranks  # imports torch
-
-    with (
-        load_for(options, sharded=ranks.world_size() > 1) as loaded,
-        _open_output(options.output, options.file) as write,
-    ):
+    with load_for(options) as loaded, _open_output(options.output, options.file) as write:
         if options.prompt is not None:
             _answer_prompt(loaded, options, options.prompt, images)
         elif options.chat:
@@ -65,33 +56,15 @@ def run(options: Options) -> None:
             _evaluate_rows(loaded, options, rows, write)
 
 
-def rows_of(options: Options) -> list[PromptRow]:
-    """Reads the rows that the options name; none for a prompt or a conversation. Raises BadInputError."""
-    path = options.file or options.evaluation
-    if path is None:
-        return []
-    return read_rows(path, _mode_of(options), options.evaluation is not None, options.score is not None)
-
-
 def _mode_of(options: Options) -> str:
     return "--file" if options.file is not None else "--eval"
 
 
 @contextmanager
-def load_for(options: Options, sharded: bool = False) -> Iterator[Loaded]:
-    """Loads the model that the options name; libraries are quiet until the block ends.
-
-    Args:
-        sharded: whether all ranks hold it together. Otherwise this process holds it alone.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(quiet())
-        if sharded:
-            from toolkit.generation.text.sharded import sharded_model
-
-            loaded = stack.enter_context(sharded_model(options.source, options.dtype, options.device))
-        else:
-            loaded = load_model(options.source, options.dtype, options.device)
+def load_for(options: Options) -> Iterator[Loaded]:
+    """Loads the model that the options name; libraries are quiet until the block ends."""
+    with quiet():
+        loaded = load_model(options.source, options.dtype, options.device)
         from toolkit.data.templates.stops import turn_ends
 
         if not options.raw and loaded.tokenizer.chat_template is not None and not turn_ends(loaded.tokenizer):
@@ -129,30 +102,21 @@ def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evalua
     Raises:
         BadInputError: names rows that cannot be encoded.
     """
-    if not rows[0].choices:
-        return evaluate(rows, _completions(loaded, options, rows), scoring_of(rows, options))
-    require_no_comparison(options)
-    encoded = encode_choices(loaded, rows, _mode_of(options), options.system, options.raw)
-    scores = log_probabilities(loaded, encoded, options.batch_size or BATCH_SIZE)
-    return choose(rows, _with_bar(scores, len(rows), options))
+    return evaluate(rows, _completions(loaded, options, rows), scoring_of(rows, options))
 
 
 def _completions(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Iterable[Completion]:
     """Completes the rows, with a bar if nothing else is written to the terminal."""
     prompts = encode_rows(loaded, rows, _mode_of(options), options.system, options.raw)
     size = options.batch_size or BATCH_SIZE
-    return _with_bar(completions(loaded, prompts, options.sampling, size), len(prompts), options)
-
-
-def _with_bar(items: Iterable[T], total: int, options: Options) -> Iterable[T]:
     busy = options.file is not None and options.output is None
     return track(
-        items,
+        completions(loaded, prompts, options.sampling, size),
         "generating",
-        total=total,
+        total=len(prompts),
         console=Terminal(soft_wrap=False),
         transient=True,
-        disable=busy or not _is_first() or not sys.stderr.isatty(),
+        disable=busy or not sys.stderr.isatty(),
     )
 
 
@@ -168,10 +132,8 @@ def _chat(loaded: Loaded, options: Options) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 (input() then edits lines)
     _print_notice("/reset: forget the conversation; /quit: end")
-    from toolkit import ranks
-
     try:
-        converse(loaded, options.sampling, options.system, lambda: ranks.on_first_rank(_read_line), _show)
+        converse(loaded, options.sampling, options.system, _read_line, _show)
     except KeyboardInterrupt:
         print()
 
@@ -217,37 +179,24 @@ def _read_line() -> str | None:
         return None
 
 
-def _is_first() -> bool:
-    """Tells whether this is rank 0, which alone writes."""
-    from toolkit import ranks
-
-    return ranks.rank() == 0
-
-
 def _show(text: str) -> None:
-    """Writes to stdout at once, with a question mark for each character that its encoding lacks. On rank 0."""
-    if not _is_first():
-        return
+    """Writes to stdout at once, with a question mark for each character that its encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
 def _print_notice(line: str) -> None:
-    """Prints a line for people. On rank 0."""
-    if _is_first():
-        print(line, file=sys.stderr, flush=True)
+    """Prints a line for people."""
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _open_output(output: Path | None, source: Path | None) -> Iterator[Callable[[str], None]]:
-    """Yields a function that writes lines to stdout, or to a file that appears once it is whole. Rank 0 alone writes.
+    """Yields a function that writes lines to stdout, or to a file that appears once it is whole.
 
     Raises:
         BadInputError: if the file cannot be written, or is the one that is read.
     """
-    if not _is_first():
-        yield lambda _: None
-        return
     if output is None:
         yield partial(print, flush=True)
         return

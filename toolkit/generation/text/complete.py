@@ -107,38 +107,6 @@ def encode_prompt(
     return Prompt(fitting(loaded, ids), ids[-CONTEXT:] if is_plain else [])
 
 
-def encode_continuation(
-    loaded: Loaded,
-    prompt: str | list[Message],
-    text: str,
-    system: str | None = None,
-    raw: bool = False,
-    tools: list[dict[str, Any]] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a prompt, and those of a text behind it.
-
-    Raises:
-        BadInputError: as `encode_prompt`.
-    """
-    return continuation_of(loaded, *_prompt_text(loaded, prompt, system, raw, tools, arguments or {}), text)
-
-
-def continuation_of(loaded: Loaded, before: str, is_plain: bool, text: str) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a prompt's text, and those of a text behind it.
-
-    Raises:
-        BadInputError: if the prompt is empty or too long.
-    """
-    ids = fitting(loaded, encode_text(loaded.tokenizer, before, is_plain))
-    # Training has both in one text, where a tokenizer may write a word's beginning otherwise than at a text's start;
-    # so both are encoded as one where that leaves the prompt's tokens.
-    whole = encode_text(loaded.tokenizer, before + text, is_plain)
-    if whole[: len(ids)] == ids:
-        return ids, whole[len(ids) :]
-    return ids, loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
 def _prompt_text(
     loaded: Loaded,
     prompt: str | list[Message],

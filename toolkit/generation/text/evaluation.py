@@ -1,11 +1,11 @@
-"""Counts right answers of a model: completions that are compared, or choices of which it takes one."""
+"""Counts right answers of a model: completions that are compared or scored."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NoReturn, Protocol
@@ -70,7 +70,7 @@ class Comparison:
 
 
 COMPARES = ("strict", "extract", "numeric", "structured", "score")
-"""Settings of comparison and scores, which have no meaning for choices."""
+"""Settings of comparison and scores."""
 
 
 class Scoring(Protocol):
@@ -116,19 +116,6 @@ def scoring_of(rows: list[PromptRow], how: Compares, prefix: str = "--") -> Scor
     return comparison
 
 
-def require_no_comparison(how: Compares, prefix: str = "--") -> None:
-    """Refuses settings of comparison, for rows with choices.
-
-    Raises:
-        BadInputError: if such a setting is set.
-    """
-    for name in COMPARES:
-        if getattr(how, name):
-            raise BadInputError(
-                f"{prefix}{name} has no effect on rows with choices, of which one is taken; leave it out"
-            )
-
-
 def _comparable_json(text: str) -> Any:
     """Returns a value that is equal for all texts of the same JSON; None if the text is not JSON."""
     try:
@@ -170,16 +157,14 @@ class Evaluation:
     """Counts of rows that were answered right.
 
     Attributes:
-        normalised: number of right choices if log-probabilities are divided by the choices' lengths.
-        stopped: number of answers that a token ended; the others were cut. None for choices.
+        stopped: number of answers that a token ended; the others were cut.
         tokens: tokens of all answers, without those that ended them.
     """
 
     num_rows: int
     mismatches: list[Mismatch]
-    normalised: int | None = None
-    stopped: int | None = None
-    tokens: int | None = None
+    stopped: int
+    tokens: int
 
     @property
     def exact(self) -> int:
@@ -191,13 +176,12 @@ class Evaluation:
         return (self.exact + math.fsum(wrong.score for wrong in self.mismatches)) / self.num_rows
 
     def shares(self) -> dict[str, float]:
-        """Returns the accuracy, and by length for choices, or the share that stops and the mean length for answers."""
-        found = {"accuracy": self.accuracy}
-        if self.normalised is not None:
-            found["accuracy_normalised"] = self.normalised / self.num_rows
-        if self.stopped is not None and self.tokens is not None:
-            found |= {"stopped": self.stopped / self.num_rows, "mean_tokens": self.tokens / self.num_rows}
-        return found
+        """Returns the accuracy, the share of answers that stop, and their mean length."""
+        return {
+            "accuracy": self.accuracy,
+            "stopped": self.stopped / self.num_rows,
+            "mean_tokens": self.tokens / self.num_rows,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields of the command's JSON."""
@@ -223,24 +207,7 @@ def evaluate(rows: list[PromptRow], completions: Iterable[Completion], scoring: 
             wrong.append(Mismatch(row, completion.text, score))
         stopped += completion.stopped
         tokens += completion.num_tokens
-    return Evaluation(len(rows), wrong, stopped=stopped, tokens=tokens)
-
-
-def choose(rows: list[PromptRow], scores: Iterable[Sequence[float]]) -> Evaluation:
-    """Takes the choice with the highest log-probability in each row; `scores` (nats) are in the choices' order."""
-    wrong, by_length = [], 0
-    for row, log_probabilities in zip(rows, scores, strict=True):
-        taken = _best_choice(row.choices, log_probabilities)
-        if taken not in row.answers:
-            wrong.append(Mismatch(row, taken))
-        # Per byte, as `acc_bytes` of lm-evaluation-harness: else the shortest choice has the best chances.
-        per_byte = [score / len(choice.encode()) for choice, score in zip(row.choices, log_probabilities, strict=True)]
-        by_length += _best_choice(row.choices, per_byte) in row.answers
-    return Evaluation(len(rows), wrong, by_length)
-
-
-def _best_choice(choices: Sequence[str], scores: Sequence[float]) -> str:
-    return max(zip(scores, choices, strict=True), key=lambda pair: pair[0])[1]
+    return Evaluation(len(rows), wrong, stopped, tokens)
 
 
 def normalised(text: str) -> str:
@@ -250,13 +217,11 @@ def normalised(text: str) -> str:
 
 def summary(found: Evaluation) -> str:
     """Returns lines with the accuracy and the first wrong answers."""
-    what = "exact" if found.normalised is None else "right"
-    lines = [f"accuracy: {found.accuracy:.1%} ({found.exact} of {counted(found.num_rows, 'row')} {what})"]
-    if found.normalised is not None:
-        lines.append(f"by log-probability per byte: {found.normalised / found.num_rows:.1%}")
-    if found.stopped is not None:
-        shares = found.shares()
-        lines.append(f"answers that stop: {shares['stopped']:.1%}; mean length: {shares['mean_tokens']:.1f} tokens")
+    shares = found.shares()
+    lines = [
+        f"accuracy: {found.accuracy:.1%} ({found.exact} of {counted(found.num_rows, 'row')} exact)",
+        f"answers that stop: {shares['stopped']:.1%}; mean length: {shares['mean_tokens']:.1f} tokens",
+    ]
     for wrong in found.mismatches[:MISMATCHES_SHOWN]:
         expected = " or ".join(_shortened(answer) for answer in wrong.row.answers)
         told = f" instead of {expected}" if expected else ""

@@ -32,24 +32,7 @@ def encode_with_images(
     tools: list[dict[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """Encodes a prompt with images; see `text_with_images`.
-
-    Raises:
-        BadInputError: as `text_with_images`, or if the prompt is too long.
-    """
-    text, shown = text_with_images(loaded, messages, images, system, tools, arguments)
-    return Prompt(fitting(loaded, encode_text(loaded.tokenizer, text, False)), [], shown)
-
-
-def text_with_images(
-    loaded: Loaded,
-    messages: list[Message],
-    images: Sequence[Path | bytes],
-    system: str | None = None,
-    tools: list[dict[str, Any]] | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> tuple[str, Shown]:
-    """Returns the text of a prompt, with the tokens of each image in its place, and the images.
+    """Encodes a prompt, with the tokens of each image in its place.
 
     Args:
         messages: messages with `image_places.PLACE` in the text for each image.
@@ -58,7 +41,7 @@ def text_with_images(
         arguments: arguments of the chat template.
 
     Raises:
-        BadInputError: if an image cannot be read, or the model or its chat template takes none.
+        BadInputError: if an image cannot be read, the model or its chat template takes none, or the prompt is too long.
     """
     from toolkit.data.images.images import Images
     from toolkit.data.rows.image_places import WITH_IMAGES
@@ -86,7 +69,7 @@ def text_with_images(
     except RowProblem as problem:
         raise BadInputError(str(problem)) from problem
     text = first + "".join(part for pair in zip(expansions, others, strict=True) for part in pair)
-    return text, Shown(reader, decode)
+    return Prompt(fitting(loaded, encode_text(loaded.tokenizer, text, False)), [], Shown(reader, decode))
 
 
 def _decoded(images: Sequence[Path | bytes]) -> list[Image]:

@@ -114,7 +114,7 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     Args:
         source: as in `find_model`. Only a hub name is downloaded.
         dtype: the dtype of the weights in memory; `auto` keeps that of the files.
-        device: the device; `auto` takes a GPU if the host has one.
+        device: the device; `auto` spreads the model over all GPUs, and takes the CPU if there are none.
 
     Raises:
         BadInputError: if it cannot be loaded or generates no text.
@@ -127,10 +127,11 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
 
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInputError("--device: cuda is not available on this machine; allowed here: auto, cpu")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    spread = device == "auto" and torch.cuda.is_available()
+    if device == "auto" and not spread:
+        device = "cpu"
     base = adapter_base(place) if place.is_adapter else place
-    model = load_base(base, dtype, adapter_quantisation(place, base) if place.is_adapter else None)
+    model = load_base(base, dtype, adapter_quantisation(place, base) if place.is_adapter else None, spread)
     if device == "cpu":
         make_exact_on_cpu(model)
     tokenizer = tokenizer_of(place, base)
@@ -139,7 +140,8 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
     if place.is_adapter:
         model = with_adapter(model, tokenizer, place)
     reads = bool(model.config.is_encoder_decoder)
-    return Loaded(source, model.to(device).eval(), tokenizer, stops, positions_of(model), reads)
+    model = model if spread else model.to(device)
+    return Loaded(source, model.eval(), tokenizer, stops, positions_of(model), reads)
 
 
 def positions_of(model: Any) -> int | None:
@@ -184,8 +186,8 @@ def _quantisation_arguments(quantisation: dict[str, Any] | None, config: Any, dt
     return {"quantization_config": BitsAndBytesConfig(**quantisation, bnb_4bit_compute_dtype=compute)}
 
 
-def load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None) -> Any:
-    """Loads a model. Raises BadInputError if it writes no text, or its files lack a weight."""
+def load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None, spread: bool = False) -> Any:
+    """Loads a model, on all GPUs if it is spread. Raises BadInputError if it writes no text, or files lack a weight."""
     from transformers import AutoConfig
 
     from toolkit.model.load import auto_class
@@ -194,6 +196,7 @@ def load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None) -> 
     try:
         config = AutoConfig.from_pretrained(place.name, **where)
         _require_generative(config, place)
+        where |= {"device_map": "auto"} if spread else {}
         where |= _quantisation_arguments(quantisation, config, dtype)
         model, info = auto_class(config).from_pretrained(
             place.name, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True, **where

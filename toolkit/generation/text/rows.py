@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from toolkit.data.rows.examples import Message
 from toolkit.errors import BadInputError
-from toolkit.generation.text.complete import Completion, Prompt, Shown, complete, encode_prompt, encode_text, fitting
-from toolkit.generation.text.image_prompts import text_with_images
+from toolkit.generation.text.complete import Completion, Prompt, complete, encode_prompt
+from toolkit.generation.text.image_prompts import encode_with_images
 from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.options import Sampling
 
@@ -42,7 +42,6 @@ class PromptRow:
         tools: tools that the assistant may call.
         arguments: arguments of the chat template (`chat_template_kwargs`), which override the recipe's.
         answers: the right answers; empty if the row is not evaluated.
-        choices: the choices of which the model takes one; empty if it writes its answer.
         images: files or contents, in the order of their places in the messages.
         fields: the whole row, as the file has it.
     """
@@ -53,7 +52,6 @@ class PromptRow:
     tools: list[dict[str, Any]] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     answers: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
     images: tuple[Path | bytes, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,15 +83,7 @@ def read_rows(path: Path, option: str, with_answers: bool, is_scored: bool = Fal
     if not named:
         raise BadInputError(f"{option}: {str(path)!r} holds no prompt; write one a line")
     make = _plain_row if path.suffix == ".txt" else partial(_json_row, path.parent, with_answers, is_scored)
-    rows = all_right(option, [(place, partial(make, place, line)) for place, line in named])
-    if len({bool(row.choices) for row in rows}) > 1:
-        other = next(row for row in rows if bool(row.choices) != bool(rows[0].choices))
-        which = ("has no choices", "has choices")
-        raise BadInputError(
-            f"{option}: {rows[0].place} {which[bool(rows[0].choices)]} and {other.place} {which[bool(other.choices)]}; "
-            "put them into files of their own"
-        )
-    return rows
+    return all_right(option, [(place, partial(make, place, line)) for place, line in named])
 
 
 def all_right(option: str, attempts: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
@@ -136,6 +126,8 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
         raise BadInputError("not JSON") from None
     if not isinstance(fields, dict):
         raise BadInputError("no object, as {} is")
+    if with_answers and fields.get("choices") is not None:
+        raise BadInputError("it has choices, which lm-evaluation-harness scores (docs/serving.md); leave such rows out")
     there = [name for name in COLUMNS if name in fields]
     # A table's rows have all its columns, those that they do not use as null.
     column = next((name for name in there if fields[name] is not None), next(iter(there), None))
@@ -146,11 +138,9 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
     if with_answers and answer is None:
         given, answer = _trained_answer(given, fields, is_scored)
     row = replace(_checked_row(place, column, given, fields, folder), fields=fields)
-    if not with_answers or (is_scored and answer is None and fields.get("choices") is None):
+    if not with_answers or (is_scored and answer is None):
         return row
-    choices = _choices(fields["choices"]) if fields.get("choices") is not None else ()
-    answers = _right_choices(answer, choices) if choices else answers_of(answer)
-    return replace(row, answers=answers, choices=choices)
+    return replace(row, answers=answers_of(answer))
 
 
 def _trained_answer(given: Any, fields: dict[str, Any], is_scored: bool) -> tuple[Any, Any]:
@@ -252,28 +242,6 @@ def _with_system_or_tools(asked: Any, fields: Mapping[str, Any]) -> Any:
     return messages if is_absent(system) or has_own else [{"role": "system", "content": system}, *messages]
 
 
-def _choices(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(text, str) and text for text in value):
-        raise BadInputError(f"choices: {json.dumps(value)[:LENGTH_SHOWN]}; needed: a list of at least two texts")
-    if len(set(value)) < len(value):
-        raise BadInputError("choices: one stands there twice; name each once")
-    return tuple(_encodable_text(text, "a choice") for text in value)
-
-
-def _right_choices(value: Any, choices: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the right choices, which the row gives by text or by number."""
-    # bool first: in Python True is an int.
-    if isinstance(value, int) and not isinstance(value, bool):
-        if not 0 <= value < len(choices):
-            raise BadInputError(f"answer: {value} is no place among {len(choices)} choices; the first is 0")
-        return (choices[value],)
-    answers = answers_of(value)
-    for answer in answers:
-        if answer not in choices:
-            raise BadInputError(f"answer: {answer[:LENGTH_SHOWN]!r} is none of the choices; name one, or its place")
-    return answers
-
-
 def answers_of(value: Any) -> tuple[str, ...]:
     """Returns the right answers of a row, given its column `answer`.
 
@@ -318,20 +286,10 @@ def _encode_row(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -
     if not row.images:
         asked = row.asked(raw or loaded.tokenizer.chat_template is None)
         return encode_prompt(loaded, asked, system, raw, row.tools, row.arguments)
-    text, shown = row_with_images(loaded, row, system, raw)
-    return Prompt(fitting(loaded, encode_text(loaded.tokenizer, text, False)), [], shown)
-
-
-def row_with_images(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -> tuple[str, Shown]:
-    """Returns the text of a row's prompt, and its images; see `text_with_images`.
-
-    Raises:
-        BadInputError: as that, or if the prompt is plain text.
-    """
     if raw:
         raise BadInputError("an image stands where the chat template says; leave --raw out")
     assert isinstance(row.prompt, list)
-    return text_with_images(loaded, row.prompt, row.images, system, row.tools, row.arguments)
+    return encode_with_images(loaded, row.prompt, row.images, system, row.tools, row.arguments)
 
 
 def completions(loaded: Loaded, prompts: list[Prompt], sampling: Sampling, batch_size: int) -> Iterator[Completion]:

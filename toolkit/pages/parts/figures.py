@@ -70,7 +70,6 @@ FIGURES = (
     ),
     Figure("cross_entropy", "Cross-entropy", _signed_number, better="lower"),
     Figure("answer_accuracy", "Answers right", _format_share, "share of right answers to held-out prompts", "higher"),
-    Figure("answer_accuracy_normalised", "Answers right by length", _format_share, better="higher"),
     Figure("answer_stopped", "Answers that stop", _format_share, better="higher"),
     Figure("answer_mean_tokens", "Tokens of an answer", _signed_number),
 )

@@ -23,7 +23,6 @@ from toolkit.checkpoint.export import (
     names_fact,
     reload,
     require_room,
-    sample_text,
     verify,
 )
 from toolkit.checkpoint.writer import clear_unfinished
@@ -66,7 +65,6 @@ class FinetuneResult:
         metrics: the records of metrics.jsonl.
         initial_eval_loss: held-out loss before the first step, or None without held-out data.
         final_eval_loss: held-out loss after the last step.
-        sample: continuation of the recipe's prompt, on rank 0 only.
         logits_difference: difference between model and export, as a share of the largest logit.
         doubts: warnings about the losses, a sentence each.
         seconds: duration of the run, or of its part since it was resumed; 0 if it was finished before.
@@ -77,7 +75,6 @@ class FinetuneResult:
     metrics: list[dict[str, Any]]
     initial_eval_loss: float | None
     final_eval_loss: float | None
-    sample: str | None
     logits_difference: float | None
     seconds: float
     doubts: tuple[str, ...] = ()
@@ -124,7 +121,6 @@ def result_of(
     metrics: list[dict[str, Any]],
     export_dir: Path | None,
     difference: float | None = None,
-    sample: str | None = None,
     seconds: float = 0.0,
     guess: Guess | None = None,
 ) -> FinetuneResult:
@@ -132,16 +128,14 @@ def result_of(
     losses = [record.get("loss") for record in metrics if record["split"] == "eval"]
     first, last = (losses[0], losses[-1]) if losses else (None, None)
     doubts = tuple(doubts_of(metrics, guess))
-    return FinetuneResult(output_dir, export_dir, metrics, first, last, sample, difference, seconds, doubts)
+    return FinetuneResult(output_dir, export_dir, metrics, first, last, difference, seconds, doubts)
 
 
-def export_model(
-    opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat
-) -> tuple[Path | None, float | None, str | None]:
-    """Writes and checks the export; returns its folder, the difference of logits and a sample of text. Collective."""
+def export_model(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> tuple[Path | None, float | None]:
+    """Writes and checks the export; returns its folder and the difference of logits. Collective."""
     settings = opened.recipe.export
     if not settings.enabled:
-        return None, None, None
+        return None, None
     folder = opened.output_dir / "export"
     of_model = opened.recipe.model.dtype
     # What is trained of an adapted model is float32, whatever its base is.
@@ -157,17 +151,18 @@ def export_model(
     heartbeat.enter_phase(Phase.EXPORT)
     with Pass(console, "exporting the model"):
         export(opened.accelerator, run.model, run.fit, run.tokenizer, folder, how)
+    if not settings.verify:
+        return folder, None
     with Pass(console, "checking the export"):
-        difference, sample = _check_export(opened, run, folder, how)
+        difference = _check_export(opened, run, folder, how)
     told = None
-    if settings.verify and not console.quiet and is_whole(run.inner, how):
+    if not console.quiet and is_whole(run.inner, how):
         told = names_fact(folder, run.fit.stored)
     if told is not None:
         console.warn(f"the export {told}; test it with the server that will load it")
-    if settings.verify:
-        whole, trust = is_whole(run.inner, how), opened.recipe.model.trust_remote_code
-        ranks.on_first_rank(lambda: _compare_with_base(run, folder, whole, trust, console))
-    return folder, difference, sample
+    whole, trust = is_whole(run.inner, how), opened.recipe.model.trust_remote_code
+    ranks.on_first_rank(lambda: _compare_with_base(run, folder, whole, trust, console))
+    return folder, difference
 
 
 def _compare_with_base(run: PreparedRun, folder: Path, whole: bool, trust: bool, console: Terminal) -> None:
@@ -180,29 +175,17 @@ def _compare_with_base(run: PreparedRun, folder: Path, whole: bool, trust: bool,
         console.warn(f"{change}; the export has it as it was then")
 
 
-def _check_export(
-    opened: OpenedRun, run: PreparedRun, folder: Path, how: ExportSettings
-) -> tuple[float | None, str | None]:
-    """Returns the difference of logits between the model and its export, and the export's sample of text."""
-    recipe, accelerator, settings = opened.recipe, opened.accelerator, opened.recipe.export
-    reloaded = None
-    if settings.verify or recipe.logging.sample_prompt is not None:
-        # In training's compute dtype, so that only what the export changed may differ.
-        compute = PRECISIONS[accelerator.mixed_precision] or getattr(torch, recipe.model.dtype)
-        config = run.inner.config
-        # The others wait on the host: inside a collective NCCL would time out after ten minutes.
-        trust = recipe.model.trust_remote_code
-        reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config, trust))
-    difference = sample = None
-    if settings.verify:
-        # The same sample on every rank: if the model is sharded, all ranks take part in its forward.
-        batch = next(iter(evaluation_batches(run.data.train, 1, 0, 1, 1)))
-        difference = verify(accelerator, run.model, reloaded, run.objective.logits, batch, how.dtype)
-    prompt, length, seed = recipe.logging.sample_prompt, recipe.logging.sample_max_new_tokens, recipe.training.seed
-    if prompt is not None:
-        prompt = (recipe.data.source_prefix or "") + prompt
-        sample = ranks.alone_on_first_rank(lambda: sample_text(reloaded, run.tokenizer, prompt, length, seed))
-    return difference, sample
+def _check_export(opened: OpenedRun, run: PreparedRun, folder: Path, how: ExportSettings) -> float | None:
+    """Returns the difference of logits between the model and its export."""
+    recipe, accelerator = opened.recipe, opened.accelerator
+    # In training's compute dtype, so that only what the export changed may differ.
+    compute = PRECISIONS[accelerator.mixed_precision] or getattr(torch, recipe.model.dtype)
+    config, trust = run.inner.config, recipe.model.trust_remote_code
+    # The others wait on the host: inside a collective NCCL would time out after ten minutes.
+    reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config, trust))
+    # The same sample on every rank: if the model is sharded, all ranks take part in its forward.
+    batch = next(iter(evaluation_batches(run.data.train, 1, 0, 1, 1)))
+    return verify(accelerator, run.model, reloaded, run.objective.logits, batch, how.dtype)
 
 
 def write_pages(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> None:
@@ -221,7 +204,7 @@ def write_pages(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resu
 def print_result(
     console: Terminal, recipe: Recipe, result: FinetuneResult, side_by_side: Sequence[SideBySide] = ()
 ) -> None:
-    """Prints the last lines: the held-out loss, answers and a sample, and the paths of report and export."""
+    """Prints the last lines: the held-out loss, answers, and the paths of report and export."""
     if result.initial_eval_loss is not None and result.final_eval_loss is not None:
         change = result.final_eval_loss / result.initial_eval_loss - 1
         console.print(
@@ -232,9 +215,6 @@ def print_result(
         console.warn(doubt)
     for sample in side_by_side[:3]:
         _print_answers(console, sample)
-    if result.sample is not None:
-        console.print("sample:", style="bold")
-        console.print(_prompt_shown(recipe) + result.sample, markup=False)
     if console.quiet:
         return
     # On stdout, for programs; everything else is for people and goes to stderr.
@@ -338,7 +318,6 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
     machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     if torch.cuda.is_available():
         machine += f", {torch.cuda.get_device_name()}"
-    sample = None if result.sample is None else (_prompt_shown(recipe), result.sample)
     return RunSummary(
         title=model_and_data(recipe, run.inner.config.architectures[0]),
         recipe_yaml=recipe_for_readers(recipe),
@@ -347,7 +326,6 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         units=_unit_rows(opened.plugin.unit_plan),
         facts=facts,
         versions={**{package: version(package) for package in packages}, "machine": machine},
-        sample=sample,
         side_by_side=run.shown.side_by_side,
         sampled=run.shown.sampled,
         doubts=result.doubts,
@@ -355,11 +333,6 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         command=own_command(opened),
         written=time.time(),
     )
-
-
-def _prompt_shown(recipe: Recipe) -> str:
-    """Returns the prompt to print before the sample; an encoder-decoder's gets a line of its own."""
-    return (recipe.logging.sample_prompt or "") + ("\n" if recipe.objective.spec.encoder_decoder else "")
 
 
 def _measured_memory(metrics: list[dict[str, Any]]) -> str:

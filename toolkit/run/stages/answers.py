@@ -12,9 +12,8 @@ from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.data.samples.samples import Samples
 from toolkit.errors import BadInputError
-from toolkit.generation.text.choices import Continued, encode_choices, scored
 from toolkit.generation.text.complete import Completion, Prompt, complete, sees_padding
-from toolkit.generation.text.evaluation import COMPARES, choose, evaluate, require_no_comparison, scoring_of
+from toolkit.generation.text.evaluation import COMPARES, evaluate, scoring_of
 from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.options import Sampling
 from toolkit.generation.text.rows import PromptRow, all_right, encode_rows, read_rows
@@ -44,8 +43,6 @@ def _read(section: AnswersSection) -> Asked:
     if section.file is None:
         return Asked([], None)
     rows = read_rows(Path(section.file), FILE, with_answers=True, is_scored=section.score is not None)
-    if rows[0].choices:
-        require_no_comparison(section, "answers.")
     scoring = scoring_of(rows, section, "answers.")
     return Asked(rows, scoring.fingerprint if isinstance(scoring, Scorer) else None)
 
@@ -115,14 +112,9 @@ class Answers(Extension):
                 "answers: prompts are asked as answers.file has them, without data.source_prefix "
                 f"{recipe.data.source_prefix!r}; write it into their rows"
             )
-        self._prompts: list[Prompt] = []
-        self._choices: list[list[Continued]] = []
-        if self._rows[0].choices:
-            self._choices = encode_choices(self._loaded, self._rows, FILE, section.system, section.raw)
-        else:
-            self._prompts = encode_rows(self._loaded, self._rows, FILE, section.system, section.raw)
-            if not self._loaded.encoder_decoder:  # whose answers have all positions, whatever the prompt
-                _require_room(self._loaded, self._rows, self._prompts, section)
+        self._prompts = encode_rows(self._loaded, self._rows, FILE, section.system, section.raw)
+        if not self._loaded.encoder_decoder:  # whose answers have all positions, whatever the prompt
+            _require_room(self._loaded, self._rows, self._prompts, section)
 
     def state(self) -> dict[str, Any]:
         return {"scorer": self._scorer}
@@ -132,7 +124,7 @@ class Answers(Extension):
             return {}
         began = time.perf_counter()
         with generating(self._opened, self._run, lambda: trainer.enter_phase(Phase.EVALUATE)):
-            found = self._evaluate_choices() if self._choices else self._evaluate_answers()
+            found = self._evaluate()
         shares = {f"answer_{name}": share for name, share in found.items()}
         return {**shares, "answer_seconds": time.perf_counter() - began}
 
@@ -141,7 +133,7 @@ class Answers(Extension):
             return True
         return step // self._every % self._section.every_evaluations == 0
 
-    def _evaluate_answers(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float]:
         size, prompts = self._section.batch_size, self._prompts
         # Tested here by all ranks at once, because a rank with one prompt in its batch would not test it.
         if size > 1 and sees_padding(self._loaded, prompts[0]):
@@ -162,20 +154,6 @@ class Answers(Extension):
         return ranks.on_first_rank(
             lambda: evaluate(self._rows, completions, scoring_of(self._rows, self._section, "answers.")).shares()
         )
-
-    def _evaluate_choices(self) -> dict[str, float]:
-        size, all_choices = self._section.batch_size, self._choices
-        found: dict[int, list[float]] = {}
-        for numbers in _by_images([bool(row.images) for row in self._rows]):
-            batches = [
-                all_choices[number][start : start + size]
-                for number in numbers
-                for start in range(0, len(all_choices[number]), size)
-            ]
-            scores = split_over_ranks(batches, lambda batch: scored(self._loaded, batch), self._tensor)
-            flat = (score for batch in scores for score in batch)
-            found |= {number: [next(flat) for _ in all_choices[number]] for number in numbers}
-        return choose(self._rows, [found[number] for number in range(len(all_choices))]).shares()
 
 
 def _by_images(shown: Sequence[bool]) -> list[list[int]]:

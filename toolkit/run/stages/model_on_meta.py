@@ -29,7 +29,7 @@ from toolkit.objectives.losses.balance import build_balance
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.recipe import settings_of_recipe
 from toolkit.run.checks.sequence_check import share_rows
-from toolkit.run.stages.rows import fitting, require_room, require_sample
+from toolkit.run.stages.rows import fitting, require_room
 from toolkit.run.stages.stages import MetaModel, OpenedRun, TokenisedRows
 from toolkit.run.stages.teacher_setup import asked_teacher
 from toolkit.sharding.tensor.plan import tensor_plan
@@ -68,7 +68,6 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     model = loaded.model
     data, padded = fitting(recipe, tokens, rows.data, model)
     require_room(model, tokens, recipe)
-    require_sample(model, tokens, recipe)
     packed, label_counts = data.report.packing, data.report.label_counts
     attention = _choose_attention(opened, model, packed, data.train.has_images)
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed, data.train.has_images)

@@ -17,7 +17,6 @@ from toolkit.data.samples.sequence_parts import WHOLE, Part
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import BadInputError, counted, first_line
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.attention.positions import num_positions as num_positions_of
 from toolkit.model.attention.positions import require_positions, takes_positions
 from toolkit.model.load import load_without_weights
 from toolkit.recipe.recipe import Recipe
@@ -104,28 +103,6 @@ def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe
         raise BadInputError(
             f"{field}: the tokenizer has {needed} tokens, but the model's embeddings have {counted(rows, 'row')}; "
             "use the tokenizer that belongs to the model, or correct vocab_size in its config.json"
-        )
-
-
-def require_sample(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
-    """Checks that the export can continue `logging.sample_prompt`, which it does after the last step.
-
-    Raises:
-        BadInputError: if the prompt has no tokens, or more than the model has positions.
-    """
-    prompt = recipe.logging.sample_prompt
-    if prompt is None:
-        return
-    found, positions = len(tokens((recipe.data.source_prefix or "") + prompt)["input_ids"]), num_positions_of(model)
-    if found == 0:
-        raise BadInputError(
-            f"logging.sample_prompt: {prompt!r} has no tokens, so there is nothing to continue; write a longer prompt, "
-            "or set it to null"
-        )
-    if positions is not None and found >= positions:
-        raise BadInputError(
-            f"logging.sample_prompt: its {found:,} tokens leave no room in the model's {positions:,} positions; "
-            "shorten it"
         )
 
 
