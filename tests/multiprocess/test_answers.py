@@ -111,7 +111,7 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
         toolkit.finetune(recipe_of(folder, name, **RUNS[name]))
     if os.environ["RANK"] == "0":  # the others have no such module
         sys.path.insert(0, str(folder))
-    scored = {"score": "scores_of_a_test:equal"}
+    scored = {"compare": "scores_of_a_test:equal"}
     meet()
     unasked = recipe_of(folder, "unasked", **RUNS["experts"])
     toolkit.finetune(unasked.model_copy(update={"answers": AnswersSection()}))
@@ -259,7 +259,7 @@ def test_a_run_that_fails_between_its_answers_goes_on_to_the_same_curve(folder: 
     assert json.loads((folder / "begun/export/training.json").read_text())["scorer"] == source
     manifests = [json.loads(path.read_text()) for path in (folder / "begun/checkpoints").glob("step_*/manifest.json")]
     assert {manifest["scorer"] for manifest in manifests} == {source}, "with which a resumed run compares"
-    assert f"answers.score scores_of_a_test:equal (SHA-256 {source[:16]})" in (
+    assert f"answers.compare scores_of_a_test:equal (SHA-256 {source[:16]})" in (
         (folder / "begun/export/README.md").read_text()
     )
 

@@ -45,7 +45,7 @@ def runs(folder: Path) -> None:
         )
         values["data"] |= {"max_length": 160, "validation": str(folder / "held_out.jsonl")}
         values["logging"] = {"held_out_samples": HELD_OUT}
-        values["answers"] = {"file": str(folder / "rows.jsonl"), "score": "scores_of_images:digest"}
+        values["answers"] = {"file": str(folder / "rows.jsonl"), "compare": "scores_of_images:digest"}
         values["answers"] |= {"max_new_tokens": ANSWER_TOKENS, "batch_size": 2}
         values["sharding"] = {"strategy": "zero3"}
         values["training"]["micro_batch_size"] = 1

@@ -204,7 +204,7 @@ def runs(folder: Path, tensor: int = 1) -> dict[str, Any]:
         meet()
         output = folder / f"run-{number}-{ranks}-{tensor}"
         values = recipe_values(folder / "model", folder / "prompts.jsonl", output, folder / f"cache-{ranks}")
-        rewards: list[dict[str, Any]] = [{"name": "share", "score": f"{folder / 'scores.py'}:share"}]
+        rewards: list[dict[str, Any]] = [{"name": "share", "compare": f"{folder / 'scores.py'}:share"}]
         if "judge" in case:
             rewards = [{"name": "taste", "model": str(folder / "judge")}]
         of_samples = {
@@ -262,7 +262,7 @@ def require_plain(folder: Path, plain: dict[str, Any], found: dict[str, Any], wh
 def values_of(folder: Path, output: str, **objective: Any) -> dict[str, Any]:
     """A recipe of 6 steps on one rank, which keeps every checkpoint."""
     values = recipe_values(folder / "model", folder / "prompts.jsonl", folder / output, folder / "cache-of-cuts")
-    rewards = [{"name": "share", "score": f"{folder / 'scores.py'}:share"}]
+    rewards = [{"name": "share", "compare": f"{folder / 'scores.py'}:share"}]
     of_samples = {"rewards": rewards, "group_size": GROUP, "max_new_tokens": MAX_NEW_TOKENS, **objective}
     values["objective"] = {"kind": "grpo", **of_samples}
     values["training"] |= {"max_steps": 6, "seed": SEED, "micro_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -285,7 +285,7 @@ def test_a_run_goes_on_from_any_step_bit_for_bit(folder: Path) -> None:
         assert (folder / f"from-{step}/export/model.safetensors").read_bytes() == weights
     (folder / "others.py").write_text(SCORE.replace("/ 4", "/ 2"))
     values = values_of(folder, "changed")
-    values["objective"]["rewards"][0]["score"] = f"{folder / 'others.py'}:share"
+    values["objective"]["rewards"][0]["compare"] = f"{folder / 'others.py'}:share"
     values["checkpoint"]["resume"] = str(folder / "whole/checkpoints/step_00000004")
     with pytest.raises(BadInputError, match=r"is of another run:\n  - objective\.rewards: "):
         finetune(Recipe.from_mapping(values))

@@ -109,7 +109,7 @@ def runs(folder: Path, names: list[str]) -> dict[str, Any]:
             if name == "resumed":
                 values["checkpoint"] = {"resume": str(folder / f"half-{ranks}/checkpoints/step_00000002")}
         if name in ANSWERED:
-            values["answers"] = {"file": str(folder / "asked.jsonl"), "score": "scores_of_seq2seq:digest"}
+            values["answers"] = {"file": str(folder / "asked.jsonl"), "compare": "scores_of_seq2seq:digest"}
             values["answers"] |= {"max_new_tokens": ANSWER_TOKENS, "batch_size": 2}
         result = finetune(Recipe.from_mapping({**values, "sharding": {"strategy": "zero3"}, **sections}))
         written = None

@@ -10,7 +10,7 @@ from toolkit.generation.sampling.sample_options import SampleOptions
 from toolkit.generation.sampling.sampled_rows import Sampled
 from toolkit.generation.sampling.sampling import sample as sampled
 from toolkit.generation.text.command import BATCH_SIZE, evaluated, load_for
-from toolkit.generation.text.evaluation import Evaluation
+from toolkit.generation.text.evaluation import Evaluation, has_function
 from toolkit.generation.text.options import Options
 from toolkit.generation.text.rows import completions, encode_rows, read_rows, row_of
 
@@ -48,15 +48,15 @@ def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluat
 
     Args:
         source: as in `generate`.
-        file: rows with a prompt and an `answer`; with `score` no answer is needed.
-        options: `strict`, `extract`, `numeric`, `structured`, `score`, `raw`, `system`, `max_new_tokens`, `batch_size`,
-            `dtype`, `device`, as the command's options of these names.
+        file: rows with a prompt and an `answer`; if a function scores, no answer is needed.
+        options: `compare`, `raw`, `system`, `max_new_tokens`, `batch_size`, `dtype`, `device`, as the command's options
+            of these names.
 
     Raises:
         BadInputError: if a model, a file or an option cannot be used.
     """
     chosen = Options(str(source), evaluation=Path(file), **options)  # type: ignore[arg-type]
-    rows = read_rows(Path(file), "--eval", with_answers=True, is_scored=chosen.score is not None)
+    rows = read_rows(Path(file), "--eval", with_answers=True, is_scored=has_function(chosen.compare))
     with load_for(chosen) as loaded:
         return evaluated(loaded, chosen, rows)
 
@@ -68,11 +68,10 @@ def sample(source: str | Path, prompts: str | Path, to: str | Path, **options: o
 
     Args:
         source: as in `generate`.
-        prompts: rows with a prompt and an `answer`; with `reward` or `score` none is needed.
+        prompts: rows with a prompt and an `answer`; with a `reward` or a function none is needed.
         to: folder of the files; a call continues the files of an earlier one.
-        options: `samples`, `reward`, `strict`, `extract`, `numeric`, `structured`, `score`, `raw`, `system`,
-            `max_new_tokens`, `temperature`, `top_p`, `seed`, `batch_size`, `dtype`, `device`, as the command's options
-            of these names.
+        options: `samples`, `reward`, `compare`, `raw`, `system`, `max_new_tokens`, `temperature`, `top_p`, `seed`,
+            `batch_size`, `dtype`, `device`, as the command's options of these names.
 
     Raises:
         BadInputError: if a model, a file or an option cannot be used, or the folder was begun with other ones.

@@ -15,7 +15,7 @@ from toolkit.data.layouts.template_arguments import OF_ROW
 from toolkit.errors import listed
 from toolkit.pages.parts.run_metrics import samples_itself
 from toolkit.paths import is_file_source, is_hub_name, source_name
-from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, read_yaml, shipped_recipes
+from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, compares, read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.yaml_values import yaml_text
 from toolkit.terminal import harmless
@@ -180,7 +180,7 @@ def published(recipe: Recipe) -> dict[str, Any]:
     """
     values = yaml.safe_load(recipe.to_yaml())
     for section, keys in (*NAMES_OF_FILES, *PLACES):
-        values[section] |= {key: _source_names(values[section].get(key)) for key in keys}
+        values[section] |= {key: _source_names(values[section].get(key), key) for key in keys}
     values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
     del values["logging"]["tracker_settings"]
     return _without_nulls(values)
@@ -199,12 +199,12 @@ def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if value is not None and value != {}}
 
 
-def _source_names(value: Any) -> Any:
+def _source_names(value: Any, key: str) -> Any:
     if isinstance(value, list):
-        return [_source_names(item) for item in value]
+        return [_source_names(item, key) for item in value]
     if isinstance(value, dict):
-        return value | {key: source_name(value[key]) for key in FILES_OF_ITEMS if isinstance(value.get(key), str)}
-    return source_name(value) if isinstance(value, str) else value
+        return value | {name: _source_names(value[name], name) for name in FILES_OF_ITEMS if name in value}
+    return source_name(value) if isinstance(value, str) and not compares(key, value) else value
 
 
 def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:

@@ -254,12 +254,6 @@ COMBINATIONS = (
         "which names the prompts and says which answers are right",
         "set that",
     ),
-    Combination(
-        ("best by answers", "answers at some evaluations"),
-        DEFINITION,
-        "as it needs answers at each evaluation",
-        "set answers.every_evaluations=1",
-    ),
     # Adapters and the export
     _idle("merged export", "no adapters", "", "remove it, or set adapter.kind=lora"),
     Combination(

@@ -203,7 +203,6 @@ FEATURES = {
         lambda settings: "answers.file" in settings.given and not settings.objective.samples_itself,
     ),
     "no answers": _feature_without("answers.file"),
-    "answers at some evaluations": _feature_of_fields("answers.every_evaluations above 1"),
     "held-out samples": _feature_of_fields("logging.held_out_samples"),
     "export": Feature("the export", lambda settings: "export.enabled: false" not in settings.given),
     "no export": _feature_of_fields("export.enabled: false"),

@@ -18,6 +18,18 @@ class Gone(NamedTuple):
 
 GONE_KEYS = {
     "sharding.device_state_gib=auto": Gone("give the GiB that may stay on each device"),
+    "answers.every_evaluations": Gone("leave it out: answers come at each evaluation", idle=(1,)),
+    "answers.extract": Gone("write answers.compare: text=REGEX, or numeric=REGEX"),
+    "answers.numeric": Gone("write answers.compare: numeric", idle=(False,)),
+    "answers.score": Gone("write answers.compare: file.py:function"),
+    "answers.strict": Gone("write answers.compare: strict", idle=(False,)),
+    "answers.structured": Gone("write answers.compare: structured", idle=(False,)),
+    "objective.rewards.extract": Gone("write compare: text=REGEX, or numeric=REGEX"),
+    "objective.rewards.score": Gone("write compare: file.py:function"),
+    "logging.sample_max_new_tokens": Gone("set logging.held_out_samples", idle=(80,)),
+    "logging.sample_prompt": Gone(
+        "set logging.held_out_samples, which shows what the model writes behind held-out prompts over the run"
+    ),
     "sharding.offload_threads": Gone("leave it out: the host's update takes all but two of a rank's cores", "0.2.0"),
 }
 """Key, or `key=value` for a value that is gone. Keys of the items of a list stand without a number."""
@@ -30,6 +42,19 @@ GONE_COMMANDS = {
 _NO_SECONDS = "leave it out: a plan has bytes and no seconds"
 
 GONE_OPTIONS = {
+    **{
+        f"{command} --{name}": Gone(f"write --compare {instead}")
+        for command in ("generate", "sample")
+        for name, instead in (
+            ("extract", "text=REGEX, or numeric=REGEX"),
+            ("numeric", "numeric"),
+            ("score", "file.py:function"),
+            ("strict", "strict"),
+            ("structured", "structured"),
+        )
+    },
+    "generate --cpu": Gone("leave it out, or set --device cpu"),
+    "generate --gpus": Gone("leave it out: --device auto spreads the model over all GPUs"),
     "init --from": Gone("docs/coming_from says what each key of another tool is called here"),
     "plan --calibrate": Gone(_NO_SECONDS),
     "plan --dram-gbs": Gone(_NO_SECONDS),

@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.errors import BadInputError, RecipeError, did_you_mean
 from toolkit.paths import DATA_SUFFIXES, is_store, shipped_files
+from toolkit.recipe.objectives.section import HOWS
 from toolkit.recipe.schema import RIVALS
 from toolkit.recipe.yaml_values import NOT_YAML, override_value, yaml_problem, yaml_value
 
@@ -97,7 +98,7 @@ NAMES_OF_FILES = (
     ("model", ("name_or_path", "tokenizer")),
     ("adapter", ("start_from",)),
     ("objective", ("teacher", "loss", "rewards")),
-    ("answers", ("file", "score")),
+    ("answers", ("file", "compare")),
     ("training", ("extensions",)),
 )
 """Section -> keys that may name files."""
@@ -111,7 +112,7 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
             continue
         for key in fields.keys() & set(keys):  # not others: to mention one may be an error
             source = fields[key]
-            if isinstance(source, str) and source in LOSSES:
+            if isinstance(source, str) and (source in LOSSES or compares(key, source)):
                 continue
             if isinstance(source, list):
                 fields[key] = [_absolute_source(item, folder) for item in source]
@@ -119,14 +120,20 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
                 fields[key] = _absolute_source(source, folder)
 
 
-FILES_OF_ITEMS = ("path", "score", "model")
+def compares(key: str, value: str) -> bool:
+    """Tells whether a value of `compare` is no function, which may be in a file."""
+    return key == "compare" and value.partition("=")[0] in HOWS
+
+
+FILES_OF_ITEMS = ("path", "compare", "model")
 """Keys of sources and rewards that name files."""
 
 
 def _absolute_source(source: Any, folder: Path) -> Any:
     if isinstance(source, dict):
         named = {key: source[key] for key in FILES_OF_ITEMS if isinstance(source.get(key), str)}
-        return {**source, **{key: _absolute_path(value, folder) for key, value in named.items()}}
+        paths = {key: _absolute_path(value, folder) for key, value in named.items() if not compares(key, value)}
+        return {**source, **paths}
     return _absolute_path(source, folder) if isinstance(source, str) else source
 
 

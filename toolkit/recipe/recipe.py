@@ -30,7 +30,7 @@ from toolkit.recipe.load import (
     text_of,
 )
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
-from toolkit.recipe.objectives.section import Section, contradiction
+from toolkit.recipe.objectives.section import Comparison, Section, contradiction
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
     AdapterSection,
@@ -172,7 +172,8 @@ class Recipe(Section):
     def own_code(self) -> dict[str, str]:
         """Returns the name of each function that a run imports from the user's own files, by its field."""
         own_loss = self.objective.own_loss
-        named = {"data.map": self.data.map, "objective.loss": own_loss, "answers.score": self.answers.score}
+        named = {"data.map": self.data.map, "objective.loss": own_loss}
+        named |= {"answers.compare": Comparison.of(self.answers.compare).score}
         named |= {f"objective.rewards.{reward.name}": reward.score for reward in self.objective.rewards or []}
         named |= {f"{EXTENSIONS}.{name.rpartition(':')[2]}": name for name in self.training.extensions}
         return {field: name for field, name in named.items() if name is not None}
@@ -274,7 +275,6 @@ def _fields_set(recipe: Recipe) -> frozenset[str]:
         "adapter.dropout": recipe.adapter.dropout > 0,
         "adapter.start_from": recipe.adapter.start_from is not None,
         "answers.file": recipe.answers.file is not None,
-        "answers.every_evaluations above 1": recipe.answers.every_evaluations > 1,
         "training.num_epochs": training.num_epochs is not None,
         "training.eval_every_steps": training.eval_every_steps is not None,
         "training.patience": training.patience is not None,

@@ -18,7 +18,9 @@ from pydantic import Field, field_validator, model_validator
 
 from toolkit.paths import STORES, is_file_source, is_store
 from toolkit.recipe.objectives.section import (
+    COMPARED,
     Beta,
+    Compare,
     Fraction,
     OpenFraction,
     PositiveFloat,
@@ -53,6 +55,17 @@ def _forbid_both(section: Section, first: str, second: str, where: str) -> None:
             f"{where}.{first} and {where}.{second} are both set and exclude each other; remove one of them, "
             f"or set it to null"
         )
+
+
+class NewToken(Section):
+    """A token to add, as tokenizer.json lists them."""
+
+    content: str = Field(min_length=1, description="Add this text as a token.")
+    special: bool = Field(False, description="Make it special: servers leave it out of what they return.")
+
+    @classmethod
+    def of(cls, token: str | NewToken) -> NewToken:
+        return cls(content=token) if isinstance(token, str) else token
 
 
 class ModelSection(Section):
@@ -94,10 +107,11 @@ class ModelSection(Section):
         description="Load the tokenizer from this name or folder instead of the model's; with model.config, the "
         "processor of images, too, if it has one.",
     )
-    add_tokens: list[Annotated[str, Field(min_length=1)]] | None = Field(
+    add_tokens: list[Annotated[str, Field(min_length=1)] | NewToken] | None = Field(
         None,
         min_length=1,
-        description="Add these special tokens to the tokenizer, and rows for them to the embeddings.",
+        description="Add these tokens to the tokenizer, and rows for them to the embeddings. A text is an ordinary "
+        "token; `{content: <|im_end|>, special: true}` is a special one, which servers leave out of what they return.",
     )
     train_tokenizer_vocab_size: int | None = Field(
         None, ge=300, description="Train a byte-pair tokenizer with this many entries on data.train."
@@ -684,27 +698,17 @@ class AnswersSection(Section):
         description="Answer the prompts of this .jsonl file at evaluations; rows as `toolkit generate --eval` takes "
         "them. null: none.",
     )
-    every_evaluations: PositiveInt = Field(
-        1, description="Answer at every N-th evaluation, at the start and after the last step."
-    )
     max_new_tokens: PositiveInt = Field(256, description="Stop each answer after N tokens.")
     batch_size: PositiveInt = Field(8, description="Answer N prompts at a time on each rank.")
     system: str | None = Field(
         None, min_length=1, description="Put this system prompt before messages that have none of their own."
     )
     raw: bool = Field(False, description="Take prompts as plain text, without the chat template.")
-    strict: bool = Field(False, description="Compare case and whitespace, too.")
-    extract: str | None = Field(
+    compare: Compare | None = Field(
         None,
-        min_length=1,
-        description="Compare the last match of this regular expression, or its first group if it has one.",
-    )
-    numeric: bool = Field(False, description="Compare the last number, as a number.")
-    structured: bool = Field(False, description="Compare as JSON; order of keys and whitespace do not count.")
-    score: str | None = Field(
-        None,
-        description="Score answers with this function (file.py:function, or module:function on Python's path). It is "
-        "called with the answer and its row, and returns True, False or a number from 0 to 1. The file's code is run.",
+        description=f"Compare an answer with those of its row: {COMPARED} Or score it with this function "
+        "(file.py:function, or module:function on Python's path), which gets the answer and its row and returns True, "
+        "False or a number from 0 to 1; the file's code is run. null: text.",
     )
 
     @model_validator(mode="after")
@@ -713,27 +717,6 @@ class AnswersSection(Section):
             raise contradiction(f"answers.{idle[0]} has no effect without answers.file; set that, or remove it")
         if self.raw and self.system is not None:
             raise contradiction("answers.system has no effect with answers.raw: it needs the chat template; remove one")
-        if self.strict and self.numeric:
-            raise contradiction(
-                "answers.strict has no effect with answers.numeric: numbers are compared as numbers; remove one"
-            )
-        if self.structured and (other := "strict" if self.strict else "numeric" if self.numeric else None):
-            raise contradiction(
-                f"answers.{other} has no effect with answers.structured: values of JSON are compared; remove one"
-            )
-        if self.score is not None and (problem := function_problem(self.score)):
-            raise contradiction(f"answers.score: {problem}")
-        compared = next((name for name in ("strict", "extract", "numeric", "structured") if getattr(self, name)), None)
-        if self.score is not None and compared is not None:
-            raise contradiction(
-                f"answers.{compared} has no effect with answers.score: the function compares; remove one"
-            )
-        try:
-            re.compile(self.extract or "")
-        except re.error as error:
-            raise contradiction(
-                f"answers.extract: {self.extract!r} is no regular expression of Python: {error}; correct it"
-            ) from None
         return self
 
 

@@ -254,7 +254,7 @@ def _with_completions(draft: Draft, rows: Rows, model: Model) -> Rows:
         more = f" and {len(answers.lacking) - 1} more" if len(answers.lacking) > 1 else ""
         raise BadInputError(
             f"data.train: {answers.lacking[0]}{more}: no answer to compare completions with; add a column `answer`, or "
-            "give a reward that needs none, as in objective.rewards='[{name: mine, score: my_rewards.py:score}]' "
+            "give a reward that needs none, as in objective.rewards='[{name: mine, compare: my_rewards.py:score}]' "
             "(docs/online.md)"
         )
     how, why = ("numeric", "numbers") if answers.are_numbers else ("text", "texts")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data import build
 from toolkit.data.kinds.registry import kind_for
+from toolkit.data.layouts.answers import right_answers
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.examples import Example
 from toolkit.data.rows.readers import read
@@ -136,13 +137,14 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
 
 
 def _answers_of(asked: SampledPrompts, tokenizer: PreTrainedTokenizerBase) -> Answers:
-    texts: list[list[str]] = []
+    texts: list[tuple[str, ...]] = []
     lacking = []
     for number in range(asked.num_prompts):
         _, place, kept = asked.prompt(number)
-        answer = kept["row"].get("answer")
-        texts.append([text for text in (answer if isinstance(answer, list) else [answer]) if isinstance(text, str)])
-        if not texts[-1]:
+        try:
+            texts.append(right_answers(kept["row"].get("answer")))
+        except RowProblem:
+            texts.append(())
             lacking.append(place)
     lengths = [max((len(tokenizer(text)["input_ids"]) + 1 for text in each), default=0) for each in texts]
     return Answers(np.array(lengths), all(map(_is_number, itertools.chain(*texts))), lacking)

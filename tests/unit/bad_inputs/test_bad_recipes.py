@@ -20,8 +20,7 @@ adapter.modules_to_save: [lm_head]
 adapter.start_from: exports/a
 adapter.target_modules: 3
 answers.batch_size: 0
-answers.every_evaluations: 0
-answers.extract: '(' | ''
+answers.compare: 'text=(' | '' | number
 answers.file: '' | [a.jsonl]
 answers.files: a.jsonl
 answers.max_new_tokens: 0 | 3

@@ -113,8 +113,7 @@ ASKED: list[tuple[str, str]] = [
     ("generate {run}/export --file {prompts} --output /dev/null/out", "--output"),
     ("generate {run}/export --file {prompts} --output {prompts}", "is the file of --file"),
     ("generate {run}/export --file {prompts} --output {run}", "--output"),
-    ("generate {run}/export --eval {prompts} --numeric", "--numeric"),
-    ("generate {run}/export --eval {prompts} --structured", "--structured"),
+    ("generate {run}/export --eval {prompts} --compare numeric", "--compare"),
     ("data {recipe} --output /dev/null/out", "/dev/null/out"),
 ]
 """Commands on a run, and what the error says."""

@@ -343,10 +343,10 @@ def test_code_0_without_a_run_that_says_it_is_done_is_an_error(
         return 0
 
     monkeypatch.setattr(launcher, "run_launcher", ranks)
-    score = ["answers.file=asked.jsonl", "answers.score=mine.py:judge"]
+    score = ["answers.file=asked.jsonl", "answers.compare=mine.py:judge"]
     for name, words, suspect in (
         ("one", [], "; a library has"),
-        ("two", score, "; answers.score (mine.py:judge) or a"),
+        ("two", score, "; answers.compare (mine.py:judge) or a"),
     ):
         result = run("quickstart", *words, f"training.output_dir={tmp_path / name}")
         assert isinstance(result.exception, ToolkitError)

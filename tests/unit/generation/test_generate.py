@@ -49,10 +49,11 @@ from toolkit.generation.text.complete import (
     encode_prompt,
     stream,
 )
-from toolkit.generation.text.evaluation import Comparison, evaluate, summary
+from toolkit.generation.text.evaluation import Compared, evaluate, summary
 from toolkit.generation.text.load import Loaded, find_model, load_model, stop_tokens
 from toolkit.generation.text.options import Sampling
 from toolkit.generation.text.rows import PromptRow, answers_of, completions, encode_rows, read_rows
+from toolkit.recipe.objectives.section import Comparison
 
 GREEDY = Sampling(12, 0.0)
 PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
@@ -314,7 +315,7 @@ def test_no_half_characters_are_shown(template: ChatTemplate, context: str) -> N
     for token in ids:
         pieces.put(torch.tensor([token]))
     pieces.end()
-    assert "".join(shown) == _continuation(loaded.tokenizer, before, ids)
+    assert "".join(shown) == _continuation(loaded, before, ids)
     assert "".join(shown) == (text if context or template is LLAMA_31 else text.removeprefix(" "))
     assert not any(HALF_CHARACTER in piece for piece in shown)
     assert len(shown) > 20
@@ -424,7 +425,7 @@ def test_an_evaluation(chat: Path, tmp_path: Path, command: Command) -> None:
     assert "accuracy: 75.0% (3 of 4 rows exact)" in table
     assert f"{file}:4: 'ja, größer 月 🙂' instead of 'nein'" in table
 
-    found = json.loads(command(chat, "--eval", file, "--json", "--strict", "--batch-size", 3)[1])
+    found = json.loads(command(chat, "--eval", file, "--json", "--compare", "strict", "--batch-size", 3)[1])
     assert (found["accuracy"], found["exact"], found["rows"]) == (0.25, 1, 4)
     assert [wrong["row"] for wrong in found["mismatches"]] == [f"{file}:{line}" for line in (1, 2, 4)]
     assert found["mismatches"][0] == {
@@ -436,27 +437,27 @@ def test_an_evaluation(chat: Path, tmp_path: Path, command: Command) -> None:
 
 
 COUNTED = [
-    (Comparison(numeric=True), "12 and 30 make 1,042.", "1042", True),
-    (Comparison(numeric=True), "It is 18.00 in all", "so 9 * 2 = 18\n#### 18", True),
-    (Comparison(numeric=True), "minus: -3", "3", False),
-    (Comparison(numeric=True), "x = \u22123", "-3", True),
-    (Comparison(numeric=True), "x = \u22123", "3", False),
-    (Comparison(numeric=True), "nobody knows", "3", False),
-    (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "#### 5", True),
-    (Comparison(extract=re.compile(r"#### (\S+)")), "#### 4, no: #### 5", "4", False),
-    (Comparison(extract=re.compile(r"[A-D]\b")), "A? It is B", "b", True),
-    (Comparison(extract=re.compile(r"[A-D]\b"), strict=True), "A? It is B", "b", False),
-    (Comparison(extract=re.compile(r"#### (.*)"), numeric=True), "7\n#### $1,000 9", "9", True),
-    (Comparison(extract=re.compile(r"#### (.*)")), "no mark", "no mark", False),
-    (Comparison(structured=True), '{"b": [2.0, null],"a":"X y"}', ' {"a": "X y", "b": [2, null]}\n', True),
-    (Comparison(structured=True), '{"a": "x y"}', '{"a": "X y"}', False),
-    (Comparison(structured=True), '{"a": 1}', '{"a": true}', False),
-    (Comparison(structured=True), '{"a": 1}', '{"a": "1"}', False),
-    (Comparison(structured=True), '{"a": 1', '{"a": 1}', False),
-    (Comparison(structured=True), "NaN", "0", False),
-    (Comparison(structured=True), "[" * 100_000, "[]", False),
-    (Comparison(structured=True), "1e9999999999999999999", "1", False),
-    (Comparison(extract=re.compile(r"<call>(.*)</call>"), structured=True), "so <call>[1.0]</call>", "[1]", True),
+    (Compared(Comparison("numeric")), "12 and 30 make 1,042.", "1042", True),
+    (Compared(Comparison("numeric")), "It is 18.00 in all", "so 9 * 2 = 18\n#### 18", True),
+    (Compared(Comparison("numeric")), "minus: -3", "3", False),
+    (Compared(Comparison("numeric")), "x = \u22123", "-3", True),
+    (Compared(Comparison("numeric")), "x = \u22123", "3", False),
+    (Compared(Comparison("numeric")), "nobody knows", "3", False),
+    (Compared(Comparison("text", r"#### (\S+)")), "#### 4, no: #### 5", "#### 5", True),
+    (Compared(Comparison("text", r"#### (\S+)")), "#### 4, no: #### 5", "4", False),
+    (Compared(Comparison("text", r"[A-D]\b")), "A? It is B", "b", True),
+    (Compared(Comparison("strict", r"[A-D]\b")), "A? It is B", "b", False),
+    (Compared(Comparison("numeric", r"#### (.*)")), "7\n#### $1,000 9", "9", True),
+    (Compared(Comparison("text", r"#### (.*)")), "no mark", "no mark", False),
+    (Compared(Comparison("structured")), '{"b": [2.0, null],"a":"X y"}', ' {"a": "X y", "b": [2, null]}\n', True),
+    (Compared(Comparison("structured")), '{"a": "x y"}', '{"a": "X y"}', False),
+    (Compared(Comparison("structured")), '{"a": 1}', '{"a": true}', False),
+    (Compared(Comparison("structured")), '{"a": 1}', '{"a": "1"}', False),
+    (Compared(Comparison("structured")), '{"a": 1', '{"a": 1}', False),
+    (Compared(Comparison("structured")), "NaN", "0", False),
+    (Compared(Comparison("structured")), "[" * 100_000, "[]", False),
+    (Compared(Comparison("structured")), "1e9999999999999999999", "1", False),
+    (Compared(Comparison("structured", r"<call>(.*)</call>")), "so <call>[1.0]</call>", "[1]", True),
 ]
 """How answers are compared, a completion, an answer, and whether that is right."""
 
@@ -503,27 +504,36 @@ NUMBERS = [
 
 def test_the_last_number_of_a_text() -> None:
     for text, number in NUMBERS:
-        assert Comparison(numeric=True).of_completion(text) == Decimal(number), text[:50]
+        assert Compared(Comparison("numeric")).of_completion(text) == Decimal(number), text[:50]
 
 
-UNFIT: list[tuple[list[dict[str, Any]], list[str], str]] = [
-    ([{"prompt": "?", "answer": "four"}], ["--numeric"], "rows.jsonl:1 holds no number"),
-    ([{"prompt": "?", "answer": "four"}], ["--structured"], "rows.jsonl:1 is not JSON; leave --structured out"),
-    ([{"prompt": "?", "answer": "four"}], ["--numeric", "--strict"], "compared as numbers; leave --strict out"),
-    ([{"prompt": "?", "answer": "four"}], ["--extract", "("], "is no regular expression"),
+UNFIT: list[tuple[list[dict[str, Any]], str, str]] = [
+    ([{"prompt": "?", "answer": "four"}], "numeric", "--compare: the answer of {}:1 holds no number; compare by text"),
+    ([{"prompt": "?", "answer": "four"}], "structured", "--compare: the answer of {}:1 is not JSON; compare by text"),
+    ([{"prompt": "?", "answer": "four"}], "numeric=(", "--compare: '(' is no regular expression of Python"),
+    ([{"prompt": "?", "answer": "four"}], "text=", "--compare: 'text=' has no regular expression behind ="),
+    (
+        [{"prompt": "?", "answer": "four"}],
+        "number",
+        "--compare: unknown 'number'; allowed: text, strict, numeric, struc",
+    ),
+    ([{"prompt": "?", "answer": "four"}], "a b:c", "--compare: unknown 'a b:c'; allowed: text, strict"),
 ]
 
 
 def test_rows_and_options_that_fit_no_evaluation(plain: Path, tmp_path: Path, command: Command) -> None:
-    for rows, options, words in UNFIT:
-        code, _, err = command(plain, "--eval", write_rows(tmp_path / "rows.jsonl", *rows), *options)
+    for rows, how, words in UNFIT:
+        file = write_rows(tmp_path / "rows.jsonl", *rows)
+        code, _, err = command(plain, "--eval", file, "--compare", how)
         assert code == 2
-        assert words in " ".join(err.split())
+        assert words.format(file) in " ".join(err.split())
 
 
 def test_many_mismatches_are_counted() -> None:
     rows = [PromptRow(f"f:{line}", "?", "?", answers=("yes",)) for line in range(9)]
-    found = evaluate(rows, [Completion(text, 3, False) for text in (*["no" * 99] * 8, "\tYES\n")], Comparison())
+    found = evaluate(
+        rows, [Completion(text, 3, False) for text in (*["no" * 99] * 8, "\tYES\n")], Compared(Comparison("text"))
+    )
     assert (found.exact, found.accuracy) == (1, 1 / 9)
     assert summary(found).splitlines()[-1] == "  and 3 more; --json has them all"
     assert all(len(line) < 120 for line in summary(found).splitlines())
@@ -608,7 +618,7 @@ BAD_OPTIONS = [
     ("--prompt a --eval x.jsonl", ["--prompt and --eval contradict each other"]),
     ("--prompt a --output x", ["--output and --prompt contradict", "--output belongs to --file"]),
     ("--chat --batch-size 2", ["--batch-size and --chat", "belongs to --file and --eval"]),
-    ("--file x.txt --strict", ["--strict and --file"]),
+    ("--file x.txt --compare strict", ["--compare and --file"]),
     ("--prompt a --json", ["--json and --prompt"]),
     ("--chat --raw", ["--raw and --chat contradict"]),
     ("--prompt a --raw --system b", ["--raw and --system contradict"]),
@@ -709,7 +719,7 @@ BAD_ROWS = [
     ("--eval", '{"prompt": "a", "completion": "b", "label": false}', "its completion is labelled false"),
     ("--eval", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
     ("--eval", '{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "it has choices, which lm-evaluation-harness"),
-    ("--eval", '{"prompt": "a", "answer": true}', "answer: true is no text; write it in quotes"),
+    ("--eval", '{"prompt": "a", "answer": true}', "answer: true is not a string; put it in quotes"),
     ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
     ("--eval", '{"prompt": "a", "answer": "b\\ud800"}', "answer contains half a character"),
     ("--eval", '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}', "messages need a chat template"),

@@ -32,9 +32,9 @@ def test_each_reward_has_its_value_and_the_sum_is_weighted(tmp_path: Path) -> No
     score = function(tmp_path, "def score(completion, row):\n    return len(completion) + row['hard']\n")
     found = rewards(
         {"compare": "numeric"},
-        {"compare": "text", "extract": r"\d"},
+        {"compare": r"text=\d"},
         {"match": "<b>.*</b>", "weight": 0.5},
-        {"score": score, "weight": -0.1},
+        {"compare": score, "weight": -0.1},
         {"overlong": 4, "weight": 2.0},
     )
     values, sums = found.of(JUDGED)
@@ -45,7 +45,7 @@ def test_each_reward_has_its_value_and_the_sum_is_weighted(tmp_path: Path) -> No
 
 def test_a_batched_function_gets_all_completions_of_a_step_at_once(tmp_path: Path) -> None:
     body = "def score(completions, rows):\n    return [len(rows) + row['hard'] for row in rows]\n"
-    values, _ = rewards({"score": function(tmp_path, body), "batched": True}).of(JUDGED)
+    values, _ = rewards({"compare": function(tmp_path, body), "batched": True}).of(JUDGED)
     assert values[:, 0].tolist() == [3, 4, 5]
 
 
@@ -65,7 +65,7 @@ def test_a_function_that_returns_no_number_is_named_with_its_row(
 ) -> None:
     score = function(tmp_path, f"def score(completion, row):\n    {body}\n")
     with pytest.raises(BadInputError, match=expected):
-        rewards({"score": score, "batched": batched}).of(JUDGED)
+        rewards({"compare": score, "batched": batched}).of(JUDGED)
 
 
 def test_rows_without_the_number_that_is_compared_are_named_before_the_first_step() -> None:
@@ -77,13 +77,12 @@ def test_rows_without_the_number_that_is_compared_are_named_before_the_first_ste
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({}, "r has none of them; set one of compare, match, score, model, overlong"),
+        ({}, "r has none of them; set one of compare, match, model, overlong"),
         ({"compare": "text", "match": "a"}, "r has compare and match; set one of"),
-        ({"match": "a", "extract": "b"}, "r: extract has no effect without compare"),
-        ({"match": "a", "batched": True}, "r: batched has no effect without score"),
+        ({"match": "a", "batched": True}, "r: batched has no effect without a function"),
         ({"match": "(", "weight": 1.0}, "r: match is no regular expression"),
         ({"match": "a", "weight": 0.0}, "r has the weight 0"),
-        ({"score": "nowhere"}, "r: score: 'nowhere' names no function"),
+        ({"compare": "nowhere"}, "unknown 'nowhere'; allowed: text, strict"),
     ],
 )
 def test_a_reward_that_cannot_be_meant_is_refused(section: dict[str, Any], expected: str) -> None:

@@ -157,7 +157,7 @@ def test_more_prompts_may_come_and_scores_may_change(folder: Path, whole: Path, 
         (tmp_path / file.name).write_bytes(file.read_bytes())
     more = tmp_path / "more.jsonl"
     more.write_text((folder / "questions.jsonl").read_text() + '{"prompt": "What of?", "answer": "wine"}\n')
-    told = options(folder, tmp_path, extract="wine")
+    told = options(folder, tmp_path, compare="text=wine")
     found = sampling.sample(SampleOptions(**{**vars(told), "prompts": more}))
     assert found.num_samples == 6 * SAMPLES
     samples = rows(tmp_path / "samples.jsonl")
@@ -321,8 +321,8 @@ def test_the_command(
     [
         ("-n 0 --top-p 2", ["--samples: 0 is out of range; allowed: 1 to 10,000", "--top-p: 2.0 is out of range"]),
         ("--temperature 0", ["--temperature 0 and --samples 8 contradict each other"]),
-        ("--reward x --numeric", ["--numeric and --reward contradict each other"]),
-        ("--strict --structured", ["--strict and --structured contradict each other"]),
+        ("--reward x --compare numeric", ["--compare and --reward contradict each other"]),
+        ("--compare number", ["--compare: unknown 'number'; allowed: text, strict"]),
         ("--gpus 1 --cpu 1", ["--gpus and --cpu exclude each other"]),
         ("--reward missing/model/x", ["--reward: SOURCE: the folder 'missing/model/x' does not exist"]),
     ],

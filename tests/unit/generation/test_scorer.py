@@ -142,8 +142,8 @@ def test_the_commands_score_by_it(module: str, tmp_path: Path) -> None:
         out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer("<|im_end|>")["input_ids"])
         scores.append(min(len(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)) / 20, 1))
     name = f"{module}:length"
-    assert toolkit.evaluate(tmp_path / "model", file, score=name, max_new_tokens=12).accuracy == sum(scores) / 2
-    toolkit.sample(tmp_path / "model", file, tmp_path / "samples", score=name, samples=3, max_new_tokens=12)
+    assert toolkit.evaluate(tmp_path / "model", file, compare=name, max_new_tokens=12).accuracy == sum(scores) / 2
+    toolkit.sample(tmp_path / "model", file, tmp_path / "samples", compare=name, samples=3, max_new_tokens=12)
     for line in (tmp_path / "samples/samples.jsonl").read_text().splitlines():
         sample = json.loads(line)
         assert sample["score"] == min(len(sample["completion"]) / 20, 1)
@@ -152,10 +152,8 @@ def test_the_commands_score_by_it(module: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["generate", "m", "--eval", "f.jsonl", "--score", "scores"], "--score: 'scores' names no function"),
-        (["generate", "m", "--eval", "f.jsonl", "--score", "a:b", "--numeric"], "--numeric and --score contradict"),
-        (["generate", "m", "--file", "f.txt", "--score", "a:b"], "--score belongs to --eval"),
-        (["sample", "m", "f.jsonl", "--to", "t", "--score", "a:b", "--reward", "r"], "--score and --reward contradict"),
+        (["generate", "m", "--file", "f.txt", "--compare", "a:b"], "--compare belongs to --eval"),
+        (["sample", "m", "f.jsonl", "--to", "t", "--compare", "a:b", "--reward", "r"], "--compare and --reward"),
     ],
 )
 def test_options_that_contradict_it_are_told(words: list[str], told: str) -> None:

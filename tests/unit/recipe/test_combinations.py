@@ -148,10 +148,6 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "best by answers": (given("training.best_by answers"), ["training.best_by=answers"]),
     "no use of the best": (given("answers.file"), ["answers.file=a.jsonl"]),
     "no answers": (given(), ["training.patience=2", "training.eval_every_steps=5"]),
-    "answers at some evaluations": (
-        given("answers.every_evaluations above 1", "answers.file"),
-        ["answers={file: a.jsonl, every_evaluations: 2}", "training.patience=2", "training.eval_every_steps=5"],
-    ),
     "held-out samples": (given("logging.held_out_samples"), ["logging.held_out_samples=2"]),
     "export": (given(), ["export.enabled=true"]),
     "no export": (given("export.enabled: false"), ["export={enabled: false}"]),

@@ -19,7 +19,6 @@ from toolkit.pages.card import recipe_for_readers
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
 from toolkit.run.stages.answers import (
-    Answers,
     _require_room,
     read_asked,
     require_same_scoring,
@@ -45,7 +44,7 @@ def written(folder: Path, *rows: Any) -> Path:
 
 def test_rows_are_those_of_an_evaluation(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]
-    found = read_asked(recipe_of(written(tmp_path, QUESTION, {"messages": messages}), "answers.numeric=true"))
+    found = read_asked(recipe_of(written(tmp_path, QUESTION, {"messages": messages}), "answers.compare=numeric"))
     rows = found.rows
     assert [row.answers for row in rows] == [("4",), ("6",)]
     assert rows[1].prompt == messages[:1]
@@ -69,27 +68,25 @@ def test_a_resumed_run_scores_as_before(tmp_path: Path) -> None:
             return str(error)
         return ""
 
-    one, same, other = ([f"answers.score={tmp_path / name}.py:judge"] for name in ("one", "same", "other"))
+    one, same, other = ([f"answers.compare={tmp_path / name}.py:judge"] for name in ("one", "same", "other"))
     hashes = [hashlib.sha256((tmp_path / f"{name}.py").read_bytes()).hexdigest() for name in ("one", "other")]
     changed = resume(one, other)
     assert changed.startswith(
-        f"answers.score: what it names has changed: SHA-256 {hashes[0]} scored the run up to step 8, and {hashes[1]} is"
+        f"answers.compare: what it names has changed: SHA-256 {hashes[0]} scored the run up to step 8, and "
+        f"{hashes[1]} is"
     )
     assert "bring the first one back, or start anew with another training.output_dir" in changed
     for words in ([], best):
         assert resume([*one, *words], [*same, *words]) == ""
         assert resume([*one, *words], [*other, *words]) == changed
-    numeric = ["answers.numeric=true"]
+    numeric = ["answers.compare=numeric"]
     assert resume(numeric, []) == ""
     assert resume(one, []) == ""
     assert resume([*numeric, *best], [*numeric, *best, "answers.batch_size=2", "answers.max_new_tokens=3"]) == ""
-    for before, now, names in (
-        (numeric, [], "answers.numeric: "),
-        ([], one, "answers.score: "),
-        (one, numeric, "answers.numeric, answers.score: "),
-        ([], ["answers.extract=a+", "answers.strict=true"], "answers.strict, answers.extract: "),
-    ):
-        assert resume([*before, *best], [*now, *best]).startswith(f"{names}the run up to step 8 compared its answers")
+    for before, now in ((numeric, []), ([], one), (one, numeric), (numeric, ["answers.compare='numeric=a+'"])):
+        told = resume([*before, *best], [*now, *best])
+        assert told.startswith("answers.compare: the run up to step 8 compared its answers")
+    assert resume([*best], [*best, "answers.compare=text"]) == ""
     old = recipe_of(file, *one)
     missing = SimpleNamespace(step=8, scorer=None, recipe=old.model_dump(mode="json"))
     require_same_scoring(read_asked(recipe_of(file, *other)), old, missing)  # type: ignore[arg-type]  # an older version
@@ -100,22 +97,26 @@ def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
     text = Recipe.load("quickstart").to_yaml().replace("file: null", "file: asked.jsonl")
     (tmp_path / "mine.yaml").write_text(text)
     assert Recipe.load(tmp_path / "mine.yaml").answers.file == str(tmp_path / "asked.jsonl")
-    scored = Recipe.load("quickstart", ["answers.file=a.jsonl", "answers.score=mine.py:judge"]).to_yaml()
+    scored = Recipe.load("quickstart", ["answers.file=a.jsonl", "answers.compare=mine.py:judge"]).to_yaml()
     (tmp_path / "scored.yaml").write_text(scored)
     found = Recipe.load(tmp_path / "scored.yaml")
-    assert found.answers.score == f"{tmp_path / 'mine.py'}:judge"
-    assert "score: mine.py:judge" in recipe_for_readers(found)
+    assert found.answers.compare == f"{tmp_path / 'mine.py'}:judge"
+    assert "compare: mine.py:judge" in recipe_for_readers(found)
 
 
 @pytest.mark.parametrize(
     ("row", "words", "told"),
     [
         ({"prompt": "?"}, [], "answers.file: rows that cannot be used: 1.*\n  .*asked.jsonl:1: answer is missing"),
-        ({"prompt": "?", "answer": "four"}, ["answers.numeric=true"], "answers.numeric: the answer of .*:1 holds no"),
+        (
+            {"prompt": "?", "answer": "four"},
+            ["answers.compare=numeric"],
+            "answers.compare: the answer of .* holds no",
+        ),
         (
             {"prompt": "?", "answer": "a"},
-            ["answers.structured=true"],
-            "answers.structured: the answer of .*:1 is not JSON",
+            ["answers.compare=structured"],
+            "answers.compare: the answer of .*:1 is not JSON",
         ),
     ],
 )
@@ -144,14 +145,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["answers.numeric=true"], "answers.numeric has no effect without answers.file"),
-        ([*FILE, "answers.numeric=true", "answers.structured=true"], "answers.numeric has no effect with"),
+        (["answers.compare=numeric"], "answers.compare has no effect without answers.file"),
         ([*FILE, "answers.raw=true", "answers.system=Hi"], "answers.system has no effect with"),
-        ([*FILE, "answers.strict=true", "answers.numeric=true"], "answers.strict has no effect with"),
-        ([*FILE, "answers.score=scores"], "answers.score: 'scores' names no function; write file.py:function"),
-        ([*FILE, "answers.score=a b:c"], "answers.score: 'a b:c' names no function; write file.py:function"),
-        ([*FILE, "answers.score=a:b", "answers.numeric=true"], "answers.numeric has no effect with answers.score"),
-        ([*FILE, "answers.extract='('"], "answers.extract: '(' is no regular expression"),
+        (
+            [*FILE, "answers.compare=scores"],
+            "answers.compare: unknown 'scores'; allowed: text, strict",
+        ),
+        ([*FILE, "answers.compare='text=('"], "answers.compare: '(' is no regular expression"),
+        ([*FILE, "answers.score=a:b"], "answers.score: gone since 0.3.0; write answers.compare: file.py:function"),
         (
             [*FILE, *UNEVALUATED],
             "answers.file has no effect without data.validation or data.validation_fraction",
@@ -160,10 +161,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (
             BY_ANSWERS,
             "training.best_by answers is not possible without answers.file",
-        ),
-        (
-            [*FILE, *BY_ANSWERS, "answers.every_evaluations=2"],
-            "training.best_by answers is not possible with answers.every_evaluations above 1, as it needs",
         ),
     ],
 )
@@ -182,15 +179,6 @@ def test_prompts_leave_room_for_whole_answers() -> None:
     with pytest.raises(BadInputError, match=told) as error:
         _require_room(SimpleNamespace(positions=12), rows, prompts, section)  # type: ignore[arg-type]
     assert "f:1" not in str(error.value)
-
-
-def test_answers_come_at_every_nth_evaluation_and_at_both_ends() -> None:
-    answers = Answers.__new__(Answers)
-    answers._run: Any = SimpleNamespace(num_steps=25)
-    answers._every, answers._section = 4, AnswersSection(file="f", every_evaluations=3)
-    assert [step for step in (0, 4, 8, 12, 16, 20, 24, 25) if answers._is_due(step)] == [0, 12, 24, 25]
-    answers._every = None
-    assert answers._is_due(25)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

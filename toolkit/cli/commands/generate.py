@@ -9,33 +9,27 @@ import typer
 
 from toolkit.cli.shared.arguments import MACHINE, parse_dtype
 from toolkit.cli.shared.hub import settle_names
+from toolkit.recipe.objectives.section import COMPARED
 
 Source = Annotated[str, typer.Argument(help="Folder of a run, of an export or of an adapter, or a hub name.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")]
 System = Annotated[str | None, typer.Option(help="System prompt for messages that have none.")]
 
 
-def _scoring(*names: str, about: str) -> Any:
-    return typer.Option(*names, help=about, rich_help_panel="Scoring")
+def _scoring(*names: str, about: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=about, rich_help_panel="Scoring", **settings)
 
 
 def _sampling(*names: str, about: str, **settings: Any) -> Any:
     return typer.Option(*names, help=about, rich_help_panel="Sampling", **settings)
 
 
-Strict = Annotated[bool, _scoring("--strict", about="Compare case and whitespace, too.")]
-Extract = Annotated[
-    str | None, _scoring(about="Compare the last match of this regular expression (or of its first group).")
-]
-Numeric = Annotated[bool, _scoring("--numeric", about="Compare the last number, as a number.")]
-Structured = Annotated[
-    bool, _scoring("--structured", about="Compare as JSON; order of keys and whitespace do not count.")
-]
-Score = Annotated[
+Compare = Annotated[
     str | None,
     _scoring(
-        about="Score with this function (file.py:function, or module:function on Python's path), which needs no "
-        "answers."
+        about=f"Compare answers as {COMPARED} Or score them with a function, file.py:function or module:function, "
+        "which needs no answers.",
+        show_default="text",
     ),
 ]
 MaxNewTokens = Annotated[int, _sampling(about="Stop each answer after this many tokens.")]
@@ -75,11 +69,7 @@ def generate(
     ] = None,
     raw: Raw = False,
     system: System = None,
-    strict: Strict = False,
-    extract: Extract = None,
-    numeric: Numeric = False,
-    structured: Structured = False,
-    score: Score = None,
+    compare: Compare = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --eval: print JSON.")] = False,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = None,
@@ -96,7 +86,7 @@ def generate(
 ) -> None:
     """Generate text with a model: give one of --prompt, --chat, --file and --eval.
 
-    The options of scoring need --eval.
+    --compare needs --eval.
     """
     from toolkit.generation.text.command import run
     from toolkit.generation.text.load import find_model
@@ -111,11 +101,7 @@ def generate(
         output=output,
         raw=raw,
         system=system,
-        strict=strict,
-        extract=extract,
-        numeric=numeric,
-        structured=structured,
-        score=score,
+        compare=compare,
         as_json=as_json,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -116,8 +116,8 @@ def require_finished(recipe: Recipe, folder: Path) -> None:
 
     if is_finished(folder):
         return
-    score = recipe.answers.score
-    suspect = f"answers.score ({score}) or a library" if score is not None else "a library"
+    own = ", ".join(f"{field} ({name})" for field, name in recipe.own_code().items())
+    suspect = f"{own} or a library" if own else "a library"
     what = f"the ranks ended with code 0 before the run was done: {str(folder)!r} has no {FINISHED}"
     mark_ended(folder / REPORT, "failed", f"{what[0].upper()}{what[1:]}.")
     raise ToolkitError(

@@ -17,11 +17,12 @@ from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import Arrays, BatchSpec, Field
 from toolkit.data.kinds.pairs import COMPLETIONS
 from toolkit.data.kinds.text import TextRows
+from toolkit.data.layouts.answers import learned_answer
 from toolkit.data.layouts.layout import ColumnLayout
 from toolkit.data.layouts.messages import left_out_of, messages_of, tools_of, with_system
 from toolkit.data.layouts.template_arguments import takes_tools
 from toolkit.data.rows.examples import Example, Message
-from toolkit.data.rows.values import RowProblem, RowValues, is_judged_bad, text_of
+from toolkit.data.rows.values import RowProblem, RowValues, text_of
 from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import Batch, Rows, Samples, TextSamples, batch_of, segments_of
 from toolkit.data.templates.prompts import prompt_ids, prompt_of
@@ -31,9 +32,6 @@ NO_ROOM = "longer than data.max_length less objective.max_new_tokens"
 
 ASKERS = ("user", "tool")
 """Roles behind which an assistant answers."""
-
-ANSWERED_BY = ("completion", "chosen")
-"""Columns in which training rows have the answer to a prompt, if they have no `answer`."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +66,19 @@ def read_prompt(column: str, values: RowValues) -> Prompted:
     value, name = values[column], values.columns[column]
     tools = tools_of(values["tools"])
     values.taken |= set(values.row)
-    row = _with_answer(values.row)
+    messages = messages_of(value, name) if isinstance(value, list) else []
+    row, answer = dict(values.row), learned_answer(values.row, messages)
+    if row.get("answer") is None and answer is not None:
+        row["answer"] = answer  # of a row to learn answers from: the rewards compare with it
     if not isinstance(value, list):
         asked = text_of(value, name)
         messages = with_system([{"role": "user", "content": asked}], values)
         return Prompted(asked if len(messages) == 1 else messages, tools, row, {})
-    messages = messages_of(value, name)
     if len(messages) > 1 and messages[-1]["role"] == "assistant":
-        # A row to learn answers from: its answer is what the rewards compare with.
-        if row.get("answer") is None and not is_judged_bad(row):
-            row["answer"] = messages[-1]["content"]
         messages = messages[:-1]
     if messages[-1]["role"] not in ASKERS:
         raise RowProblem("nothing is asked: the last message is not the user's")
     return Prompted(with_system(messages, values), tools, row, {})
-
-
-def _with_answer(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the row with the completion of a training row as its `answer`, if there is none and it is a good one."""
-    found = next((row[name] for name in ANSWERED_BY if row.get(name) is not None), None)
-    if isinstance(found, list):
-        found = found[-1].get("content") if found and isinstance(found[-1], dict) else None
-    if row.get("answer") is not None or found is None or is_judged_bad(row):
-        return dict(row)
-    return {**row, "answer": found}
 
 
 class PromptEncoder(Encoder):
@@ -105,7 +92,7 @@ class PromptEncoder(Encoder):
     def _prompt(self, example: Prompted) -> Document:
         kept = {"prompt": example.asked, "tools": example.tools, "arguments": example.arguments, "row": example.row}
         try:
-            asked = json.dumps(kept, ensure_ascii=False, allow_nan=False)
+            asked = json.dumps(kept, ensure_ascii=False, default=str)  # dates are texts, as a file of JSON has them
         except (TypeError, ValueError):
             return unusable(RowProblem("a column holds a value that JSON cannot write, so no reward could read it"))
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -28,7 +28,7 @@ from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens.layer_limit import require_safe_stored
 from toolkit.errors import BadInputError, first_line, in_words
 from toolkit.paths import require_folder
-from toolkit.recipe.schema import DataSection, ModelSection
+from toolkit.recipe.schema import DataSection, ModelSection, NewToken
 from toolkit.terminal import Pass, Terminal
 
 END_OF_TEXT = "<|endoftext|>"
@@ -56,20 +56,42 @@ def load(model: ModelSection, data: DataSection, objective: str = "causal_lm") -
     return tokenizer
 
 
-def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str]) -> None:
-    """Adds special tokens, and stores them on the tokenizer, for `added_tokens` and `new_ids`."""
-    known = tokenizer.get_vocab()
-    # False keeps the tokenizer's own additional tokens, which would be replaced otherwise.
-    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)}, False)
-    setattr(tokenizer, _ADDED, list(dict.fromkeys(tokens)))
-    new = [token for token in dict.fromkeys(tokens) if token not in known]
-    setattr(tokenizer, _NEW, [tokenizer.convert_tokens_to_ids(token) for token in new])
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: list[str | NewToken]) -> None:
+    """Adds tokens, and stores them on the tokenizer, for `added_tokens` and `new_ids`.
+
+    What the tokenizer lists as an added token already stays as it is, unless it is asked to be special.
+    """
+    asked = {each.content: each.special for each in (NewToken.of(token) for token in tokens)}
+    known, listed = tokenizer.get_vocab(), {token.content for token in tokenizer.added_tokens_decoder.values()}
+    for token, special in asked.items():
+        if special:  # False keeps the tokenizer's own additional tokens, which would be replaced otherwise
+            tokenizer.add_special_tokens({"additional_special_tokens": [token]}, False)
+        elif token not in listed:
+            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    setattr(tokenizer, _ADDED, list(asked))
+    setattr(tokenizer, _NEW, [tokenizer.convert_tokens_to_ids(token) for token in asked if token not in known])
 
 
 def added_tokens(tokenizer: object) -> list[str]:
-    """Returns the tokens of `model.add_tokens`, which are special ones now."""
+    """Returns the tokens of `model.add_tokens`."""
     found: list[str] = getattr(tokenizer, _ADDED, [])
     return found
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stops: Collection[int] = (), is_target: bool = False
+) -> str:
+    """Returns the text of what a model wrote, up to the first of the tokens that end it.
+
+    Padding, the begin-of-text token and a special token that begins a target (mBART's language) are left out, and
+    nothing else: marks of thoughts, channels and calls belong to an answer, and may be special tokens.
+    """
+    end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
+    begin = int(is_target and not set(tokenizer.all_special_ids).isdisjoint(ids[: min(1, end)]))
+    without = {tokenizer.pad_token_id, tokenizer.bos_token_id}
+    kept = [token for token in ids[begin:end] if token not in without]
+    text: str = tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+    return text
 
 
 def new_ids(tokenizer: object) -> list[int]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
@@ -69,6 +70,7 @@ class Rewards:
         sections: Sequence[RewardSection],
         rows: Callable[[], Sequence[PromptRow]],
         prompts: PromptForm,
+        tokenizer: PreTrainedTokenizerBase,
         max_new_tokens: int,
         batch_size: int,
         device: str,
@@ -77,6 +79,7 @@ class Rewards:
         self.names = [section.name for section in sections]
         self._weights = np.array([section.weight for section in sections])
         self._form, self._batch_size, self._device, self._max_new_tokens = prompts, batch_size, device, max_new_tokens
+        self._tokenizer = tokenizer if prompts.chat_template else None
         self._rewards = [self._made(section, rows, close) for section in sections]
 
     def _made(self, section: RewardSection, rows: Callable[[], Sequence[PromptRow]], close: ExitStack) -> Reward:
@@ -92,8 +95,8 @@ class Rewards:
             pattern = re.compile(section.match)
             return lambda judged: [float(pattern.search(text) is not None) for text in judged.texts]
         # Every row's answer is looked at, before the first step.
-        comparison = ranks.on_first_rank(lambda: scoring_of(list(rows()), _comparing(section), f"{where}: "))
-        pairs = partial(zip, strict=True)
+        ranks.on_first_rank(lambda: scoring_of(list(rows()), section.compare, f"{where}: compare"))
+        comparison, pairs = scoring_of([], section.compare, where, self._tokenizer), partial(zip, strict=True)
         return lambda judged: [comparison.score(text, row) for text, row in pairs(judged.texts, judged.rows)]
 
     def of(self, judged: Judged) -> tuple[np.ndarray, np.ndarray]:
@@ -109,22 +112,6 @@ class Rewards:
 def _once_for_all(values: Callable[[Judged], list[float]]) -> Reward:
     """Computes values on rank 0 for all: a function of the user's may have effects, and need not be on every host."""
     return lambda judged: ranks.on_first_rank(lambda: values(judged))
-
-
-@dataclass(frozen=True)
-class _Comparing:
-    """The settings of a comparison, as `scoring_of` reads them."""
-
-    strict: bool
-    extract: str | None
-    numeric: bool
-    structured: bool
-    score: None = None
-
-
-def _comparing(section: RewardSection) -> _Comparing:
-    how = section.compare
-    return _Comparing(how == "strict", section.extract, how == "numeric", how == "structured")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from toolkit.errors import BadInputError
-from toolkit.generation.text.evaluation import COMPARES
 from toolkit.generation.text.options import Options, WritingOptions
+from toolkit.recipe.objectives.section import Comparison
 
 MOST_SAMPLES = 10_000
 """Most samples of a prompt: a rank holds them in memory before it writes them."""
@@ -38,30 +38,22 @@ class SampleOptions(WritingOptions):
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
-        for use in ("writing", "comparing"):
-            try:
-                getattr(self, use)
-            except BadInputError as problem:
-                problems += [line for line in str(problem).splitlines() if line not in problems]
+        try:
+            self.writing  # noqa: B018 (its options are checked as it is made)
+        except BadInputError as problem:
+            problems += str(problem).splitlines()
+        try:
+            Comparison.of(self.compare)
+        except ValueError as problem:
+            problems.append(f"--compare: {problem}")
         if problems:
             raise BadInputError("\n".join(problems))
 
     @property
     def writing(self) -> Options:
         """Returns the options for completions, those of `toolkit generate --file`."""
-        shared = {
-            field.name: getattr(self, field.name) for field in fields(WritingOptions) if field.name not in COMPARES
-        }
+        shared = {field.name: getattr(self, field.name) for field in fields(WritingOptions) if field.name != "compare"}
         return Options(self.source, file=self.prompts, batch_size=self.batch_size, **shared)
-
-    @property
-    def comparing(self) -> Options:
-        """Returns the options for comparing them with answers, those of `toolkit generate --eval`."""
-        return Options(
-            self.source,
-            evaluation=self.prompts,
-            **{name: getattr(self, name) for name in (*COMPARES, "max_new_tokens")},
-        )
 
     def _problems(self) -> Iterator[str]:
         if not 1 <= self.samples <= MOST_SAMPLES:
@@ -71,6 +63,5 @@ class SampleOptions(WritingOptions):
                 f"--temperature 0 and --samples {self.samples} contradict each other: always the most likely token "
                 "makes all samples alike; raise the temperature, or set --samples 1"
             )
-        for name in COMPARES if self.reward is not None else ():
-            if getattr(self, name):
-                yield f"--{name} and --reward contradict each other: the reward model scores; leave --{name} out"
+        if self.reward is not None and self.compare is not None:
+            yield "--compare and --reward contradict each other: the reward model scores; leave --compare out"

@@ -16,7 +16,8 @@ from toolkit.generation.sampling.sample_options import SampleOptions
 from toolkit.generation.sampling.sampled_rows import PromptForm, Sampled, write_rows
 from toolkit.generation.sampling.samples import Sample, append, begin, give_back, rows_at_a_time, start_file, write
 from toolkit.generation.text.command import load_for
-from toolkit.generation.text.evaluation import scoring_of
+from toolkit.generation.text.evaluation import has_function, scoring_of
+from toolkit.generation.text.load import tokenizer_of_source
 from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.pages.samples_page import SAMPLES_PAGE, SampledPrompt, write_samples_page
 from toolkit.terminal import Terminal
@@ -30,9 +31,9 @@ def read_prompts(options: SampleOptions) -> list[PromptRow]:
     Raises:
         BadInputError: if the file cannot be read, or its rows cannot be used.
     """
-    rows = read_rows(options.prompts, "PROMPTS", options.reward is None, options.score is not None)
+    rows = read_rows(options.prompts, "PROMPTS", options.reward is None, has_function(options.compare))
     if options.reward is None:
-        scoring_of(rows, options.comparing)
+        scoring_of(rows, options.compare, "--compare")
     else:
         find_reward_model(options.reward)
     return rows
@@ -113,7 +114,7 @@ def _score_all(options: SampleOptions, rows: list[PromptRow], found: list[Sample
         return _reward_all(options, options.reward, rows, found, form)
 
     def scored() -> list[Sample]:
-        scoring = scoring_of(rows, options.comparing)
+        scoring = scoring_of(rows, options.compare, "--compare", tokenizer_of_source(options.source, options.raw))
         return [replace(sample, score=scoring.score(sample.completion, rows[sample.row])) for sample in found]
 
     return ranks.on_first_rank(scored)

@@ -19,7 +19,7 @@ from rich.progress import track
 from toolkit.data.rows.examples import Message
 from toolkit.errors import BadInputError
 from toolkit.generation.text.complete import Completion, encode_prompt, stream
-from toolkit.generation.text.evaluation import Evaluation, evaluate, scoring_of, summary
+from toolkit.generation.text.evaluation import Evaluation, evaluate, has_function, scoring_of, summary
 from toolkit.generation.text.image_prompts import asked_of, encode_with_images, require_images
 from toolkit.generation.text.load import Loaded, find_model, load_model
 from toolkit.generation.text.options import Options, Sampling, encodable
@@ -40,7 +40,7 @@ def run(options: Options) -> None:
     place = find_model(options.source)
     path = options.file or options.evaluation
     # Before the model: a bad row or image is reported within a second, and loading takes much longer.
-    is_scored = options.score is not None
+    is_scored = has_function(options.compare)
     rows = [] if path is None else read_rows(path, _mode_of(options), options.evaluation is not None, is_scored)
     images = require_images(options.images)
     if place.on_hub:
@@ -102,7 +102,8 @@ def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evalua
     Raises:
         BadInputError: names rows that cannot be encoded.
     """
-    return evaluate(rows, _completions(loaded, options, rows), scoring_of(rows, options))
+    scoring = scoring_of(rows, options.compare, "--compare", None if options.raw else loaded.tokenizer)
+    return evaluate(rows, _completions(loaded, options, rows), scoring)
 
 
 def _completions(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Iterable[Completion]:

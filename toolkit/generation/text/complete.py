@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -186,17 +187,8 @@ def fitting(loaded: Loaded, ids: list[int]) -> list[int]:
 
 def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[Completion]:
     """Completes the prompts in one batch, or in several: of text, with images, and near the model's last position."""
-    written = continued(loaded, prompts, sampling)
-    return [
-        Completion(_continuation(loaded.tokenizer, prompt.context, ids), len(ids), stopped)
-        for prompt, (ids, stopped) in zip(prompts, written, strict=True)
-    ]
-
-
-def continued(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[tuple[list[int], bool]]:
-    """Returns the tokens behind each prompt before the first stop, and whether there is one; batches as `complete`."""
     batches: dict[tuple[int, int], list[int]] = {}
-    # RWKV, which sees padding, also mixes rows of one length up.
+    # RWKV attends to padding, and mixes up rows even of equal length.
     apart = len(prompts) > 1 and sees_padding(loaded, prompts[0])
     # `max_new_tokens` is one number for a batch, so that prompts with another room go into another.
     for number, prompt in enumerate(prompts):
@@ -207,7 +199,10 @@ def continued(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list
     for (room, _), numbers in batches.items():
         found = _generate(loaded, [prompts[number] for number in numbers], room, sampling)
         written.update(zip(numbers, found, strict=True))
-    return [written[number] for number in range(len(prompts))]
+    return [
+        Completion(_continuation(loaded, prompt.context, ids), len(ids), stopped)
+        for prompt, (ids, stopped) in ((prompt, written[number]) for number, prompt in enumerate(prompts))
+    ]
 
 
 def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[str], object]) -> str:
@@ -215,7 +210,7 @@ def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[
     pieces = _TextStreamer(loaded, prompt, write)
     room = _room_of(loaded, prompt, sampling)
     ids, _ = _generate(loaded, [prompt], room, sampling, pieces)[0]
-    return _continuation(loaded.tokenizer, prompt.context, ids)
+    return _continuation(loaded, prompt.context, ids)
 
 
 def _room_of(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
@@ -354,15 +349,14 @@ def _explain_out_of_memory(loaded: Loaded) -> Iterator[None]:
         raise ToolkitError(f"the GPU has too little memory; {loaded.if_too_large}") from error
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text
-
-
-def _continuation(tokenizer: PreTrainedTokenizerBase, context: list[int], ids: list[int]) -> str:
+def _continuation(loaded: Loaded, context: list[int], ids: list[int]) -> str:
     """Decodes `ids` behind `context`: decoders drop the space at the beginning of a text."""
-    head, whole = _decode(tokenizer, context), _decode(tokenizer, [*context, *ids])
-    return whole[len(head) :] if whole.startswith(head) else _decode(tokenizer, ids)
+    from toolkit.data.tokens.tokenizer import decode
+
+    head, whole = decode(loaded.tokenizer, context), decode(loaded.tokenizer, [*context, *ids])
+    if context and whole.startswith(head):
+        return whole[len(head) :]
+    return decode(loaded.tokenizer, ids, is_target=loaded.encoder_decoder)
 
 
 class _TextStreamer:
@@ -372,11 +366,13 @@ class _TextStreamer:
     """Number of tokens that are decoded again at each step."""
 
     def __init__(self, loaded: Loaded, prompt: Prompt, write: Callable[[str], object]) -> None:
-        self._tokenizer = loaded.tokenizer
+        from toolkit.data.tokens.tokenizer import decode
+
+        self._decode = partial(decode, loaded.tokenizer)
         self._stops = loaded.stops
         self._write = write
         self._ids = list(prompt.context)
-        self._shown = _decode(self._tokenizer, self._ids)
+        self._shown = self._decode(self._ids)
         self._is_prompt = True
 
     def put(self, tokens: torch.Tensor) -> None:
@@ -390,7 +386,7 @@ class _TextStreamer:
         self._show(is_last=True)
 
     def _show(self, is_last: bool) -> None:
-        text = _decode(self._tokenizer, self._ids)
+        text = self._decode(self._ids)
         # A token may end inside a character's bytes; the next one completes it.
         if text.endswith(HALF_CHARACTER) and not is_last:
             return
@@ -399,5 +395,5 @@ class _TextStreamer:
         # Otherwise the work of decoding grows with the square of the answer.
         if len(self._ids) > self.MAX_TOKENS:
             self._ids = self._ids[-CONTEXT:]
-            text = _decode(self._tokenizer, self._ids)
+            text = self._decode(self._ids)
         self._shown = text

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.errors import BadInputError, counted
 from toolkit.generation.text.complete import Completion
+from toolkit.generation.text.reader import Reader, comparable_json
 from toolkit.generation.text.rows import LENGTH_SHOWN, PromptRow
 from toolkit.generation.text.scorer import load_scorer
+from toolkit.recipe.objectives.section import Comparison
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MISMATCHES_SHOWN = 5
 """Number of wrong answers that are printed."""
@@ -29,118 +33,91 @@ NUMBER = re.compile(
 """A number as people write it, with or without commas at the thousands (or, as in East Asia, ten thousands)."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Compares a completion with answers.
-
-    Attributes:
-        strict: compare texts as they are; otherwise case, and whitespace except between words, do not count.
-        extract: compare its last match, or the first group of that if it has one; None compares the whole text.
-        numeric: compare the last number.
-        structured: compare as JSON; the order of keys, whitespace, and the format of numbers do not count.
-    """
-
-    strict: bool = False
-    extract: re.Pattern[str] | None = None
-    numeric: bool = False
-    structured: bool = False
-
-    def of_completion(self, text: str) -> Any:
-        """Returns the value of a completion that is compared; None, which equals no answer, if it has none."""
-        part = text if self.extract is None else _last_match(self.extract, text)
-        return None if part is None else self._value(part)
-
-    def of_answer(self, text: str) -> Any:
-        """Returns the value of an answer of a file, which may be bare or stand in a text as in a completion."""
-        part = text if self.extract is None else _last_match(self.extract, text)
-        return self._value(text if part is None else part)
-
-    def score(self, completion: str, row: PromptRow) -> float:
-        """Returns 1 if a completion equals one of the row's answers, else 0."""
-        found = self.of_completion(completion)
-        return float(found is not None and found in [self.of_answer(answer) for answer in row.answers])
-
-    def _value(self, text: str) -> Any:
-        if self.numeric:
-            found = NUMBER.findall(text.replace(MINUS, "-"))
-            return Decimal(found[-1].replace(",", "")) if found else None
-        if self.structured:
-            return _comparable_json(text)
-        return text if self.strict else normalised(text)
-
-
-COMPARES = ("strict", "extract", "numeric", "structured", "score")
-"""Settings of comparison and scores."""
-
-
 class Scoring(Protocol):
     """Scores completions: a comparison with answers, or a user's function."""
 
     def score(self, completion: str, row: PromptRow) -> float: ...
 
 
-class Compares(Protocol):
-    """Settings of a comparison: options of the command, or fields of a recipe."""
+@dataclass(frozen=True)
+class Compared:
+    """Compares completions with answers.
 
-    @property
-    def strict(self) -> bool: ...
-    @property
-    def extract(self) -> str | None: ...
-    @property
-    def numeric(self) -> bool: ...
-    @property
-    def structured(self) -> bool: ...
-    @property
-    def score(self) -> str | None: ...
+    Attributes:
+        reader: reads completions as the chat template writes them; None without one.
+    """
+
+    comparison: Comparison
+    reader: Reader | None = None
+
+    def of_completion(self, text: str) -> Any:
+        """Returns the value of a completion that is compared; None, which equals no answer, if it has none."""
+        part = text if self.comparison.extract is None else _last_match(self.comparison.extract, text)
+        return None if part is None else self._value(part)
+
+    def of_answer(self, text: str) -> Any:
+        """Returns the value of an answer of a file, which may be bare or stand in a text as in a completion."""
+        part = None if self.comparison.extract is None else _last_match(self.comparison.extract, text)
+        return self._value(text if part is None else part)
+
+    def score(self, completion: str, row: PromptRow) -> float:
+        """Returns 1 if a completion is one of the row's answers, else 0."""
+        right, whole = [self.of_answer(answer) for answer in row.answers], self.comparison.extract is not None
+        readings = [completion] if whole or self.reader is None else self.reader.readings(completion)
+        if any(found in right for found in map(self.of_completion, readings) if found is not None):
+            return 1.0
+        if whole or self.reader is None:
+            return 0.0
+        return float(any(self.reader.calls(completion, answer, row) for answer in row.answers))
+
+    def _value(self, text: str) -> Any:
+        if self.comparison.how == "numeric":
+            found = NUMBER.findall(text.replace(MINUS, "-"))
+            return Decimal(found[-1].replace(",", "")) if found else None
+        if self.comparison.how == "structured":
+            return comparable_json(text)
+        return text if self.comparison.how == "strict" else normalised(text)
 
 
-def scoring_of(rows: list[PromptRow], how: Compares, prefix: str = "--") -> Scoring:
-    """Returns the scoring that the settings ask for. Imports a user's function, which runs code of its module.
+def has_function(compare: str | None) -> bool:
+    """Tells whether a comparison is a user's function, which needs no answers."""
+    return Comparison.of(compare).score is not None
+
+
+LACKS = {"numeric": "holds no number", "structured": "is not JSON"}
+
+
+def scoring_of(
+    rows: list[PromptRow], compare: str | None, field: str, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Scoring:
+    """Returns the scoring of a comparison. Imports a user's function, which runs code of its module.
 
     Args:
-        prefix: prefix of the settings' names in errors.
+        compare: as in a recipe; see `Comparison`.
+        field: the option or the field of the comparison, for errors.
+        tokenizer: wrote the prompts by its chat template; None if nothing did.
 
     Raises:
-        BadInputError: if answers lack the number or the JSON that the settings compare, or the function cannot be
-            imported.
+        BadInputError: if answers lack the number or the JSON that is compared, or the function cannot be imported.
     """
-    if how.score is not None:
-        return load_scorer(how.score, f"{prefix}score")
-    pattern = re.compile(how.extract) if how.extract else None
-    comparison = Comparison(how.strict, pattern, how.numeric, how.structured)
-    lacking = [row.place for row in rows if None in map(comparison.of_answer, row.answers)]
+    comparison = Comparison.of(compare)
+    if comparison.score is not None:
+        return load_scorer(comparison.score, field)
+    has_template = tokenizer is not None and tokenizer.chat_template is not None
+    compared = Compared(comparison, Reader(tokenizer) if tokenizer is not None and has_template else None)
+    lacking = [row.place for row in rows if None in map(compared.of_answer, row.answers)]
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        name, lacks = ("numeric", "holds no number") if how.numeric else ("structured", "is not JSON")
-        raise BadInputError(f"{prefix}{name}: the answer of {lacking[0]}{more} {lacks}; leave {prefix}{name} out")
-    return comparison
+        raise BadInputError(
+            f"{field}: the answer of {lacking[0]}{more} {LACKS[comparison.how]}; compare by text, or correct it"
+        )
+    return compared
 
 
-def _comparable_json(text: str) -> Any:
-    """Returns a value that is equal for all texts of the same JSON; None if the text is not JSON."""
-    try:
-        found = json.loads(text, parse_int=Decimal, parse_float=Decimal, parse_constant=_refuse_constant)
-        return _with_kind(found)
-    except (ValueError, ArithmeticError, RecursionError):
-        return None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _with_kind(value: Any) -> Any:
-    """Adds the kind to a value: in Python true equals 1, and a list of pairs could be an object."""
-    if isinstance(value, dict):
-        return "object", {key: _with_kind(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return "array", [_with_kind(each) for each in value]
-    return type(value).__name__, value
-
-
-def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    matches = list(pattern.finditer(text))
-    return None if not matches else matches[-1][1 if pattern.groups else 0]
+def _last_match(pattern: str, text: str) -> str | None:
+    compiled = re.compile(pattern)
+    matches = list(compiled.finditer(text))
+    return None if not matches else matches[-1][1 if compiled.groups else 0]
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,12 @@ def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def tokenizer_of_source(source: str, raw: bool) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer of a source, whose chat template writes the prompts; None if prompts are plain text."""
+    place = find_model(source)
+    return None if raw else tokenizer_of(place, adapter_base(place) if place.is_adapter else place)
+
+
 def adapter_base(place: Place) -> Place:
     """Returns the folder of an adapter's base. Raises BadInputError if it is not on this machine."""
     config = read_config(Path(place.name), repr(place.name))

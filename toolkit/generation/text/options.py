@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import BadInputError
-from toolkit.recipe.objectives.section import function_problem
+from toolkit.recipe.objectives.section import Comparison
 
 MODES = ("--prompt", "--chat", "--file", "--eval")
 
 BELONGS_TO = {
     "--output": ("--file",),
     "--batch-size": ("--file", "--eval"),
-    "--strict": ("--eval",),
-    "--extract": ("--eval",),
-    "--numeric": ("--eval",),
-    "--structured": ("--eval",),
-    "--score": ("--eval",),
+    "--compare": ("--eval",),
     "--json": ("--eval",),
     "--image": ("--prompt",),
 }
@@ -30,13 +25,6 @@ CONTRADICTIONS = {
     ("--raw", "--chat"): "a conversation needs the chat template",
     ("--raw", "--system"): "a system text needs the chat template",
     ("--raw", "--image"): "an image stands where the chat template says",
-    ("--strict", "--numeric"): "numbers are compared as numbers",
-    ("--strict", "--structured"): "values of JSON are compared",
-    ("--numeric", "--structured"): "values of JSON are compared",
-    ("--strict", "--score"): "the function compares",
-    ("--extract", "--score"): "the function compares",
-    ("--numeric", "--score"): "the function compares",
-    ("--structured", "--score"): "the function compares",
     ("--temperature", "--eval"): "an evaluation takes the most likely token",
     ("--top-p", "--eval"): "an evaluation takes the most likely token",
     ("--seed", "--eval"): "an evaluation takes the most likely token",
@@ -55,11 +43,7 @@ class WritingOptions:
 
     raw: bool = False
     system: str | None = None
-    strict: bool = False
-    extract: str | None = None
-    numeric: bool = False
-    structured: bool = False
-    score: str | None = None
+    compare: str | None = None
     max_new_tokens: int = 256
     temperature: float | None = None
     top_p: float | None = None
@@ -114,11 +98,7 @@ class Options(WritingOptions):
             "--output": self.output,
             "--raw": self.raw or None,
             "--system": self.system,
-            "--strict": self.strict or None,
-            "--extract": self.extract,
-            "--numeric": self.numeric or None,
-            "--structured": self.structured or None,
-            "--score": self.score,
+            "--compare": self.compare,
             "--json": self.as_json or None,
             "--temperature": self.temperature,
             "--top-p": self.top_p,
@@ -152,11 +132,9 @@ class Options(WritingOptions):
         for option, text in (("--prompt", self.prompt), ("--system", self.system)):
             yield from _text_problems(option, text)
         try:
-            re.compile(self.extract or "")
-        except re.error as error:
-            yield f"--extract: {self.extract!r} is no regular expression of Python: {error}; correct it"
-        if self.score is not None and (problem := function_problem(self.score)):
-            yield f"--score: {problem}"
+            Comparison.of(self.compare)
+        except ValueError as problem:
+            yield f"--compare: {problem}"
 
 
 @dataclass(frozen=True)

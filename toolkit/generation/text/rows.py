@@ -21,9 +21,6 @@ T = TypeVar("T")
 COLUMNS = ("prompt", "messages", "question")
 """Columns of a row's prompt; the first that is not null counts."""
 
-COMPLETIONS = ("completion", "chosen")
-"""Columns in which training rows have the answer."""
-
 PROBLEMS_SHOWN = 10
 """Number of bad rows that an error names."""
 
@@ -136,37 +133,34 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
         raise BadInputError(f"no prompt; {has}; needed: one of {', '.join(COLUMNS)}")
     given, answer = fields[column], fields.get("answer")
     if with_answers and answer is None:
-        given, answer = _trained_answer(given, fields, is_scored)
+        given, answer = _split(column, given, fields, is_scored)
     row = replace(_checked_row(place, column, given, fields, folder), fields=fields)
     if not with_answers or (is_scored and answer is None):
         return row
     return replace(row, answers=answers_of(answer))
 
 
-def _trained_answer(given: Any, fields: dict[str, Any], is_scored: bool) -> tuple[Any, Any]:
-    """Returns prompt and answer of a training row; the answer is its completion or the assistant's last message.
+def _split(column: str, given: Any, fields: dict[str, Any], is_scored: bool) -> tuple[Any, str | None]:
+    """Returns the prompt and the answer of a row to train on.
 
     An answer that is judged bad is none, which only a row that is scored can do without.
     """
-    from toolkit.data.rows.values import is_judged_bad
+    from toolkit.data.layouts.answers import learned_answer
+    from toolkit.data.layouts.messages import messages_of
+    from toolkit.data.rows.values import RowProblem, is_judged_bad
 
-    completion = next((fields[name] for name in COMPLETIONS if fields.get(name) is not None), None)
-    if completion is not None:
-        answer = _assistant_text(completion[-1]) if isinstance(completion, list) and completion else completion
-    elif isinstance(given, list) and len(given) > 1 and _assistant_text(given[-1]) is not None:
-        given, answer = given[:-1], _assistant_text(given[-1])
-    else:
-        return given, None
-    if is_judged_bad(fields):
-        if is_scored:
-            return given, None
-        raise BadInputError("its completion is labelled false, so it has no reference answer; leave the row out")
-    return given, answer
-
-
-def _assistant_text(message: Any) -> Any:
-    """Returns the content of an assistant's message; None for other messages."""
-    return message.get("content") if isinstance(message, dict) and message.get("role") == "assistant" else None
+    try:
+        messages = messages_of(given, column) if isinstance(given, list) and given else []
+        answer = learned_answer(fields, messages)
+        if answer is None and not is_scored and is_judged_bad(fields):
+            raise RowProblem("its completion is labelled false, so it has no reference answer; leave the row out")
+    except RowProblem as problem:
+        raise BadInputError(str(problem)) from None
+    is_answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
+    asked = len(given) if isinstance(given, list) else 0
+    while is_answered and asked and messages_of([given[asked - 1]], column)[0]["role"] == "assistant":
+        asked -= 1  # Harmony's answer is in several messages
+    return given[:asked] if is_answered else given, answer
 
 
 def row_of(place: str, prompt: str | list[Message]) -> PromptRow:
@@ -243,31 +237,12 @@ def _with_system_or_tools(asked: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def answers_of(value: Any) -> tuple[str, ...]:
-    """Returns the right answers of a row, given its column `answer`.
-
-    Raises:
-        BadInputError: if it holds none.
-    """
-    answers = value if isinstance(value, list) else [value]
-    if value is None or not answers:
-        raise BadInputError("answer is missing; needed: a text or a number, or a list of those that are right")
-    # A number as JSON writes it; true and false are none.
-    is_number = [isinstance(answer, int | float) and not isinstance(answer, bool) for answer in answers]
-    answers = [json.dumps(answer) if number else answer for answer, number in zip(answers, is_number, strict=True)]
-    for answer in answers:
-        if not isinstance(answer, str):
-            raise BadInputError(f"answer: {json.dumps(answer)[:LENGTH_SHOWN]} is no text; write it in quotes")
-        if not answer.strip():
-            raise BadInputError("answer is empty; needed: a text, or a list of texts that are right")
-    return tuple(_encodable_text(answer, "answer") for answer in answers)
-
-
-def _encodable_text(text: str, what: str) -> str:
-    """Returns the text. Raises BadInputError if no tokenizer could encode it."""
-    from toolkit.data.rows.values import RowProblem, encodable
+    """Returns the right answers of a row's column `answer`; see `right_answers`. Raises BadInputError."""
+    from toolkit.data.layouts.answers import right_answers
+    from toolkit.data.rows.values import RowProblem
 
     try:
-        return encodable(text, what)
+        return right_answers(value)
     except RowProblem as problem:
         raise BadInputError(str(problem)) from None
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from pydantic import Field, model_validator
 
 from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
-from toolkit.recipe.objectives.section import PositiveInt, Section, contradiction, function_problem
+from toolkit.recipe.objectives.section import COMPARED, Compare, Comparison, PositiveInt, Section, contradiction
 from toolkit.recipe.objectives.spec import ObjectiveSettings, ObjectiveSpec
 
-SOURCES = ("compare", "match", "score", "model", "overlong")
+SOURCES = ("compare", "match", "model", "overlong")
 """Fields of which a reward has exactly one."""
 
 
@@ -21,23 +20,14 @@ class RewardSection(Section):
 
     name: str = Field(pattern=r"^[\w.-]{1,64}$", description="Report it under this name.")
     weight: float = Field(1.0, description="Multiply its values by this.")
-    compare: Literal["text", "strict", "numeric", "structured"] | None = Field(
+    compare: Compare | None = Field(
         None,
-        description="1 if the completion equals the row's `answer` (a text or a list of right ones), else 0. text: "
-        "without regard to case and whitespace. strict: as it is. numeric: the last number. structured: as JSON.",
-    )
-    extract: str | None = Field(
-        None,
-        min_length=1,
-        description="Compare the last match of this regular expression, or its first group if it has one.",
+        description=f"1 if the completion equals the row's `answer` (or one of a list), else 0: {COMPARED} Or the "
+        "number that this function (file.py:function, or module:function on Python's path) returns for a completion "
+        "and its row; None leaves the completion out of its group. The file's code is run.",
     )
     match: str | None = Field(
         None, min_length=1, description="1 if this regular expression matches somewhere in the completion, else 0."
-    )
-    score: str | None = Field(
-        None,
-        description="The number that this function returns for a completion and its row (file.py:function, or "
-        "module:function on Python's path). The file's code is run.",
     )
     batched: bool = Field(
         False, description="Call the function once a step, with lists of completions and rows; it returns a list."
@@ -57,21 +47,22 @@ class RewardSection(Section):
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise contradiction(f"objective.rewards: {self.name} has {found}; set one of {', '.join(SOURCES)}")
-        for name, needed in (("extract", "compare"), ("batched", "score")):
-            if getattr(self, name) and given != [needed]:
-                raise contradiction(f"objective.rewards: {self.name}: {name} has no effect without {needed}; remove it")
+        if self.batched and self.score is None:
+            raise contradiction(f"objective.rewards: {self.name}: batched has no effect without a function; remove it")
         if self.weight == 0:
             raise contradiction(f"objective.rewards: {self.name} has the weight 0, so it has no effect; remove it")
-        for name in ("extract", "match"):
-            try:
-                re.compile(getattr(self, name) or "")
-            except re.error as error:
-                raise contradiction(
-                    f"objective.rewards: {self.name}: {name} is no regular expression of Python: {error}; correct it"
-                ) from None
-        if self.score is not None and (problem := function_problem(self.score)):
-            raise contradiction(f"objective.rewards: {self.name}: score: {problem}")
+        try:
+            re.compile(self.match or "")
+        except re.error as error:
+            raise contradiction(
+                f"objective.rewards: {self.name}: match is no regular expression of Python: {error}; correct it"
+            ) from None
         return self
+
+    @property
+    def score(self) -> str | None:
+        """The function that scores, or None."""
+        return None if self.compare is None else Comparison.of(self.compare).score
 
 
 @dataclass(frozen=True)

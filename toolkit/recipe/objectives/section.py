@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -47,3 +48,60 @@ def function_problem(name: str) -> str:
 
 def contradiction(message: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", "{message}", {"message": message})
+
+
+HOWS = ("text", "strict", "numeric", "structured")
+"""Ways in which a completion is compared with an answer."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a completion is scored, as recipes and commands write it: `numeric`, `text=REGEX` or `file.py:function`.
+
+    Attributes:
+        how: one of HOWS. text: case, and whitespace except between words, do not count; strict: as it is; numeric: the
+            last number; structured: as JSON.
+        extract: what is compared is its last match, or the first group of that if it has one; None: the whole text.
+        score: a user's function, which scores instead.
+    """
+
+    how: str = "text"
+    extract: str | None = None
+    score: str | None = None
+
+    @classmethod
+    def of(cls, text: str | None) -> Comparison:
+        """Reads a comparison; None compares texts. Raises ValueError, which says what is wrong with it."""
+        how, equals, pattern = (text or "text").partition("=")
+        if how in HOWS:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression of Python: {error}; correct it") from None
+            if equals and not pattern:
+                raise ValueError(f"{text!r} has no regular expression behind =; write one, or leave = out")
+            return cls(how, pattern or None)
+        if text is None or function_problem(text):
+            raise ValueError(
+                f"unknown {text!r}; allowed: {', '.join(HOWS)}, each alone or as {HOWS[0]}=REGEX, or a function: "
+                "file.py:function or module:function"
+            )
+        return cls(score=text)
+
+
+def _checked(text: str) -> str:
+    try:
+        Comparison.of(text)
+    except ValueError as problem:
+        raise PydanticCustomError("comparison", "{message}", {"message": str(problem)}) from None
+    return text
+
+
+Compare = Annotated[str, AfterValidator(_checked)]
+"""A comparison in a recipe."""
+
+COMPARED = (
+    "text, without regard to case and whitespace; strict, as it is; numeric, the last number; structured, as JSON. "
+    "Each may go on with =REGEX: then its last match is compared, or the first group of that."
+)
+"""What a comparison compares, for help."""

@@ -16,8 +16,11 @@ from toolkit import ranks
 from toolkit.data.images.image_files import preview
 from toolkit.data.samples.image_samples import image_samples_of
 from toolkit.data.samples.samples import RowPrompt
-from toolkit.generation.text.complete import Prompt, Shown, continued
+from toolkit.data.tokens.tokenizer import decode
+from toolkit.generation.text.complete import Prompt, Shown, complete
+from toolkit.generation.text.load import stop_tokens
 from toolkit.generation.text.options import Sampling
+from toolkit.model.adapters.adapters import base_of
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.paths import SAMPLES_FILE, atomic_write
 from toolkit.run.stages.generating import generating, loaded_of
@@ -81,21 +84,7 @@ def continuations(opened: OpenedRun, run: PreparedRun, prompts: list[RowPrompt],
         Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts"),
         generating(opened, run, beat),
     ):
-        written = continued(loaded, asked, Sampling(length, 0.0))
-    return [_text_up_to_end(run, ids) for ids, _ in written]
-
-
-def _text_up_to_end(run: PreparedRun, ids: list[int]) -> str:
-    """Decodes the tokens up to the first special one, which ends a text or a turn.
-
-    A target may also begin with one, such as BART's `<s>` or the language of mBART.
-    """
-    special = set(run.tokenizer.all_special_ids)
-    begins = special - {run.tokenizer.eos_token_id, run.tokenizer.pad_token_id}
-    first = int(run.inner.config.is_encoder_decoder and not begins.isdisjoint(ids[:1]))
-    end = next((place for place, token in enumerate(ids) if place >= first and token in special), len(ids))
-    text: str = run.tokenizer.decode(ids[first:end])
-    return text
+        return [completion.text for completion in complete(loaded, asked, Sampling(length, 0.0))]
 
 
 def steps_between(num_steps: int, every: int | None) -> list[int]:
@@ -210,5 +199,6 @@ def _unanswered(run: PreparedRun, prompt: RowPrompt) -> SideBySide:
     hidden = _placeholders(run)
     before = [None, *prompt.asked]
     kept = [token for token, last in zip(prompt.asked, before, strict=False) if token != last or token not in hidden]
-    images = tuple(map(preview, prompt.images))
-    return SideBySide(run.tokenizer.decode(kept), _text_up_to_end(run, prompt.answer), images=images)
+    stops, is_target = stop_tokens(base_of(run.inner), run.tokenizer), run.inner.config.is_encoder_decoder
+    answer = decode(run.tokenizer, prompt.answer, stops, is_target)
+    return SideBySide(run.tokenizer.decode(kept), answer, images=tuple(map(preview, prompt.images)))

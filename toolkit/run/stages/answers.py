@@ -13,11 +13,12 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.data.samples.samples import Samples
 from toolkit.errors import BadInputError
 from toolkit.generation.text.complete import Completion, Prompt, complete, sees_padding
-from toolkit.generation.text.evaluation import COMPARES, evaluate, scoring_of
+from toolkit.generation.text.evaluation import Scoring, evaluate, has_function, scoring_of
 from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.options import Sampling
 from toolkit.generation.text.rows import PromptRow, all_right, encode_rows, read_rows
 from toolkit.generation.text.scorer import Scorer
+from toolkit.recipe.objectives.section import Comparison
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
 from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
@@ -27,7 +28,7 @@ from toolkit.training.loop_state import LoopState
 from toolkit.training.phase import Phase
 from toolkit.user_function import require_same_source
 
-FILE = "answers.file"
+FILE, COMPARE = "answers.file", "answers.compare"
 
 
 def read_asked(recipe: Recipe) -> Asked:
@@ -42,8 +43,8 @@ def read_asked(recipe: Recipe) -> Asked:
 def _read(section: AnswersSection) -> Asked:
     if section.file is None:
         return Asked([], None)
-    rows = read_rows(Path(section.file), FILE, with_answers=True, is_scored=section.score is not None)
-    scoring = scoring_of(rows, section, "answers.")
+    rows = read_rows(Path(section.file), FILE, with_answers=True, is_scored=has_function(section.compare))
+    scoring = scoring_of(rows, section.compare, COMPARE)
     return Asked(rows, scoring.fingerprint if isinstance(scoring, Scorer) else None)
 
 
@@ -57,16 +58,15 @@ def require_same_scoring(asked: Asked, recipe: Recipe, resumed: Manifest | None)
     if resumed is None or not asked.rows:
         return
     if resumed.scorer is not None and asked.scorer is not None:
-        require_same_source(resumed.scorer, asked.scorer, "answers.score", f"scored the run up to step {resumed.step}")
-    before, now = resumed.recipe.get("answers", {}), recipe.answers.model_dump()
-    if recipe.training.best_by != "answers" or before.get("file") is None:
+        require_same_source(resumed.scorer, asked.scorer, COMPARE, f"scored the run up to step {resumed.step}")
+    before, now = resumed.recipe.get("answers", {}), recipe.answers.compare
+    # Before 0.3.0 sections had other fields; a function of another name may have the same source, compared above.
+    if recipe.training.best_by != "answers" or before.get("file") is None or "compare" not in before:
         return
-    # A function of another name may have the same source, which is compared above.
-    before, now = ({**section, "score": section.get("score") is not None} for section in (before, now))
-    changed = [f"answers.{name}" for name in COMPARES if before.get(name, now[name]) != now[name]]
-    if changed:
+    functions = has_function(before["compare"]) and has_function(now)
+    if not functions and Comparison.of(before["compare"]) != Comparison.of(now):
         raise BadInputError(
-            f"{', '.join(changed)}: the run up to step {resumed.step} compared its answers otherwise, and "
+            f"{COMPARE}: the run up to step {resumed.step} compared its answers otherwise, and "
             "training.best_by=answers takes the best of all evaluations; undo that, or start anew with another "
             "training.output_dir"
         )
@@ -97,7 +97,7 @@ class Answers(Extension):
     def __init__(self, opened: OpenedRun, run: PreparedRun) -> None:
         recipe = opened.recipe
         self._opened, self._run = opened, run
-        self._section, self._every = recipe.answers, recipe.training.eval_every_steps
+        self._section = recipe.answers
         self._rows, self._scorer = run.asked.rows, run.asked.scorer
         self._tensor = recipe.sharding.tensor
         self._loaded = loaded_of(opened, run, "lower answers.batch_size or answers.max_new_tokens")
@@ -120,18 +120,16 @@ class Answers(Extension):
         return {"scorer": self._scorer}
 
     def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
-        if not self._is_due(trainer.global_step):
-            return {}
         began = time.perf_counter()
         with generating(self._opened, self._run, lambda: trainer.enter_phase(Phase.EVALUATE)):
             found = self._evaluate()
         shares = {f"answer_{name}": share for name, share in found.items()}
         return {**shares, "answer_seconds": time.perf_counter() - began}
 
-    def _is_due(self, step: int) -> bool:
-        if step in (0, self._run.num_steps) or self._every is None:
-            return True
-        return step // self._every % self._section.every_evaluations == 0
+    def _scoring(self) -> Scoring:
+        return scoring_of(
+            self._rows, self._section.compare, COMPARE, None if self._section.raw else self._loaded.tokenizer
+        )
 
     def _evaluate(self) -> dict[str, float]:
         size, prompts = self._section.batch_size, self._prompts
@@ -151,9 +149,7 @@ class Answers(Extension):
                 written.update(zip(batch, found, strict=True))
         completions = [written[number] for number in range(len(prompts))]
         # Once for all: a function of the user's may have effects, and need not be on every host.
-        return ranks.on_first_rank(
-            lambda: evaluate(self._rows, completions, scoring_of(self._rows, self._section, "answers.")).shares()
-        )
+        return ranks.on_first_rank(lambda: evaluate(self._rows, completions, self._scoring()).shares())
 
 
 def _by_images(shown: Sequence[bool]) -> list[list[int]]:

@@ -26,6 +26,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.samples.loader import EpochOrder, TrainLoader, first_positions
 from toolkit.data.samples.samples import Batch, padded_length, sample_of, segments_of, stack
 from toolkit.data.stream import StreamLoader
+from toolkit.data.tokens.tokenizer import decode
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling.fresh import FreshSample, draw
 from toolkit.generation.sampling.rewards import Judged, Rewards
@@ -196,6 +197,7 @@ class Rollouts:
             self._section.rewards,
             self._all_rows,
             PromptForm(data.report.chat_template is not None),
+            tokenizer,
             self._section.max_new_tokens,
             self._training.micro_batch_size,
             str(device),
@@ -260,10 +262,7 @@ class Rollouts:
 
     def _scored(self, prompts: Sequence[Prompt], samples: Sequence[FreshSample]) -> Rollout:
         rows = [self._row(self._order[prompt.row]) for prompt in prompts]
-        decode = self._tokenizer.decode
-        texts = [
-            decode(sample.written, skip_special_tokens=True, clean_up_tokenization_spaces=False) for sample in samples
-        ]
+        texts = [decode(self._tokenizer, sample.written) for sample in samples]
         lengths, stopped = [len(sample.ids) for sample in samples], [sample.stopped for sample in samples]
         self._wait()
         values, rewards = self._rewards.of(Judged(texts, lengths, stopped, rows))
