@@ -24,8 +24,8 @@ GONE_KEYS = {
     "answers.score": Gone("write answers.compare: file.py:function"),
     "answers.strict": Gone("write answers.compare: strict", idle=(False,)),
     "answers.structured": Gone("write answers.compare: structured", idle=(False,)),
-    "objective.rewards.extract": Gone("write compare: text=REGEX, or numeric=REGEX"),
-    "objective.rewards.score": Gone("write compare: file.py:function"),
+    "objective.rewards.extract": Gone("write compare: text=REGEX, or numeric=REGEX", idle=()),
+    "objective.rewards.score": Gone("write compare: file.py:function", idle=()),
     "logging.sample_max_new_tokens": Gone("set logging.held_out_samples", idle=(80,)),
     "logging.sample_prompt": Gone(
         "set logging.held_out_samples, which shows what the model writes behind held-out prompts over the run"

@@ -76,7 +76,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def export(base: Path, to: Path, data: dict[str, Any] | None = None, **section: Any) -> Any:
     """Writes what an export of the base has beside its weights, without training; returns model and tokenizer."""
     labels, objective = section.pop("labels", None), section.pop("objective", "causal_lm")
-    model_section = ModelSection(name_or_path=str(base), **section)
+    model_section = ModelSection.model_validate({"name_or_path": str(base), **section})
     tokenizer = load_tokenizer(model_section, DataSection(train="none.jsonl", max_length=32, **(data or {})))
     loaded = load(model_section, tokenizer, 0, labels, objective=objective)
     write_model_files(loaded.model, tokenizer, to, torch.float32, loaded.fit.files)
@@ -109,18 +109,23 @@ def test_files_are_those_of_the_base_byte_by_byte(base: Path, tmp_path: Path) ->
 
 def test_added_tokens_and_a_template_are_set_where_the_base_has_such(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    loaded, _ = export(base, out, {"chat_template": "chatml"}, add_tokens=["<|a|>", "<|b|>"])
+    loaded, _ = export(
+        base, out, {"chat_template": "chatml"}, add_tokens=["<|a|>", {"content": "<|b|>", "special": True}]
+    )
     rows = fields(base)["vocab_size"]
     assert fields(out) == {**fields(base), "vocab_size": rows + 2, "torch_dtype": "float32"}
     before, after = fields(base, "tokenizer.json"), fields(out, "tokenizer.json")
-    new = [{"id": rows + place, "content": text, **NEW} for place, text in enumerate(["<|a|>", "<|b|>"])]
+    new = [
+        {"id": rows + place, "content": text, **NEW, "special": text == "<|b|>"}
+        for place, text in enumerate(["<|a|>", "<|b|>"])
+    ]
     assert after == {**before, "added_tokens": [*before["added_tokens"], *new]}
     found, own = fields(out, "tokenizer_config.json"), fields(base, "tokenizer_config.json")
     assert found.pop("chat_template").startswith("{%- macro write_calls")
     assert found.pop("added_tokens_decoder") == {str(each.pop("id")): each for each in after["added_tokens"]}
     assert own.pop("chat_template") == TEMPLATE
-    assert found == {**own, "additional_special_tokens": ["<|a|>", "<|b|>"]}
-    assert fields(out, "special_tokens_map.json")["additional_special_tokens"] == ["<|a|>", "<|b|>"]
+    assert found == {**own, "additional_special_tokens": ["<|b|>"]}
+    assert fields(out, "special_tokens_map.json")["additional_special_tokens"] == ["<|b|>"]
     assert compare_files(compared(loaded.model, loaded.fit.files, False), out)
 
 

@@ -20,7 +20,7 @@ JUDGED = Judged(["it is 7", "<b>8</b> or 9", "Nine"], [3, 10, 8], [True, False, 
 
 def rewards(*sections: dict[str, Any], rows: list[PromptRow] = ROWS) -> Rewards:
     made = [RewardSection(name=f"r{number}", **section) for number, section in enumerate(sections)]
-    return Rewards(made, lambda: rows, PromptForm(False), 10, 2, "cpu", ExitStack())
+    return Rewards(made, lambda: rows, PromptForm(False), None, 10, 2, "cpu", ExitStack())
 
 
 def function(folder: Path, body: str) -> str:

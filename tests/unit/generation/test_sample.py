@@ -65,9 +65,9 @@ def by_hand(model: Any, tokenizer: Any, question: str, row: int, k: int) -> tupl
         noise = -torch.empty(len(logits)).exponential_(generator=generator).log()
         token = int(kept[(logits + noise)[kept].argmax()])
         if token in ends:
-            return tokenizer.decode(found, skip_special_tokens=True), len(found), True
+            return tokenizer.decode(found), len(found), True
         found.append(token)
-    return tokenizer.decode(found, skip_special_tokens=True), len(found), False
+    return tokenizer.decode(found), len(found), False
 
 
 def test_samples_are_those_of_a_plain_loop(folder: Path, whole: Path) -> None:

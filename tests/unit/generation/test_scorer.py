@@ -140,7 +140,7 @@ def test_the_commands_score_by_it(module: str, tmp_path: Path) -> None:
         text = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer("<|im_end|>")["input_ids"])
-        scores.append(min(len(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)) / 20, 1))
+        scores.append(min(len(tokenizer.decode(out[0, ids.shape[1] :]).removesuffix("<|im_end|>")) / 20, 1))
     name = f"{module}:length"
     assert toolkit.evaluate(tmp_path / "model", file, compare=name, max_new_tokens=12).accuracy == sum(scores) / 2
     toolkit.sample(tmp_path / "model", file, tmp_path / "samples", compare=name, samples=3, max_new_tokens=12)

@@ -164,8 +164,9 @@ def _with_tokens(tokenizer: PreTrainedTokenizerBase, files: BaseFiles) -> dict[s
     decoder = {number: {key: value for key, value in each.items() if key != "id"} for number, each in decoder.items()}
     settings["added_tokens_decoder"] = dict(sorted(decoder.items(), key=lambda item: int(item[0])))
     special = [token["content"] for token in added.values() if token["special"]]
-    _list_special(settings, special)
-    if SPECIAL_TOKENS in changed:
+    if special:
+        _list_special(settings, special)
+    if special and SPECIAL_TOKENS in changed:
         _list_special(changed[SPECIAL_TOKENS], special)
     if ADDED_TOKENS in changed:
         changed[ADDED_TOKENS] |= {token["content"]: number for number, token in added.items()}

@@ -149,6 +149,11 @@ def messages_of(value: Any, column: str, images: bool = False) -> list[Message]:
     return in_one_message([_message(item, images) for item in value])
 
 
+def role_of(item: dict[str, Any]) -> str | None:
+    """Returns the role of a message as a row has it, in a chat template's word; None if it has none that is known."""
+    return ROLES.get(str(item.get("role") or item.get("from")).lower())
+
+
 def _message(item: Any, images: bool = False) -> Message:
     if not isinstance(item, dict):
         raise RowProblem("a message is not an object")

@@ -103,7 +103,7 @@ def require_turn_end(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         f"{source} holds conversations, and the chat template of {tokenizer.name_or_path!r} ends an answer with "
         f"{behind!r}, in which no token is a special one: the model would not learn to stop. Set "
         "data.chat_template=alpaca, which ends answers with the tokenizer's eos_token, or add the mark that ends them "
-        "to the vocabulary (model.add_tokens)"
+        "to the vocabulary as a special token (model.add_tokens: [{content: MARK, special: true}])"
     )
 
 

@@ -62,13 +62,12 @@ class Compared:
 
     def score(self, completion: str, row: PromptRow) -> float:
         """Returns 1 if a completion is one of the row's answers, else 0."""
-        right, whole = [self.of_answer(answer) for answer in row.answers], self.comparison.extract is not None
-        readings = [completion] if whole or self.reader is None else self.reader.readings(completion)
-        if any(found in right for found in map(self.of_completion, readings) if found is not None):
+        reader = self.reader if self.comparison.extract is None else None  # the whole text is searched
+        right = [self.of_answer(text) for answer in row.answers for text in _readings(reader, answer)]
+        found = [self.of_completion(text) for text in _readings(reader, completion)]
+        if any(value is not None and value in right for value in found):
             return 1.0
-        if whole or self.reader is None:
-            return 0.0
-        return float(any(self.reader.calls(completion, answer, row) for answer in row.answers))
+        return float(reader is not None and any(reader.calls(completion, answer, row) for answer in row.answers))
 
     def _value(self, text: str) -> Any:
         if self.comparison.how == "numeric":
@@ -77,6 +76,10 @@ class Compared:
         if self.comparison.how == "structured":
             return comparable_json(text)
         return text if self.comparison.how == "strict" else normalised(text)
+
+
+def _readings(reader: Reader | None, text: str) -> Iterable[str]:
+    return [text] if reader is None else reader.readings(text)
 
 
 def has_function(compare: str | None) -> bool:

@@ -25,19 +25,22 @@ class Reader:
 
     tokenizer: PreTrainedTokenizerBase
 
-    def readings(self, completion: str) -> Iterator[str]:
-        """Yields a completion as it is, and without the thought that the chat template would write before the words."""
-        yield completion
-        if self._end_of_thought and self._end_of_thought in completion:
-            yield completion.rpartition(self._end_of_thought)[2]
+    def readings(self, text: str) -> Iterator[str]:
+        """Yields a completion or an answer as it is, and without a thought that the chat template writes before it."""
+        yield text
+        if self._end_of_thought and self._end_of_thought in text:
+            yield text.rpartition(self._end_of_thought)[2]
 
     @cached_property
     def _end_of_thought(self) -> str:
-        """What the chat template writes between a thought and the words; empty if it writes no thoughts."""
+        """What the chat template writes between a thought, in its field or in the words, and the words; or nothing."""
         asked = [{"role": "user", "content": "?"}]
-        written = self._written(asked, {"content": WORDS, "reasoning_content": THOUGHT}, PromptRow("", "", asked))
-        _, thought, behind = written.partition(THOUGHT)
-        return behind.partition(WORDS)[0].strip() if thought else ""
+        for said in ({"content": WORDS, "reasoning_content": THOUGHT}, {"content": f"<think>{THOUGHT}</think>{WORDS}"}):
+            written = self._written(asked, said, PromptRow("", "", asked))
+            _, thought, behind = written.partition(THOUGHT)
+            if thought:
+                return behind.partition(WORDS)[0].strip()
+        return ""
 
     def calls(self, completion: str, answer: str, row: PromptRow) -> bool:
         """Tells whether a completion ends with the calls of an answer, as the row's chat template writes them."""
@@ -46,12 +49,16 @@ class Reader:
             return False
         asked = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         before = self._written(asked, {"content": WORDS}, row).partition(WORDS)[0]  # such as an empty thought
+        for call in wanted:  # in the order of the completion: some templates write no JSON
+            arguments = call["function"]["arguments"]
+            ordered = sorted(arguments, key=completion.find)
+            call["function"] = {**call["function"], "arguments": {name: arguments[name] for name in ordered}}
         text = self._written(asked, {"content": None, "tool_calls": wanted}, row).removeprefix(before)
-        first, *others = _pieces(text)
-        found = _pieces(completion)[-1 - len(others) :]
+        added = self.tokenizer.added_tokens_decoder.values()
+        # The end of a call may be another than that of an answer, and is no part of a completion either.
+        end = next((each.content for each in added if text.endswith(each.content)), "")
         is_written = wanted[0]["function"]["name"] in text
-        # Words before a call do not count.
-        return is_written and len(found) > len(others) and found[0].endswith(first) and found[1:] == others
+        return is_written and any(_ends_with(completion, each) for each in (text, text.removesuffix(end)))
 
     def _written(self, asked: Sequence[dict[str, Any]], said: dict[str, Any], row: PromptRow) -> str:
         """Returns what the chat template writes for an answer behind its prompt; nothing if it refuses that."""
@@ -88,6 +95,13 @@ def calls_of(answer: str) -> list[dict[str, Any]] | None:
         return None
     # Mistral's template takes identifiers of nine characters alone.
     return [{"id": f"call{n:05}", "type": "function", "function": call} for n, call in enumerate(calls)]
+
+
+def _ends_with(completion: str, calls: str) -> bool:
+    """Tells whether a completion ends with calls; words before them do not count, nor the order of keys in JSON."""
+    first, *others = _pieces(calls)
+    found = _pieces(completion)[-1 - len(others) :]
+    return len(found) > len(others) and found[0].endswith(first) and found[1:] == others
 
 
 def _pieces(text: str) -> list[Any]:

@@ -146,7 +146,7 @@ def _split(column: str, given: Any, fields: dict[str, Any], is_scored: bool) -> 
     An answer that is judged bad is none, which only a row that is scored can do without.
     """
     from toolkit.data.layouts.answers import learned_answer
-    from toolkit.data.layouts.messages import messages_of
+    from toolkit.data.layouts.messages import messages_of, role_of
     from toolkit.data.rows.values import RowProblem, is_judged_bad
 
     try:
@@ -158,7 +158,7 @@ def _split(column: str, given: Any, fields: dict[str, Any], is_scored: bool) -> 
         raise BadInputError(str(problem)) from None
     is_answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
     asked = len(given) if isinstance(given, list) else 0
-    while is_answered and asked and messages_of([given[asked - 1]], column)[0]["role"] == "assistant":
+    while is_answered and asked and role_of(given[asked - 1]) == "assistant":
         asked -= 1  # Harmony's answer is in several messages
     return given[:asked] if is_answered else given, answer
 

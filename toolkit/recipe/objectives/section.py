@@ -93,7 +93,7 @@ def _checked(text: str) -> str:
     try:
         Comparison.of(text)
     except ValueError as problem:
-        raise PydanticCustomError("comparison", "{message}", {"message": str(problem)}) from None
+        raise PydanticCustomError("impossible", "{message}", {"message": str(problem)}) from None
     return text
 
 
