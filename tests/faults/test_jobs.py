@@ -1,7 +1,7 @@
 """Jobs as `toolkit job` writes them, stopped in every way, and the same run at the end.
 
 On a real Slurm of two nodes, skipped with a line where there is none (docs/CONTRIBUTING.md says how to install it). Of
-Kubernetes and SkyPilot the commands of the files run here, and the signals of their ends are played.
+SkyPilot the commands of docs/examples run here, and the signals of their ends are played.
 """
 
 from __future__ import annotations
@@ -286,41 +286,34 @@ def test_a_store_and_a_disk_of_each_node(slurm: Slurm, place: Path, untouched: P
     assert_nothing_is_left(place)
 
 
-def commands_of(system: str, file: Path, place: Path) -> list[tuple[str, dict[str, str]]]:
-    """What each of the two pods or machines would run, and its environment, with both on this host."""
-    port = str(free_port())
-    if system == "skypilot":
-        run = yaml.safe_load(file.read_text())["run"].replace("29500", port)
-        shared = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "7"}
-        return [(run, {**shared, "SKYPILOT_NODE_RANK": str(rank)}) for rank in range(2)]
-    recipe, jobs = yaml.safe_load_all(file.read_text())
-    (place / "mounted.yaml").write_text(recipe["data"]["recipe.yaml"])
-    (container,) = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-    name = jobs["metadata"]["name"]
-    run = container["command"][2].replace("29500", port).replace(f"{name}-node-0-0.{name}", "127.0.0.1")
-    run = run.replace("/recipe/recipe.yaml", str(place / "mounted.yaml"))
-    return [(run, {"TOOLKIT_JOB": "7", "JOB_COMPLETION_INDEX": str(rank)}) for rank in range(2)]
+def commands_of(recipe: Path) -> list[tuple[str, dict[str, str]]]:
+    """What each of two machines would run, and its environment, with both on this host."""
+    run = yaml.safe_load((ROOT / "docs/examples/skypilot.yaml").read_text())["run"]
+    given = "mine.yaml checkpoint.to=s3://bucket/runs/mine --gpus 8"
+    assert given in run
+    run = run.replace("29500", str(free_port())).replace(given, f"{recipe} --cpu 1")
+    shared = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "7"}
+    return [(run, {**shared, "SKYPILOT_NODE_RANK": str(rank)}) for rank in range(2)]
 
 
-@pytest.mark.parametrize(("system", "taken"), [("kubernetes", 1), ("skypilot", 0)])
-def test_a_pod_or_a_machine_is_taken_away(system: str, taken: int, place: Path, untouched: Path) -> None:
+@pytest.mark.parametrize("taken", [1, 0])
+def test_a_machine_is_taken_away(taken: int, place: Path, untouched: Path) -> None:
     """Only one of the two has SIGTERM. All ranks save the step under way, and both end with exit code 3."""
-    store = {"to": f"file://{place / 'store-sky'}"} if system == "skypilot" else {}
-    recipe, run = recipe_of(place, system, **store), place / system
-    options = ["--volume", f"runs:{place}", "--image", "team/toolkit:1"] if system == "kubernetes" else []
-    file = Path(job_of(place, recipe, "--on", system, "--nodes", "2", *options))
+    store = {} if taken else {"to": f"file://{place / 'store-sky'}"}
+    name = f"taken-{taken}"
+    recipe, run = recipe_of(place, name, **store), place / name
 
     def start() -> list[subprocess.Popen[bytes]]:
         bin_folder = str(Path(sys.executable).parent)
         base = clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PATH=f"{bin_folder}:{os.environ['PATH']}")
-        with (place / f"{system}.log").open("ab") as log:
+        with (place / f"{name}.log").open("ab") as log:
             return [
                 subprocess.Popen(["bash", "-c", command], cwd=place, env=base | own, stdout=log, stderr=log)
-                for command, own in commands_of(system, file, place)
+                for command, own in commands_of(recipe)
             ]
 
     def told() -> str:
-        return (place / f"{system}.log").read_text()[-3000:]
+        return (place / f"{name}.log").read_text()[-3000:]
 
     (place / "pace").write_text("0.5")
     pods = start()
@@ -336,7 +329,7 @@ def test_a_pod_or_a_machine_is_taken_away(system: str, taken: int, place: Path, 
     finally:
         for pod in pods:
             pod.kill()
-    assert f"resumed: after step {last}," in (place / f"{system}.log").read_text()
+    assert f"resumed: after step {last}," in (place / f"{name}.log").read_text()
     assert losses(run) == losses(untouched)
     assert digest(run) == digest(untouched)
     assert_nothing_is_left(place, run)

@@ -95,7 +95,7 @@ COMMANDS: dict[str, dict[Any, str]] = {
     },
     "Run": {
         train: "toolkit train mine.yaml --gpus 8 training.max_steps=50",
-        job: "toolkit job mine.yaml --on slurm --nodes 2 --gpus 8 --time 8h",
+        job: "toolkit job mine.yaml --nodes 2 --gpus 8 --time 8h",
         status: "toolkit status outputs/chat",
         checkpoints: "toolkit checkpoints outputs/chat --verify",
     },

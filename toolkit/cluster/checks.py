@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.cluster.job import KUBERNETES, SKY_NAMES, SKYPILOT, SLURM, Job
+from toolkit.cluster.job import Job
 from toolkit.errors import BadInputError
 from toolkit.planning.hardware import Hardware, hardware_of
 from toolkit.planning.setup import asked_setup
@@ -61,7 +61,6 @@ def check_job(job: Job, hardware: Hardware | None) -> None:
     if not job.on_cpu:
         _check_gpus(job, hardware)
     _check_restarts(job)
-    _check_copied(job)
     _check_folders(job)
     _check_steps(job)
 
@@ -69,7 +68,7 @@ def check_job(job: Job, hardware: Hardware | None) -> None:
 def _check_gpus(job: Job, hardware: Hardware | None) -> None:
     """Raises BadInputError if a rank of a node would have no GPU, as far as that is known here."""
     known = {} if hardware is None else {f"of {hardware.name}": hardware.devices_per_node}
-    if job.system == SLURM and (listed := _gpus_of_slurm(job.partition)) is not None:
+    if (listed := _gpus_of_slurm(job.partition)) is not None:
         known["that `sinfo` lists"] = listed
     for which, count in known.items():
         if job.ranks > count:
@@ -91,31 +90,11 @@ def _gpus_of_slurm(partition: str | None) -> int | None:
 
 
 def _check_options(job: Job) -> None:
-    """Raises BadInputError for options that the batch system does not have, or lacks."""
-    given = {"--partition": job.partition, "--image": job.image, "--volume": job.volume, "the recipe": job.source}
+    """Raises BadInputError for options that would not stay inside of their line."""
+    given = {"--partition": job.partition, "--image": job.image, "the recipe": job.source}
     for option, value in given.items():
         if value is not None and not value.isprintable():
             raise BadInputError(f"{option}: {value!r} holds an end of line, or another character that is not printed")
-    idle = {
-        "--partition": job.partition is not None and job.system != SLURM,
-        "--time": job.minutes is not None and job.system != SLURM,
-        "--volume": job.volume is not None and job.system != KUBERNETES,
-    }
-    for option in [option for option, is_idle in idle.items() if is_idle]:
-        raise BadInputError(f"{option} has no effect with --on {job.system}; leave it out")
-    if job.least != job.most and job.system != SLURM:
-        raise BadInputError(
-            f"--nodes: {job.least}-{job.most}, but --on {job.system} starts a fixed number of nodes; name one. The "
-            "same run may be started again on another number"
-        )
-    if job.system == KUBERNETES and job.image is None:
-        raise BadInputError("--image is missing: a pod runs a container; name an image that has the toolkit")
-    if job.volume is not None and re.fullmatch(r"[a-z0-9][-a-z0-9.]*:/.+", job.volume) is None:
-        raise BadInputError(f"--volume: {job.volume!r}; allowed: CLAIM:/PATH, a claim and where it is mounted")
-    if job.system == SKYPILOT and job.gpu is None and not job.on_cpu:
-        raise BadInputError(
-            f"--hardware: SkyPilot looks for machines with that GPU; name one of {', '.join(SKY_NAMES)}"
-        )
 
 
 def _check_restarts(job: Job) -> None:
@@ -138,42 +117,17 @@ def _check_folders(job: Job) -> None:
         if store.startswith("file://") and _is_on_own_disk(Path(store.removeprefix("file://"))):
             raise BadInputError(f"checkpoint.to: {store!r} is on a disk that each node has for itself; name another")
         return
-    folder = Path(job.recipe.training.output_dir).expanduser().absolute()
-    found = f"training.output_dir: {str(folder)!r}"
-    store_says = "keep the checkpoints in a store (checkpoint.to=s3://bucket/runs/first)"
-    if job.system == SLURM:
-        if _is_on_own_disk(folder):
-            raise BadInputError(
-                f"{found} is on a disk that each node has for itself, so that neither the other nodes nor the next "
-                f"start see its checkpoints; name a folder of a shared file system, or {store_says}"
-            )
-    elif job.system == KUBERNETES:
-        mount = None if job.volume is None else Path(job.volume.partition(":")[2])
-        if mount is None or not folder.is_relative_to(mount):
-            raise BadInputError(
-                f"{found} is lost with its pod; name a folder of a volume that all pods share "
-                f"(--volume CLAIM:/PATH training.output_dir=/PATH/first), or {store_says}"
-            )
-    else:
-        raise BadInputError(f"{found} is lost with its machine; {store_says}")
-
-
-def _check_copied(job: Job) -> None:
-    """Raises BadInputError if the machines of SkyPilot, which get this folder, would not find the recipe."""
-    recipe = Path(job.source).expanduser()
-    if (
-        job.system == SKYPILOT
-        and recipe.is_file()
-        and not (recipe.resolve().is_relative_to(Path.cwd()) and not recipe.is_absolute())
-    ):
+    folder = Path(job.recipe.training.output_dir).expanduser().resolve()
+    if _is_on_own_disk(folder):
         raise BadInputError(
-            f"the recipe {job.source!r} is not named by a path inside of this folder, which alone is copied to the "
-            "machines; go to the folder that holds recipe and data, and name it from there"
+            f"training.output_dir: {str(folder)!r} is on a disk that each node has for itself, so that neither the "
+            "other nodes nor the next start see its checkpoints; name a folder of a shared file system, or keep the "
+            "checkpoints in a store (checkpoint.to=s3://bucket/runs/first)"
         )
 
 
 def _is_on_own_disk(folder: Path) -> bool:
-    return any(folder.is_relative_to(own) for own in OWN_DISKS)
+    return any(folder.resolve().is_relative_to(own) for own in OWN_DISKS)
 
 
 def _check_steps(job: Job) -> None:

@@ -55,6 +55,8 @@ GONE_OPTIONS = {
     },
     "generate --cpu": Gone("leave it out, or set --device cpu"),
     "generate --gpus": Gone("leave it out: --device auto spreads the model over all GPUs"),
+    "job --on": Gone("leave it out for Slurm; docs/examples has files for Kubernetes and SkyPilot"),
+    "job --volume": Gone("docs/examples/kubernetes.yaml mounts one"),
     "init --from": Gone("docs/coming_from says what each key of another tool is called here"),
     "plan --calibrate": Gone(_NO_SECONDS),
     "plan --dram-gbs": Gone(_NO_SECONDS),

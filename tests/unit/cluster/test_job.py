@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SKY = (*CLUSTER, "--on", "skypilot", "--hardware", "h100_sxm", STORE)
-SHIPPED = Path(__file__).parents[3] / "recipes/quickstart.yaml"
+EXAMPLES = Path(__file__).parents[3] / "docs/examples"
 
 
 def job(*arguments: str) -> Result:
-    recipe = [] if "--recipe" in arguments else ["quickstart"]
-    return CliRunner().invoke(app, ["job", *recipe, *arguments])
+    return CliRunner().invoke(app, ["job", "quickstart", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,6 @@ def job(*arguments: str) -> Result:
     [
         ([], "how many ranks has a node? Give --gpus or --cpu"),
         (["--gpus", "2", "--cpu", "2"], "how many ranks has a node?"),
-        ([*CLUSTER, "--on", "pbs"], "--on: unknown 'pbs'; allowed: slurm, kubernetes, skypilot"),
         (["--gpus", "8", "--nodes", "two"], "--nodes: 'two'; allowed: a number from 1 (2), or a range (1-2)"),
         (["--gpus", "8", "--nodes", "3-2"], "--nodes: '3-2'; allowed"),
         ([*CLUSTER, "--time", "8"], "--time: '8'; allowed: a number of minutes, hours or days, such as 90m, 8h or 2d"),
@@ -54,6 +52,11 @@ def job(*arguments: str) -> Result:
         ([*CLUSTER, "sharding.reshard_after_forward=3"], "on 2 of 8 ranks: sharding.reshard_after_forward: 3 is not a"),
         (["--gpus", "3", "--nodes", "3", "sharding.sequence=2"], "sharding.sequence: 2 does not divide the 9 ranks"),
         (["--gpus", "8", "--nodes", "1-3"], "a step of 3 micro-batches for each rank of a node"),
+        (
+            [*CLUSTER, "training.output_dir=/home/../dev/shm/x"],
+            "'/dev/shm/x' is on a disk that each node has for itself",
+        ),
+        ([*CLUSTER, "checkpoint.to=file:///home/../scratch/run"], "is on a disk that each node has for itself"),
         ([*CLUSTER, "training.output_dir=/dev/shm/run"], "'/dev/shm/run' is on a disk that each node has for itself"),
         (
             [*CLUSTER, "checkpoint.to=file:///scratch/run"],
@@ -61,15 +64,6 @@ def job(*arguments: str) -> Result:
         ),
         ([*CLUSTER, "checkpoint.resume=never"], "checkpoint.resume: never, but a job that is preempted starts again"),
         ([*CLUSTER, "checkpoint.every_minutes=never"], "the loss of a node loses the whole run"),
-        ([*CLUSTER, "--volume", "runs:/runs"], "--volume has no effect with --on slurm"),
-        ([*CLUSTER, "--on", "kubernetes", STORE], "--image is missing"),
-        ([*CLUSTER, "--on", "kubernetes", "--image", "a/b"], "is lost with its pod; name a folder of a volume"),
-        ([*CLUSTER, "--on", "kubernetes", "--image", "a/b", STORE, "--volume", "/runs"], "allowed: CLAIM:/PATH"),
-        ([*CLUSTER, "--on", "kubernetes", "--image", "a/b", STORE, "--time", "8h"], "--time has no effect"),
-        ([*CLUSTER, "--on", "skypilot", "--hardware", "h100_sxm"], "is lost with its machine; keep the checkpoints in"),
-        ([*CLUSTER, "--on", "skypilot", STORE], "--hardware: SkyPilot looks for machines with that GPU"),
-        (["--gpus", "8", "--nodes", "1-2", "--on", "skypilot", STORE], "starts a fixed number of nodes"),
-        ([*SKY, "--recipe", str(SHIPPED)], "is not named by a path inside of this folder"),
     ],
 )
 def test_what_no_node_should_wait_for(arguments: list[str], told: str, here: Path) -> None:
@@ -104,28 +98,12 @@ def test_what_it_is_given_stays_inside_of_its_line(here: Path) -> None:
     text = _written(here, *CLUSTER, "model.config={model_type: llama,\n  hidden_size: 8}")
     assert all(line.startswith("#") for line in text.partition("Submit it")[0].splitlines())
     assert "\n#SBATCH --partition='a b'\n" in _written(here, *CLUSTER, "--partition", "a b")
-    text = _written(here, *SKY, "--image", "team/a: #1", "model.config={model_type: llama,\n  hidden_size: 8}")
-    found = yaml.safe_load(text)
-    assert found["resources"]["image_id"] == "docker:team/a: #1"
-    assert "'model.config={model_type: llama,\n  hidden_size: 8}'" in found["run"]
-
-
-@pytest.mark.parametrize(
-    ("folder", "name"), [("outputs/8B Chat!", "run-8b-chat"), ("./2", "run-2"), ("./null", "null"), ("./...", "train")]
-)
-def test_a_name_that_every_system_takes_for_one(folder: str, name: str, here: Path) -> None:
-    """JobSet's names are labels of DNS as in RFC 1035, and a YAML file takes some words for values."""
-    given = f"training.output_dir={folder}"
-    _, jobs = _kubernetes(here, STORE, given)
-    assert jobs["metadata"]["name"] == yaml.safe_load(_written(here, *SKY, given))["name"] == name
 
 
 def test_the_recipe_of_a_job_is_not_replaced_by_it(here: Path) -> None:
     assert CliRunner().invoke(app, ["recipes", "copy", "quickstart", "mine.yaml"]).exit_code == 0
     before = (here / "mine.yaml").read_text()
-    refused = CliRunner().invoke(
-        app, ["job", "mine.yaml", "--on", "slurm", *CLUSTER, "--output", "mine.yaml", "--force"]
-    )
+    refused = CliRunner().invoke(app, ["job", "mine.yaml", *CLUSTER, "--output", "mine.yaml", "--force"])
     assert "'mine.yaml' is the recipe that the job trains" in str(refused.exception)
     assert (here / "mine.yaml").read_text() == before
 
@@ -182,79 +160,46 @@ PACKAGES = {
 }
 
 
-def _kubernetes(here: Path, *arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    text = _written(here, *CLUSTER, "--on", "kubernetes", "--image", "team/toolkit:1", *arguments)
-    recipe, jobs = yaml.safe_load_all(text)
-    return recipe, jobs
-
-
-@pytest.mark.parametrize("arguments", [[STORE], ["--volume", "runs:/runs", "training.output_dir=/runs/first"]])
-def test_a_job_for_kubernetes(arguments: list[str], here: Path) -> None:
-    recipe, jobs = _kubernetes(here, *arguments)
-    kept = yaml.safe_load(recipe["data"]["recipe.yaml"])
-    assert kept["model"]["config"]["model_type"] == "llama"
-    spec = jobs["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    name = jobs["metadata"]["name"]
-    assert container["command"][2].split() == [
-        *("exec", "toolkit", "train", "/recipe/recipe.yaml", "--gpus", "8", "--num-machines", "2", "--machine-rank"),
-        *('"$JOB_COMPLETION_INDEX"', "--main-process-ip", f"{name}-node-0-0.{name}", "--main-process-port", "29500"),
-    ]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-
-
-def test_files_that_pods_do_not_have_are_told(here: Path) -> None:
-    rows = SHIPPED.parent / "data/requests.jsonl"
-    for arguments in ([*CLUSTER, "--on", "kubernetes", "--image", "team/toolkit:1", STORE], SKY):
-        assert f"put them at the same places there: {rows}\n" in job(*arguments, "--force").output
-    assert "at the same places" not in job(*CLUSTER).output
-
-
-def test_jobsets_own_schema(here: Path) -> None:
-    models = _package("kubeflow_trainer_api.models")
-    _, jobs = _kubernetes(here, STORE)
+def test_kubernetes_own_schemas() -> None:
+    """JobSet's, and that of the job in it."""
+    models, checker = _package("kubeflow_trainer_api.models"), _package("kubernetes_validate")
+    jobs = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
     made = models.JobsetV1alpha2JobSet.from_dict(jobs).to_dict()
     assert made["spec"]["failurePolicy"] == jobs["spec"]["failurePolicy"]
     (kept,), (given,) = made["spec"]["replicatedJobs"], jobs["spec"]["replicatedJobs"]
     assert kept["template"]["spec"]["podFailurePolicy"] == given["template"]["spec"]["podFailurePolicy"]
-    jobs["spec"]["failurePolicy"]["maxRestarts"] = "many"
-    with pytest.raises(ValueError, match="maxRestarts"):
-        models.JobsetV1alpha2JobSet.from_dict(jobs)
-
-
-def test_kubernetes_own_schemas(here: Path) -> None:
-    checker = _package("kubernetes_validate")
-    recipe, jobs = _kubernetes(here, "--volume", "runs:/runs", "training.output_dir=/runs/first")
-    checker.validate(recipe, checker.latest_version(), strict=True)
-    made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": jobs["metadata"]}
-    job = {**made, "spec": jobs["spec"]["replicatedJobs"][0]["template"]["spec"]}
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": jobs["metadata"], "spec": given["template"]["spec"]}
     checker.validate(job, checker.latest_version(), strict=True)
     job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["value"] = 2
     with pytest.raises(checker.ValidationError):
         checker.validate(job, checker.latest_version(), strict=True)
 
 
-def test_a_job_for_skypilot(here: Path) -> None:
-    text = _written(here, *CLUSTER, "--on", "skypilot", "--hardware", "a100_80", STORE)
-    found = yaml.safe_load(text)
-    assert found["num_nodes"] == 2
-    assert found["resources"]["accelerators"] == "A100-80GB:8"
-    assert "pip install -e '.[s3]'" in found["setup"]
-    subprocess.run(["bash", "-n"], input=found["run"], text=True, check=True)
-
-
 def test_skypilots_own_parser(here: Path) -> None:
     sky = _package("sky")
-    text = _written(here, *CLUSTER, "--on", "skypilot", "--hardware", "h100_sxm", STORE)
-    task = sky.Task.from_yaml("job.txt")
+    text = (EXAMPLES / "skypilot.yaml").read_text()
+    (here / "job.yaml").write_text(text)
+    task = sky.Task.from_yaml("job.yaml")
     assert task.num_nodes == 2
     (resources,) = task.resources
     assert resources.use_spot
     assert dict(resources.accelerators) == {"H100": 8}
     assert resources.job_recovery["recover_on_exit_codes"] == [3, 4]
-    (here / "job.txt").write_text(text.replace("num_nodes", "num_machines"))
+    (here / "job.yaml").write_text(text.replace("num_nodes", "num_machines"))
     with pytest.raises(ValueError, match="num_machines"):
-        sky.Task.from_yaml("job.txt")
+        sky.Task.from_yaml("job.yaml")
+
+
+@pytest.mark.parametrize("name", ["kubernetes", "skypilot"])
+def test_the_commands_of_the_examples_are_of_this_version(name: str) -> None:
+    """Bash reads them, and `toolkit train` has their options."""
+    found = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    if name == "kubernetes":
+        pod = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        found["run"] = pod["containers"][0]["command"][2]
+        assert {one["name"] for one in pod["containers"][0]["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    subprocess.run(["bash", "-n"], input=found["run"], text=True, check=True)
+    options = re.findall(r" (--[a-z-]+)", found["run"].partition("exec toolkit train")[2])
+    assert len(options) == 5
+    told = CliRunner().invoke(app, ["train", "--help"]).stdout
+    assert [option for option in options if option not in told] == []

@@ -1,4 +1,4 @@
-"""`toolkit job`: write the file with which a batch system runs a recipe on several nodes."""
+"""`toolkit job`: write the file with which Slurm runs a recipe on several nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.cli.shared.arguments import (
     load_recipe,
     split_arguments,
 )
-from toolkit.cli.shared.hub import models_of, settle_hub
+from toolkit.cli.shared.hub import settle_hub
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.paths import GIB, atomic_write
 
@@ -27,19 +27,14 @@ if TYPE_CHECKING:
     from toolkit.cluster.job import Job
     from toolkit.planning.hardware import Hardware
 
-SYSTEM = "Batch system"
+SYSTEM = "Slurm"
 """Group of options in the help text."""
 
 
 def job(
     arguments: RecipeArguments = None,
     recipe: RecipeOption = None,
-    system: Annotated[
-        str, typer.Option("--on", help="Batch system: slurm, kubernetes or skypilot.", rich_help_panel=SYSTEM)
-    ] = "slurm",
-    nodes: Annotated[
-        str, typer.Option(help="Number of nodes, or on Slurm a range: 1-2.", rich_help_panel=MACHINE)
-    ] = "1",
+    nodes: Annotated[str, typer.Option(help="Number of nodes, or a range: 1-2.", rich_help_panel=MACHINE)] = "1",
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of each node.", rich_help_panel=MACHINE)] = None,
     cpu: Annotated[
         int | None,
@@ -63,36 +58,29 @@ def job(
     ] = None,
     time: Annotated[
         str | None,
-        typer.Option(help="Time limit of each start: 90m, 8h or 2d (Slurm).", rich_help_panel=SYSTEM),
+        typer.Option(help="Time limit of each start: 90m, 8h or 2d.", rich_help_panel=SYSTEM),
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm's partition.", rich_help_panel=SYSTEM)] = None,
-    image: Annotated[str | None, typer.Option(help="Image of the container.", rich_help_panel=SYSTEM)] = None,
-    volume: Annotated[
-        str | None,
-        typer.Option(help="Claim of a shared volume, and where to mount it: CLAIM:/PATH.", rich_help_panel=SYSTEM),
-    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition.", rich_help_panel=SYSTEM)] = None,
+    image: Annotated[str | None, typer.Option(help="Image of the container, by Pyxis.", rich_help_panel=SYSTEM)] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the job to this file.", show_default="named after the output folder")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a job file for a batch system, with a reason for each line, and print how to submit it.
+    """Write a job file for Slurm, with a reason for each line, and print how to submit it.
 
     The job saves its state when it is preempted or its time is over, starts again, and resumes. Nothing is submitted.
     """
     loaded = load_recipe(arguments, recipe)
     from toolkit.cluster.checks import check_job, minutes_of, nodes_of
-    from toolkit.cluster.job import FILES, SKY_NAMES, SUBMIT, Job
+    from toolkit.cluster.job import Job
     from toolkit.planning.hardware import hardware_of
 
-    if system not in FILES:
-        raise BadInputError(f"--on: unknown {system!r}; allowed: {', '.join(FILES)}")
     if (gpus is None) == (cpu is None):
         raise BadInputError("how many ranks has a node? Give --gpus or --cpu, and one of them alone")
     source, overrides = split_arguments(arguments, recipe)
     device = None if hardware is None else hardware_of(hardware)
     made = Job(
-        system,
         loaded,
         source,
         tuple(overrides),
@@ -103,12 +91,9 @@ def job(
         minutes=None if time is None else minutes_of(time),
         partition=partition,
         image=image,
-        volume=volume,
-        gpu=None if hardware is None else SKY_NAMES.get(hardware),
     )
     check_job(made, device)
-    kind = Path(FILES[system])
-    file = output or Path(f"{made.name}.{kind.stem}{kind.suffix}")
+    file = output or Path(f"{made.name}.slurm.sh")
     if file.exists() and not force:
         raise BadInputError(f"--output: {str(file)!r} exists; name another file, or replace it with --force")
     if file.exists() and Path(source).exists() and file.samefile(source):
@@ -122,22 +107,7 @@ def job(
         raise BadInputError(f"--output: {str(file)!r} cannot be written: {error.strerror}; name another") from error
     if device is not None:
         print(_verdict(made, device))
-    if lacking := _files_of_here(made):
-        print(f"the nodes do not have this machine's files; put them at the same places there: {', '.join(lacking)}")
-    print(f"{file}: look at it, then submit it:\n  {SUBMIT[system].format(shlex.quote(str(file)))}")
-
-
-def _files_of_here(job: Job) -> list[str]:
-    """Returns files and folders that the recipe names and nodes without a shared file system do not have."""
-    from toolkit.cluster.job import SKYPILOT, SLURM
-
-    if job.system == SLURM:
-        return []
-    data, recipe = job.recipe.data, job.recipe
-    named = [*models_of(recipe).values(), *(source.path for source in [*data.train, *(data.validation or [])])]
-    named += [recipe.answers.file or "", *(name.rpartition(":")[0] for name in recipe.own_code().values())]
-    here = [name for name in dict.fromkeys(named) if Path(name).is_absolute()]
-    return [name for name in here if job.system != SKYPILOT or not Path(name).is_relative_to(Path.cwd())]
+    print(f"{file}: look at it, then submit it:\n  sbatch {shlex.quote(str(file))}")
 
 
 def _verdict(job: Job, hardware: Hardware) -> str:
