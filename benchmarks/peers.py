@@ -241,7 +241,7 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
         from toolkit.optim.schedule import build_schedule
         from toolkit.recipe.recipe import Recipe
         from toolkit.run.stages.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries
-        from toolkit.run.stages.prepare import prepare_run
+        from toolkit.run.prepare import prepare_run
         from toolkit.run.stages.stages import OpenedRun
         from toolkit.terminal import Terminal
         from toolkit.training.extensions.non_finite import NonFiniteSteps

@@ -118,7 +118,7 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
     begun = recipe_of(folder, "begun", checkpoint={"every_steps": 8}, answers=scored, **RUNS["zero3"])
     meet()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.run.stages.answers.Answers.at_evaluation", fail_at(3))
+        patch.setattr("toolkit.run.parts.answers.Answers.at_evaluation", fail_at(3))
         with pytest.raises(RuntimeError, match="the power is out"):
             toolkit.finetune(begun)
     assert [line["step"] for line in evaluations(folder / "begun")] == [0, 8]
@@ -134,7 +134,7 @@ def on_two_ranks(folder: Path, names: list[str]) -> None:
 
 
 def fail_at(evaluation: int) -> Any:
-    from toolkit.run.stages.answers import Answers
+    from toolkit.run.parts.answers import Answers
 
     at_evaluation = Answers.at_evaluation
     calls: list[None] = []
@@ -256,7 +256,7 @@ def test_a_run_that_fails_between_its_answers_goes_on_to_the_same_curve(folder: 
     """A function of the user's, of rank 0 alone, scores its answers, where they are compared in the other run."""
     assert curve(folder / "begun") == curve(folder / "zero3")
     source = hashlib.sha256(SCORES.encode()).hexdigest()
-    assert json.loads((folder / "begun/export/training.json").read_text())["scorer"] == source
+    assert json.loads((folder / "begun/export/training.json").read_text())["code"]["answers.score"] == source
     manifests = [json.loads(path.read_text()) for path in (folder / "begun/checkpoints").glob("step_*/manifest.json")]
     assert {manifest["scorer"] for manifest in manifests} == {source}, "with which a resumed run compares"
     assert f"answers.compare scores_of_a_test:equal (SHA-256 {source[:16]})" in (

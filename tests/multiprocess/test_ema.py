@@ -63,7 +63,7 @@ def values(folder: Path, name: str, case: str, **training: Any) -> dict[str, Any
 def runs(folder: Path) -> dict[str, Any]:
     from toolkit import Recipe, finetune
     from toolkit.run import fit as fit_module
-    from toolkit.training.extensions.averages import WeightAverages
+    from toolkit.run.parts.averages import WeightAverages
 
     ranks, found = int(os.environ["WORLD_SIZE"]), {}
     sizes: list[int] = []

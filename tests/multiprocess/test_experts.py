@@ -31,10 +31,10 @@ from toolkit.model.adapters.adapters import add_adapter
 from toolkit.planning.traffic import traffic
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.recipe.schema import AdapterSection
+from toolkit.run.parts import experts as expert_loads
 from toolkit.sharding import plan_units
 from toolkit.sharding.parallel import expert_parallel
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
-from toolkit.training.extensions import expert_loads
 from toolkit.training.trainer import Trainer
 
 

@@ -17,7 +17,7 @@ from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
 import toolkit
-from toolkit.run.shown import held_out_samples
+from toolkit.run.parts import held_out_samples
 from toolkit.training.extension import Extension
 
 SETTINGS: dict[str, dict[str, Any]] = {

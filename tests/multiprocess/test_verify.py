@@ -36,7 +36,7 @@ from toolkit.objectives import grpo
 from toolkit.objectives.losses.divergence import Divergence
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.stages.rollouts import RunSampler
+from toolkit.run.parts.rollouts import RunSampler
 from toolkit.verify import FAILED, NOT_USED, OK, Report, Row, ShardedRun, ranks, verify
 from toolkit.verify.sharded import _run_sharded
 

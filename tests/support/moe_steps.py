@@ -20,13 +20,13 @@ from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.losses.balance import build_balance
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import TrainingSection
+from toolkit.run.parts.experts import ExpertLoads
 from toolkit.sharding import Checkpointing, plan_units, sharding_kwargs
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.shards import whole_tensor
 from toolkit.sharding.parallel.sequence_parallel import form_groups
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.training.extensions.expert_loads import ExpertLoads
 from toolkit.training.trainer import Trainer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,37 +20,25 @@ from toolkit.checkpoint.session import ASKED, RunCheckpoints, RunIdentity, requi
 from toolkit.checkpoint.store import StorePath
 from toolkit.data.stream import describe_stream
 from toolkit.errors import counted
-from toolkit.optim.ema import Ema
 from toolkit.optim.schedule import build_schedule, changed_rate
 from toolkit.paths import configuration_digest, folder_on_this_machine
 from toolkit.planning.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.folder import write_beginning, write_data_report
-from toolkit.run.shown.held_out_samples import HeldOutSamples
+from toolkit.run.parts.part import Loop, RunPart, reads_of
 from toolkit.run.shown.live_report import LiveReport
-from toolkit.run.shown.rollout_records import RolloutRecords
-from toolkit.run.shown.trackers import Trackers, config_of
 from toolkit.run.stages.accelerator import inner_optimizer
-from toolkit.run.stages.answers import Answers
-from toolkit.run.stages.rollouts import Rollouts, RunSampler
 from toolkit.run.stages.rows import build_evaluation
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.sharding.fsdp2.shards import state_once
 from toolkit.sharding.tensor.copies import require_alike
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extension import Extension
-from toolkit.training.extensions.allocation import AllocationEnd, seconds_left
-from toolkit.training.extensions.averages import WeightAverages
-from toolkit.training.extensions.early_stopping import EarlyStopping
-from toolkit.training.extensions.expert_loads import ExpertLoads
 from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.extensions.non_finite import NonFiniteSteps, require_some_steps
-from toolkit.training.extensions.own import OwnExtensions
 from toolkit.training.extensions.records import Records
 from toolkit.training.loop_state import Windows
 from toolkit.training.metrics import Metrics
-from toolkit.training.phase import Phase
-from toolkit.training.profile import StepProfile
 from toolkit.training.stop import StopRequests
 from toolkit.training.trainer import Trainer
 from toolkit.training.usage import ModelFlops, model_flops
@@ -63,17 +51,16 @@ class Fitted:
     Attributes:
         records: the records of metrics.jsonl.
         missing: why the last checkpoint is not in the store, or None if it is or there is no store.
-        trackers: the trackers of this run, which are given its report at the end.
     """
 
     records: list[dict[str, Any]]
     missing: str | None
-    trackers: Trackers
 
 
 def fit(
     opened: OpenedRun,
     run: PreparedRun,
+    parts: Sequence[RunPart],
     found: Resumption,
     store: StorePath | None,
     heartbeat: Heartbeat,
@@ -89,13 +76,17 @@ def fit(
     """
     recipe, accelerator, output_dir, console = opened.recipe, opened.accelerator, opened.output_dir, opened.console
     ranks.on_first_rank(lambda: write_beginning(output_dir, recipe, run.data.report, run.inner, run.fit, run.tokenizer))
-    trackers = Trackers(accelerator, recipe, output_dir, console.warn)
-    ranks.on_first_rank(lambda: trackers.start(config_of(recipe, run.planned, facts), found.start is not None))
+    for part in parts:
+        part.start(run, facts, found.start is not None)
+
+    def recorded(split: str, values: Mapping[str, float], step: int) -> None:
+        for part in parts:
+            part.recorded(split, values, step)
+
     # Dropout differs between ranks, except those that compute the same rows.
     set_seed(recipe.training.seed + accelerator.process_index // recipe.sharding.tensor)
     if found.start is not None:
         console.print(_resumed_from(found, recipe), markup=False)
-    profile = _profile_of(opened)
     with (
         StopRequests(recipe.checkpoint.time_limit_minutes) as stop,
         Metrics(
@@ -107,49 +98,48 @@ def fit(
             run.planned.peak_bytes,
             live.record,
             live.output is None,
-            trackers.log,
+            recorded,
         ) as metrics,
     ):
-        checkpoints = _checkpoints_of(opened, run, metrics, store, heartbeat)
-        samples = HeldOutSamples(opened, run, metrics, heartbeat)
-        extensions = _extensions_of(opened, run, metrics, checkpoints, profile, heartbeat)
-        rollouts = _rollouts_of(opened, run, heartbeat) if recipe.objective.spec.samples_itself else None
-        of_rollouts = [] if rollouts is None else [RolloutRecords(rollouts, metrics, run.shown)]
-        trainer = _build_trainer(opened, run, rollouts or run.windows, [stop, *extensions, *of_rollouts, samples])
+        checkpoints = _checkpoints_of(opened, run, parts, metrics, store, heartbeat)
+        loop = Loop(run, metrics, heartbeat, checkpoints)
+        windows = next((made for part in parts if (made := part.windows(loop)) is not None), run.windows)
+        # Records come first: checkpoints hold them, and errors follow them.
+        extensions = [stop, heartbeat, Records(metrics, _flops(accelerator, run.inner))]
+        extensions.append(NonFiniteSteps(metrics, recipe.training.max_non_finite_steps))
+        extensions += [each for part in parts if (each := part.extension(loop)) is not None]
+        trainer = _build_trainer(opened, run, windows, [*extensions, checkpoints])
         if found.start is not None:
             checkpoints.restore(*found.start, trainer, trainer.schedule, run.num_positions)
             if (told := changed_rate(trainer.schedule, metrics.records)) is not None:
                 console.warn(told)
-        samples.begin(trainer.global_step)
         with checkpoints:
             trainer.fit()
         require_some_steps(trainer.counters)
         if opened.plugin.engine is not None:
             opened.plugin.engine.flush()  # the last step may still fail
         require_alike(state_once(run.inner), "at the end")  # without a save, or since the last one
-        samples.end()
     # On all ranks: inside a collective the others would time out while rank 0 waits for a full disk.
     require_output_dir(output_dir)
     ranks.on_first_rank(lambda: patiently(metrics.catch_up, "metrics.jsonl", console.warn, heartbeat.wait))
     if run.data.stream is not None:
         _report_stream(opened, run)
-    return Fitted(metrics.records, checkpoints.missing, trackers)
-
-
-def _rollouts_of(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> Rollouts:
-    sampler = RunSampler(opened, run, lambda: heartbeat.enter_phase(Phase.GENERATE))
-    warn, wait = opened.console.warn, heartbeat.wait
-    return Rollouts(opened.recipe, run.data, run.windows, run.tokenizer, sampler, opened.device, warn, wait)
+    return Fitted(metrics.records, checkpoints.missing)
 
 
 def _checkpoints_of(
-    opened: OpenedRun, run: PreparedRun, metrics: Metrics, store: StorePath | None, heartbeat: Heartbeat
+    opened: OpenedRun,
+    run: PreparedRun,
+    parts: Sequence[RunPart],
+    metrics: Metrics,
+    store: StorePath | None,
+    heartbeat: Heartbeat,
 ) -> RunCheckpoints:
     recipe, data, optimizer = opened.recipe, run.data, inner_optimizer(run.sharded.optimizer)
     # Checkpoints may go to a store, and trackers' settings may hold a key.
     values = recipe.model_dump(mode="json", exclude={"logging": {"tracker_settings"}})
     seed = recipe.training.seed
-    named = ranks.on_first_rank(lambda: _named_files(recipe)) | run.code
+    named = ranks.on_first_rank(lambda: _named_files(recipe)) | reads_of(parts)
     fit = run.fit
     identity = RunIdentity(
         values,
@@ -200,34 +190,6 @@ def _build_trainer(opened: OpenedRun, run: PreparedRun, windows: Windows, extens
     )
 
 
-def _extensions_of(
-    opened: OpenedRun,
-    run: PreparedRun,
-    metrics: Metrics,
-    checkpoints: RunCheckpoints,
-    profile: StepProfile | None,
-    heartbeat: Heartbeat,
-) -> list[Extension]:
-    """Builds the extensions of this run's loop. Records come first: checkpoints hold them, and errors follow them."""
-    settings = opened.recipe.training
-    found: list[Extension] = [heartbeat, Records(metrics, _flops(opened.accelerator, run.inner))]
-    found.append(NonFiniteSteps(metrics, settings.max_non_finite_steps))
-    if settings.ema is not None:
-        found.append(WeightAverages(Ema(run.inner, settings.ema)))
-    if run.balance.routers:
-        found.append(ExpertLoads(run.balance, metrics))
-    if run.asked.rows:
-        found.append(Answers(opened, run))
-    if (seconds := seconds_left()) is not None:
-        found.append(AllocationEnd(seconds, checkpoints.seconds_to_save))
-    if settings.patience is not None:
-        found.append(EarlyStopping(settings, metrics, lambda trainer: checkpoints.save(trainer, wait=True)))
-    if run.owned:
-        found.append(OwnExtensions(run.owned, metrics.warn, lambda trainer: checkpoints.save(trainer, wait=True)))
-    found.append(checkpoints)
-    return found if profile is None else [*found, profile]
-
-
 def _report_stream(opened: OpenedRun, run: PreparedRun) -> None:
     """Writes the data report again with all rows that were read; at the beginning it had only the first window."""
     stream, samples = run.data.stream, run.data.train
@@ -261,11 +223,6 @@ def _other_ranks(manifest: Manifest, recipe: Recipe) -> str:
     )
     steps = "as many samples a step" if before == now else f"{now} samples a step, which were {before}"
     return f"; {counted(ranks.world_size(), 'rank')} now: the same samples in the same order, {steps}"
-
-
-def _profile_of(opened: OpenedRun) -> StepProfile | None:
-    steps = opened.recipe.training.profile_steps
-    return None if steps is None else StepProfile(opened.accelerator, steps[0], steps[1], opened.output_dir)
 
 
 def _flops(accelerator: Accelerator, model: nn.Module) -> tuple[ModelFlops, float] | None:

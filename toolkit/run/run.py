@@ -29,6 +29,9 @@ from toolkit.run.folder.folder import (
     require_writable,
     with_day,
 )
+from toolkit.run.parts.order import parts_of
+from toolkit.run.parts.part import facts_of_parts, reads_of
+from toolkit.run.prepare import prepare_run
 from toolkit.run.shown.live_report import LiveReport, ended_in
 from toolkit.run.shown.loss_warnings import uniform_guess
 from toolkit.run.shown.notebook import NotebookOutput, finetune_on, notebook_output
@@ -43,7 +46,6 @@ from toolkit.run.shown.outcome import (
 )
 from toolkit.run.shown.run_summary import facts_of, print_run_summary
 from toolkit.run.stages.opening import open_run
-from toolkit.run.stages.prepare import prepare_run
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.supervise.lease import owned
 from toolkit.supervise.output_place import require_place
@@ -108,10 +110,11 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             for line in told:
                 console.warn(line)
             heartbeat = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
-            run = prepare_run(opened, found.start[1] if found.start is not None else None, extensions)
+            parts = parts_of(opened, extensions)
+            run = prepare_run(opened, parts, found.start[1] if found.start is not None else None)
             opened = with_day(opened, run)
         # The run is prepared: failures from here on leave the output folder as it is.
-        facts = facts_of(opened, run)
+        facts = facts_of(opened, run) | facts_of_parts(parts, run)
         output = notebook_output(run.num_steps)
         with output.holding(console) if output is not None else nullcontext():
             print_run_summary(opened, run, facts)
@@ -121,15 +124,16 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
         with ended_in(live):
             if found.start is not None:
                 heartbeat.enter_phase(Phase.RESTORE)
-            fitted = fit(opened, run, found, store, heartbeat, live, facts)
+            fitted = fit(opened, run, parts, found, store, heartbeat, live, facts)
             heartbeat.enter_phase(Phase.EXPORT)
             export_dir, difference = export_model(opened, run, heartbeat)
             seconds = time.perf_counter() - started
             guess = uniform_guess(run.objective, run.inner, opened.recipe.objective.class_weights)
             result = result_of(output_dir, fitted.records, export_dir, difference, seconds, guess)
-            pages = functools.partial(write_pages, opened, run, facts, result)
+            pages = functools.partial(write_pages, opened, run, reads_of(parts), facts, result)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn, heartbeat.wait))
-            fitted.trackers.show(run.shown.side_by_side, output_dir / REPORT)
+            for part in parts:
+                part.finish(run, output_dir / REPORT)
         if output is not None:
             output.finish(result)
         else:
@@ -176,8 +180,9 @@ def rehearse(recipe: Recipe) -> None:
         ranks.on_first_rank(lambda: require_writable(output_dir))
         for checkpoint in found.passed_over:
             console.print(f"a run would pass over {checkpoint.folder.name}: {checkpoint.problem}", markup=False)
-        run = prepare_run(opened)
-        print_run_summary(opened, run, facts_of(opened, run))
+        parts = parts_of(opened)
+        run = prepare_run(opened, parts)
+        print_run_summary(opened, run, facts_of(opened, run) | facts_of_parts(parts, run))
         window = next(iter(run.windows))
         console.print(f"first micro-batch of rank 0, which has {len(window)} in a step:", markup=False)
         for name, tensor in window[0].items():

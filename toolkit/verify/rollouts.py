@@ -23,7 +23,7 @@ from toolkit.generation.text.load import Loaded, beginning, positions_of, stop_t
 from toolkit.model.adapters.adapters import base_of
 from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.stages.rollouts import Rollouts, Sampler, drawn_in_batches
+from toolkit.run.parts.rollouts import Rollouts, Sampler, drawn_in_batches
 
 FILE = "samples.json"
 """What the plain model has drawn, in the folder that the ranks read."""

@@ -27,6 +27,10 @@ from toolkit.model.quantised.quantised import dequantised
 from toolkit.optim.schedule import build_schedule
 from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.parts.order import parts_of
+from toolkit.run.parts.part import facts_of_parts
+from toolkit.run.parts.rollouts import RunSampler
+from toolkit.run.prepare import prepare_run
 from toolkit.run.shown.run_summary import facts_of
 from toolkit.run.stages.accelerator import (
     build_accelerator,
@@ -36,8 +40,6 @@ from toolkit.run.stages.accelerator import (
     release,
     settled,
 )
-from toolkit.run.stages.prepare import prepare_run
-from toolkit.run.stages.rollouts import RunSampler
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.sharding.blocks import checkpointing
 from toolkit.sharding.fsdp2.shards import local_tensor, state_once
@@ -87,7 +89,8 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
         raise BadInputError("mixed_precision fp16: its gradient scaler skips steps, which no plain loop does; use bf16")
     plugin: ShardingPlugin = plugins["fsdp_plugin"]
     opened = OpenedRun(recipe, accelerator, plugin, folder / "run", Terminal(quiet=not accelerator.is_main_process))
-    run = prepare_run(opened)
+    parts = parts_of(opened)
+    run = prepare_run(opened, parts)
     if run.checked.padded is not None:
         # The recipe leaves packing open, and the plain side has packed the rows.
         raise BadInputError(f"data.packing: {run.checked.padded}; set data.packing=false")
@@ -95,7 +98,7 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     # The plain side draws no masks that these ranks could share.
     set_dropout(model, 0.0)
     result, batch = _run_steps(opened, run, steps, folder)
-    result["facts"] = facts_of(opened, run)
+    result["facts"] = facts_of(opened, run) | facts_of_parts(parts, run)
     # On every rank, because gathering is collective. Only rank 0 gets the tensors.
     tensors = as_peft_has_them(model, dequantised(model, whole_tensors(state_once(model))))
     weights = {name: t.float().cpu().contiguous() for name, t in tensors if t is not None}

@@ -18,14 +18,14 @@ from toolkit.generation.text.rows import PromptRow
 from toolkit.pages.card import recipe_for_readers
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.stages.answers import (
+from toolkit.run.parts.answers import (
+    Asked,
     _require_room,
     read_asked,
     require_same_scoring,
     require_sighted,
 )
 from toolkit.run.stages.generating import split_over_ranks
-from toolkit.run.stages.stages import Asked
 
 QUESTION = {"prompt": "2 + 2?", "answer": "4"}
 UNEVALUATED = ["data.validation_fraction=null", "training.eval_every_steps=null", "logging.held_out_samples=0"]

@@ -16,7 +16,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig
 from toolkit.data.kinds.source_target import SourceTargetSamples
 from toolkit.data.samples.samples import RowPrompt, TextSamples
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
-from toolkit.run.shown.held_out_samples import _unanswered, continuations, steps_between
+from toolkit.run.parts.held_out_samples import _unanswered, continuations, steps_between
 
 
 @pytest.mark.parametrize(

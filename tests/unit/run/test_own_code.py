@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.checks.own_code import code_fact, identify_code, require_same_code
+from toolkit.run.parts.own_code import code_fact, identify_code, require_same_code
 
 SOURCE = (
     "from pathlib import Path\n\nPath(__file__).with_suffix('.imported').touch()\n\n\ndef told(row):\n    return row\n"

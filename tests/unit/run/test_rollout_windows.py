@@ -16,7 +16,7 @@ from toolkit.data.samples.loader import TrainLoader
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling.fresh import FreshSample
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.stages.rollouts import Rollouts, _require_no_dropout
+from toolkit.run.parts.rollouts import Rollouts, _require_no_dropout
 
 
 def rollouts(folder: Path, drawn: list[tuple[int, int]], **objective: Any) -> Rollouts:

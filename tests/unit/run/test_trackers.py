@@ -12,8 +12,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.shown import trackers as module
-from toolkit.run.shown.trackers import Trackers, config_of, last_steps
+from toolkit.run.parts import trackers as module
+from toolkit.run.parts.trackers import Trackers, config_of, last_steps
 from toolkit.run.stages.accelerator import finish_trackers
 
 

@@ -1,4 +1,4 @@
-"""toolkit.training.extensions.expert_loads: what records say of loads, and the warning of a router that collapses."""
+"""toolkit.run.parts.experts: what records say of loads, and the warning of a router that collapses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.training.extensions.expert_loads import ExpertLoads, entropy
+from toolkit.run.parts.experts import ExpertLoads, entropy
 
 
 def watched(top_k: int = 2) -> tuple[ExpertLoads, list[str]]:

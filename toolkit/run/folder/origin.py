@@ -12,11 +12,13 @@ from toolkit.paths import ORIGIN, shipped_folder, shown_path
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 
 
-def write_origin(export: Path, opened: OpenedRun, run: PreparedRun, versions: dict[str, str]) -> None:
+def write_origin(
+    export: Path, opened: OpenedRun, run: PreparedRun, reads: dict[str, str], versions: dict[str, str]
+) -> None:
     """Writes the recipe into an export, and what it was trained from: ranks, versions, and hashes of all that it read.
 
     Folders and files are named without their paths, as in the model card. A hash is null for what the run did not have:
-    `content` that of a stream's files, `base` that of the weights, and so on.
+    `content` that of a stream's files, `base` that of the weights, `code` those of functions by field.
     """
     (export / "recipe.yaml").write_text(recipe_for_readers(opened.recipe), encoding="utf-8")
     origin = {
@@ -30,8 +32,7 @@ def write_origin(export: Path, opened: OpenedRun, run: PreparedRun, versions: di
         "teacher": run.teacher_fingerprint,
         "versions": versions,
         "adapter": run.fit.adapter,
-        "scorer": run.asked.scorer,
-        "code": run.code,
+        "code": reads,
     }
     (export / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
 

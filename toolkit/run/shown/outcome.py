@@ -188,15 +188,21 @@ def _check_export(opened: OpenedRun, run: PreparedRun, folder: Path, how: Export
     return verify(accelerator, run.model, reloaded, run.objective.logits, batch, how.dtype)
 
 
-def write_pages(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> None:
-    """Writes the model card, the report, and last that the run is finished. On rank 0."""
+def write_pages(
+    opened: OpenedRun, run: PreparedRun, reads: dict[str, str], facts: dict[str, str], result: FinetuneResult
+) -> None:
+    """Writes the model card, the report, and last that the run is finished. On rank 0.
+
+    Args:
+        reads: digests of what the run reads of the user's, by field.
+    """
     clear_unfinished(result.output_dir)  # leftovers of saves that a full disk interrupted
     summary = summary_of(opened, run, facts, result)
     if result.export_dir is not None:
         report, versions = summary.data_report, summary.versions
         use = _how_to_use(result.export_dir, opened.recipe, base_of(run.inner).config)
         write_card(result.export_dir, opened.recipe, summary.facts, result.metrics, report, versions, *use)
-        write_origin(result.export_dir, opened, run, versions)
+        write_origin(result.export_dir, opened, run, reads, versions)
     write_report(result.output_dir / REPORT, summary)
     write_finished(result.output_dir, result.export_dir)
 

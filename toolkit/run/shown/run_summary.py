@@ -15,17 +15,15 @@ from toolkit.model.beside_weights.base_files import TOKENIZERS, BaseFiles
 from toolkit.model.part_sizes import adapter_fact
 from toolkit.model.quantised.quantised import quantised_fact
 from toolkit.model.structure.model_parts import untrained_fact
-from toolkit.objectives.losses.balance import experts_fact
 from toolkit.objectives.teacher import teacher_fact
 from toolkit.optim.schedule import schedule_fact, without_peak
 from toolkit.pages.data_console import show_report
-from toolkit.run.checks.own_code import code_fact
 from toolkit.run.stages.stages import OpenedRun, PackingCheck, PreparedRun
 from toolkit.sharding.blocks.chunks import num_mlps_in_chunks
 
 
 def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
-    """Describes the run: name -> sentence, in the order in which they are shown."""
+    """Describes the run without its parts: name -> sentence, in the order in which they are shown."""
     recipe, plugin, accelerator = opened.recipe, opened.plugin, opened.accelerator
     inner, checked, precision = run.inner, run.checked, accelerator.mixed_precision
     length = f"{recipe.data.max_length}"
@@ -54,8 +52,6 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         facts["quantised"] = fact
     if run.ends is not None:
         facts["stop"] = run.ends
-    if (told := code_fact(recipe, run.code)) is not None:
-        facts["own code"] = told
     if run.on_meta.teacher is not None:
         name = recipe.objective.teacher
         facts["reference" if name is None else "teacher"] = teacher_fact(name, run.on_meta.teacher.model)
@@ -72,14 +68,10 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         facts["matrices"] = (
             f"cut by {recipe.sharding.tensor} ranks; checked: logits and gradients as of whole matrices ({by})"
         )
-    if recipe.training.ema is not None:
-        facts["average"] = f"of the weights, decay {recipe.training.ema:g} a step; it is evaluated and exported"
     if (fact := run.accumulation.describe()) is not None:
         facts["accumulate"] = fact
     if checked.head_loss is not None:
         facts["loss"] = checked.head_loss
-    if run.balance.routers:
-        facts["experts"] = experts_fact(inner, run.balance, run.accumulation.by_block is not None)
     if checked.packing is not None:
         facts["packing"] = _packing_fact(checked.packing)
     if checked.padded is not None:

@@ -7,7 +7,7 @@ build_on_meta    model_on_meta.py    TokenisedRows                 MetaModel
 plan_memory      sharded_model.py    MetaModel                     Planned (planning/check.py)
 shard_model      sharded_model.py    MetaModel, Planned            ShardedModel
 check_model      model_checks.py     MetaModel to ShardedModel     CheckedModel
-prepare_run      prepare.py          OpenedRun                     PreparedRun: all of the above, and the batches
+prepare_run      ../prepare.py       OpenedRun, its parts          PreparedRun: all of the above, and the batches
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.report import DataReport
 from toolkit.data.samples.loader import TrainLoader
 from toolkit.data.stream import StreamLoader
-from toolkit.generation.text.rows import PromptRow
 from toolkit.model.load import LoadedModel
 from toolkit.model.weights.weights import Fit
 from toolkit.objectives.losses.balance import Balance
@@ -38,7 +37,6 @@ from toolkit.run.checks.by_block_check import Accumulation
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.terminal import Terminal
-from toolkit.training.extensions.own import Own
 
 
 @dataclass(frozen=True)
@@ -171,19 +169,6 @@ class ReportExtras:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Prompts that the model answers at evaluations.
-
-    Attributes:
-        rows: prompts with their right answers; empty if the model answers none.
-        scorer: fingerprint of the source of the function that scores answers, or None if they are compared.
-    """
-
-    rows: list[PromptRow]
-    scorer: str | None
-
-
-@dataclass(frozen=True)
 class PreparedRun:
     """All that training needs.
 
@@ -193,9 +178,6 @@ class PreparedRun:
         num_positions: samples of the whole run.
         accumulation: how the micro-batches of a step run.
         ends: which tokens end what is learned, or None if the model writes no text.
-        asked: what the model answers at evaluations.
-        code: fingerprint of the source of each of the user's own functions, by its field.
-        owned: the user's own extensions of the loop.
     """
 
     on_meta: MetaModel
@@ -208,9 +190,6 @@ class PreparedRun:
     accumulation: Accumulation
     shown: ReportExtras
     ends: str | None
-    asked: Asked
-    code: dict[str, str]
-    owned: list[Own]
 
     @property
     def model(self) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit import ranks
@@ -11,8 +11,10 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.generation.sampling.reward import find_reward_model
 from toolkit.paths import configuration_digest, file_name, fingerprint_of
 from toolkit.recipe.recipe import EXTENSIONS, Recipe
+from toolkit.run.parts.part import Loop, RunPart
+from toolkit.run.stages.stages import PreparedRun
 from toolkit.training.extension import Extension
-from toolkit.training.extensions.own import GIVEN, Own, load_extensions
+from toolkit.training.extensions.own import GIVEN, Own, OwnExtensions, load_extensions
 from toolkit.user_function import load_function, require_same_source
 
 
@@ -73,13 +75,22 @@ def code_fact(recipe: Recipe, code: dict[str, str]) -> str | None:
     return "; ".join(told) or None
 
 
-def load_own(recipe: Recipe, given: Sequence[Extension]) -> list[Own]:
-    """Makes the extensions of a run on every rank. Collective.
+class OwnCode(RunPart):
+    """Functions, reward models and extensions of the user's."""
 
-    Raises:
-        BadInputError: on every rank, as `load_extensions` does.
-    """
-    found: list[Own] = []
-    named = {field: name for field, name in recipe.own_code().items() if is_extension(field)}
-    ranks.on_every_rank(lambda: found.extend(load_extensions(named, given)), "load training.extensions")
-    return found
+    def before_rows(self, resumed: Manifest | None) -> None:
+        named = {field: name for field, name in self.recipe.own_code().items() if is_extension(field)}
+        self._owned: list[Own] = []
+        ranks.on_every_rank(lambda: self._owned.extend(load_extensions(named, self.given)), "load training.extensions")
+        self._reads = identify_code(self.recipe) | {own.field: own.fingerprint for own in self._owned}
+        require_same_code(self._reads, resumed, self.opened.console.warn)
+
+    def reads(self) -> Mapping[str, str]:
+        return self._reads
+
+    def facts(self, run: PreparedRun) -> Mapping[str, str]:
+        said = code_fact(self.recipe, self._reads)
+        return {} if said is None else {"own code": said}
+
+    def extension(self, loop: Loop) -> Extension | None:
+        return OwnExtensions(self._owned, loop.metrics.warn, loop.save) if self._owned else None

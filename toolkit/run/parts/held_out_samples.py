@@ -23,6 +23,7 @@ from toolkit.generation.text.options import Sampling
 from toolkit.model.adapters.adapters import base_of
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.paths import SAMPLES_FILE, atomic_write
+from toolkit.run.parts.part import Loop, RunPart
 from toolkit.run.stages.generating import generating, loaded_of
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.terminal import Pass, Terminal
@@ -99,6 +100,15 @@ def steps_between(num_steps: int, every: int | None) -> list[int]:
     return due if len(due) <= MOST_BETWEEN else [due[number] for number in chosen]
 
 
+class HeldOutTexts(RunPart):
+    """What the model writes after held-out prompts (`logging.held_out_samples`)."""
+
+    def extension(self, loop: Loop) -> Extension | None:
+        if self.recipe.logging.held_out_samples == 0:
+            return None
+        return HeldOutSamples(self.opened, loop.run, loop.metrics, loop.heartbeat)
+
+
 class HeldOutSamples(Extension):
     """Puts what the model writes behind held-out prompts into `run.shown`, and into a file of the run's folder.
 
@@ -116,14 +126,13 @@ class HeldOutSamples(Extension):
         self._steps = steps_between(run.num_steps, opened.recipe.training.eval_every_steps)
         self._prompts: list[RowPrompt] = []
 
-    def begin(self, step: int) -> None:
-        """Continues the prompts before the first step. A run that resumes after `step` reads what it wrote. Collective.
+    def before_training(self, trainer: LoopState) -> None:
+        """Continues the prompts before the first step. A run that resumes reads what it wrote. Collective.
 
         Raises:
             OSError: if the file cannot be written.
         """
-        if self._count == 0:
-            return
+        step = trainer.global_step
         self._prompts = held_out_prompts(self._run, self._count)
         if not self._prompts:
             self._console.warn(
@@ -168,8 +177,8 @@ class HeldOutSamples(Extension):
             ranks.on_first_rank(self._write_if_possible)
         return {}
 
-    def end(self) -> None:
-        """Continues the prompts after the last step. Collective."""
+    def after_last_step(self) -> None:
+        """Continues the prompts with the weights that are exported. Collective."""
         if self._prompts:
             self._continue(
                 lambda: self._heartbeat.enter_phase(Phase.EVALUATE), lambda one, text: replace(one, after=text)

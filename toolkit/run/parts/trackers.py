@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 
+from toolkit import ranks
 from toolkit.errors import BadInputError, first_line
 from toolkit.pages.card import published
 from toolkit.pages.parts.side_by_side import SideBySide
@@ -20,6 +21,8 @@ from toolkit.paths import GIB, atomic_write
 from toolkit.planning.check import Planned
 from toolkit.recipe.load import dotted
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.parts.part import RunPart
+from toolkit.run.stages.stages import PreparedRun
 
 FILE = "trackers.json"
 """File of a run's folder with the identity of its run in each tracker."""
@@ -158,6 +161,23 @@ def config_of(recipe: Recipe, planned: Planned, facts: Mapping[str, str]) -> dic
     if planned.peak_bytes is not None:
         values["plan/peak_gib"] = planned.peak_bytes / GIB
     return {key: value if isinstance(value, int | float | str | bool) else str(value) for key, value in values.items()}
+
+
+class Tracked(RunPart):
+    """Gives the run's trackers its facts, its records, and at the end its report."""
+
+    def start(self, run: PreparedRun, facts: Mapping[str, str], is_resumed: bool) -> None:
+        self._trackers = Trackers(
+            self.opened.accelerator, self.recipe, self.opened.output_dir, self.opened.console.warn
+        )
+        config = config_of(self.recipe, run.planned, facts)
+        ranks.on_first_rank(lambda: self._trackers.start(config, is_resumed))
+
+    def recorded(self, split: str, values: Mapping[str, float], step: int) -> None:
+        self._trackers.log(split, values, step)
+
+    def finish(self, run: PreparedRun, report: Path) -> None:
+        self._trackers.show(run.shown.side_by_side, report)
 
 
 # ---- what each tracker shows at the end ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,28 @@ from toolkit.generation.text.scorer import Scorer
 from toolkit.recipe.objectives.section import Comparison
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
+from toolkit.run.parts.part import Loop, RunPart
 from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
-from toolkit.run.stages.stages import Asked, OpenedRun, PreparedRun
+from toolkit.run.stages.stages import MetaModel, OpenedRun, PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState
 from toolkit.training.phase import Phase
 from toolkit.user_function import require_same_source
 
 FILE, COMPARE = "answers.file", "answers.compare"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts that the model answers at evaluations.
+
+    Attributes:
+        rows: prompts with their right answers; empty if the model answers none.
+        scorer: fingerprint of the source of the function that scores answers, or None if they are compared.
+    """
+
+    rows: list[PromptRow]
+    scorer: str | None
 
 
 def read_asked(recipe: Recipe) -> Asked:
@@ -83,22 +98,37 @@ def require_sighted(asked: Asked, train: Samples) -> None:
         raise BadInputError(f"{FILE}: {with_images} has images, and no row to train on has any; leave such rows out")
 
 
+class AskedWhileTraining(RunPart):
+    """Prompts of a file that the model answers at evaluations (`answers.file`)."""
+
+    def before_rows(self, resumed: Manifest | None) -> None:
+        self._asked = read_asked(self.recipe)
+        require_same_scoring(self._asked, self.recipe, resumed)
+
+    def on_meta(self, on_meta: MetaModel) -> None:
+        require_sighted(self._asked, on_meta.data.train)
+
+    def extension(self, loop: Loop) -> Extension | None:
+        return Answers(self.opened, loop.run, self._asked) if self._asked.rows else None
+
+
 class Answers(Extension):
     """Has the model answer at evaluations, each rank a share of the prompts. Its forwards are those of `toolkit
     generate --eval`, batch for batch.
 
     Args:
         opened, run: the run whose model answers, sharded as it is, with the weights that are evaluated.
+        asked: what it answers.
 
     Raises:
         BadInputError: if the model cannot take some rows; it names them.
     """
 
-    def __init__(self, opened: OpenedRun, run: PreparedRun) -> None:
+    def __init__(self, opened: OpenedRun, run: PreparedRun, asked: Asked) -> None:
         recipe = opened.recipe
         self._opened, self._run = opened, run
         self._section = recipe.answers
-        self._rows, self._scorer = run.asked.rows, run.asked.scorer
+        self._rows, self._scorer = asked.rows, asked.scorer
         self._tensor = recipe.sharding.tensor
         self._loaded = loaded_of(opened, run, "lower answers.batch_size or answers.max_new_tokens")
         section = self._section

@@ -38,8 +38,14 @@ from toolkit.model.adapters.adapters import base_of
 from toolkit.objectives.losses.policy_losses import advantages_of
 from toolkit.pages.samples_page import SampledPrompt
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.parts.part import Loop, RunPart
+from toolkit.run.shown.loss_warnings import gamed
 from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
-from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.run.stages.stages import OpenedRun, PreparedRun, ReportExtras
+from toolkit.training.extension import Extension
+from toolkit.training.loop_state import LoopState, Windows
+from toolkit.training.metrics import Metrics
+from toolkit.training.phase import Phase
 
 MANY = 0.5
 """Share of completions that are cut from which on a warning says so."""
@@ -349,3 +355,48 @@ class Rollouts:
     def close(self) -> None:
         """Gives the reward models up."""
         self._given_up.close()
+
+
+class RolloutRecords(Extension):
+    """Puts the figures of each rollout into the record of its step, and its samples into the report.
+
+    It comes after the extension that writes records, which it looks at after each evaluation.
+    """
+
+    def __init__(self, rollouts: Rollouts, metrics: Metrics, shown: ReportExtras) -> None:
+        self._rollouts, self._metrics, self._shown = rollouts, metrics, shown
+        self._has_warned = False
+
+    def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
+        self._shown.sampled = (step, self._rollouts.shown())
+        return self._rollouts.figures
+
+    def after_evaluation(self, trainer: LoopState, record: dict[str, Any]) -> None:
+        told = None if self._has_warned else gamed(self._metrics.records)
+        if told is not None:
+            self._has_warned = True
+            self._metrics.warn(told)
+
+    def close(self) -> None:
+        self._rollouts.close()
+
+
+class OwnSamples(RunPart):
+    """The completions that a run learns from, where the model samples them itself."""
+
+    def require_batches(self, samples_per_step: int) -> None:
+        require_whole_groups(self.recipe, samples_per_step)
+
+    def windows(self, loop: Loop) -> Windows | None:
+        if not self.recipe.objective.spec.samples_itself:
+            return None
+        opened, run, wait = self.opened, loop.run, loop.heartbeat.wait
+        sampler = RunSampler(opened, run, lambda: loop.heartbeat.enter_phase(Phase.GENERATE))
+        made = (self.recipe, run.data, run.windows, run.tokenizer, sampler, opened.device, opened.console.warn, wait)
+        self._rollouts = Rollouts(*made)
+        return self._rollouts
+
+    def extension(self, loop: Loop) -> Extension | None:
+        if not self.recipe.objective.spec.samples_itself:
+            return None
+        return RolloutRecords(self._rollouts, loop.metrics, loop.run.shown)

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.objectives.losses.balance import Balance
+from toolkit.objectives.losses.balance import Balance, experts_fact
+from toolkit.run.parts.part import Loop, RunPart
+from toolkit.run.stages.stages import PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.metrics import Metrics
 
@@ -18,6 +20,16 @@ Unrecorded = tuple[int, list[list[float]]]
 
 COLLAPSED = 0.5
 """A router has collapsed if exp(entropy) of its loads is less than this share of its experts."""
+
+
+class Experts(RunPart):
+    def facts(self, run: PreparedRun) -> Mapping[str, str]:
+        if not run.balance.routers:
+            return {}
+        return {"experts": experts_fact(run.inner, run.balance, run.accumulation.by_block is not None)}
+
+    def extension(self, loop: Loop) -> Extension | None:
+        return ExpertLoads(loop.run.balance, loop.metrics) if loop.run.balance.routers else None
 
 
 class ExpertLoads(Extension):

@@ -21,29 +21,23 @@ from toolkit.objectives.objective import Objective
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.checks.by_block_check import accumulation_of
-from toolkit.run.checks.own_code import identify_code, load_own, require_same_code
 from toolkit.run.checks.sequence_check import part_of
-from toolkit.run.stages.answers import read_asked, require_same_scoring, require_sighted
+from toolkit.run.parts.part import RunPart
 from toolkit.run.stages.model_checks import check_model
 from toolkit.run.stages.model_on_meta import build_on_meta, read_rows
 from toolkit.run.stages.reference import identity_of, with_reference
-from toolkit.run.stages.rollouts import require_whole_groups
 from toolkit.run.stages.rows import build_windows, last_position, rest_of_run
 from toolkit.run.stages.sharded_model import plan_memory, shard_model
 from toolkit.run.stages.stages import CheckedModel, OpenedRun, PreparedRun, ReportExtras, ShardedModel
 from toolkit.terminal import Pass
-from toolkit.training.extension import Extension
 from toolkit.user_function import begin_streams
 
 
-def prepare_run(
-    opened: OpenedRun, resumed: Manifest | None = None, extensions: Sequence[Extension] = ()
-) -> PreparedRun:
+def prepare_run(opened: OpenedRun, parts: Sequence[RunPart], resumed: Manifest | None = None) -> PreparedRun:
     """Builds all that training needs. Collective.
 
     Args:
         resumed: manifest of the checkpoint to resume from.
-        extensions: the user's own, beside those that the recipe names.
 
     Raises:
         BadInputError: on every rank, see the stages.
@@ -51,20 +45,19 @@ def prepare_run(
     recipe, accelerator = opened.recipe, opened.accelerator
     training = recipe.training
     begin_streams(training.seed)
-    owned = load_own(recipe, extensions)
-    code = identify_code(recipe) | {own.field: own.fingerprint for own in owned}
-    require_same_code(code, resumed, opened.console.warn)
-    asked = read_asked(recipe)  # before the model is built, so that a bad row is reported at once
-    require_same_scoring(asked, recipe, resumed)
+    for run_part in parts:
+        run_part.before_rows(resumed)
     on_meta = build_on_meta(opened, read_rows(opened, resumed))
-    require_sighted(asked, on_meta.data.train)
+    for run_part in parts:
+        run_part.on_meta(on_meta)
     _require_same_adapter(on_meta.loaded.fit, recipe, resumed)
     planned = plan_memory(opened, on_meta)
     sharded = shard_model(opened, on_meta, planned)
     checked = check_model(opened, on_meta, planned, sharded)
     group, num_groups, part = part_of(accelerator, recipe.sharding)
     size = training.micro_batch_size * training.gradient_accumulation_steps * num_groups
-    require_whole_groups(recipe, size)
+    for run_part in parts:
+        run_part.require_batches(size)
     num_steps = steps_of_run(training, len(checked.data.train), size)
     last = last_position(recipe, checked.data, num_steps, size, resumed)
     checked = _with_references(opened, on_meta.loaded.fit, sharded, checked, last, resumed)
@@ -88,9 +81,6 @@ def prepare_run(
         accumulation,
         shown,
         ends,
-        asked,
-        code,
-        owned,
     )
 
 

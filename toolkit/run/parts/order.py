@@ -1,0 +1,41 @@
+"""The parts of a run, in their order: that of its summary, and of its extensions at each point of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from toolkit.run.parts.allocation import Allocation
+from toolkit.run.parts.answers import AskedWhileTraining
+from toolkit.run.parts.averages import Averages
+from toolkit.run.parts.experts import Experts
+from toolkit.run.parts.held_out_samples import HeldOutTexts
+from toolkit.run.parts.own_code import OwnCode
+from toolkit.run.parts.part import RunPart
+from toolkit.run.parts.patience import Patience
+from toolkit.run.parts.profile import Profile
+from toolkit.run.parts.rollouts import OwnSamples
+from toolkit.run.parts.trackers import Tracked
+from toolkit.run.stages.stages import OpenedRun
+from toolkit.training.extension import Extension
+
+PARTS: tuple[type[RunPart], ...] = (
+    Averages,
+    Experts,
+    AskedWhileTraining,
+    Allocation,
+    Patience,
+    OwnCode,
+    Profile,
+    OwnSamples,
+    HeldOutTexts,
+    Tracked,
+)
+
+
+def parts_of(opened: OpenedRun, given: Sequence[Extension] = ()) -> list[RunPart]:
+    """Makes the parts of a run.
+
+    Args:
+        given: the objects that the user gave to `finetune`.
+    """
+    return [part(opened, given) for part in PARTS]
