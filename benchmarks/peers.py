@@ -240,8 +240,8 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
     def train(gate: Gate, job: Job, rank: int) -> None:
         from toolkit.optim.schedule import build_schedule
         from toolkit.recipe.recipe import Recipe
-        from toolkit.run.stages.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries
         from toolkit.run.prepare import prepare_run
+        from toolkit.run.stages.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries
         from toolkit.run.stages.stages import OpenedRun
         from toolkit.terminal import Terminal
         from toolkit.training.extensions.non_finite import NonFiniteSteps
@@ -257,7 +257,8 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
         output.mkdir(exist_ok=True)
         plugins = build_plugins(recipe)
         accelerator = build_accelerator(recipe, plugins, output)
-        run = prepare_run(OpenedRun(recipe, accelerator, plugins["fsdp_plugin"], output, Terminal(quiet=rank != 0)))
+        opened = OpenedRun(recipe, accelerator, plugins["fsdp_plugin"], output, Terminal(quiet=rank != 0))
+        run = prepare_run(opened, ())
         schedule = build_schedule(inner_optimizer(run.sharded.optimizer), recipe.schedule, run.num_steps)
 
         class GatedTrainer(Trainer):
