@@ -65,6 +65,7 @@ GONE_OPTIONS = {
     "plan --nic-gbs": Gone(_NO_SECONDS),
     "plan --pcie-gbs": Gone(_NO_SECONDS),
     "plan --plot": Gone("--json has the bytes of each row"),
+    "train --retries": Gone("run the same command again, or torchrun --max-restarts (docs/reliability.md)"),
     "plan --trace": Gone("leave it out: tests compare plans with traces of FSDP2"),
 }
 """`command --option`."""

@@ -42,7 +42,6 @@ ARGUMENTS: list[tuple[str, str]] = [
     ("plan quickstart --cpu 2 --hardware h100_sxm", "--cpu excludes --gpus and --hardware"),
     ("plan quickstart --hardware nowhere.json", "nowhere.json"),
     ("verify quickstart --strategy nothing", "--strategy"),
-    ("train quickstart --cpu 1 --retries 3 --dry-run", "--retries has no effect with --dry-run"),
     ("train quickstart --machines 2", "--machines"),
     ("init nowhere", "Missing argument 'DATA'"),
     ("init nowhere rows.jsonl", "nowhere"),

@@ -143,7 +143,6 @@ def test_a_path_with_spaces_is_one_word_of_the_line(launched: list[list[str]], t
         (["--config", "recipes/lora.yaml"], "--config: recipes/lora.yaml is a recipe; leave --config out before it"),
         (["--num-machines", "2"], "--main-process-ip is missing: with --num-machines 2, give each machine the first"),
         (["--machine-rank", "1"], "--machine-rank: 1; allowed: 0 to 0, of --num-machines 1"),
-        ([*MACHINE_1_OF_3, "--retries", "2"], "--retries restarts the ranks of one machine"),
         ([*MACHINE_1_OF_3, "--config", "zero2"], "--num-machines 3: how many ranks has each? Give --gpus or --cpu"),
         (["--strategy", "zero9"], "--strategy: unknown strategy 'zero9'"),
         (["training.sed=1"], "did you mean 'seed'"),

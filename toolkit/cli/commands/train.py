@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.ranks.launch_options import ON_CPU, Machines, launcher_options, shown_script
-from toolkit.cli.ranks.retries import require_useful, with_retries
 from toolkit.cli.shared.arguments import (
     MACHINE,
     AsJson,
@@ -60,13 +59,6 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan and the first batch; train nothing.")
     ] = False,
-    retries: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Restart up to N times, from the last checkpoint, if a signal ends a rank or a rank stalls.",
-        ),
-    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe, and print the `accelerate launch` command that does the same.
@@ -75,7 +67,6 @@ def train(
     """
     loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
     machines = Machines(num_machines or 1, machine_rank or 0, main_process_ip, main_process_port)
-    require_useful(loaded, retries, dry_run, machines.count)
     require_inputs(loaded)
     print(_starting_line(cpu or gpus), file=sys.stderr, flush=True)
     name, overrides = split_arguments(arguments, recipe)
@@ -88,13 +79,8 @@ def train(
     from toolkit.cli.ranks.launcher import run_launcher  # torch is imported only for a recipe that is right
 
     folder = Path(loaded.training.output_dir).expanduser()
-    stores = [loaded.checkpoint.to] if loaded.checkpoint.to is not None else []
     with stdout_on_stderr() if as_json else nullcontext():
-        code = with_retries(
-            lambda: run_launcher(words, folder, *stores, recipe=loaded),
-            retries,
-            lambda: _saved_step(folder, *stores),
-        )
+        code = run_launcher(words, folder, recipe=loaded)
     if code == 0 and not dry_run and machines.rank == 0:  # others may have folders of their own
         require_finished(loaded, folder)
     if as_json:
@@ -137,14 +123,6 @@ def require_inputs(recipe: Recipe) -> None:
     for field, name in models_of(recipe).items():
         require_folder(name, field)
     paths_of(recipe.data)
-
-
-def _saved_step(*places: str | Path) -> int:
-    """Returns the step of the newest checkpoint in a run's folder and its store, or -1 without one."""
-    from toolkit.checkpoint.manifest import latest, place_of
-
-    found = [latest(place_of(place)) for place in places]
-    return max((checkpoint.step for checkpoint in found if checkpoint is not None), default=-1)
 
 
 def _run_results(folder: Path) -> dict[str, Any]:
