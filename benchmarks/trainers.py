@@ -33,7 +33,7 @@ def package_folder(name: str, command: str) -> Path:
 
 def train_by_toolkit(base: Path, rows: Path, seed: int) -> None:
     """Runs the two commands of the README; `training.seed` is what differs from cell to cell. Writes `model`."""
-    run = ["toolkit", "init", str(base), str(rows), "--cpu", "1", "--output", "recipe.yaml"]
+    run = ["toolkit", "init", str(base), str(rows), "--cpu", "1", "--to", "recipe.yaml"]
     subprocess.run([*run, f"training.seed={seed}", "training.output_dir=run"], check=True)
     subprocess.run(["toolkit", "train", "recipe.yaml", "--cpu", "1"], check=True)
     os.replace("run/export", "model")
@@ -104,7 +104,7 @@ def run_benchmark(
     if tasks:
         parser.add_argument("--task", choices=tasks, default=tasks[0])
     parser.add_argument("--work", type=Path, help="keep models and logs in this folder")
-    parser.add_argument("--output", type=Path, help="add a line of JSON for each cell to this file")
+    parser.add_argument("--to", type=Path, help="add a line of JSON for each cell to this file")
     parser.add_argument("--train", choices=trainers, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:

@@ -10,12 +10,11 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from typer.main import get_command
 
 from toolkit.cli.app import app
-from toolkit.cli.shared.help import OPTIONS, described, usage
 from toolkit.recipe.combinations import COMBINATIONS, Combination, Reason
 from toolkit.recipe.features import FEATURES
 from toolkit.recipe.objectives.section import Section
@@ -110,6 +109,75 @@ def _default(field: Any) -> str:
 
 def _plain(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+VALUES = {int: "N", float: "NUMBER", Path: "PATH"}
+"""Type of an option -> the word that stands for its value."""
+
+OPTIONS = "Options"
+"""The group of options for which no other one is named."""
+
+
+class Described(NamedTuple):
+    """An argument or option in words. `group` is None for an argument."""
+
+    words: str
+    default: str
+    about: str
+    group: str | None
+
+
+def usage(command: Any) -> str:
+    """Returns the arguments of a command as they are typed, such as `MODEL DATA`."""
+    given = [one for one in command.params if one.param_type_name == "argument"]
+    return " ".join(_placeholder(one) if one.required or one.metavar else f"[{_placeholder(one)}]" for one in given)
+
+
+def described(command: Any) -> Iterator[Described]:
+    """Describes the arguments and options of a command, in order."""
+    kinds = annotated_types(command)
+    for one in command.params:
+        if one.param_type_name == "argument":
+            yield Described(_placeholder(one), "required" if one.required else "", one.help or "", None)
+        elif "--help" not in one.opts:
+            value = _value_word(kinds.get(one.name), one.metavar)
+            words = ", ".join([*one.opts, *one.secondary_opts])
+            panel = one.rich_help_panel if isinstance(one.rich_help_panel, str) else OPTIONS
+            yield Described(f"{words} {value}".strip(), _default_text(one), one.help or "", panel)
+
+
+def annotated_types(command: Any) -> dict[str, Any]:
+    """Returns name -> type of the parameters of a command, without `None`."""
+    callback = getattr(command, "callback", None)
+    hints = get_type_hints(callback, include_extras=True) if callback is not None else {}
+    kinds = {name: get_args(hint)[0] if get_origin(hint) is Annotated else hint for name, hint in hints.items()}
+    return {name: _inner(kind) for name, kind in kinds.items()}
+
+
+def _inner(kind: Any) -> Any:
+    """Returns the type of a value, or of an item of a list."""
+    kind = (
+        next((one for one in get_args(kind) if one is not type(None)), kind) if get_origin(kind) is not list else kind
+    )
+    return get_args(kind)[0] if get_origin(kind) is list else kind
+
+
+def _placeholder(argument: Any) -> str:
+    return str(argument.metavar or argument.name.upper())
+
+
+def _value_word(kind: Any, given: str | None) -> str:
+    return given or ("" if kind in (bool, None) else VALUES.get(kind, "TEXT"))
+
+
+def _default_text(option: Any) -> str:
+    if option.required:
+        return "required"
+    if isinstance(option.show_default, str):
+        return str(option.show_default)
+    if option.secondary_opts:
+        return str((option.opts if option.default else option.secondary_opts)[0])
+    return "" if option.default in (None, False) else str(option.default)
 
 
 CLI_HEAD = """# Commands

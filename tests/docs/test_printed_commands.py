@@ -111,7 +111,7 @@ def test_what_is_printed_exists(page: list[Printed], place: Path) -> None:
 )
 def test_what_starts_no_ranks_runs(page: list[Printed], place: Path, trained: Path) -> None:
     shutil.copytree(trained, place, dirs_exist_ok=True)
-    if not any({"copy", "--output"} & set(command.words) for command in page):
+    if not any({"copy", "--to"} & set(command.words) for command in page):
         own_recipes([])
     for arguments in (command.arguments for command in page if command.arguments):
         done = CliRunner().invoke(app, arguments, input="Who goes there?\n/quit\n")

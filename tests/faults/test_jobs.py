@@ -96,7 +96,7 @@ def job_of(place: Path, recipe: Path, *options: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setattr("toolkit.cluster.checks.OWN_DISKS", ())  # pytest's folders are in /tmp
-        done = CliRunner().invoke(app, ["job", recipe.name, "--cpu", "1", *options, "--output", f"{recipe.stem}.sh"])
+        done = CliRunner().invoke(app, ["job", recipe.name, "--cpu", "1", *options, "--to", f"{recipe.stem}.sh"])
     assert done.exit_code == 0, (done.output, done.exception)
     return str(place / f"{recipe.stem}.sh")
 

@@ -92,7 +92,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, text_file: Path) -> None:
     """The kernel sends SIGHUP to launcher and ranks, and what they print has nowhere to go."""
     recipe = write_recipe(tmp_path, text_file)
     toolkit = str(Path(sys.executable).with_name("toolkit"))
-    command = [toolkit, "train", "--recipe", str(recipe), "--cpu", "2", "checkpoint.every_steps=100000"]
+    command = [toolkit, "train", str(recipe), "--cpu", "2", "checkpoint.every_steps=100000"]
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)

@@ -302,7 +302,7 @@ def test_a_model_cut_to_its_first_blocks(folder: Path, tmp_path: Path, monkeypat
 
 def test_the_command_passes_on_two_ranks_that_spread_experts(folder: Path) -> None:
     done = subprocess.run(
-        [TOOLKIT, "verify", "--recipe", "spread.yaml", "--config", "zero3-2.yaml", "--json", "--steps", "3"],
+        [TOOLKIT, "verify", "spread.yaml", "--config", "zero3-2.yaml", "--json", "--steps", "3"],
         cwd=folder,
         text=True,
         capture_output=True,
@@ -436,20 +436,20 @@ def test_bad_input(folder: Path, main: Main) -> None:
         (["--config", hybrid], f"--config: {hybrid}: strategy hybrid needs equal groups"),
         (["training.max_step=3"], "did you mean 'max_steps'"),
     ):
-        code, _, told = main("--recipe", str(folder / "recipe.yaml"), *arguments)
+        code, _, told = main(str(folder / "recipe.yaml"), *arguments)
         assert (code, message in told) == (2, True), (arguments, told)
 
 
 def test_a_failed_check_is_exit_code_1(folder: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Row("loss", 0.25, 1e-6, FAILED, "[at] step 3"), Row("packing", None, None, OK)]
     monkeypatch.setattr("toolkit.verify.verify", lambda *_, **__: Report({"ranks": "2 on cpu"}, rows))
-    code, table, _ = main("--recipe", str(folder / "recipe.yaml"))
+    code, table, _ = main(str(folder / "recipe.yaml"))
     assert code == 1
     assert "ranks: 2 on cpu" in table
     assert [line.split() for line in table.splitlines() if line.startswith("loss")] == [
         ["loss", "2.5e-01", "1.0e-06", "FAILED", "[at]", "step", "3"]
     ]
     assert table.endswith("verdict: FAILED\n")
-    code, text, _ = main("--recipe", str(folder / "recipe.yaml"), "--json")
+    code, text, _ = main(str(folder / "recipe.yaml"), "--json")
     assert code == 1
     assert json.loads(text)["rows"][0]["verdict"] == FAILED

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import toolkit
 from toolkit.cli.commands.checkpoints import checkpoints
@@ -30,16 +31,19 @@ from toolkit.cli.commands.status import status
 from toolkit.cli.commands.train import train
 from toolkit.cli.commands.validate import validate
 from toolkit.cli.commands.verify import verify
-from toolkit.cli.shared.arguments import wrong_value
+from toolkit.cli.shared.arguments import LOOK, wrong_value
 from toolkit.cli.shared.console import address_problem, prepare_process, print_error, print_interrupt, require_files
-from toolkit.cli.shared.help import HelpedCommand, HelpedGroup, new_app
 from toolkit.cli.shared.signals import INTERRUPTED
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.gone import GONE_COMMANDS, GONE_OPTIONS, gone_sentence
 
 
-class Commands(HelpedGroup):
+class Commands(TyperGroup):
     """The group of all commands. What cannot be parsed is an error like any other."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the arguments, after `help train` has become `train --help`."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parses the options before the name of a command."""
@@ -79,17 +83,18 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """typer's base class of such errors, which some of its versions have of click and others of their own."""
 
 
-app = new_app(cls=Commands, no_args_is_help=True, epilog="Pages of help: docs/index.md. Start with: toolkit init")
+app = typer.Typer(
+    cls=Commands, **LOOK, no_args_is_help=True, epilog="Pages of help: docs/index.md. Start with: toolkit init"
+)
 
 COMMANDS: dict[str, dict[Any, str]] = {
     "Start": {
-        init: "toolkit init Qwen/Qwen2.5-1.5B-Instruct chat.jsonl --gpus 8 --output mine.yaml",
+        init: "toolkit init Qwen/Qwen2.5-1.5B-Instruct chat.jsonl --gpus 8 --to mine.yaml",
         doctor: "toolkit doctor",
-        schema: "toolkit schema --to recipe.schema.json",
     },
     "Before a run": {
         validate: "toolkit validate mine.yaml training.max_steps=50",
-        data: "toolkit data mine.yaml --output look",
+        data: "toolkit data mine.yaml --to look",
         plan: "toolkit plan mine.yaml --gpus 8 --hardware h100_sxm",
         verify: "toolkit verify mine.yaml --cpu 2 --steps 3",
     },
@@ -110,7 +115,8 @@ COMMANDS: dict[str, dict[Any, str]] = {
 
 for _group, _examples in COMMANDS.items():
     for _command, _example in _examples.items():
-        app.command(cls=HelpedCommand, rich_help_panel=_group, epilog=_example)(_command)
+        app.command(rich_help_panel=_group, epilog=_example)(_command)
+recipes_app.command("schema", epilog="toolkit recipes schema --to recipe.schema.json")(schema)
 app.add_typer(recipes_app, name="recipes", rich_help_panel="Start")
 app.add_typer(configs_app, name="configs", rich_help_panel="Start")
 

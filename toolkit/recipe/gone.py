@@ -37,11 +37,17 @@ GONE_KEYS = {
 GONE_COMMANDS = {
     "compare": Gone("look at runs side by side in a tracker (logging.trackers; docs/trackers.md shows two)"),
     "reproduce": Gone("train the export's recipe.yaml; docs/reliability.md says how to compare the weights"),
+    "schema": Gone("write toolkit recipes schema"),
 }
 
 _NO_SECONDS = "leave it out: a plan has bytes and no seconds"
 
 GONE_OPTIONS = {
+    **{f"{command} --output": Gone("write --to") for command in ("data", "generate", "init", "job")},
+    **{
+        f"{command} --recipe": Gone("name the recipe first, without --recipe")
+        for command in ("data", "job", "plan", "train", "validate", "verify")
+    },
     **{
         f"{command} --{name}": Gone(f"write --compare {instead}")
         for command in ("generate", "sample")

@@ -16,9 +16,8 @@ from toolkit.cli.app import app
 ARGUMENTS: list[tuple[str, str]] = [
     ("nothing", "nothing"),
     ("validate quikstart", "quickstart"),
-    ("validate quickstart --recipe dpo", "two recipes"),
     ("validate --json --yaml", "--yaml"),
-    ("data quickstart --output /proc/nowhere", "/proc/nowhere"),
+    ("data quickstart --to /proc/nowhere", "/proc/nowhere"),
     ("recipes copy quickstart /proc/nowhere/a.yaml", "/proc/nowhere"),
     ("configs copy zero3 /proc/nowhere/a.yaml", "/proc/nowhere"),
     ("train nothing --cpu 2", "nothing"),

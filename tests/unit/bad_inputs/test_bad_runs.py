@@ -110,11 +110,11 @@ ASKED: list[tuple[str, str]] = [
     ("sample {run}/export {rows} --to out", "correct them, or take them out"),
     ("generate {run}/export --file {run}", "is of an unknown kind"),
     ("generate {run}/export --eval {rows}", "correct them, or take them out"),
-    ("generate {run}/export --file {prompts} --output /dev/null/out", "--output"),
-    ("generate {run}/export --file {prompts} --output {prompts}", "is the file of --file"),
-    ("generate {run}/export --file {prompts} --output {run}", "--output"),
+    ("generate {run}/export --file {prompts} --to /dev/null/out", "--to"),
+    ("generate {run}/export --file {prompts} --to {prompts}", "is the file of --file"),
+    ("generate {run}/export --file {prompts} --to {run}", "--to"),
     ("generate {run}/export --eval {prompts} --compare numeric", "--compare"),
-    ("data {recipe} --output /dev/null/out", "/dev/null/out"),
+    ("data {recipe} --to /dev/null/out", "/dev/null/out"),
 ]
 """Commands on a run, and what the error says."""
 

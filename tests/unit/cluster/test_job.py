@@ -103,7 +103,7 @@ def test_what_it_is_given_stays_inside_of_its_line(here: Path) -> None:
 def test_the_recipe_of_a_job_is_not_replaced_by_it(here: Path) -> None:
     assert CliRunner().invoke(app, ["recipes", "copy", "quickstart", "mine.yaml"]).exit_code == 0
     before = (here / "mine.yaml").read_text()
-    refused = CliRunner().invoke(app, ["job", "mine.yaml", *CLUSTER, "--output", "mine.yaml", "--force"])
+    refused = CliRunner().invoke(app, ["job", "mine.yaml", *CLUSTER, "--to", "mine.yaml", "--force"])
     assert "'mine.yaml' is the recipe that the job trains" in str(refused.exception)
     assert (here / "mine.yaml").read_text() == before
 
@@ -140,7 +140,7 @@ def test_what_the_plan_says() -> None:
 
 
 def _written(here: Path, *arguments: str) -> str:
-    done = job(*arguments, "--output", "job.txt", "--force")
+    done = job(*arguments, "--to", "job.txt", "--force")
     assert done.exit_code == 0, done.exception
     return (here / "job.txt").read_text()
 

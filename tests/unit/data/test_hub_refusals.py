@@ -245,7 +245,7 @@ def test_the_commands_say_it_and_end_as_for_bad_input(there: Hub, tmp_path: Path
     there.refuse = {"someone": (403, "Access is restricted", "GatedRepo")}
     wrong = []
     for outcome in (
-        toolkit("init", NAME, str(rows), "--output", str(tmp_path / "r.yaml")),
+        toolkit("init", NAME, str(rows), "--to", str(tmp_path / "r.yaml")),
         toolkit("plan", *given),
         toolkit("data", *given),
         toolkit("generate", NAME, "--prompt", "a"),

@@ -381,7 +381,7 @@ def test_a_file_of_lines(plain: Path, tmp_path: Path, command: Command) -> None:
         {"prompt": text, "completion": complete(loaded, [encode_prompt(loaded, text)], GREEDY)[0].text}
         for text in PROMPTS
     ]
-    assert command(*options, "--batch-size", 1, "--output", tmp_path / "new/out.jsonl") == (0, "", "")
+    assert command(*options, "--batch-size", 1, "--to", tmp_path / "new/out.jsonl") == (0, "", "")
     assert (tmp_path / "new/out.jsonl").read_text(encoding="utf-8") == lines
 
 
@@ -392,7 +392,7 @@ def test_a_file_of_texts_and_messages(chat: Path, tmp_path: Path, command: Comma
     rows = [{"prompt": first}, {"prompt": messages}, {"messages": turns}, {"question": second}]
     output = tmp_path / "out.jsonl"
     file = write_rows(tmp_path / "in.jsonl", *rows)
-    assert command(chat, "--file", file, "--output", output, "--temperature", 0)[0] == 0
+    assert command(chat, "--file", file, "--to", output, "--temperature", 0)[0] == 0
     assert [json.loads(line) for line in output.read_text().splitlines()] == [
         {"prompt": prompt, "completion": FACTS[question]}
         for prompt, question in ((first, first), (messages, second), (turns, first), (second, second))
@@ -408,7 +408,7 @@ def test_a_file_is_there_when_it_is_whole(
 
     monkeypatch.setattr("toolkit.generation.text.rows.complete", failing)
     (tmp_path / "in.txt").write_text("the king\n")
-    assert command(plain, "--file", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl")[0] != 0
+    assert command(plain, "--file", tmp_path / "in.txt", "--to", tmp_path / "out.jsonl")[0] != 0
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
@@ -616,7 +616,7 @@ BAD_OPTIONS = [
     ("", ["nothing to do: give one of --prompt, --chat, --file, --eval"]),
     ("--chat --file x.txt", ["--chat and --file contradict each other"]),
     ("--prompt a --eval x.jsonl", ["--prompt and --eval contradict each other"]),
-    ("--prompt a --output x", ["--output and --prompt contradict", "--output belongs to --file"]),
+    ("--prompt a --to x", ["--to and --prompt contradict", "--to belongs to --file"]),
     ("--chat --batch-size 2", ["--batch-size and --chat", "belongs to --file and --eval"]),
     ("--file x.txt --compare strict", ["--compare and --file"]),
     ("--prompt a --json", ["--json and --prompt"]),
@@ -811,10 +811,10 @@ def test_bad_files(plain: Path, tmp_path: Path, command: Command) -> None:
         (("--file", tmp_path / "in.csv"), "of an unknown kind; allowed: .txt, .jsonl"),
         (("--eval", lines), "of an unknown kind; allowed: .jsonl"),
         (("--file", empty), "empty.txt' holds no prompt"),
-        (("--file", lines, "--output", lines), "is the file of --file; name another one"),
-        (("--file", lines, "--output", tmp_path / "folder.txt"), "cannot be written: it exists and is not a file"),
-        (("--file", lines, "--output", "/dev/null"), "cannot be written: it exists and is not a file"),
-        (("--file", lines, "--output", lines / "out"), "cannot be written: "),
+        (("--file", lines, "--to", lines), "is the file of --file; name another one"),
+        (("--file", lines, "--to", tmp_path / "folder.txt"), "cannot be written: it exists and is not a file"),
+        (("--file", lines, "--to", "/dev/null"), "cannot be written: it exists and is not a file"),
+        (("--file", lines, "--to", lines / "out"), "cannot be written: "),
     ]:
         code, _, err = command(plain, *arguments)
         assert code == 2, message

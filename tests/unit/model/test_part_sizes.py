@@ -125,5 +125,5 @@ def test_plan_and_init_tell_them(folder: Path, adapter: list[str]) -> None:
     assert f"parts: language {language:,} (" in CliRunner().invoke(app, asked).stdout
     method = ["--method", "lora" if adapter else "pretrain"]
     options = ["init", str(folder / "model"), str(folder / "rows.jsonl"), "--cpu", "1", *method, "--force"]
-    suggested = CliRunner().invoke(app, [*options, "--output", str(folder / "mine.yaml")])
+    suggested = CliRunner().invoke(app, [*options, "--to", str(folder / "mine.yaml")])
     assert f"parts: language {language:,} (" in suggested.stdout, suggested.output

@@ -342,7 +342,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 def test_json(file: str) -> None:
-    result = run("--recipe", file, "--gpus", "2", "--json")
+    result = run(file, "--gpus", "2", "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout[result.stdout.index("{") :])
     assert printed["parameters"] == P
@@ -351,7 +351,7 @@ def test_json(file: str) -> None:
 
 
 def test_nothing_fits_is_exit_code_1(file: str) -> None:
-    assert run("--recipe", file, "--device-memory-gib", "0.01").exit_code == 1
+    assert run(file, "--device-memory-gib", "0.01").exit_code == 1
 
 
 def test_bad_input(file: str) -> None:
@@ -366,7 +366,7 @@ def test_bad_input(file: str) -> None:
         "sharding.strategy=hybrid --gpus 8": "set the ranks of a group (parallelism_config_dp_shard_size",
         "--config nowhere.yaml": "nowhere.yaml",
     }.items():
-        result = run("--recipe", file, *line.split())
+        result = run(file, *line.split())
         assert isinstance(result.exception, BadInputError), result.output
         assert said in str(result.exception)
 

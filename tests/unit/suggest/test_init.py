@@ -307,7 +307,7 @@ def test_a_processor_with_instructions_for_bf16_gets_bf16() -> None:
 
 def test_the_commands_name_what_was_written_and_the_recipe_plans(place: Path) -> None:
     mine = "rtx4090"
-    result = init("model", "text.jsonl", "--gpus", "2", "--hardware", mine, "--output", "new/mine.yaml", "--json")
+    result = init("model", "text.jsonl", "--gpus", "2", "--hardware", mine, "--to", "new/mine.yaml", "--json")
     told = json.loads(result.stdout)
     plan, train, generate = (shlex.split(command) for command in told["commands"])
     assert plan == ["toolkit", "plan", "new/mine.yaml", "--gpus", "2", "--hardware", mine]
@@ -384,10 +384,10 @@ BAD_INPUT = [
     ),
     (["model", "chat.jsonl", "--method", "ful"], "unknown 'ful' (did you mean 'full'?);"),
     (
-        ["model", "chat.jsonl", "--output", "there.yaml"],
+        ["model", "chat.jsonl", "--to", "there.yaml"],
         "'there.yaml' exists; name another file, or replace it with",
     ),
-    (["model", "chat.jsonl", "--output", "mine.txt"], "ends in .yaml or .yml"),
+    (["model", "chat.jsonl", "--to", "mine.txt"], "ends in .yaml or .yml"),
     (["model", "chat.jsonl", "--gpus", "2"], "--gpus and --cpu exclude each other"),
     (["model", "chat.jsonl", "--hardware", "rtx4090"], "--hardware rtx4090: its type is cuda; give --gpus N"),
     (

@@ -11,12 +11,11 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from toolkit.cli.shared.arguments import AsJson, NewFile, complete_config
+from toolkit.cli.shared.arguments import LOOK, AsJson, NewFile, complete_config
 from toolkit.cli.shared.console import print_table
-from toolkit.cli.shared.help import HelpedCommand, new_app
 from toolkit.cli.shared.shipped import find_config, new_yaml, shipped_configs
 
-configs_app = new_app(invoke_without_command=True)
+configs_app = typer.Typer(invoke_without_command=True, **LOOK)
 
 
 @configs_app.callback()
@@ -26,7 +25,7 @@ def configs(context: typer.Context, as_json: AsJson = False) -> None:
         list_configs(as_json)
 
 
-@configs_app.command("list", cls=HelpedCommand, epilog="toolkit configs list")
+@configs_app.command("list", epilog="toolkit configs list")
 def list_configs(as_json: AsJson = False) -> None:
     """List the shipped Accelerate configs: processes, strategy, and when to choose them."""
     rows = [_config_fields(name, path) for name, path in shipped_configs().items()]
@@ -49,7 +48,7 @@ def _config_fields(name: str, path: Path) -> dict[str, Any]:
     }
 
 
-@configs_app.command("copy", cls=HelpedCommand, epilog="toolkit configs copy cpu_2 two.yaml")
+@configs_app.command("copy", epilog="toolkit configs copy cpu_2 two.yaml")
 def copy_config(
     name: Annotated[str, typer.Argument(help="Name of a shipped config.", autocompletion=complete_config)],
     path: NewFile,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe
+from toolkit.cli.shared.arguments import AsJson, RecipeArguments, load_recipe
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.terminal import Terminal
 
@@ -18,15 +18,14 @@ EXAMPLES_PRINTED = 20
 
 def data(
     arguments: RecipeArguments = None,
-    recipe: RecipeOption = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for data_report.json and the page data_report.html."),
+        typer.Option("--to", help="Folder for data_report.json and the page data_report.html."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read and tokenise a recipe's data, and show what a run would train on; nothing is trained."""
-    loaded = load_recipe(arguments, recipe)
+    loaded = load_recipe(arguments)
     settle_hub(loaded)
     # torch is imported only for a recipe that is right
     from toolkit.data import build

@@ -65,7 +65,7 @@ def generate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Write the answers for --file to this file. By default: standard output."),
+        typer.Option("--to", help="Write the answers for --file to this file. By default: standard output."),
     ] = None,
     raw: Raw = False,
     system: System = None,

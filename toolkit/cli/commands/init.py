@@ -55,7 +55,7 @@ def init(
     cpu: CpuOption = None,
     hardware: HardwareName = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write the recipe to this file.", show_default="named after the data")
+        Path | None, typer.Option("--to", help="Write the recipe to this file.", show_default="named after the data")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     as_json: AsJson = False,
@@ -97,9 +97,9 @@ def _name_after(data: str) -> str:
 
 def _require_new(file: Path, force: bool) -> None:
     if file.suffix not in (".yaml", ".yml"):
-        raise BadInputError(f"--output: {str(file)!r}: the name of a recipe ends in .yaml or .yml")
+        raise BadInputError(f"--to: {str(file)!r}: the name of a recipe ends in .yaml or .yml")
     if file.exists() and not force:
-        raise BadInputError(f"--output: {str(file)!r} exists; name another file, or replace it with --force")
+        raise BadInputError(f"--to: {str(file)!r} exists; name another file, or replace it with --force")
 
 
 def _write_recipe(file: Path, text: str) -> None:
@@ -107,7 +107,7 @@ def _write_recipe(file: Path, text: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, text)
     except OSError as error:
-        raise BadInputError(f"--output: {str(file)!r} cannot be written: {error.strerror}; name another") from error
+        raise BadInputError(f"--to: {str(file)!r} cannot be written: {error.strerror}; name another") from error
 
 
 def _machine_of_options(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine:

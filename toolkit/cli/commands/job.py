@@ -13,7 +13,6 @@ from toolkit.cli.shared.arguments import (
     MACHINE,
     MOST_CPU_RANKS,
     RecipeArguments,
-    RecipeOption,
     complete_hardware,
     complete_strategy,
     load_recipe,
@@ -33,7 +32,6 @@ SYSTEM = "Slurm"
 
 def job(
     arguments: RecipeArguments = None,
-    recipe: RecipeOption = None,
     nodes: Annotated[str, typer.Option(help="Number of nodes, or a range: 1-2.", rich_help_panel=MACHINE)] = "1",
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of each node.", rich_help_panel=MACHINE)] = None,
     cpu: Annotated[
@@ -63,7 +61,8 @@ def job(
     partition: Annotated[str | None, typer.Option(help="Partition.", rich_help_panel=SYSTEM)] = None,
     image: Annotated[str | None, typer.Option(help="Image of the container, by Pyxis.", rich_help_panel=SYSTEM)] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write the job to this file.", show_default="named after the output folder")
+        Path | None,
+        typer.Option("--to", help="Write the job to this file.", show_default="named after the output folder"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
@@ -71,14 +70,14 @@ def job(
 
     The job saves its state when it is preempted or its time is over, starts again, and resumes. Nothing is submitted.
     """
-    loaded = load_recipe(arguments, recipe)
+    loaded = load_recipe(arguments)
     from toolkit.cluster.checks import check_job, minutes_of, nodes_of
     from toolkit.cluster.job import Job
     from toolkit.planning.hardware import hardware_of
 
     if (gpus is None) == (cpu is None):
         raise BadInputError("how many ranks has a node? Give --gpus or --cpu, and one of them alone")
-    source, overrides = split_arguments(arguments, recipe)
+    source, overrides = split_arguments(arguments)
     device = None if hardware is None else hardware_of(hardware)
     made = Job(
         loaded,
@@ -95,16 +94,16 @@ def job(
     check_job(made, device)
     file = output or Path(f"{made.name}.slurm.sh")
     if file.exists() and not force:
-        raise BadInputError(f"--output: {str(file)!r} exists; name another file, or replace it with --force")
+        raise BadInputError(f"--to: {str(file)!r} exists; name another file, or replace it with --force")
     if file.exists() and Path(source).exists() and file.samefile(source):
-        raise BadInputError(f"--output: {str(file)!r} is the recipe that the job trains; name another file")
+        raise BadInputError(f"--to: {str(file)!r} is the recipe that the job trains; name another file")
     # Its lines begin the file as comments; what it is given may hold an end of line.
     text = made.text(" ".join(shlex.join(["toolkit", *sys.argv[1:]]).splitlines()))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, text)
     except OSError as error:
-        raise BadInputError(f"--output: {str(file)!r} cannot be written: {error.strerror}; name another") from error
+        raise BadInputError(f"--to: {str(file)!r} cannot be written: {error.strerror}; name another") from error
     if device is not None:
         print(_verdict(made, device))
     print(f"{file}: look at it, then submit it:\n  sbatch {shlex.quote(str(file))}")

@@ -17,7 +17,6 @@ from toolkit.cli.shared.arguments import (
     AsJson,
     ConfigOption,
     RecipeArguments,
-    RecipeOption,
     complete_hardware,
     load_recipe,
     split_arguments,
@@ -78,7 +77,6 @@ ListHardware = Annotated[
 
 def plan(
     arguments: RecipeArguments = None,
-    recipe: RecipeOption = None,
     gpus: Gpus = None,
     cpu: Cpu = None,
     hardware: HardwareName = None,
@@ -100,7 +98,7 @@ def plan(
     if list_hardware:
         _print_presets()
         return
-    loaded = load_recipe(arguments, recipe)
+    loaded = load_recipe(arguments)
     settle_hub(loaded)
     device = hardware_of(
         (DEFAULT_HARDWARE if hardware is None else hardware) if cpu is None else _cpu_preset(gpus, hardware),
@@ -111,7 +109,7 @@ def plan(
     accelerated = Accelerated() if config is None else accelerated_by(find_config(config))
     with Pass(Terminal(), "planning"):
         found = _plan_recipe(loaded, device, cpu or gpus, accelerated)
-    _print_plan(found, *split_arguments(arguments, recipe), every_row, explain, as_json)
+    _print_plan(found, *split_arguments(arguments), every_row, explain, as_json)
     if found.recommended is None:
         raise typer.Exit(1)
 

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, NewFile
+from toolkit.cli.shared.arguments import LOOK, AsJson, NewFile
 from toolkit.cli.shared.console import print_table
-from toolkit.cli.shared.help import HelpedCommand, new_app
 from toolkit.cli.shared.shipped import new_yaml, recipe_rows
 from toolkit.recipe.json_schema import schema_line
 from toolkit.recipe.load import anchor_paths, find_recipe, sections_of, text_of
 
-recipes_app = new_app(invoke_without_command=True)
+recipes_app = typer.Typer(invoke_without_command=True, **LOOK)
 
 
 @recipes_app.callback()
@@ -28,7 +27,7 @@ def recipes(context: typer.Context, as_json: AsJson = False) -> None:
         list_recipes(as_json)
 
 
-@recipes_app.command("list", cls=HelpedCommand, epilog="toolkit recipes list")
+@recipes_app.command("list", epilog="toolkit recipes list")
 def list_recipes(as_json: AsJson = False) -> None:
     """List the shipped recipes with one line each."""
     rows = recipe_rows()
@@ -38,7 +37,7 @@ def list_recipes(as_json: AsJson = False) -> None:
     print_table(["recipe", "what it does"], [[row["name"], row["description"]] for row in rows])
 
 
-@recipes_app.command("copy", cls=HelpedCommand, epilog="toolkit recipes copy quickstart own.yaml")
+@recipes_app.command("copy", epilog="toolkit recipes copy quickstart own.yaml")
 def copy_recipe(
     name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
     path: NewFile,

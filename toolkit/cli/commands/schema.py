@@ -1,4 +1,4 @@
-"""`toolkit schema`: the recipe's JSON schema, for editors."""
+"""`toolkit recipes schema`: the recipe's JSON schema, for editors."""
 
 from __future__ import annotations
 

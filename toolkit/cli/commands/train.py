@@ -24,7 +24,6 @@ from toolkit.cli.shared.arguments import (
     MainProcessPort,
     NumMachines,
     RecipeArguments,
-    RecipeOption,
     complete_strategy,
     load_recipe,
     split_arguments,
@@ -39,7 +38,6 @@ from toolkit.terminal import stdout_on_stderr
 
 def train(
     arguments: RecipeArguments = None,
-    recipe: RecipeOption = None,
     gpus: GpusOption = None,
     cpu: CpuOption = None,
     strategy: Annotated[
@@ -65,11 +63,11 @@ def train(
 
     Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved, 4 a rank stalled.
     """
-    loaded = load_recipe(arguments, recipe)  # a wrong recipe is told before any rank starts
+    loaded = load_recipe(arguments)  # a wrong recipe is told before any rank starts
     machines = Machines(num_machines or 1, machine_rank or 0, main_process_ip, main_process_port)
     require_inputs(loaded)
     print(_starting_line(cpu or gpus), file=sys.stderr, flush=True)
-    name, overrides = split_arguments(arguments, recipe)
+    name, overrides = split_arguments(arguments)
     options = launcher_options(loaded, gpus, cpu, strategy, config, machines)
     words = [*options, shown_script(), name, *overrides, *(["--dry-run"] if dry_run else [])]
     command = f"{f'{ON_CPU}=true ' if cpu is not None else ''}accelerate launch {shlex.join(words)}"

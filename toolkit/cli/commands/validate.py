@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, RecipeArguments, RecipeOption, load_recipe, split_arguments
+from toolkit.cli.shared.arguments import AsJson, RecipeArguments, load_recipe, split_arguments
 from toolkit.cli.shared.hub import models_of
 from toolkit.data.rows.files import expand_files, is_saved_dataset, local_path
 from toolkit.errors import BadInputError, RecipeError
@@ -29,7 +29,6 @@ TOKENIZER_FILES = ["*token*", "vocab*", "*.model", "*.tiktoken", "tekken.json"]
 
 def validate(
     arguments: RecipeArguments = None,
-    recipe: RecipeOption = None,
     every_key: EveryKey = False,
     as_json: AsJson = False,
 ) -> None:
@@ -38,7 +37,7 @@ def validate(
     Looks for the model's folder and for the data files on this machine. Does not look at rows and weights, and asks
     neither the hub nor a store.
     """
-    loaded = load_recipe(arguments, recipe)
+    loaded = load_recipe(arguments)
     verdict = _verdict(loaded)
     origins = loaded.origins()
     if as_json:
@@ -46,7 +45,7 @@ def validate(
         print(verdict, file=sys.stderr)
         return
     shown = {key: found for key, found in origins.items() if every_key or found[1] != "default"}
-    path = str(find_recipe(split_arguments(arguments, recipe)[0]))
+    path = str(find_recipe(split_arguments(arguments)[0]))
     width = max(map(len, shown))
     print(f"recipe: {path}\n")
     for key, (value, origin) in shown.items():

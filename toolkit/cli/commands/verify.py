@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, ConfigOption, CpuOption, RecipeArguments, RecipeOption, load_recipe
+from toolkit.cli.shared.arguments import AsJson, ConfigOption, CpuOption, RecipeArguments, load_recipe
 from toolkit.cli.shared.console import print_table
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.cli.shared.shipped import find_config
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 def verify(
     arguments: RecipeArguments = None,
-    recipe: RecipeOption = None,
     cpu: CpuOption = None,
     config: ConfigOption = None,
     steps: Annotated[int, typer.Option(help="Compare this many optimizer steps.")] = 5,
@@ -41,7 +40,7 @@ def verify(
 
     Exit codes: 0 all checks pass, 1 one failed, 2 bad input.
     """
-    loaded = load_recipe(arguments, recipe)
+    loaded = load_recipe(arguments)
     settle_hub(loaded)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clears up, as after Ctrl-C
     from toolkit import verify as verification  # torch is imported only for a recipe that is right

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import ValidationError
@@ -76,7 +76,10 @@ def _names_or_files(names: Iterable[str], incomplete: str) -> list[str]:
     ]
 
 
-RECIPE, OVERRIDES = "[RECIPE] [section.key=value ...]", "[section.key=value ...]"
+LOOK: Any = {"rich_markup_mode": "markdown", "context_settings": {"help_option_names": ["-h", "--help"]}}
+"""Settings of each group of commands."""
+
+RECIPE, OVERRIDES = "RECIPE section.key=value", "section.key=value"
 """How these arguments are shown."""
 
 MACHINE, MACHINES = "Machine", "Several machines"
@@ -89,10 +92,6 @@ RecipeArguments = Annotated[
         help=f"Name or path of a recipe (default: {DEFAULT_RECIPE}), and values that replace the recipe's.",
         autocompletion=complete_recipe,
     ),
-]
-RecipeOption = Annotated[
-    str | None,
-    typer.Option("--recipe", help="Another way to give RECIPE.", autocompletion=complete_recipe),
 ]
 GpusOption = Annotated[
     int | None,
@@ -148,7 +147,7 @@ def wrong_value(error: typer.BadParameter) -> BadInputError | None:
     return BadInputError(f"{option.opts[0]}: found {found}; allowed: {allowed}")
 
 
-def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tuple[str, list[str]]:
+def split_arguments(arguments: Sequence[str] | None, option: str | None = None) -> tuple[str, list[str]]:
     """Returns the recipe's name or path, and the overrides.
 
     Raises:
@@ -162,9 +161,9 @@ def split_arguments(arguments: Sequence[str] | None, option: str | None) -> tupl
     return next(name for name in (named, option, DEFAULT_RECIPE) if name is not None), overrides
 
 
-def load_recipe(arguments: Sequence[str] | None, option: str | None) -> Recipe:
+def load_recipe(arguments: Sequence[str] | None) -> Recipe:
     """Loads the recipe that a command's arguments name; prints to stderr which settings an override replaces."""
-    recipe = Recipe.load(*split_arguments(arguments, option))
+    recipe = Recipe.load(*split_arguments(arguments))
     for note in recipe.notes:
         print(f"note: {note}", file=sys.stderr)
     return recipe

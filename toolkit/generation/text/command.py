@@ -202,7 +202,7 @@ def _open_output(output: Path | None, source: Path | None) -> Iterator[Callable[
         yield partial(print, flush=True)
         return
     if source is not None and output.exists() and output.samefile(source):
-        raise BadInputError(f"--output: {str(output)!r} is the file of --file; name another one")
+        raise BadInputError(f"--to: {str(output)!r} is the file of --file; name another one")
     # In the same folder, so that the rename at the end stays within one file system.
     unfinished = output.with_name(f".{output.name}.unfinished")
     try:
@@ -211,9 +211,7 @@ def _open_output(output: Path | None, source: Path | None) -> Iterator[Callable[
         output.parent.mkdir(parents=True, exist_ok=True)
         file = unfinished.open("w", encoding="utf-8")
     except OSError as error:
-        raise BadInputError(
-            f"--output: {str(output)!r} cannot be written: {error.strerror}; name another file"
-        ) from error
+        raise BadInputError(f"--to: {str(output)!r} cannot be written: {error.strerror}; name another file") from error
     try:
         with file:
             yield partial(print, file=file)

@@ -13,7 +13,7 @@ from toolkit.recipe.objectives.section import Comparison
 MODES = ("--prompt", "--chat", "--file", "--eval")
 
 BELONGS_TO = {
-    "--output": ("--file",),
+    "--to": ("--file",),
     "--batch-size": ("--file", "--eval"),
     "--compare": ("--eval",),
     "--json": ("--eval",),
@@ -95,7 +95,7 @@ class Options(WritingOptions):
             "--chat": self.chat or None,
             "--file": self.file,
             "--eval": self.evaluation,
-            "--output": self.output,
+            "--to": self.output,
             "--raw": self.raw or None,
             "--system": self.system,
             "--compare": self.compare,
