@@ -24,7 +24,7 @@ LINES = [
 
 
 def page(*samples: SideBySide) -> str:
-    return render_report(RunSummary("base fine-tuned on rows", "{}", LINES, {}, [], {}, {}, None, samples))
+    return render_report(RunSummary("base fine-tuned on rows", "{}", LINES, {}, [], {}, {}, samples))
 
 
 def texts(drawn: str) -> list[str]:

@@ -81,10 +81,10 @@ class Grpo(OfCompletions):
         return ("sampler_gap", "kl", "learned")
 
     def count_targets(self, batch: Batch) -> int:
-        """Returns the learned tokens (dapo), or the completions."""
+        """Returns the learned tokens (dapo), or the completions without those that a reward leaves out."""
         if self.unit == "targets":
             return int((predictions_of(batch)[0] != IGNORED).sum())
-        return len(batch["advantages"])
+        return int(batch["advantages"].isfinite().sum())
 
     def by_document(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the log-probabilities of the completions' learned tokens, (R, 1)."""
@@ -123,7 +123,7 @@ class Grpo(OfCompletions):
         num_segments, owner = len(batch["advantages"]), owners.clamp_min(0)
         _, lengths = summed_by_document(learned.float(), owners, num_segments)
         weights = token_weights(self._loss, lengths, self._max_new_tokens)
-        losses, estimates = policy_losses(mine, batch["advantages"][owner], reference, self._beta)
+        losses, estimates = policy_losses(mine, batch["advantages"].nan_to_num()[owner], reference, self._beta)
         # The token at t is predicted at t - 1.
         drawn = batch["drawn"].roll(-1, dims=1).flatten()
         gaps = (drawn - mine.detach()).abs()

@@ -74,7 +74,7 @@ def test_nothing_is_under_way(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_is_gone_and_its_report_says_so(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     status = Status("running", 3, 10, None, time.time() - 500, 30)
-    write_report(page, RunSummary("run", "", [], {}, [], {}, {}, None, status=status))
+    write_report(page, RunSummary("run", "", [], {}, [], {}, {}, status=status))
     write(tmp_path, GOES, replace(GOES, rank=1, silent_seconds=20.0), ago=30.0)
     assert shown(tmp_path).exit_code == 0, "a slow disk is no end"
     assert state_of(page) == "running"
@@ -104,7 +104,7 @@ def test_the_next_command_of_a_finished_run_can_be_pasted(tmp_path: Path) -> Non
 
 
 def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None:
-    write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}, None))
+    write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}))
     write(tmp_path, GOES, ago=30.0)
     assert shown(tmp_path).exit_code == 0, "it may still push its export"
     write(tmp_path, GOES, ago=90.0)
@@ -130,7 +130,7 @@ def begun(run: Path, status: Status | None) -> Path:
     (run / "recipe.yaml").write_text(RECIPE)
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     if status is not None:
-        write_report(run / "report.html", RunSummary("run", "", LINES, {}, [], {}, {}, None, status=status))
+        write_report(run / "report.html", RunSummary("run", "", LINES, {}, [], {}, {}, status=status))
     return run
 
 

@@ -190,7 +190,7 @@ def test_the_exit_code_of_the_rank_that_failed(
     words = ["--config_file", str(ROOT / "accelerate_configs/gpu_1.yaml"), str(script)]
     page = tmp_path / "report.html"
     status = Status("running", 6, 10, None, 0.0, 30)
-    write_report(page, RunSummary("run", "", [], {}, [], {}, {}, None, status=status))
+    write_report(page, RunSummary("run", "", [], {}, [], {}, {}, status=status))
     if exit_code is None:
         with pytest.raises(ToolkitError, match=f"^rank 0 was ended by {ended}$"):
             run_launcher(words, tmp_path)

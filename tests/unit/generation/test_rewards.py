@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from toolkit.errors import BadInputError
@@ -57,7 +58,7 @@ def test_a_batched_function_gets_all_completions_of_a_step_at_once(tmp_path: Pat
         ("return 1 / row['hard']", False, "failed on rows.jsonl:0: ZeroDivisionError"),
         ("return [1.0]", True, "returned 1 values for 3 completions"),
         ("return 1.0", True, "returned 1.0 for 3 completions"),
-        ("return [0, 1, None]", True, "returned None for rows.jsonl:2"),
+        ("return [0, 1, 'a']", True, "returned 'a' for rows.jsonl:2"),
     ],
 )
 def test_a_function_that_returns_no_number_is_named_with_its_row(
@@ -68,9 +69,18 @@ def test_a_function_that_returns_no_number_is_named_with_its_row(
         rewards({"compare": score, "batched": batched}).of(JUDGED)
 
 
+def test_a_function_may_abstain_but_not_from_all(tmp_path: Path) -> None:
+    score = function(tmp_path, "def score(completion, row):\n    return None if row['hard'] == 1 else row['hard']\n")
+    values, sums = rewards({"compare": score, "weight": 2.0}, {"match": "it"}).of(JUDGED)
+    assert np.isnan(values).tolist() == [[False, False], [True, False], [False, False]]
+    assert (np.isnan(sums).tolist(), sums[[0, 2]].tolist()) == ([False, True, False], [1.0, 4.0])
+    with pytest.raises(BadInputError, match=r"objective.rewards: r0 returned None for all 3 completions of the step"):
+        rewards({"compare": function(tmp_path, "def score(completion, row):\n    return None\n")}).of(JUDGED)
+
+
 def test_rows_without_the_number_that_is_compared_are_named_before_the_first_step() -> None:
     rows = [*ROWS, PromptRow("rows.jsonl:3", "q", "q", answers=("ten",))]
-    with pytest.raises(BadInputError, match=r"r0: numeric: the answer of rows\.jsonl:3 holds no number"):
+    with pytest.raises(BadInputError, match=r"r0: compare: the answer of rows\.jsonl:3 holds no number"):
         rewards({"compare": "numeric"}, rows=rows)
 
 

@@ -38,6 +38,16 @@ def test_advantages_are_distances_from_the_mean_of_the_group(scale: Any, expecte
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_completion_that_a_reward_leaves_out_is_in_no_group(scale: Any) -> None:
+    """The others have the advantages that they would have without it; alone in its group, one has none."""
+    nan = float("nan")
+    found = advantages_of(np.array([1.0, nan, 0.0, nan, 2.0, nan]), 3, scale)
+    spread = np.array([1.0, 0.0, 2.0] if scale == "batch" else [1.0, 0.0]).std(ddof=1) + 1e-4
+    above = 0.5 / (1.0 if scale == "none" else spread)
+    np.testing.assert_allclose(found, [above, nan, -above, nan, 0.0, nan])
+
+
 def test_a_group_of_equal_rewards_has_no_advantage_though_its_mean_is_rounded() -> None:
     rewards = np.array([0.1] * 3 + [0.7, 0.7, 0.1])
     assert advantages_of(rewards, 3, "group")[:3].tolist() == [0.0, 0.0, 0.0]

@@ -60,7 +60,7 @@ def test_without_a_value_there_is_no_data() -> None:
 
 def test_the_names_of_sources_are_data_and_nothing_else() -> None:
     lines = [{"split": "eval", "step": step, "loss": 1.0, f"loss/{HOSTILE}": 2.0} for step in (0, 1)]
-    text = render_report(RunSummary("t", "", lines, {}, [], {}, {}, None))
+    text = render_report(RunSummary("t", "", lines, {}, [], {}, {}))
     page = Page(text)
     assert HOSTILE not in text
     assert page.elements["script"] == 1

@@ -10,7 +10,7 @@ from toolkit.pages.run_page import RunSummary, expert_loads, render_report
 def test_the_last_loads_are_shown_and_dead_experts_are_marked() -> None:
     train = [{"step": 1, "expert_load": [[1.0, 0.0]]}, {"step": 10, "expert_load": [[0.75, 0.25], [1.0, 0.0]]}]
     metrics = [{"split": "train", "loss": 1.0, **line} for line in [*train, {"step": 11}]]
-    page = render_report(RunSummary("t", "", metrics, {}, [], {}, {}, None))
+    page = render_report(RunSummary("t", "", metrics, {}, [], {}, {}))
     shown = page.partition('id="experts"')[2].partition("</section>")[0]
     assert "steps up to 10" in shown
     assert "2 routers of 2 experts; 1 without a token" in shown

@@ -27,7 +27,7 @@ def lines(figures: dict[str, Any]) -> list[dict[str, Any]]:
 
 def page(metrics: list[dict[str, Any]], labels: dict[str, int] | None = None) -> str:
     report = {"train": {"read": 10, "labels": labels}} if labels else {}
-    return render_report(RunSummary("run", "", metrics, report, [], {}, {}, None))
+    return render_report(RunSummary("run", "", metrics, report, [], {}, {}))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_sample_that_is_a_row_is_told_once() -> None:
 
 def test_numbers_stay_in_one_line_and_names_of_rows_break_before_the_number() -> None:
     versions = {"Loss": "-0.693", "Size": "1.00 MiB", "Share": "< 0.1 %", "at": "a b:12)"}
-    shown = render_report(RunSummary("run", "", [], {}, [], {}, versions, None)).partition('id="versions"')[2]
+    shown = render_report(RunSummary("run", "", [], {}, [], {}, versions)).partition('id="versions"')[2]
     assert re.findall(r'class="number">(.*?)</td>', shown) == ["-0.693", "1.00 MiB", "&lt; 0.1 %"]
     assert "a b:<wbr>12)" in shown
 

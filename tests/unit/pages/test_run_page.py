@@ -496,7 +496,7 @@ def test_importing_is_light_and_rendering_needs_no_gui() -> None:
 import sys
 import toolkit.pages.run_page as report
 assert not {"matplotlib", "numpy", "torch", "transformers"} & set(sys.modules), "import is heavy"
-report.render_report(report.RunSummary("t", "", [{"split": "train", "step": 1, "loss": 1.0}], {}, [], {}, {}, None))
+report.render_report(report.RunSummary("t", "", [{"split": "train", "step": 1, "loss": 1.0}], {}, [], {}, {}))
 assert "matplotlib.figure" in sys.modules
 assert not {"matplotlib.pyplot", "tkinter", "torch"} & set(sys.modules), "pyplot was imported"
 """

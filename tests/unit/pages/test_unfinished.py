@@ -25,7 +25,7 @@ RUNNING = Status("running", 3, 10, 7.0, 1_700_000_000.5, 30)
 
 def report(path: Path, status: Status | None) -> str:
     metrics = [{"split": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
-    write_report(path, RunSummary("run", "a: 1", metrics, {}, [], {}, {}, None, status=status))
+    write_report(path, RunSummary("run", "a: 1", metrics, {}, [], {}, {}, status=status))
     return path.read_text()
 
 
@@ -76,7 +76,7 @@ def test_the_browser_runs_the_script_that_tells_of_a_page_too_old(tmp_path: Path
     assert found == {**numbers, "data-left": "7.0"}
     assert set(re.findall(r"dataset\.(\w+)", scripts[0])) <= {name.removeprefix("data-") for name in found}
     assert len(allowed_scripts(report(tmp_path / "report.html", None))) == 1, "that of the curves"
-    write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}, None))
+    write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}))
     assert "script" not in (tmp_path / "report.html").read_text(), "without curves none"
 
 
@@ -90,7 +90,7 @@ class Run:
         self.report = LiveReport(self.path, self.summary, 10)
 
     def summary(self, records: list[dict[str, Any]]) -> RunSummary:
-        return RunSummary("run", "", records, {}, [], {}, {}, None)
+        return RunSummary("run", "", records, {}, [], {}, {})
 
     def told(self) -> str:
         return Page(self.path.read_text()).text_of["status"]

@@ -31,7 +31,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_page_is_synced_before_it_gets_its_name(done: list[str], tmp_path: Path) -> None:
-    write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}, None))
+    write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}))
     assert done == [f"sync .report.html.{os.getpid()}.tmp", "name report.html"]
 
 

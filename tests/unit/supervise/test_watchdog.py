@@ -147,7 +147,7 @@ def test_a_rank_that_is_frozen_is_told_by_the_other_and_killed(
     host = Host(tmp_path, "one", [0, 1])
     page = tmp_path / "run" / "report.html"
     status = Status("running", 6, 10, None, 0.0, 30)
-    write_report(page, RunSummary("run", "", [], {}, [], {}, {}, None, status=status))
+    write_report(page, RunSummary("run", "", [], {}, [], {}, {}, status=status))
     for rank in (0, 1):
         host.beat(rank, Phase.BACKWARD, 100.0, step=7)
     watch = host.watch(0)

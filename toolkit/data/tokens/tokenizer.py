@@ -87,7 +87,8 @@ def decode(
     nothing else: marks of thoughts, channels and calls belong to an answer, and may be special tokens.
     """
     end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
-    begin = int(is_target and not set(tokenizer.all_special_ids).isdisjoint(ids[: min(1, end)]))
+    first = tokenizer.added_tokens_decoder.get(ids[0]) if is_target and end else None
+    begin = int(first is not None and first.special)
     without = {tokenizer.pad_token_id, tokenizer.bos_token_id}
     kept = [token for token in ids[begin:end] if token not in without]
     text: str = tokenizer.decode(kept, clean_up_tokenization_spaces=False)

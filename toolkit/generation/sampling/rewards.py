@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, OwnCodeError
 from toolkit.generation.sampling.reward import reward_model
 from toolkit.generation.sampling.sampled_rows import PromptForm
 from toolkit.generation.text.evaluation import scoring_of
@@ -102,10 +103,18 @@ class Rewards:
     def of(self, judged: Judged) -> tuple[np.ndarray, np.ndarray]:
         """Returns the values of each completion by each reward, (N, K), and the weighted sums, (N,). Collective.
 
+        Both are NaN where a function abstains.
+
         Raises:
-            BadInputError: if a function fails, or returns no number; it names the row.
+            BadInputError: if a function fails, returns no number, or abstains from all; it names the row.
         """
         values = np.array([reward(judged) for reward in self._rewards], dtype=np.float64).T
+        idle = [name for name, column in zip(self.names, values.T, strict=True) if np.isnan(column).all()]
+        if idle:
+            raise OwnCodeError(
+                f"objective.rewards: {idle[0]} returned None for all {len(values)} completions of the step, so "
+                "nothing can be learned; return a number for some"
+            )
         return values, values @ self._weights
 
 
@@ -120,7 +129,7 @@ class _Function:
 
     function: UserFunction
     batched: bool
-    mend: str = field(default=f"return a number of at most {LARGEST:g} for each", init=False)
+    mend: str = field(default=f"return a number of at most {LARGEST:g}, or None to leave a completion out", init=False)
 
     def values(self, judged: Judged) -> list[float]:
         # Copies, so that one score does not depend on those before it.
@@ -138,6 +147,8 @@ class _Function:
         return [self._number(value, row.place) for value, row in zip(found, judged.rows, strict=True)]
 
     def _number(self, value: Any, place: str) -> float:
+        if value is None:
+            return math.nan
         found = as_number(value)
         if found is not None and abs(found) <= LARGEST:
             return found

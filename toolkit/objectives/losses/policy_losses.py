@@ -22,22 +22,24 @@ def advantages_of(rewards: Floats, group_size: int, scale: Literal["group", "bat
     """Returns how much better each completion is than the mean of its group (arXiv 2402.03300, section 4.1.2).
 
     Args:
-        rewards: (N,), float64; the completions of a group are neighbours.
+        rewards: (N,), float64; the completions of a group are neighbours. NaN leaves a completion out of its group.
         scale: what differences are divided by: the standard deviation of the group, that of all N rewards, or nothing
             (arXiv 2503.20783); with Bessel's correction.
 
     Returns:
-        (N,), float64; 0 in a group whose rewards are all equal.
+        (N,), float64; 0 in a group whose rewards are all equal, and NaN where the reward is.
     """
     groups = rewards.reshape(-1, group_size)
+    if np.isnan(rewards).any():
+        groups = np.ma.masked_invalid(groups)
     above: Floats = groups - groups.mean(axis=1, keepdims=True)
     # The mean of equal numbers may be one bit off, and 1e-17 / 1e-4 is no advantage.
-    above[groups.min(axis=1) == groups.max(axis=1)] = 0.0
+    above[np.ma.filled(groups.min(axis=1) == groups.max(axis=1), False)] = 0.0
     if scale == "group":
         above = above / (groups.std(axis=1, ddof=1, keepdims=True) + LEAST_SPREAD)
     if scale == "batch":
-        above = above / (rewards.std(ddof=1) + LEAST_SPREAD)
-    return above.reshape(-1)
+        above = above / (groups.reshape(-1).std(ddof=1) + LEAST_SPREAD)
+    return np.where(np.isnan(rewards), np.nan, np.ma.filled(above, 0.0).reshape(-1))
 
 
 def token_weights(loss: str, lengths: torch.Tensor, max_new_tokens: int) -> torch.Tensor:

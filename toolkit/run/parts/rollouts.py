@@ -279,9 +279,10 @@ class Rollouts:
         """Returns completions behind their prompts, packed into one row; see `Grpo`."""
         samples = [rollout.samples[number] for number in numbers]
         asked = [rollout.prompts[number].ids for number in numbers]
+        learned = [self._is_learned(rollout, number) for number in numbers]
         pieces = [
-            (prompt + sample.ids, [False] * len(prompt) + [self._is_learned(sample)] * len(sample.ids))
-            for prompt, sample in zip(asked, samples, strict=True)
+            (prompt + sample.ids, [False] * len(prompt) + [is_learned] * len(sample.ids))
+            for prompt, sample, is_learned in zip(asked, samples, learned, strict=True)
         ]
         total = sum(len(ids) for ids, _ in pieces)
         batch = stack([sample_of(pieces, padded_length(total, total + 8), self._samples.pad_id)])
@@ -297,23 +298,27 @@ class Rollouts:
             "drawn": drawn,
         }
 
-    def _is_learned(self, sample: FreshSample) -> bool:
-        return sample.stopped or not self._section.mask_truncated
+    def _is_learned(self, rollout: Rollout, number: int) -> bool:
+        is_whole = rollout.samples[number].stopped or not self._section.mask_truncated
+        return is_whole and not np.isnan(rollout.rewards[number])
 
     # What is recorded.
 
     def _figures(self, rollout: Rollout, sampling: float, scoring: float) -> dict[str, Any]:
-        groups = rollout.rewards.reshape(-1, self._group)
+        # A completion from which a reward abstains is in no figure of rewards.
+        groups = np.ma.masked_invalid(rollout.rewards.reshape(-1, self._group))
+        spreads = np.ma.filled(groups.std(axis=1, ddof=1), 0.0)
         lengths = np.array([len(sample.ids) for sample in rollout.samples])
         drawn = sum(value for sample in rollout.samples for value in sample.log_probabilities)
         return {
-            "reward": float(rollout.rewards.mean()),
-            "reward_std": float(groups.std(axis=1, ddof=1).mean()),
+            "reward": float(groups.mean()),
+            "reward_std": float(spreads.mean()),
+            **({"abstained": float(np.isnan(rollout.rewards).mean())} if groups.mask.any() else {}),
             **{
                 f"reward/{name}": float(value)
-                for name, value in zip(self._rewards.names, rollout.values.mean(axis=0), strict=True)
+                for name, value in zip(self._rewards.names, np.nanmean(rollout.values, axis=0), strict=True)
             },
-            "groups_without_signal": float((groups.min(axis=1) == groups.max(axis=1)).mean()),
+            "groups_without_signal": float(np.ma.filled(groups.min(axis=1) == groups.max(axis=1), True).mean()),
             "completion_tokens": float(lengths.mean()),
             "longest_completion": int(lengths.max()),
             "cut": float(np.mean([not sample.stopped for sample in rollout.samples])),
@@ -345,7 +350,7 @@ class Rollouts:
         for first in range(0, PROMPTS_SHOWN * self._group, self._group):
             of_prompt = range(first, first + self._group)[: max(0, len(self.last.samples) - first)]
             completions = [
-                (float(self.last.rewards[n]), self.last.texts[n], self.last.samples[n].stopped) for n in of_prompt
+                (_score(self.last.rewards[n]), self.last.texts[n], self.last.samples[n].stopped) for n in of_prompt
             ]
             if completions:
                 asked = self._tokenizer.decode(self.last.prompts[first].ids)
@@ -355,6 +360,10 @@ class Rollouts:
     def close(self) -> None:
         """Gives the reward models up."""
         self._given_up.close()
+
+
+def _score(reward: float) -> float | None:
+    return None if np.isnan(reward) else float(reward)
 
 
 class RolloutRecords(Extension):
