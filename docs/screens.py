@@ -51,7 +51,7 @@ TRACKERS = {
     "tensorboard": Tracker(
         (sys.executable, "-m", "tensorboard.main", "--logdir", "outputs", "--port", "{port}"),
         "/?darkMode=false&tagFilter=loss%7Crate%7Cperplexity%7Cnorm#timeseries",
-        8,
+        60,
     ),
     "trackio": Tracker((sys.executable, "-c", "import trackio; trackio.show(project='support-bot')"), "/", 10),
 }

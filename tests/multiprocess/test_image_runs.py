@@ -70,7 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "all": {
         "model": {"train": ALL},
-        "optimizer": {"projector_learning_rate": RATE / 2, "vision_learning_rate": RATE / 8},
+        "optimizer": {"learning_rates": {"projector": RATE / 2, "vision": RATE / 8}},  # see `patterns`
     },
     "projector": {"model": {"train": ["projector"]}},
     "offload": {"sharding": OFFLOADED},
@@ -203,6 +203,13 @@ def by_peft(folder: Path, kind: str, case: str) -> tuple[list[float], dict[str, 
     return found.losses, peft.get_peft_model_state_dict(model)
 
 
+def patterns(model: Path, projector: float, vision: float) -> dict[str, float]:
+    """Rates by patterns of the names that this family has."""
+    words = dict.fromkeys(PROJECTORS, projector) | {"visual": vision, "vision": vision}
+    names = load_file(model / "model.safetensors").keys()
+    return {f"*{word}*": rate for word, rate in words.items() if any(word in name for name in names)}
+
+
 def runs(folder: Path, kind: str, cases: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
     from toolkit import Recipe, finetune
 
@@ -217,6 +224,8 @@ def runs(folder: Path, kind: str, cases: dict[str, dict[str, Any]]) -> dict[str,
         values["training"] |= {"max_steps": STEPS, "max_grad_norm": None, "seed": SEED}
         values["training"]["micro_batch_size"] = ROWS // int(os.environ["WORLD_SIZE"])
         values = with_sections(values, sections)
+        if "learning_rates" in values["optimizer"]:
+            values["optimizer"]["learning_rates"] = patterns(folder / kind, **values["optimizer"]["learning_rates"])
         if "adapter" in sections:
             values["adapter"] |= {"kind": "lora", "r": 2}
             values["optimizer"] |= FOR_ADAPTERS
@@ -231,8 +240,7 @@ def require_plain(folder: Path, kind: str, case: str, losses: list[float]) -> No
     """Losses, and the weights of the export; towers that are not trained are the base's bit for bit."""
     sections, export = (CASES | SPREAD)[case], folder / f"{kind}-{case}" / "export"
     parts = tuple(sections.get("model", {}).get("train", ("language", "projector")))
-    fields = sections.get("optimizer", {})
-    rates = tuple((field.removesuffix("_learning_rate"), rate) for field, rate in fields.items())
+    rates = tuple(sections.get("optimizer", {}).get("learning_rates", {}).items())
     expected, weights = plain(folder, kind, parts, case == "packed", rates)
     assert losses == pytest.approx(expected.losses, rel=1e-5), case
     base, exported = (load_file(place / "model.safetensors") for place in (folder / kind, export))

@@ -7,7 +7,7 @@ from toolkit.recipe.schema import CheckpointSection
 
 
 def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Checkpoint]:
-    """Returns the checkpoints to delete, by `keep_last`, `keep_every` and `keep_best`.
+    """Returns the checkpoints to delete, by `keep_last` and `keep_best`.
 
     Checkpoints that do not count are not counted among those to keep, and stay. Of those with non-finite values only
     the last stays.
@@ -17,8 +17,6 @@ def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Che
         return []
     broken = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.manifest.non_finite is not None]
     kept = {checkpoint.step for checkpoint in whole[-settings.num_kept :]}
-    if settings.keep_every is not None:
-        kept |= {checkpoint.step for checkpoint in whole if checkpoint.step % settings.keep_every == 0}
     if settings.keep_best:
         merits = {c.step: _merit(c.manifest) for c in whole if c.manifest is not None}
         known = {step: merit for step, merit in merits.items() if merit is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,8 +13,6 @@ from torch import nn
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.adapters.targets import stacked_experts
-from toolkit.model.routers import find_routers
-from toolkit.model.structure.model_parts import PROJECTOR, VISION, parts_of
 from toolkit.optim.muon import Muon
 from toolkit.paths import install_command
 from toolkit.recipe.schema import OptimizerSection
@@ -106,51 +105,24 @@ def matrices(model: nn.Module) -> set[int]:
 def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
     """Returns parameter groups: matrices, which decay, and vectors (biases and norms), which do not.
 
-    Parts with a rate or decay of their own get groups of their own. Empty groups are left out.
+    Parameters with a rate of their own get groups of their own. Empty groups are left out.
 
     Raises:
-        BadInputError: if the recipe sets a rate or decay for a part that is not trained, or does not exist.
+        BadInputError: if the recipe sets a rate that no trained parameter takes.
     """
-    apart = _settings_of_their_own(model, section)
-    with_own = {id(parameter) for parameters, _ in apart for parameter in parameters}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rest: Any = ([parameter for parameter in trained if id(parameter) not in with_own], {})
-    decaying, groups = matrices(model), []
-    for parameters, settings in (rest, *apart):
-        decay = {"weight_decay": section.weight_decay, **settings}
-        groups.append({"params": [p for p in parameters if id(p) in decaying], **decay})
-        groups.append({"params": [p for p in parameters if id(p) not in decaying], **decay, "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]
-
-
-def _settings_of_their_own(
-    model: nn.Module, section: OptimizerSection
-) -> list[tuple[list[nn.Parameter], dict[str, float]]]:
-    """Returns trained parameters with a rate or decay of their own, and these settings.
-
-    Raises:
-        BadInputError: if a setting has no such parameters.
-    """
-    found = []
-    for prefix, what in (("router", "no router"), (PROJECTOR, "no projector"), (VISION, "no vision tower")):
-        fields = {"lr": f"{prefix}_learning_rate", "weight_decay": f"{prefix}_weight_decay"}
-        given = {key: getattr(section, field, None) for key, field in fields.items()}
-        settings = {key: float(value) for key, value in given.items() if value is not None}
-        if not settings:
-            continue
-        parameters = [parameter for parameter in _parameters_of(model, prefix) if parameter.requires_grad]
-        if not parameters:
-            field = fields[next(iter(settings))]
+    apart: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in (None, *section.learning_rates)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            apart[next((one for one in section.learning_rates if fnmatchcase(name, one)), None)].append(parameter)
+    decaying, groups = matrices(model), list[dict[str, Any]]()
+    for pattern, parameters in apart.items():
+        if pattern is not None and not parameters:
             raise BadInputError(
-                f"optimizer.{field}: {getattr(section, field)} has no effect: {what} of the model is trained; remove it"
+                f"optimizer.learning_rates: {pattern!r} matches no trained parameter that no pattern before it does, "
+                f"of names such as {next(iter(dict(model.named_parameters())))!r}; correct it, or remove it"
             )
-        found.append((parameters, settings))
-    return found
-
-
-def _parameters_of(model: nn.Module, what: str) -> list[nn.Parameter]:
-    """Returns the parameters of all routers, or of a part in words of `model.train`."""
-    base = base_of(model)
-    if what == "router":
-        return [parameter for router in find_routers(model) for parameter in router.module.parameters()]
-    return [base.get_parameter(name) for name, part in parts_of(base).items() if part == what]
+        rate = {} if pattern is None else {"lr": section.learning_rates[pattern]}
+        for decays, decay in ((True, section.weight_decay), (False, 0.0)):
+            chosen = [parameter for parameter in parameters if (id(parameter) in decaying) is decays]
+            groups.append({"params": chosen, "weight_decay": decay, **rate})
+    return [group for group in groups if group["params"]]

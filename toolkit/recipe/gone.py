@@ -26,10 +26,15 @@ GONE_KEYS = {
     "answers.structured": Gone("write answers.compare: structured", idle=(False,)),
     "objective.rewards.extract": Gone("write compare: text=REGEX, or numeric=REGEX", idle=()),
     "objective.rewards.score": Gone("write compare: file.py:function", idle=()),
+    "checkpoint.keep_every": Gone("set keep_last: null to keep all, and delete what you do not need"),
     "logging.sample_max_new_tokens": Gone("set logging.held_out_samples", idle=(80,)),
     "logging.sample_prompt": Gone(
         "set logging.held_out_samples, which shows what the model writes behind held-out prompts over the run"
     ),
+    "optimizer.projector_learning_rate": Gone("write learning_rates: {'*multi_modal_projector*': RATE}"),
+    "optimizer.router_learning_rate": Gone("write learning_rates: {'*router*': RATE}, with the routers' name"),
+    "optimizer.router_weight_decay": Gone("leave it out: matrices decay by weight_decay"),
+    "optimizer.vision_learning_rate": Gone("write learning_rates: {'*vision_tower*': RATE}"),
     "sharding.offload_threads": Gone("leave it out: the host's update takes all but two of a rank's cores", "0.2.0"),
 }
 """Key, or `key=value` for a value that is gone. Keys of the items of a list stand without a number."""

@@ -546,20 +546,10 @@ class OptimizerSection(Section):
     beta2: Beta = Field(0.999, description="Set the decay rate of the second moment.")
     eps: float = Field(1e-8, gt=0.0, description="Add this to the denominator of the update.")
     momentum: Beta | None = Field(None, description="Set the momentum of Muon's matrices; null: 0.95.")
-    router_learning_rate: float | None = Field(
-        None, ge=0.0, description="Set the routers' own peak learning rate; 0 freezes them; null: learning_rate."
-    )
-    router_weight_decay: float | None = Field(
-        None, ge=0.0, description="Decay the routers' matrices by this factor; null: weight_decay."
-    )
-    projector_learning_rate: float | None = Field(
-        None,
-        gt=0.0,
-        description="Set the peak learning rate of the projector, which maps images to the language model; null: "
-        "learning_rate.",
-    )
-    vision_learning_rate: float | None = Field(
-        None, gt=0.0, description="Set the peak learning rate of the vision towers; null: learning_rate."
+    learning_rates: dict[str, Annotated[float, Field(ge=0.0)]] = Field(
+        {},
+        description="Give trained parameters whose names match a pattern their own peak learning rate, for example "
+        "{'*vision_tower*': 2e-6}; the first that matches counts, and 0 freezes.",
     )
 
     @model_validator(mode="after")
@@ -739,9 +729,6 @@ class CheckpointSection(Section):
         "checkpoint.every_steps: never. null without it: every 30 minutes, and only the last is kept.",
     )
     keep_last: PositiveInt | None = Field(2, description="Keep the last N checkpoints; null: all.")
-    keep_every: PositiveInt | None = Field(
-        None, description="Also keep, for good, checkpoints whose step is a multiple of N."
-    )
     keep_best: bool = Field(
         False, description="Also keep the checkpoint with the lowest held-out loss, or as training.best_by says."
     )
@@ -768,13 +755,12 @@ class CheckpointSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointSection:
-        for key in ("keep_every", "keep_best"):
-            if getattr(self, key) and self.keep_last is None:
-                raise contradiction(
-                    f"checkpoint.{key} has no effect with checkpoint.keep_last: null, which keeps all; remove it"
-                )
-            if getattr(self, key) and self.every_steps is None:
-                raise contradiction(f"checkpoint.{key} has no effect without checkpoint.every_steps; set that, too")
+        if self.keep_best and self.keep_last is None:
+            raise contradiction(
+                "checkpoint.keep_best has no effect with checkpoint.keep_last: null, which keeps all; remove it"
+            )
+        if self.keep_best and self.every_steps is None:
+            raise contradiction("checkpoint.keep_best has no effect without checkpoint.every_steps; set that, too")
         for key in ("to", "resume"):
             value = getattr(self, key)
             if value is not None and (key == "to" or is_store(value)):

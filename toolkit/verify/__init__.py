@@ -106,11 +106,10 @@ def _require_comparable(recipe: Recipe, layers: int | None) -> None:
             raise BadInputError(f"{key}: {found} cannot be verified; the plain loop knows {', '.join(known)} only")
     if recipe.objective.own_loss is not None:
         raise BadInputError("objective.loss: a function of your own cannot be verified; remove it")
-    for field in ("router_learning_rate", "router_weight_decay", "projector_learning_rate", "vision_learning_rate"):
-        if getattr(recipe.optimizer, field) is not None:
-            raise BadInputError(
-                f"optimizer.{field} cannot be verified; the plain loop treats all weights alike: remove it"
-            )
+    if recipe.optimizer.learning_rates:
+        raise BadInputError(
+            "optimizer.learning_rates cannot be verified; the plain loop treats all weights alike: remove it"
+        )
     if layers is not None and recipe.adapter.start_from is not None:
         raise BadInputError(
             "--layers: the adapter of adapter.start_from has weights of all blocks; leave --layers out, or remove "

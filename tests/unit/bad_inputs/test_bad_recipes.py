@@ -28,7 +28,6 @@ answers.system: ''
 checkpoint.every_minutes: 0 | .nan | .inf | half an hour
 checkpoint.every_steps: 0 | 99999999999999999999999999999999999999999999999999999999999999999999
 checkpoint.keep_best: yes please | true
-checkpoint.keep_every: 3
 checkpoint.keep_last: 0
 checkpoint.resume: true | null
 checkpoint.time_limit_minutes: 0 | .inf

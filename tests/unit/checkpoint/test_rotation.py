@@ -30,10 +30,7 @@ def saved() -> list[Checkpoint]:
         ({"keep_last": None}, []),
         ({"keep_last": 2}, [10, 20, 30]),
         ({"keep_last": 9}, []),
-        ({"keep_last": 1, "keep_every": 20}, [10, 30]),
-        ({"keep_last": 1, "keep_every": 10}, []),
         ({"keep_last": 1, "keep_best": True}, [10, 30, 40]),
-        ({"keep_last": 1, "keep_best": True, "keep_every": 30}, [10, 40]),
     ],
 )
 def test_what_is_kept(settings: dict[str, Any], gone: list[int]) -> None:

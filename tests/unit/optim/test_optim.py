@@ -216,23 +216,24 @@ def test_a_step_of_muon_on_stacked_experts_is_torchs_on_each(ranks: int) -> None
 
 
 def test_routers_have_groups_of_their_own() -> None:
-    section = OptimizerSection(learning_rate=1.0, weight_decay=0.1, router_learning_rate=0.25, router_weight_decay=0.5)
+    section = OptimizerSection(learning_rate=1.0, weight_decay=0.1, learning_rates={"*.router.*": 0.25})
     model = mixture("gpt_oss")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = build_optimizer(model, section).param_groups
     settings = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
-    assert settings["model.layers.1.mlp.router.weight"] == (0.25, 0.5)
+    assert settings["model.layers.1.mlp.router.weight"] == (0.25, 0.1)
     assert settings["model.layers.1.mlp.router.bias"] == (0.25, 0.0)
     rest = {name: found for name, found in settings.items() if ".router." not in name}
     assert set(rest.values()) == {(1.0, 0.1), (1.0, 0.0)}
-    with pytest.raises(BadInputError, match=r"optimizer\.router_weight_decay: 0\.5 has no effect: no router"):
-        build_optimizer(llama("sdpa"), OptimizerSection(learning_rate=1.0, router_weight_decay=0.5))
+    for wrong in ({"*.gate.*": 0.5}, {"*.router.*": 0.5, "*.router.bias": 0.1}):
+        with pytest.raises(BadInputError, match=r"optimizer\.learning_rates: '.*' matches no trained parameter"):
+            build_optimizer(model, OptimizerSection(learning_rate=1.0, learning_rates=wrong))
 
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_parts_have_rates_of_their_own(adapted: bool) -> None:
     section = OptimizerSection(
-        learning_rate=1.0, weight_decay=0.1, projector_learning_rate=0.25, vision_learning_rate=0.5
+        learning_rate=1.0, weight_decay=0.1, learning_rates={"*merger*": 0.25, "*.visual.*": 0.5}
     )
     model = seeing_model("qwen3_vl")
     model.config.architectures = [type(model).__name__]
@@ -255,11 +256,9 @@ def test_a_rate_of_a_part_that_is_not_trained_is_refused() -> None:
     model = seeing_model("llava")
     model.config.architectures = [type(model).__name__]
     freeze_untrained(model, ("language", "projector"))
-    build_optimizer(model, OptimizerSection(learning_rate=1.0, projector_learning_rate=0.5))
-    with pytest.raises(BadInputError, match=r"optimizer\.vision_learning_rate: 0\.5 has no effect: no vision tower"):
-        build_optimizer(model, OptimizerSection(learning_rate=1.0, vision_learning_rate=0.5))
-    with pytest.raises(BadInputError, match=r"optimizer\.projector_learning_rate: 0\.5 has no effect: no projector"):
-        build_optimizer(llama("sdpa"), OptimizerSection(learning_rate=1.0, projector_learning_rate=0.5))
+    build_optimizer(model, OptimizerSection(learning_rate=1.0, learning_rates={"*projector*": 0.5}))
+    with pytest.raises(BadInputError, match=r"optimizer\.learning_rates: '\*vision_tower\*' matches no trained"):
+        build_optimizer(model, OptimizerSection(learning_rate=1.0, learning_rates={"*vision_tower*": 0.5}))
 
 
 def test_a_gradient_scaler_skips_the_whole_step_of_muon() -> None:

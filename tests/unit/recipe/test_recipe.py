@@ -180,7 +180,6 @@ CONTRADICTIONS = [
     (["schedule.decay_fraction=0.1"], "schedule.decay_fraction has no effect with schedule.kind cosine"),
     (["data.train={path: a.jsonl, split: train}"], "no effect on the files"),
     (["export.enabled=false", "export.dtype=float16"], "no effect with export.enabled: false"),
-    (["checkpoint={every_steps: 5, keep_last: null, keep_every: 10}"], "checkpoint.keep_every"),
     (["data.train=[{path: a.jsonl, weight: 2.0}, b.jsonl]"], "give every source a weight, or none"),
     (["data.train={path: a.jsonl, weight: 2.0}"], "weight has no effect on a single source"),
     (["data.validation={path: b.jsonl, weight: 2.0}"], "weights have no effect, each row is evaluated once"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -174,7 +173,6 @@ def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, accelera
     with libraries_imported():
         from toolkit.planning import table  # torch is imported only for a recipe that is right
 
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
     return table.plan(
         _as_configured(recipe, accelerated),
         hardware,

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -65,6 +66,7 @@ def prepare_process() -> None:
     """Before torch is imported: warnings of `NOISY` are left out, but not errors, and garbage is sought rarely."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated.*")  # by peft
     gc.set_threshold(MANY_OBJECTS)
     atexit.register(_leave_garbage)
 
