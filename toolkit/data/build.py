@@ -108,7 +108,7 @@ def _with_stream(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     )
 
 
-DOCUMENTS = "documents-5-"
+DOCUMENTS = "documents-6-"
 """Prefix of the folder of a source's documents. The number is raised if rows are read differently, so that documents of
 older versions are made again. Runs of older versions resume, because their fingerprint uses the rest of the name."""
 

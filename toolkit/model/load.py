@@ -135,7 +135,7 @@ def load(
     Raises:
         BadInputError: if there is no such model.
     """
-    auto, config, settings, rows = _model_settings(model, tokenizer, label_names, objective)
+    auto, config, settings, rows, others = _model_settings(model, tokenizer, label_names, objective)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
     built = _without_weights(auto, config, settings, rows, _model_field(model), parts)
     fit, values = Fit(all_drawn=model.name_or_path is None), Values(model.name_or_path or "", built)
@@ -144,8 +144,8 @@ def load(
         quantise_as_stored(built, stored)
         weights = StoredNF4(str(model.name_or_path), model_folder(model), built, values.look)
     else:
-        make_whole = functools.partial(_whole_model, auto, model, config, settings, seed, rows, fit, values)
-        weights = _weights(model, built, make_whole, fit, values)
+        make_whole = functools.partial(_whole_model, auto, model, config, settings, seed, rows, others, fit, values)
+        weights = RankZeroWeights(make_whole) if others else _weights(model, built, make_whole, fit, values)
         if quantise(built, adapter):
             weights = QuantisedWeights(weights, built, settings["dtype"])
     weights = with_new_rows(weights, built, model, config, tokenizer, seed)
@@ -189,7 +189,7 @@ def load_without_weights(
     parts: Sequence[str] = (LANGUAGE,),
 ) -> PreTrainedModel:
     """Returns the same as `load` from the configuration alone, for sizes; it cannot get weights. Raises as `load`."""
-    auto, config, settings, rows = _model_settings(model, tokenizer, label_names, objective)
+    auto, config, settings, rows, _ = _model_settings(model, tokenizer, label_names, objective)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
     built = _without_weights(auto, config, settings, rows, _model_field(model), parts)
     if stored is not None:
@@ -227,8 +227,11 @@ def load_stored(
 
 def _model_settings(
     model: ModelSection, tokenizer: SpecialTokens, label_names: list[str] | None, objective: str
-) -> tuple[Any, PretrainedConfig, dict[str, Any], int]:
-    """Returns auto class, configuration, settings of the constructor, and the rows that the embeddings need."""
+) -> tuple[Any, PretrainedConfig, dict[str, Any], int, list[str]]:
+    """Returns auto class, configuration, settings of the constructor, and the rows that the embeddings need.
+
+    The last one are the classes of a head in the files that is for others than the data's.
+    """
     if model.name_or_path is not None:
         require_folder(model.name_or_path, "model.name_or_path")
         _require_no_adapter(model.name_or_path)
@@ -237,14 +240,13 @@ def _model_settings(
                 f"model.revision: {model.revision!r} has no effect on the folder {model.name_or_path!r}; remove it"
             )
     config = _configuration(model, tokenizer)
-    if label_names is not None:
-        _name_labels(config, label_names, tokenizer)
+    others = [] if label_names is None else _name_labels(config, label_names, tokenizer)
     name = SPECS[objective].auto_class
     auto = writer_of(config, _model_field(model)) if name is None else getattr(transformers, name)
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     dtype = getattr(torch, model.dtype)
     settings = {"dtype": dtype, "trust_remote_code": model.trust_remote_code, **attention}
-    return auto, config, settings, len(tokenizer) if model.add_tokens is not None else 0
+    return auto, config, settings, len(tokenizer) if model.add_tokens is not None else 0, others
 
 
 def _require_no_adapter(name: str) -> None:
@@ -320,14 +322,20 @@ def _config_place(field: str) -> str:
     return "model.config" if field == "model.config" else "its config.json"
 
 
-def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialTokens) -> None:
+def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialTokens) -> list[str]:
+    """Gives a classifier its classes, and returns those that its head has under other names; else an empty list."""
     own = [config.id2label[number] for number in sorted(config.id2label or {})]
-    if own != names and sorted(own) == sorted(names):
+    theirs, ours = ([name.casefold() for name in each] for each in (own, names))
+    if theirs != ours and sorted(theirs) == sorted(ours):
         # The head's rows are loaded in its own order: each class would begin as another one.
+        order = ", ".join(names[ours.index(name)] for name in theirs)
         raise BadInputError(
             f"objective.labels: the model's classes stand in the order {', '.join(own)}, those of the data in the "
-            f"order {', '.join(names)}; set objective.labels=[{', '.join(own)}]"
+            f"order {', '.join(names)}; set objective.labels=[{order}]"
         )
+    numbers = range(len(names))
+    unnamed = theirs == [f"label_{number}" for number in numbers] or names == [str(number) for number in numbers]
+    others = own if len(own) == len(names) > 1 and theirs != ours and not unnamed else []
     config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
@@ -339,6 +347,7 @@ def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialT
     is_unset = getattr(text, "pad_token_id", None) is None
     if is_unset or (not config.is_encoder_decoder and getattr(config, "is_decoder", True)):
         text.pad_token_id = pad_id(tokenizer)
+    return others
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -380,6 +389,7 @@ def _whole_model(
     settings: dict[str, Any],
     seed: int,
     rows: int,
+    others: list[str],
     fit: Fit,
     values: Values,
 ) -> nn.Module:
@@ -403,8 +413,10 @@ def _whole_model(
                 )
             missing, unused = found["missing_keys"], found["unexpected_keys"]
             reshaped = {key: (stored, needed) for key, stored, needed in found["mismatched_keys"]}
-            require_fitting(name, missing, unused, reshaped, model.allow_new_weights or [], _below_new_head(whole))
-            fit.drawn += sorted([*missing, *reshaped])
+            prefix = _below_new_head(whole)
+            head = _drawn_anew(whole, missing) if others else []
+            require_fitting(name, missing, unused, reshaped, model.allow_new_weights or [], prefix, (others, head))
+            fit.drawn += sorted({*missing, *reshaped, *head})
             fit.unused += sorted(unused)
             read = (tensor for key, tensor in whole.state_dict().items() if key not in fit.drawn and tensor.ndim > 1)
             require_some_values(name, read)
@@ -413,6 +425,17 @@ def _whole_model(
                     values.look(key, tensor)
         _enlarge_embeddings(whole, rows, mean_resizing=True)
         return whole
+
+
+def _drawn_anew(model: PreTrainedModel, missing: Sequence[str]) -> list[str]:
+    """Draws the weights of a classifier's head, but those that are drawn already, and returns their names."""
+    names = []
+    for name, parameter in model.named_parameters():
+        if name not in missing and not name.startswith(f"{model.base_model_prefix}."):
+            names.append(name)
+            parameter._is_hf_initialized = False
+            model._init_weights(model.get_submodule(name.rpartition(".")[0]))
+    return names
 
 
 def _enlarge_embeddings(model: PreTrainedModel, rows: int, mean_resizing: bool) -> None:

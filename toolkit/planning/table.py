@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from toolkit.data.kinds.registry import kind_for
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import trainable_share
 from toolkit.model.attention.positions import require_positions
@@ -117,7 +118,7 @@ def plan(
     require_ranks(ranks, hardware)
     precision = precision_of(recipe.training, mixed_precision, hardware)
     planner = Planner(recipe, workload_on_rows(recipe, precision), hardware)
-    require_positions(planner.workload.model, recipe.data)
+    require_positions(planner.workload.model, recipe.data, kind_for(recipe.objective.kind).documents)
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
     settings = planner.settings(asked)
     # Without an Accelerate config, one that has offload may come later.

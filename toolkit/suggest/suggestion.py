@@ -231,7 +231,7 @@ def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tupl
         rows = measure(data, tokens, _stand_in(spec))
     prompt = first_words(source, layout) if spec.writes_text else ""
     prompt = f"{data.source_prefix or ''}{prompt}" if prompt else ""
-    found = look_at(model, tokens, rows.labels, spec.kind)
+    found = look_at(model, tokens, rows, spec.kind)
     return method, layout.name, _with_completions(draft, rows, found), found, prompt
 
 

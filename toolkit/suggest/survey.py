@@ -24,7 +24,7 @@ from toolkit.data.samples.samples import Rows as TokenisedRows
 from toolkit.data.samples.samples import SampledPrompts
 from toolkit.data.templates.templates import MARKERS
 from toolkit.data.templates.turns import OF_EARLIER_TURNS, OTHER_PROMPT
-from toolkit.model.attention.positions import first_position, takes_positions
+from toolkit.model.attention.positions import num_positions, takes_positions
 from toolkit.model.load import load_without_weights
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, ModelSection
@@ -61,6 +61,7 @@ class Rows:
     Attributes:
         lengths: tokens of each row with tokenizer and chat template; for a pair of both completions, for a source and
             its target of the source.
+        longest: tokens of the longest document: of a row, or of one side of a pair.
         labels: names of the classes, or None without classification.
         target_lengths: tokens of targets, or None if targets are not separate.
         earlier_thoughts: conversations in which the chat template leaves out thoughts of earlier turns.
@@ -69,6 +70,7 @@ class Rows:
     """
 
     lengths: Ints
+    longest: int
     labels: list[str] | None
     target_lengths: Ints | None = None
     earlier_thoughts: int = 0
@@ -133,7 +135,9 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     other = noted[OTHER_PROMPT].count if OTHER_PROMPT in noted else 0
     asked = found.train.asked_of_itself
     answers = None if asked is None else _answers_of(asked, tokenizer)
-    return Rows(lengths, found.label_names, targets[0] if targets else None, earlier, other, answers)
+    return Rows(
+        lengths, found.train.longest, found.label_names, targets[0] if targets else None, earlier, other, answers
+    )
 
 
 def _answers_of(asked: SampledPrompts, tokenizer: PreTrainedTokenizerBase) -> Answers:
@@ -157,19 +161,17 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None, objective: str) -> Model:
-    """Builds the model on the meta device from its configuration, and returns facts about it.
+def look_at(model: ModelSection, tokenizer: PreTrainedTokenizerBase, rows: Rows, objective: str) -> Model:
+    """Builds the model on the meta device from its configuration, and returns facts about it and these rows.
 
     Raises:
         BadInputError: if there is no such model.
     """
-    built = load_without_weights(model, tokenizer, labels, objective=objective)
-    positions = getattr(built.config, "max_position_embeddings", None)
-    return Model(
-        num_parameters=sum(parameter.numel() for parameter in built.parameters()),
-        positions=None if positions is None else int(positions) - first_position(built),
-        takes_positions=takes_positions(built),
-    )
+    built = load_without_weights(model, tokenizer, rows.labels, objective=objective)
+    positions = num_positions(built)
+    if positions is not None and rows.longest <= positions:
+        positions *= kind_for(objective).documents
+    return Model(sum(parameter.numel() for parameter in built.parameters()), positions, takes_positions(built))
 
 
 def template_for(tokenizer: PreTrainedTokenizerBase, source: Source, layout: Layout) -> str | None:

@@ -56,7 +56,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     parts = asked_parts(recipe.model, recipe.adapter, data.train.has_images)
     loaded = load(recipe.model, tokens, training.seed, adapter=recipe.adapter, objective=kind, parts=parts)
     built = loaded.model
-    require_room(built, tokens, recipe)
+    require_room(built, tokens, recipe, data)
     data, padded = fitting(recipe, tokens, data, built)
     teacher = load_teacher(recipe, tokens, "no", data.train.has_images)
     taught_by = None if teacher is None else teacher.model

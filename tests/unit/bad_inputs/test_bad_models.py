@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.refusals import Outcome, finetune, unclear
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -353,3 +354,26 @@ def test_a_matrix_of_zeros_is_told_and_a_norm_that_is_not_finite_refused_whereve
     assert f"1 nothing but zeros: {down}\n" in adapted.told, "and not the adapters"
     changed(lambda t: t[NORM].fill_(float("nan")))(folder)
     assert dry_run(folder, *arguments).problems(f"not finite: {NORM};") == []
+
+
+@pytest.mark.parametrize("kind", ["preference", "reward"])
+def test_each_side_of_a_pair_has_all_positions_of_the_model(kind: str, place: Path, tmp_path: Path) -> None:
+    """Those of GPT-2 are a table, in which a position beyond the last one, also of padding, is an error."""
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    config = GPT2Config(n_positions=24, n_embd=16, n_layer=1, n_head=2, vocab_size=len(tokenizer), pad_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(place / "gpt2")
+    tokenizer.save_pretrained(place / "gpt2")
+    (place / "recipe_of_pairs.yaml").write_text((place / "recipe.yaml").read_text().replace("rows.", "pairs."))
+
+    def outcome(longest: int, *settings: str) -> Outcome:
+        pair = {"prompt": "a", "chosen": " king" * longest, "rejected": " moon" * 18}
+        (place / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 4)
+        model = [f"model.name_or_path={place / 'gpt2'}", f"objective.kind={kind}", "export.enabled=false"]
+        run = [f"training.output_dir={tmp_path / str(longest)}", "training.max_steps=2", *settings]
+        return finetune(str(place / "recipe_of_pairs.yaml"), *model, *run)
+
+    trained = outcome(18, "data.max_length=48")
+    assert trained.code == 0, trained.told
+    named = "data.max_length: 49 is more than the model's 24 positions (max_position_embeddings) for each of the 2 "
+    assert outcome(19, "data.max_length=49").problems(named) == []
+    assert outcome(25, "data.max_length=48").problems("data.train: one side of a row has ") == []

@@ -276,6 +276,7 @@ ROWS: dict[str, list[tuple[str, Any, str]]] = {
         ("label unknown", {"text": "a", "label": "ugly"}, "the label is not one of the classes"),
         ("label number", {"text": "a", "label": 1}, "the label is not one of the classes"),
         ("label 0.5", {"text": "a", "label": 0.5}, "label is a number, but not a whole one"),
+        ("label 0.37 as text, as in CSV", {"text": "a", "label": " 0.37"}, "label is a number, but not a whole one"),
         ("label half a character", {"text": "a", "label": LONE}, f"label {HALF}"),
         ("text null", {"text": None, "label": "good"}, "text is missing or null"),
     ],

@@ -456,6 +456,9 @@ def test_use_template() -> None:
     with pytest.raises(BadInputError, match=r"data.chat_template: .*'chatlm' .did you mean 'chatml'.*alpaca, chatml"):
         use_template(tokenizer, "chatlm")
     assert tokenizer.chat_template == TEMPLATES["alpaca"]
+    tokenizer.bos_token = "<|im_start|>"  # as SmolLM2's is
+    use_template(tokenizer, "chatml")
+    assert tokenizer.apply_chat_template([user("Hi")], tokenize=False) == "<|im_start|>user\nHi<|im_end|>\n"
 
 
 def test_mask_by_the_definition() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import save_llama
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from toolkit.errors import BadInputError
 from toolkit.model.load import LoadedModel, _name_labels, load
@@ -149,10 +149,29 @@ def test_decoders_look_behind_the_padding_of_the_batches(kind: str, own: int | N
 
 
 def test_a_trained_head_in_another_order_is_told() -> None:
-    config = AutoConfig.for_model("llama", id2label={0: "good", 1: "bad"})
     tokens: Any = SimpleNamespace(pad_token_id=2, eos_token_id=3)
-    with pytest.raises(BadInputError, match=r"order good, bad, .* bad, good; set objective\.labels=\[good, bad\]"):
-        _name_labels(config, ["bad", "good"], tokens)
-    _name_labels(config, ["good", "bad"], tokens)
-    _name_labels(config, ["bad", "neutral", "good"], tokens)
-    assert config.id2label == {0: "bad", 1: "neutral", 2: "good"}
+
+    def others(own: list[str], names: list[str]) -> list[str]:
+        config = AutoConfig.for_model("llama", id2label=dict(enumerate(own)))
+        found = _name_labels(config, names, tokens)
+        assert config.id2label == dict(enumerate(names))
+        return found
+
+    with pytest.raises(BadInputError, match=r"order GOOD, bad, .* bad, good; set objective\.labels=\[good, bad\]"):
+        others(["GOOD", "bad"], ["bad", "good"])
+    assert others(["good", "bad"], ["x", "y"]) == ["good", "bad"]
+    for names in (["good", "bad"], ["Good", "BAD"], ["0", "1"], ["bad", "neutral", "good"], ["score"]):
+        assert others(["good", "bad"], names) == []
+    assert others(["LABEL_0", "LABEL_1"], ["x", "y"]) == []
+
+
+def test_a_head_for_other_classes_is_drawn_anew_if_that_is_meant(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder, id2label={0: "bad", 1: "good"})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    with pytest.raises(BadInputError, match=r"1 are of a head for other classes \(bad, good\), .*: score\.weight"):
+        loaded(folder, ["x", "y"])
+    for labels, is_new in ((["bad", "good"], False), (["x", "y"], True)):
+        found = loaded(folder, labels, allow_new_weights=["score.*"])
+        different = [name for name, value in found.model.state_dict().items() if not value.equal(stored[name])]
+        assert different == found.fit.drawn == ["score.weight"] * is_new

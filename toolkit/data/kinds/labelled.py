@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,6 +20,8 @@ from toolkit.data.rows.values import RowProblem, RowValues, numbers_first, text_
 from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import IGNORED, MULTIPLE, Batch, Rows, RowSamples, Samples, filled_up, padded
 from toolkit.errors import DataError
+
+_DECIMAL = re.compile(r"[-+]?[0-9]*\.[0-9]*[1-9][0-9]*")
 
 NO_CLASS = "the label is not one of the classes"
 
@@ -61,9 +64,11 @@ def class_name(value: Any, column: str, names: Sequence[str]) -> str:
         if names and not 0 <= value < len(names):
             raise RowProblem(f"{column} is a number that has no class name")
         return names[value] if names else str(value)
-    if isinstance(value, float):
+    name = str(value) if isinstance(value, float) else text_of(value, column).strip()
+    # A CSV file holds only text. Of 0.25 and 0.26 nobody means two classes.
+    if _DECIMAL.fullmatch(name) or isinstance(value, float):
         raise RowProblem(f"{column} is a number, but not a whole one")
-    return text_of(value, column).strip()
+    return name
 
 
 def _require_one_kind(names: list[str]) -> None:

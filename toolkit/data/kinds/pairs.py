@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -219,8 +220,14 @@ class PairSamples(ComparedSamples):
     def shares_samples(self) -> bool:
         return True
 
+    @functools.cached_property
+    def longest(self) -> int:
+        splits = self.splits[self.pieces.row]
+        return int(np.maximum(splits, self.lengths() - splits).max())
+
     def batch(self, numbers: Sequence[int], seen: Sequence[Sequence[Sequence[Any]]] | None = None) -> Batch:
         batch = super().batch(numbers, seen)
+        batch["position_ids"] %= self.longest  # padding is in no document, and may go beyond a model's positions
         batch["segments"] = segments_of([self.tokens(number) for number in numbers], batch["input_ids"])
         rows = [row for number in numbers for row in self.rows_of(number)]
         batch["reference"] = self.references(rows)
@@ -253,6 +260,7 @@ class PairRows(TextRows):
     """Pairs, of which both completions are in one sample."""
 
     name = "pairs"
+    documents = 2
     encodes = PairEncoder
     layouts = (
         ColumnLayout(

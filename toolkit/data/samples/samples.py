@@ -125,6 +125,11 @@ class Samples(ABC):
         """Returns the number of tokens of each row, or piece of a row, that is in a sample, (pieces,), int64."""
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a document: a row, or a piece or side of one."""
+        return int(self.lengths().max())
+
+    @property
     def is_packed(self) -> bool:
         """Whether rows share samples in order to fill them."""
         return False

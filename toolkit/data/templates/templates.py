@@ -13,6 +13,8 @@ from toolkit.data.rows import image_places
 from toolkit.data.templates import calls, parts
 from toolkit.errors import BadInputError, did_you_mean
 
+_BEGIN = "{%- if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}"
+
 _CALLS = r"""
 {%- macro write_calls(message) %}
     {%- for tool_call in message.tool_calls or [] %}
@@ -77,7 +79,8 @@ TEMPLATES: dict[str, str] = {
     "chatml": (_CALLS + _CHATML).strip(),
     "alpaca": (_CALLS + _ALPACA).strip(),
 }
-"""Our chat templates by name. Both begin with the tokenizer's `bos_token`, if it has one.
+"""Our chat templates by name. Both begin with the tokenizer's `bos_token`, if it has one
+that is no mark of a turn.
 
 chatml closes every turn with `<|im_end|>`, alpaca every assistant turn with the tokenizer's `eos_token`.
 """
@@ -103,7 +106,9 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
         raise BadInputError(
             f"data.chat_template: there is no template {name!r}{did_you_mean(name, TEMPLATES)}; allowed: {names}"
         )
-    tokenizer.chat_template = TEMPLATES[name]
+    # chatml begins each turn with a mark that is the bos of some tokenizers, such as SmolLM2's.
+    marked = tokenizer.bos_token in MARKERS[name]
+    tokenizer.chat_template = TEMPLATES[name].replace(_BEGIN, "") if marked else TEMPLATES[name]
 
 
 def rendered(

@@ -58,17 +58,30 @@ def rotary_limit(model: nn.Module) -> tuple[str, int] | None:
     return None
 
 
-def require_positions(model: nn.Module, data: DataSection) -> None:
+def require_positions(model: nn.Module, data: DataSection, documents: int = 1, longest: int = 0) -> None:
     """Checks that samples fit the model's positions.
+
+    Args:
+        documents: documents of a row, positions of which restart with each.
+        longest: tokens of the longest document, where it is known.
 
     Raises:
         BadInputError: if they are longer.
     """
     positions = num_positions(model)
+    if positions is None:
+        return
     for key in ("max_length", "max_target_length"):
-        length = getattr(data, key)
-        if positions is not None and length is not None and length > positions:
+        length, most = getattr(data, key), positions * documents
+        if length is not None and length > most:
+            each = f" for each of the {documents} documents of a row" if documents > 1 else ""
             raise BadInputError(
-                f"data.{key}: {length} is more than the model's {positions} positions (max_position_embeddings); lower "
-                f"it to {positions} or less"
+                f"data.{key}: {length} is more than the model's {positions} positions (max_position_embeddings){each}; "
+                f"lower it to {most} or less"
             )
+    if longest > positions:
+        raise BadInputError(
+            f"data.train: one side of a row has {longest} tokens, more than the model's {positions} positions "
+            f"(max_position_embeddings); leave such rows out, or set data.max_length={positions}, the limit of "
+            "whole rows"
+        )

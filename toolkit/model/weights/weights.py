@@ -208,6 +208,7 @@ def require_fitting(
     reshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]],
     allowed: Sequence[str],
     prefix: str | None,
+    head: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> None:
     """Checks that the files hold all weights of a model and no others.
 
@@ -215,14 +216,18 @@ def require_fitting(
         reshaped: weights with another shape in the files than in the model, with both shapes.
         allowed: patterns of names that may be missing or unused.
         prefix: prefix of the model below a new head, which may be missing, too; None without a new head.
+        head: classes of a head that is for others than the data's, and its weights.
 
     Raises:
-        BadInputError: if weights are missing, unused or of another shape.
+        BadInputError: if weights are missing, unused, of another shape or for other classes.
     """
 
     def is_meant(name: str) -> bool:
         of_head = prefix is not None and (not name.startswith(f"{prefix}.") or ".pooler." in name)
-        return of_head or any(fnmatchcase(name, pattern) for pattern in allowed)
+        return of_head or is_allowed(name)
+
+    def is_allowed(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in allowed)
 
     odd = {
         "are missing from its files, and would be random": [name for name in sorted(missing) if not is_meant(name)],
@@ -230,7 +235,10 @@ def require_fitting(
         "have another shape in its files than in the model, and would be random": [
             f"{name} {list(stored)} for {list(needed)}"
             for name, (stored, needed) in sorted(reshaped.items())
-            if not any(fnmatchcase(name, pattern) for pattern in allowed)
+            if not is_allowed(name)
+        ],
+        f"are of a head for other classes ({', '.join(head[0])}), and would be random": [
+            name for name in head[1] if not is_allowed(name)
         ],
     }
     lines = [f"  - {len(names)} {what}: {listed(names)}" for what, names in odd.items() if names]

@@ -67,7 +67,7 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     loaded = _load_on_meta(opened, rows)
     model = loaded.model
     data, padded = fitting(recipe, tokens, rows.data, model)
-    require_room(model, tokens, recipe)
+    require_room(model, tokens, recipe, data)
     packed, label_counts = data.report.packing, data.report.label_counts
     attention = _choose_attention(opened, model, packed, data.train.has_images)
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed, data.train.has_images)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build
 from toolkit.data.build import TokenisedData
+from toolkit.data.kinds.registry import kind_for
 from toolkit.data.samples.loader import TrainLoader, evaluation_batches
 from toolkit.data.samples.samples import Batch
 from toolkit.data.samples.sequence_parts import WHOLE, Part
@@ -85,13 +86,14 @@ def last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int
     return last if resumed is None else rest_of_run(recipe, num_steps, size, last, resumed)[1]
 
 
-def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe, data: TokenisedData) -> None:
     """Checks that samples fit the model's positions and its vocabulary.
 
     Raises:
         BadInputError: if they do not.
     """
-    require_positions(model, recipe.data)
+    longest = max(samples.longest for samples in (data.train, data.validation) if samples is not None)
+    require_positions(model, recipe.data, kind_for(recipe.objective.kind).documents, longest)
     try:
         rows = int(model.get_input_embeddings().weight.shape[0])
     except (NotImplementedError, AttributeError):
