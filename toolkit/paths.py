@@ -39,7 +39,11 @@ STORES = ("s3", "gs", "file")
 
 def user_cache() -> Path:
     """Returns the folder `finetune-toolkit` in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune-toolkit"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finetune-toolkit"
+    except RuntimeError:
+        problem = "no folder for the cache is known, because this user has no home; set HOME or XDG_CACHE_HOME"
+        raise BadInputError(problem) from None
 
 
 def shipped_folder(name: str) -> Path:
@@ -164,9 +168,12 @@ def source_name(source: str) -> str:
     return file_name(source) if is_file_source(source) else source
 
 
+_REPOSITORY = re.compile(r"(?!.*(--|\.\.))([\w-][\w.-]*/)?[\w-][\w.-]{0,95}", re.ASCII)
+
+
 def is_hub_name(name: str) -> bool:
-    """Returns whether a model's name is a hub name, and not the path of a folder, existing or not."""
-    return not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).expanduser().exists())
+    """Returns whether the hub allows a model's name, and it is not that of a folder here."""
+    return _REPOSITORY.fullmatch(name) is not None and not Path(name).exists()
 
 
 def download_command(name: str, revision: str | None) -> str:
@@ -199,7 +206,10 @@ def require_folder(name: str, field: str) -> None:
         # The export of a shipped recipe, such as a teacher that another recipe names.
         maker = path.parent.name if path.match("outputs/*/export") else ""
         mend = f"make it by `toolkit train {maker}`, or " if maker in shipped_files("recipes") else ""
-        raise BadInputError(f"{field}: the folder {name!r} {found}; {mend}name a model's folder or a hub name")
+        raise BadInputError(
+            f"{field}: the folder {name!r} {found}; {mend}name a model's folder or a hub name, "
+            "which looks like Qwen/Qwen3-8B"
+        )
 
 
 def folder_on_this_machine(name: str, revision: str | None) -> Path:

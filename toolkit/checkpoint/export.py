@@ -223,7 +223,11 @@ def names_fact(folder: Path, stored: Set[str] | None) -> str | None:
     found = names_in_files(folder)
     if stored is None or found == stored:
         return None
-    lost, added = sorted(stored - found), sorted(found - stored)
+    # An encoder's files may lack the prefix that its model has below a head.
+    moved = {name: inner for name in found - stored if (inner := name.partition(".")[2]) in stored - found}
+    if moved and stored <= found.union(moved.values()):
+        return None
+    lost, added = sorted(stored - found.union(moved.values())), sorted(found - stored - set(moved))
     differences = [f"lacks {counted(len(lost), 'tensor')} of the base: {listed(lost)}"] if lost else []
     return " and ".join(differences + ([f"has {counted(len(added), 'new tensor')}: {listed(added)}"] if added else []))
 

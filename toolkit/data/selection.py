@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.labelled import NO_CLASS
+from toolkit.data.layouts.messages import NO_CALLS
 from toolkit.data.report import by_reason
 from toolkit.data.rows.readers import BLANK
 from toolkit.data.samples.packing import Ints, mixed
@@ -109,10 +111,18 @@ def nothing_within(max_length: int) -> str:
 def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
     """Returns the error's text if no row is left: the reasons, and the first rows of each."""
     names = "the names in objective.labels, " if NO_CLASS in dropped.values() else ""
+    reasons = _named_reasons(rows, dropped)
     return (
-        f"{field}: none of its rows ({len(rows):,}) can be trained on. "
-        f"{reasons_in_words(_named_reasons(rows, dropped))}. Correct them, {names}or name other columns in data.columns"
+        f"{field}: none of its rows ({len(rows):,}) can be trained on. {reasons_in_words(reasons)}. "
+        f"{mend(reasons) or f'Correct them, {names}or name other columns in data.columns'}"
     )
+
+
+def mend(reasons: Iterable[str]) -> str | None:
+    """Returns what helps where a chat template leaves out calls of tools, or None for other reasons."""
+    if NO_CALLS not in reasons:
+        return None
+    return "Set data.chat_template=chatml, or alpaca if the vocabulary lacks its markers: both write tools and calls"
 
 
 def too_many_dropped(field: str, num_rows: int, allowed: float, reasons: dict[str, tuple[int, list[str]]]) -> str:
@@ -120,8 +130,8 @@ def too_many_dropped(field: str, num_rows: int, allowed: float, reasons: dict[st
     count = sum(number for number, _ in reasons.values())
     return (
         f"{field}: {count:,} of {counted(num_rows, 'row')} ({count / num_rows:.1%}) cannot be used, and "
-        f"data.max_dropped_fraction allows {allowed:.1%}. {reasons_in_words(reasons)}. Fix these rows, or raise "
-        "data.max_dropped_fraction to leave them out"
+        f"data.max_dropped_fraction allows {allowed:.1%}. {reasons_in_words(reasons)}. "
+        f"{mend(reasons) or 'Fix these rows'}, or raise data.max_dropped_fraction to leave them out"
     )
 
 

@@ -30,7 +30,7 @@ from transformers import (
 
 from toolkit import ranks
 from toolkit.data.rows.hub_refusals import hub_error
-from toolkit.data.tokens.layer_limit import require_few_layers, require_safe_stored, require_safe_values
+from toolkit.data.tokens.hub_code import require_no_hub_code, require_no_stored_hub_code
 from toolkit.data.tokens.tokenizer import pad_id
 from toolkit.errors import BadInputError, ToolkitError, did_you_mean, first_line, in_words
 from toolkit.model.adapters.adapters import AdapterWeights, add_adapter, quantise
@@ -275,7 +275,6 @@ def _without_weights(
         return built
 
     # Computed buffers, such as rotary frequencies, are in no file: they need their values now.
-    require_few_layers(config.to_dict(), field, _config_place(field))
     built = build_on_meta(build)
     # `init_empty_weights` puts a new parameter in each place, which unties tied weights.
     built.tie_weights()
@@ -293,15 +292,17 @@ def _build(auto: Any, config: PretrainedConfig, settings: dict[str, Any], field:
     what = writers.get(auto, "classify texts")
     try:
         return auto.from_config(config, **settings)
-    except ImportError as error:  # of the attention, or of a tower
-        require_library(error, config.model_type, field)
-        raise BadInputError(
-            f"model.attention: {settings.get('attn_implementation')} cannot be used: {first_line(error)}; install it, "
-            "or set model.attention=auto"
-        ) from error
     except MemoryError:
         raise
     except Exception as error:  # whatever a model's code makes of sizes and names that do not fit each other
+        if isinstance(error, ImportError):  # of the attention, or of a tower
+            require_library(error, config.model_type, field)
+        attention = settings.get("attn_implementation")
+        if isinstance(error, ImportError) or (attention and "attention implementation" in str(error)):
+            install = "install it, or " if isinstance(error, ImportError) else ""
+            raise BadInputError(
+                f"model.attention: {attention} cannot be used: {first_line(error)}; {install}set model.attention=auto"
+            ) from error
         reads_sources = auto is AutoModelForCausalLM and config.is_encoder_decoder
         mend = (
             "Set objective.kind=seq2seq for an encoder-decoder" if reads_sources else f"Correct {_config_place(field)}"
@@ -461,7 +462,7 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
     name = model.name_or_path or str(fields.get("model_type"))
     try:
         if model.name_or_path is not None:
-            require_safe_stored(model.name_or_path, model.revision, field)
+            require_no_stored_hub_code(model.name_or_path, model.revision, field)
             config = AutoConfig.from_pretrained(
                 model.name_or_path, revision=model.revision, trust_remote_code=model.trust_remote_code
             )
@@ -476,13 +477,13 @@ def _configuration(model: ModelSection, tokenizer: SpecialTokens) -> PretrainedC
         raise hub_error(error, field, name, revision=model.revision) or BadInputError(
             f"{field}: no model can be built from {name!r}: {in_words(error)}. {mend}, or name another model"
         ) from error
-    require_possible(config, field, name, _config_place(field))
+    require_possible(config, field, name)
     return config
 
 
 def _random_configuration(fields: dict[str, Any], tokenizer: SpecialTokens) -> PretrainedConfig:
     """Returns a configuration with the tokenizer's vocabulary and special tokens, unless `fields` sets them."""
-    require_safe_values(fields, "model.config", "the recipe")
+    require_no_hub_code(fields, "model.config", "the recipe")
     default = AutoConfig.for_model(fields["model_type"])
     # A model that reads more than text has them in a configuration of its own for its language model.
     of_text = fields.setdefault("text_config", {}) if "text_config" in default.sub_configs else fields

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,23 +10,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from toolkit.errors import BadInputError
 
-MOST_DROPOUT, MOST_EPS = 0.5, 0.1
-"""Highest values in a configuration; those in transformers are at most 0.3 and 0.001. More spoils a model."""
 
-SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
-"""Sizes of a configuration; no model can be made if one of them is below one."""
-
-
-def require_possible(config: PretrainedConfig, field: str, name: str, where: str) -> None:
-    """Checks that a model with this configuration can be made and learn.
+def require_possible(config: PretrainedConfig, field: str, name: str) -> None:
+    """Checks that transformers computes a model with this configuration right.
 
     Args:
         field: the field of the recipe that names the model.
         name: the model's name.
-        where: the place of the configuration.
 
     Raises:
-        BadInputError: if a size is impossible, or transformers computes the model wrong.
+        BadInputError: if it does not.
     """
     if config.model_type == "prophetnet":
         # get_predict_relative_pos_embeddings gives each token the numbers of other ones, later ones among them.
@@ -37,30 +27,6 @@ def require_possible(config: PretrainedConfig, field: str, name: str, where: str
             f"{field}: {name!r} is a ProphetNet, whose relative positions transformers mixes up: a token's logits "
             "depend on later tokens and on the length of its row; name another model, such as BART or T5"
         )
-    text = config.get_text_config()
-    if not isinstance(text, PretrainedConfig | dict):
-        raise BadInputError(
-            f"{field}: the text_config of {name!r} is {text!r}, and needs to be an object. Correct {where}"
-        )
-    named = config.architectures
-    if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
-        raise BadInputError(
-            f"{field}: the architectures of {name!r} are {named!r}, and need to be a list of names. Correct {where}"
-        )
-    wrong = [f"{key} is {size}" for key in SIZES if isinstance(size := _size(text, key), int) and size < 1]
-    if wrong:
-        raise BadInputError(
-            f"{field}: no model can be built from {name!r}: {', '.join(wrong)}; needs at least 1. Correct {where}"
-        )
-    heads, groups = (_size(text, f"num_{kind}_heads") for kind in ("attention", "key_value"))
-    if type(heads) is int and type(groups) is int and groups > 0 and heads % groups:
-        raise BadInputError(
-            f"{field}: {name!r} has {heads} heads of attention that share {groups} heads of keys and values, which do "
-            f"not divide them. Correct {where}"
-        )
-    odd = _odd_numbers(text if isinstance(text, dict) else text.to_dict())
-    if odd:
-        raise BadInputError(f"{field}: {name!r} cannot be trained: {'; '.join(odd)}. Correct {where}")
 
 
 def require_lasting_rows(model: PreTrainedModel, field: str, where: str) -> None:
@@ -94,32 +60,6 @@ def require_library(error: ImportError, model_type: str, field: str) -> None:
             f"{field}: a model of type {model_type} needs the library {library[1]}, which is not installed; install it "
             f"(`pip install {library[1]}`), or name another model"
         ) from error
-
-
-def _size(text: PretrainedConfig | dict[str, Any], key: str) -> Any:
-    """Returns a number of a configuration, or None if it has none that holds for all layers (the heads of Dots 3)."""
-    try:
-        return getattr(text, key, None)
-    except RuntimeError:  # transformers says that it varies from layer to layer
-        return None
-
-
-def _odd_numbers(values: dict[str, Any]) -> list[str]:
-    """Returns numbers of a configuration that spoil the first step, but do not fail when the model is built."""
-    needs: dict[tuple[str, ...], tuple[str, Callable[[float], bool]]] = {
-        ("dropout", "pdrop", "dropout_prob"): (f"from 0 to {MOST_DROPOUT}", lambda value: 0 <= value <= MOST_DROPOUT),
-        ("_eps", "_epsilon"): (f"from 0 to {MOST_EPS}", lambda value: 0 <= value <= MOST_EPS),
-        ("rope_theta", "rope_factor"): ("above 0", lambda value: 0 < value < math.inf),
-    }
-    inner = values.get("rope_parameters")
-    rope = inner if isinstance(inner, dict) else {}
-    flat = {**values, **rope, "rope_factor": rope.get("factor")}
-    return [
-        f"{key} is {value}, and needs to be {what}"
-        for endings, (what, holds) in needs.items()
-        for key, value in flat.items()
-        if key.endswith(endings) and type(value) in (int, float) and not holds(value)
-    ]
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -58,9 +59,15 @@ def convert(converter: list[str], model: Path, to: Path, *options: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)  # noqa: S603
     if done.returncode != 0:
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        why = said[-1] if said else f"exit code {done.returncode}"
+        lacking = re.search(r"No module named '([\w-]+)", why)
         raise ExportError(
-            f"llama.cpp's converter refuses it: {said[-1] if said else f'exit code {done.returncode}'}. "
-            "transformers, vLLM and SGLang read the Hugging Face folder: leave --format out"
+            f"llama.cpp's converter refuses it: {why}. "
+            + (
+                f"Install what it needs: pip install {lacking[1]}"
+                if lacking
+                else "transformers, vLLM and SGLang read the Hugging Face folder: leave --format out"
+            )
         )
 
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.data.kinds.registry import kind_for
 from toolkit.data.rows.sources import open_source
 from toolkit.data.samples.packing import Ints, best_fit, split
 from toolkit.data.tokens import tokenizer as tokenizers
-from toolkit.errors import BadInputError, counted
+from toolkit.errors import BadInputError, DataError, counted
 from toolkit.model.load import is_encoder_decoder
 from toolkit.model.part_sizes import PartSize
 from toolkit.paths import GIB, is_file_source, is_store
@@ -219,7 +220,15 @@ def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tupl
         data = _data_section(draft, spec)
         tokens = tokenizers.load(model, data, spec.kind)
     tell(f"reading {source.name}: {layout.name}")
-    rows = measure(data, tokens, _stand_in(spec))
+    try:
+        rows = measure(data, tokens, _stand_in(spec))
+    except DataError:
+        usual = kind_for(spec.kind).also_called.get("prompt", ())
+        column = next((column for column in source.columns if column.lower() in usual), None)
+        if column is None or draft.get("data.columns.prompt") is not None or "prompt" in source.columns:
+            raise
+        draft.set("data.columns.prompt", column, "The rows have no column called prompt.")
+        return _survey(draft, name, tell)
     if (rows.earlier_thoughts or rows.other_prompts) and spec.may_pad:
         told = f"The chat template leaves out thoughts of earlier turns in {counted(rows.earlier_thoughts, 'row')}."
         why = f"{told} So each answer is learned as it was written, thoughts included."

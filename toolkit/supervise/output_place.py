@@ -23,7 +23,7 @@ def require_place(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise BadInputError(f"training.output_dir: {str(folder)!r} is a file; name a folder")
-    if folder in (Path(folder.anchor), Path.home()):
+    if folder in (Path(folder.anchor), Path(os.path.expanduser("~"))):
         raise BadInputError(
             f"training.output_dir: {str(folder)!r} is your home or root folder; choose a folder for this run"
         )

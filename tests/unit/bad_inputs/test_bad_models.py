@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.refusals import Outcome, finetune, unclear
+from support.refusals import Outcome, finetune, toolkit, unclear
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from toolkit.errors import BadInputError
+from toolkit.paths import user_cache
+from toolkit.supervise.output_place import require_place
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -107,11 +111,8 @@ NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "model.embed_tok
 
 REFUSED: dict[str, tuple[Spoil, str]] = {
     "heads that do not divide": (configured(num_attention_heads=5), "number of attention heads (5)"),
-    "heads below 0": (configured(num_attention_heads=-4), "num_attention_heads is -4 in config.json"),
-    "key heads that do not divide": (
-        configured(num_key_value_heads=3),
-        "4 heads of attention that share 3 heads of keys and values, which do not divide them",
-    ),
+    "heads below 0": (configured(num_attention_heads=-4), "negative dimension -48"),
+    "key heads that do not divide": (configured(num_key_value_heads=3), "k_proj.weight [24, 48] for [36, 48]"),
     "an attention from the hub": (
         configured(_attn_implementation="kernels-community/flash-attn"),
         "asks for code from the hub (_attn_implementation: 'kernels-community/flash-attn')",
@@ -124,12 +125,9 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         changed(lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)})),
         f"in 8 bits, as in quantised models, without the scales that they need: {HEAD};",
     ),
-    "an epsilon that drowns every value": (configured(rms_norm_eps=1000.0), "rms_norm_eps is 1000.0, and needs to be"),
-    "a dropout of nearly all": (configured(attention_dropout=0.9), "attention_dropout is 0.9, and needs to be from 0"),
-    "hidden size 0": (configured(hidden_size=0), "hidden_size is 0"),
+    "hidden size 0": (configured(hidden_size=0), "[295, 48] for [295, 0]"),
     "another hidden size": (configured(hidden_size=96), "48] for ["),
-    "no layers": (configured(num_hidden_layers=0), "num_hidden_layers is 0"),
-    "a million layers": (configured(num_hidden_layers=10**6), "1,000,000 in config.json of"),
+    "no layers": (configured(num_hidden_layers=0), "model.layers.0."),
     "more layers than the files": (configured(num_hidden_layers=3), "model.layers.2."),
     "fewer layers than the files": (configured(num_hidden_layers=1), "model.layers.1."),
     "vocabulary below the tokenizer's": (configured(vocab_size=100), "100 rows"),
@@ -168,9 +166,6 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "odd head dimension": (configured(head_dim=7), "head_dim"),
     "middle size 0": (configured(intermediate_size=0), "do not match its configuration"),
-    "epsilon that is no number": (configured(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
-    "rope theta 0": (configured(rope_parameters={"rope_type": "default", "rope_theta": 0}), "rope_theta is 0"),
-    "dropout that is no number": (configured(attention_dropout=float("nan")), "attention_dropout is nan"),
     "initial range that is no number": (configured(initializer_range=float("nan")), "initializer_range"),
     "a config inside the config": (configured(text_config={"hidden_size": 5}), "config.json"),
     "weights as whole numbers": (
@@ -207,14 +202,8 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         tokenized(added_tokens=[], model={"type": "WordLevel", "vocab": {"a": 0, "king": 900}, "unk_token": "a"}),
         "rows; use the tokenizer",
     ),
-    "architectures as a number": (configured(architectures=3), "the architectures of {folder} are 3, and need to be"),
-    "a text config that is a list": (configured(text_config=[]), "the text_config of {folder} is []"),
-    "no heads inside": (configured(text_config={"num_attention_heads": 0}), "num_attention_heads is 0 in config.json"),
-    "rope with a factor below 0": (
-        configured(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0}),
-        "rope_factor is -1.0, and needs to be above 0",
-    ),
-    "key heads below 0": (configured(num_key_value_heads=-2), "num_key_value_heads is -2 in config.json"),
+    "a text config that is a list": (configured(text_config=[]), "Correct its config.json"),
+    "key heads below 0": (configured(num_key_value_heads=-2), "negative dimension -24"),
     "middle size below 0": (configured(intermediate_size=-1), "negative dimension -1"),
     "activation as a number": (configured(hidden_act=3), "Field 'hidden_act' expected str, got int"),
     "a quantisation without a method": (configured(quantization_config={}), "quantization_config"),
@@ -244,13 +233,10 @@ FILES_WITHOUT_WEIGHTS = {
 """Those that may be pointers of Git-LFS."""
 
 DESCRIBED: dict[str, str] = {
-    "num_attention_heads=0": "model.config: num_attention_heads is 0 in the recipe; needs at least 1",
-    "num_key_value_heads=3": "'llama' has 4 heads of attention that share 3 heads of keys and values, which do not",
-    "hidden_size=0": "no model can be built from 'llama': hidden_size is 0; needs at least 1",
-    "num_hidden_layers=0": "num_hidden_layers is 0; needs at least 1",
-    "num_hidden_layers=10001": "num_hidden_layers is 10,001 in the recipe; at most 10,000 layers are built",
+    "num_attention_heads=0": "ZeroDivisionError: integer division or modulo by zero. Correct model.config",
+    "hidden_size=0": "0.0 cannot be raised to a negative power. Correct model.config",
+    "num_hidden_layers=0": "no transformer block found in LlamaForCausalLM",
     "vocab_size=0": "model.config.vocab_size: 0 is less than the tokenizer's",
-    "attention_dropout=0.9": "'llama' cannot be trained: attention_dropout is 0.9",
     "attn_implementation=kernels-community/flash-attn": "the recipe asks for code from the hub (attn_implementation: ",
     "hidden_sizes=48": "hidden_sizes: unknown to the model type llama (did you mean 'hidden_size'?); allowed: ",
     "model_type=lama": "lama",
@@ -377,3 +363,32 @@ def test_each_side_of_a_pair_has_all_positions_of_the_model(kind: str, place: Pa
     named = "data.max_length: 49 is more than the model's 24 positions (max_position_embeddings) for each of the 2 "
     assert outcome(19, "data.max_length=49").problems(named) == []
     assert outcome(25, "data.max_length=48").problems("data.train: one side of a row has ") == []
+
+
+def test_a_name_that_no_repository_has(place: Path) -> None:
+    file, rows = str(place / "recipe.yaml"), str(place / "rows.jsonl")
+    commands: list[Callable[[str], Outcome]] = [
+        lambda name: finetune(file, f"model.name_or_path={name}", "--dry-run"),
+        lambda name: finetune(file, f"model.tokenizer={name}", "--dry-run"),
+        lambda name: finetune(file, "objective.kind=distillation", f"objective.teacher={name}", "--dry-run"),
+        lambda name: toolkit("plan", file, f"model.name_or_path={name}", "--cpu", "1"),
+        lambda name: toolkit("data", file, f"model.name_or_path={name}"),
+        lambda name: toolkit("validate", file, f"model.name_or_path={name}"),
+        lambda name: toolkit("init", name, rows, "--cpu", "1", "--output", str(place / "new.yaml")),
+        lambda name: toolkit("generate", name, "--prompt", "x"),
+    ]
+    names = ["my model", "C:\\models\\llama", "qwen3:8b", "gpt2 ", "Qwen//Qwen3", "a..b/c"]
+    tried = [(command, names[number % len(names)]) for number, command in enumerate(commands * 2)]
+    named = "does not exist; name a model's folder or a hub name, which looks like Qwen/Qwen3-8B"
+    assert (
+        unclear((name, command(f"'{name}'" if command in commands[:6] else name), named) for command, name in tried)
+        == []
+    )
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("~nobody-like-this").expanduser())
+    with pytest.raises(BadInputError, match="this user has no home; set HOME or XDG_CACHE_HOME"):
+        user_cache()
+    require_place(Path("/somewhere/else"))

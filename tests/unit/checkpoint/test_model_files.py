@@ -370,3 +370,16 @@ def test_a_run_says_what_differs_and_how_to_serve_it(
         kept -= {"config.json", "generation_config.json", "LICENSE"} if name == "adapter" else set()
         for file in kept:
             assert (tmp_path / name / "export" / file).read_bytes() == (base / file).read_bytes(), (name, file)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba2"])
+def test_an_infinite_number_stays_as_transformers_writes_it(kind: str, tmp_path: Path) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.vocab_size += 8
+    found = configuration(BaseFiles.read(tmp_path), config, torch.nn.Linear(1, 1), torch.float32)  # type: ignore[arg-type]
+    assert found["time_step_limit"] == written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert (*again.time_step_limit, again.vocab_size) == (0.0, float("inf"), config.vocab_size)

@@ -72,3 +72,9 @@ def test_a_block_at_a_time() -> None:
 def test_names_that_differ_from_the_bases_are_told(stored: set[str] | None, told: str | None, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert names_fact(tmp_path, stored) == told
+
+
+def test_a_prefix_that_an_encoders_files_lack_is_not_told(tmp_path: Path) -> None:
+    save_file({"bert.a": torch.zeros(1), "head.b": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert names_fact(tmp_path, {"a"}) is None
+    assert names_fact(tmp_path, {"a", "c"}) == "lacks 1 tensor of the base: c and has 1 new tensor: head.b"

@@ -11,14 +11,14 @@ import torch
 from support.every_multimodal import small_config
 from support.packed_rows import Documents, packed
 from support.tiny import llama
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM, LlamaForCausalLM
+from transformers import AutoModelForMultimodalLM, LlamaForCausalLM
 
 from toolkit.data.samples.packing import whole
 from toolkit.data.samples.samples import TextSamples, sample_of, stack
 from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
 from toolkit.model.load import NoTokens, load_without_weights
-from toolkit.model.possible_configs import require_library, require_possible
+from toolkit.model.possible_configs import require_library
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import ModelSection
 from toolkit.run.checks.comparison import on_text_alone
@@ -161,11 +161,3 @@ def test_a_tower_without_its_library_is_refused_by_the_librarys_name() -> None:
     with pytest.raises(BadInputError, match=r"a model of type fast_vlm needs the library timm.*pip install timm"):
         require_library(error, "fast_vlm", "model.name_or_path")
     require_library(ImportError("flash_attn seems to be not installed"), "llama", "model.name_or_path")
-
-
-@pytest.mark.skipif("dots3_note" not in CONFIG_MAPPING, reason="this transformers has no such type")
-def test_numbers_that_differ_from_layer_to_layer_are_not_asked_for() -> None:
-    config = AutoConfig.for_model("dots3_note")
-    with pytest.raises(RuntimeError, match="per-layer"):
-        _ = config.get_text_config().num_attention_heads
-    require_possible(config, "model.name_or_path", "it", "its config.json")

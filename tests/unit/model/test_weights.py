@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny import save_llama
+from support.tiny import save_llama, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from toolkit.errors import BadInputError
-from toolkit.model.load import LoadedModel, _name_labels, load
+from toolkit.model.load import LoadedModel, _build, _name_labels, load
 from toolkit.paths import fingerprint_of
 from toolkit.recipe.schema import ModelSection
 
@@ -175,3 +175,8 @@ def test_a_head_for_other_classes_is_drawn_anew_if_that_is_meant(folder: Path) -
         found = loaded(folder, labels, allow_new_weights=["score.*"])
         different = [name for name, value in found.model.state_dict().items() if not value.equal(stored[name])]
         assert different == found.fit.drawn == ["score.weight"] * is_new
+
+
+def test_an_attention_that_a_type_does_not_have_is_blamed_on_its_field() -> None:
+    with pytest.raises(BadInputError, match=r"^model\.attention: sdpa cannot be used: .*; set model\.attention=auto$"):
+        _build(AutoModelForCausalLM, tiny_config("gemma2"), {"attn_implementation": "sdpa"}, "model.name_or_path")

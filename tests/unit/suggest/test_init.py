@@ -188,6 +188,12 @@ def test_lora_takes_answers_text_and_pairs() -> None:
     assert method_of("qlora", source, ColumnsSection())[0].name == "qlora-dpo"
 
 
+def test_prompts_of_pairs_under_another_usual_name_are_named() -> None:
+    rows = [{"system": "", "question": text[:9], "chosen": text[9:30], "rejected": "b"} for text in TEXTS]
+    Path("orca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert written("orca")["data"]["columns"] == {"prompt": "question"}
+
+
 def test_an_encoder_decoder_learns_targets_from_sources(place: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(place / "t5")
     prefix, rows = "shorter: ", ROWS["summaries"]

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -144,13 +145,20 @@ def configuration(
     if own is None:
         config.dtype = dtype
         return with_older_names(json.loads(config.to_json_string()), config)
-    before, found = type(config).from_dict(copy.deepcopy(own)), copy.deepcopy(own)
+    before, found = _read(config, own), copy.deepcopy(own)
     for field in CHANGED:
         for path, was, now in _changes(field, before, config):
             _set(found, path, before, field, was, now)
     _set_kind(found, config, model, dtype)
     _require_read(found, config)
     return found
+
+
+def _read(like: PretrainedConfig, fields: dict[str, Any]) -> PretrainedConfig:
+    """Returns a configuration as transformers reads it from a file, where infinite numbers are objects."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(fields), encoding="utf-8")
+        return type(like).from_dict(like.get_config_dict(folder)[0])
 
 
 def _own_fields(files: BaseFiles, config: PretrainedConfig) -> dict[str, Any] | None:
@@ -226,7 +234,7 @@ def _set_dtype(fields: dict[str, Any], dtype: str) -> Iterator[str]:
 
 def _require_read(fields: dict[str, Any], config: PretrainedConfig) -> None:
     """Checks that transformers reads the trained configuration from the base's names."""
-    again = type(config).from_dict(copy.deepcopy(fields))
+    again = _read(config, fields)
     wrong = [field for field in CHANGED for _ in _changes(field, again, config)]
     if wrong:
         raise ExportError(
