@@ -29,13 +29,13 @@ from toolkit.data.kinds.recognise import recognise
 from toolkit.data.kinds.registry import LAYOUTS, rows_of
 from toolkit.data.layouts.layout import ColumnLayout, Layout
 from toolkit.data.layouts.template_arguments import date_of
-from toolkit.data.report import DataReport, Found, SplitReport
+from toolkit.data.report import DataReport, SplitReport
 from toolkit.data.rows.cache import cache_folder, digest, kept
 from toolkit.data.rows.files import local_path, paths_of
 from toolkit.data.rows.sources import Source, glimpse, has_images, identify, map_of, open_source, sampled, short_names
 from toolkit.data.samples.image_samples import identify_images
 from toolkit.data.samples.samples import Rows, Samples
-from toolkit.data.selection import Selection, class_names, hold_out, one_pass, select
+from toolkit.data.selection import Selection, class_names, hold_out, named_reasons, one_pass, select
 from toolkit.data.stream import Stream, StreamedSource, Window, describe_stream
 from toolkit.data.templates.stops import next_turn_of, require_turn_end
 from toolkit.data.tokens.tokenizer import bos_of, identity, pad_id
@@ -361,13 +361,16 @@ class Builder:
         if not self.kind.learns_tokens:
             described = {key: value for key, value in described.items() if not key.startswith("target")}
         return SplitReport(
-            **reports.count_rows(rows, chosen.kept, chosen.dropped),
+            read=len(chosen.kept) + len(chosen.dropped),
+            kept=len(chosen.kept),
+            num_dropped=len(chosen.dropped),
+            dropped=named_reasons(rows, chosen.dropped),
             **described,
             **({"noted": noted} if (noted := reports.notes(rows, chosen.kept)) else {}),
             **(reports.repeated_tokens(rows, chosen.kept) if self.kind.by_turn else {}),
             duplicates=reports.named(rows, reports.duplicates(rows, chosen.kept)),
             sources=reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
-            long=Found(count=len(chosen.long), rows=reports.names_of(rows, chosen.long), cut_tokens=cut_tokens),
+            long=reports.named(rows, chosen.long).model_copy(update={"cut_tokens": cut_tokens}),
             **samples,
         )
 

@@ -163,25 +163,13 @@ class DataReport(_Part):
         return self.model_dump(mode="json", exclude_unset=True)
 
 
-def count_rows(rows: Rows, kept: Any, dropped: dict[int, str]) -> dict[str, Any]:
-    """Returns fields of a `SplitReport`: rows read, kept and dropped, the dropped ones by reason with their names."""
-    return {
-        "read": len(kept) + len(dropped),
-        "kept": len(kept),
-        "num_dropped": len(dropped),
-        "dropped": {reason: named(rows, found) for reason, found in by_reason(dropped).items()},
-    }
-
-
-def notes(rows: Rows, kept: Any) -> dict[str, Found]:
+def notes(rows: SeenRows, kept: Any) -> dict[str, Found]:
     """Returns the kept rows by what is not learned or not read of them."""
     is_kept = set(kept.tolist())
     found: dict[str, list[int]] = {}
-    for source, start in zip(rows.sources, rows.starts, strict=False):
-        for row, of_row in source.notes().items():
-            if start + row in is_kept:
-                for note in of_row:
-                    found.setdefault(note, []).append(start + row)
+    for row, of_row in rows.notes().items():
+        for note in of_row if row in is_kept else ():
+            found.setdefault(note, []).append(row)
     return {note: named(rows, numbers) for note, numbers in found.items()}
 
 
@@ -193,14 +181,9 @@ def by_reason(dropped: dict[int, str]) -> dict[str, list[int]]:
     return found
 
 
-def named(rows: Rows, numbers: Any) -> Found:
+def named(rows: SeenRows, numbers: Any) -> Found:
     """Returns the number of rows, and the names of the first."""
-    return Found(count=len(numbers), rows=names_of(rows, numbers))
-
-
-def names_of(rows: Rows, numbers: Any) -> list[str]:
-    """Returns the names of the first rows."""
-    return [rows.name(int(row)) for row in numbers[:ROWS_NAMED]]
+    return Found(count=len(numbers), rows=[rows.name(int(row)) for row in numbers[:ROWS_NAMED]])
 
 
 def describe_rows(rows: Rows, kept: Any) -> dict[str, Any]:
@@ -249,7 +232,7 @@ def duplicates(rows: Rows, kept: Any) -> Any:
     return kept[repeated]
 
 
-def repeated_tokens(rows: Rows, kept: Any) -> dict[str, int]:
+def repeated_tokens(rows: SeenRows, kept: Any) -> dict[str, int]:
     """Returns a field of a `SplitReport`: tokens that samples of answers read more than once."""
     samples = sum(rows.ends(row)[-1] for row in kept.tolist())
     return {"repeated_tokens": samples - int(rows.column("length")[kept].sum(dtype=np.int64))}

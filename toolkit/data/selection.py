@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.labelled import NO_CLASS
 from toolkit.data.layouts.messages import NO_CALLS
-from toolkit.data.report import by_reason
+from toolkit.data.report import Found, by_reason, named
 from toolkit.data.rows.readers import BLANK
 from toolkit.data.samples.packing import Ints, mixed
-from toolkit.data.samples.samples import Rows
+from toolkit.data.samples.samples import Rows, SeenRows
 from toolkit.errors import DataError, counted
 
 LONG_SHARE = 0.01
@@ -22,6 +23,9 @@ LONG_SHARE = 0.01
 
 REASONS_TOLD = 5
 """The most reasons of dropping that an error lists."""
+
+Reasons = Mapping[str, Found]
+"""Why rows were dropped -> how many, and the names of the first."""
 
 
 @dataclass(frozen=True)
@@ -41,41 +45,73 @@ class Selection:
     long: Ints
 
 
-def select(kind: RowKind, rows: Rows, field: str, policy: str, names: list[str] | None) -> Selection:
-    """Selects the rows of a split that can be used.
+def judge(
+    kind: RowKind, rows: SeenRows, policy: str, names: list[str] | None = None
+) -> tuple[Ints, dict[int, str], Ints]:
+    """Returns `kept`, `dropped` and `long` of a `Selection` of these rows.
 
     Args:
         policy: what happens to rows that are too long.
         names: the classes, or None without classes.
+    """
+    dropped = rows.problems()
+    if names is not None:
+        assert isinstance(rows, Rows), "rows with classes are not streamed"
+        dropped |= kind.without_class(rows, names, dropped)
+    good = np.setdiff1d(np.arange(len(rows)), list(dropped))
+    long = good[np.any([size > most for size, most in zip(kind.sizes(rows, good), kind.most, strict=True)], axis=0)]
+    if policy in ("error", "drop"):
+        dropped |= dict.fromkeys(long.tolist(), kind.too_long)
+    # A prompt that fills max_length leaves nothing to learn.
+    if policy == "truncate" and not kind.cuts_rows:
+        reason = f"nothing to learn within {kind.data.max_length} tokens (data.max_length)"
+        # From the second token on, because the first is never a target.
+        useless = [row for row in long.tolist() if not np.any(rows.tokens(row, 1, kind.data.max_length)[1])]
+        dropped |= dict.fromkeys(useless, reason)
+    return np.setdiff1d(good, list(dropped)), dropped, long
+
+
+def select(kind: RowKind, rows: Rows, field: str, policy: str, names: list[str] | None) -> Selection:
+    """Selects the rows of a split that can be used; see `judge`.
 
     Raises:
         DataError: if too many are too long or cannot be used, or none is left.
     """
-    data = kind.data
-    dropped = problems_of(rows)
-    if names is not None:
-        dropped |= kind.without_class(rows, names, dropped)
-    good = np.setdiff1d(np.arange(len(rows)), list(dropped))
-    sizes, too_long = kind.sizes(rows, good), kind.too_long
-    long = good[np.any([size > most for size, most in zip(sizes, kind.most, strict=True)], axis=0)]
-    # A few long rows are dropped and counted; beyond 1 % the recipe has to say what becomes of them.
-    if policy == "error" and len(long) > LONG_SHARE * len(good):
-        ways = ("drop",) if rows.have_images else kind.ways
-        raise DataError(kind.too_many_long(field, sizes, len(good), len(long), ways))
-    if policy in ("error", "drop"):
-        dropped |= dict.fromkeys(long.tolist(), too_long)
-    # A prompt that fills max_length leaves nothing to learn.
-    if policy == "truncate" and not kind.cuts_rows:
-        reason = nothing_within(data.max_length)
-        dropped |= dict.fromkeys(_without_targets(rows, long, data.max_length), reason)
-    kept = np.setdiff1d(good, list(dropped))
+    kept, dropped, long = judge(kind, rows, policy, names)
+    good = np.union1d(kept, long)
+    if policy == "error":
+        require_few_long(kind, rows, field, kind.sizes(rows, good), len(good), len(long))
+    reasons = named_reasons(rows, dropped)
     if len(kept) == 0:
-        raise DataError(nothing_left(field, rows, dropped))
-    # Long rows have a rule of their own above, so they do not count twice.
-    unusable = {row: reason for row, reason in dropped.items() if reason not in (too_long, BLANK)}
-    if len(unusable) > data.max_dropped_fraction * len(rows):
-        raise DataError(too_many_dropped(field, len(rows), data.max_dropped_fraction, _named_reasons(rows, unusable)))
+        raise DataError(nothing_left(f"{field}: none of its rows ({len(rows):,}) can be trained on. ", reasons))
+    require_few_dropped(kind, field, len(rows), reasons)
     return Selection(rows, kept, dropped, long)
+
+
+def require_few_long(
+    kind: RowKind, rows: SeenRows, field: str, sizes: Sequence[Any], num_rows: int, num_long: int
+) -> None:
+    """Raises DataError if rows beyond `LONG_SHARE` are long: the recipe has to say what becomes of them.
+
+    Args:
+        sizes: tokens of known ones of these rows; see `RowKind.sizes`.
+    """
+    if num_long > LONG_SHARE * num_rows:
+        ways = ("drop",) if rows.have_images else kind.ways
+        raise DataError(kind.too_many_long(field, sizes, num_rows, num_long, ways))
+
+
+def require_few_dropped(kind: RowKind, field: str, num_rows: int, reasons: Reasons) -> None:
+    """Raises DataError if more rows cannot be used than may be dropped."""
+    # Long rows have a rule of their own, so they do not count twice.
+    reasons = {why: found for why, found in reasons.items() if why not in (kind.too_long, BLANK)}
+    count, allowed = sum(found.count for found in reasons.values()), kind.data.max_dropped_fraction
+    if count > allowed * num_rows:
+        raise DataError(
+            f"{field}: {count:,} of {counted(num_rows, 'row')} ({count / num_rows:.1%}) cannot be used, and "
+            f"data.max_dropped_fraction allows {allowed:.1%}. {reasons_in_words(reasons)}. "
+            f"{_mend(reasons) or 'Fix these rows'}, or raise data.max_dropped_fraction to leave them out"
+        )
 
 
 def class_names(kind: RowKind, train: Rows) -> list[str] | None:
@@ -86,65 +122,36 @@ def class_names(kind: RowKind, train: Rows) -> list[str] | None:
     """
     names = kind.class_names(train)
     if names == []:
-        raise DataError(nothing_left("data.train", train, problems_of(train)))
+        reasons = named_reasons(train, train.problems())
+        raise DataError(nothing_left(f"data.train: none of its rows ({len(train):,}) can be trained on. ", reasons))
     return names
 
 
-def problems_of(rows: Rows) -> dict[int, str]:
-    """Returns why rows cannot be used with any recipe, by row."""
-    found: dict[int, str] = {}
-    for source, start in zip(rows.sources, rows.starts, strict=False):
-        found |= {start + row: problem for row, problem in source.problems().items()}
-    return found
-
-
-def _without_targets(rows: Rows, long: Ints, max_length: int) -> list[int]:
-    # From the second token on, because the first is never a target.
-    return [row for row in long.tolist() if not rows.tokens(row, 1, max_length)[1].any()]
-
-
-def nothing_within(max_length: int) -> str:
-    """Returns the reason for a row whose targets are all cut off."""
-    return f"nothing to learn within {max_length} tokens (data.max_length)"
-
-
-def nothing_left(field: str, rows: Rows, dropped: dict[int, str]) -> str:
+def nothing_left(what: str, reasons: Reasons) -> str:
     """Returns the error's text if no row is left: the reasons, and the first rows of each."""
-    names = "the names in objective.labels, " if NO_CLASS in dropped.values() else ""
-    reasons = _named_reasons(rows, dropped)
-    return (
-        f"{field}: none of its rows ({len(rows):,}) can be trained on. {reasons_in_words(reasons)}. "
-        f"{mend(reasons) or f'Correct them, {names}or name other columns in data.columns'}"
-    )
+    names = "the names in objective.labels, " if NO_CLASS in reasons else ""
+    mend = _mend(reasons) or f"Correct them, {names}or name other columns in data.columns"
+    return f"{what}{reasons_in_words(reasons)}. {mend}"
 
 
-def mend(reasons: Iterable[str]) -> str | None:
+def _mend(reasons: Reasons) -> str | None:
     """Returns what helps where a chat template leaves out calls of tools, or None for other reasons."""
     if NO_CALLS not in reasons:
         return None
     return "Set data.chat_template=chatml, or alpaca if the vocabulary lacks its markers: both write tools and calls"
 
 
-def too_many_dropped(field: str, num_rows: int, allowed: float, reasons: dict[str, tuple[int, list[str]]]) -> str:
-    """Returns the error's text if too many rows cannot be used; for `reasons` see `reasons_in_words`."""
-    count = sum(number for number, _ in reasons.values())
-    return (
-        f"{field}: {count:,} of {counted(num_rows, 'row')} ({count / num_rows:.1%}) cannot be used, and "
-        f"data.max_dropped_fraction allows {allowed:.1%}. {reasons_in_words(reasons)}. "
-        f"{mend(reasons) or 'Fix these rows'}, or raise data.max_dropped_fraction to leave them out"
-    )
-
-
-def reasons_in_words(reasons: dict[str, tuple[int, list[str]]]) -> str:
+def reasons_in_words(reasons: Reasons) -> str:
     """Lists each reason with its number of rows and the names of three, the most frequent reasons first."""
-    by_count = sorted(reasons.items(), key=lambda item: -item[1][0])
-    told = [f"{reason}: {count:,} ({', '.join(names[:3])})" for reason, (count, names) in by_count[:REASONS_TOLD]]
+    by_count = sorted(reasons.items(), key=lambda item: -item[1].count)
+    told = [f"{reason}: {of.count:,} ({', '.join(of.rows[:3])})" for reason, of in by_count[:REASONS_TOLD]]
     more = [f"and {len(by_count) - REASONS_TOLD} more reasons"] if len(by_count) > REASONS_TOLD else []
     return "; ".join([*told, *more])
 
 
-def _named_reasons(rows: Rows, dropped: dict[int, str]) -> dict[str, tuple[int, list[str]]]:
-    return {reason: (len(found), [rows.name(row) for row in found[:3]]) for reason, found in by_reason(dropped).items()}
+def named_reasons(rows: SeenRows, dropped: dict[int, str]) -> dict[str, Found]:
+    """Returns why rows are dropped -> how many, and the names of the first."""
+    return {reason: named(rows, found) for reason, found in by_reason(dropped).items()}
 
 
 def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, Selection]:

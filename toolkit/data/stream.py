@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,14 @@ from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import TOO_LONG, RowKind
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.report import ROWS_NAMED, DataReport, Found, SplitReport
-from toolkit.data.rows.readers import BLANK, Row, Shard
+from toolkit.data.rows.readers import Row, Shard
 from toolkit.data.rows.sources import Source, rows_of_shards
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.loader import ahead, first_positions
-from toolkit.data.samples.packing import by_sample
-from toolkit.data.samples.samples import Batch, Samples, TextSamples
+from toolkit.data.samples.packing import Ints, by_sample
+from toolkit.data.samples.samples import Batch, Samples, SeenRows, TextSamples
 from toolkit.data.samples.sequence_parts import WHOLE, Part
-from toolkit.data.selection import LONG_SHARE, nothing_within, reasons_in_words, too_many_dropped
+from toolkit.data.selection import judge, named_reasons, nothing_left, require_few_dropped, require_few_long
 from toolkit.errors import DataError
 
 WINDOW_SAMPLES = 256
@@ -55,60 +55,55 @@ class StreamCounts:
     """What became of the rows so far.
 
     Attributes:
-        dropped: reason -> how many, and the names of the first.
-        noted: what is not learned of kept rows -> how many, and the names of the first.
+        dropped, noted: reason of dropping, and what is not learned of kept rows -> how many, and the first of them.
         long: rows longer than the limit, even if they were kept.
         lengths, targets: tokens and target tokens of the first usable rows.
-        held_out: digests of rows that are evaluated, too.
+        also_held_out: digests of rows that are evaluated, too.
     """
 
     read: int = 0
-    num_dropped: int = 0
-    dropped: dict[str, dict[str, Any]] = field(default_factory=dict)
-    noted: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kept: int = 0
     long: int = 0
     cut_tokens: int = 0
     tokens: int = 0
     repeated_tokens: int = 0
     target_tokens: int = 0
+    dropped: dict[str, Found] = field(default_factory=dict)
+    noted: dict[str, Found] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     longest: tuple[int, str] = (0, "")
-    held_out: set[int] = field(default_factory=set)
+    also_held_out: set[int] = field(default_factory=set)
 
-    def keep(self, document: Document) -> None:
-        self.tokens += document["length"]
-        self.repeated_tokens += ends_of(document)[-1] - document["length"]
-        self.target_tokens += document["num_targets"]
-        if len(self.lengths) < ROWS_MEASURED:
-            self.lengths.append(document["length"])
-            self.targets.append(document["num_targets"])
-        self.longest = max(self.longest, (document["length"], document["row"]))
-        for note in notes_in(document["note"] or ""):
-            if note:
-                _count_row(self.noted, note, document["row"])
-
-    def drop(self, reason: str, row: str) -> None:
-        self.num_dropped += 1
-        _count_row(self.dropped, reason, row)
-
-    @property
-    def reasons(self) -> dict[str, tuple[int, list[str]]]:
-        """Why rows were dropped -> how many, and the names of the first."""
-        return {why: (found["count"], found["rows"]) for why, found in self.dropped.items()}
+    def add(self, rows: SeenRows, kept: Ints, dropped: dict[int, str], long: Ints) -> None:
+        """Counts rows; see `judge`."""
+        self.read += len(rows)
+        self.kept += len(kept)
+        self.long += len(long)
+        _add(self.dropped, named_reasons(rows, dropped))
+        _add(self.noted, reports.notes(rows, kept))
+        lengths, targets = rows.column("length")[kept], rows.column("num_targets")[kept]
+        self.tokens += int(lengths.sum())
+        self.target_tokens += int(targets.sum())
+        self.repeated_tokens += reports.repeated_tokens(rows, kept)["repeated_tokens"]
+        room = ROWS_MEASURED - len(self.lengths)
+        self.lengths += lengths[:room].tolist()
+        self.targets += targets[:room].tolist()
+        sizes = zip(lengths.tolist(), map(rows.name, kept.tolist()), strict=True)
+        self.longest = max([self.longest, *sizes])
 
     @property
     def good(self) -> int:
         """Number of valid rows, too long ones included."""
-        too_long = self.dropped.get(TOO_LONG, {"count": 0})
-        return self.read - self.num_dropped + int(too_long["count"])
+        return self.kept + (self.dropped[TOO_LONG].count if TOO_LONG in self.dropped else 0)
 
 
-def _count_row(found: dict[str, dict[str, Any]], what: str, row: str) -> None:
-    entry = found.setdefault(what, {"count": 0, "rows": []})
-    entry["count"] += 1
-    if len(entry["rows"]) < ROWS_NAMED and row not in entry["rows"]:
-        entry["rows"].append(row)
+def _add(found: dict[str, Found], more: Mapping[str, Found]) -> None:
+    """Adds rows to those that were found before, of which the first keep their names, each once."""
+    for what, new in more.items():
+        old = found.get(what, Found(count=0, rows=[]))
+        names = list(dict.fromkeys([*old.rows, *new.rows]))[:ROWS_NAMED]
+        found[what] = Found(count=old.count + new.count, rows=names)
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class StreamedSource:
 
 
 class WindowRows:
-    """The tokens of a window's documents, and their images.
+    """Documents of a stream as `SeenRows`.
 
     Args:
         contents: digest -> an image that a row holds itself; None if no images are read.
@@ -129,10 +124,24 @@ class WindowRows:
 
     def __init__(self, documents: list[Document], contents: dict[str, bytes] | None = None) -> None:
         self.documents = documents
+        self.starts = [0]
         self._contents = contents
 
     def __len__(self) -> int:
         return len(self.documents)
+
+    def column(self, name: str) -> Any:
+        """Returns a column of numbers, (rows,)."""
+        return np.array([document[name] for document in self.documents], dtype=np.int64)
+
+    def problems(self) -> dict[int, str]:
+        """See `SeenRows.problems`."""
+        each = enumerate(self.documents)
+        return {row: document["problem"] for row, document in each if document["problem"] is not None}
+
+    def notes(self) -> dict[int, list[str]]:
+        """See `SeenRows.notes`."""
+        return {row: notes_in(note) for row, document in enumerate(self.documents) if (note := document["note"])}
 
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         """Returns `input_ids` and `targets` of a part of a document, each (length,)."""
@@ -228,11 +237,12 @@ class Stream:
         kept: list[Document] = []
         tokens = 0
         while tokens < WINDOW_SAMPLES * self.max_length:
-            for document in self._read_documents(cursors):
-                kept_it = self._count_document(document)
-                if (read := cursors[document["source"]].without_good(kept_it)) is not None:
+            documents = self._read_documents(cursors)
+            good = self._judged(documents)
+            for row, document in enumerate(documents):
+                if (read := cursors[document["source"]].without_good(row in good)) is not None:
                     raise DataError(self._nothing_left(self.sources[document["source"]].source, read))
-                if kept_it:
+                if row in good:
                     # As arrays: lists of Python numbers would take a window several times the memory.
                     arrays = {name: np.asarray(document[name]) for name in ("input_ids", "targets")}
                     kept.append({**document, **arrays})
@@ -241,25 +251,28 @@ class Stream:
                         total if self.policy == "split" or len(ends_of(document)) > 1 else min(total, self.max_length)
                     )
             if self.counts.read >= ROWS_JUDGED:
-                self._check_dropped()
-        self._check_dropped()
+                require_few_dropped(self.kind, "data.train", self.counts.read, self.counts.dropped)
+        require_few_dropped(self.kind, "data.train", self.counts.read, self.counts.dropped)
         return kept
+
+    def _judged(self, documents: list[Document]) -> set[int]:
+        """Counts documents, and returns the numbers of those that can be used."""
+        rows, counts = WindowRows(documents, None if self.images is None else {}), self.counts
+        kept, dropped, long = judge(self.kind, rows, self.policy)
+        counts.add(rows, kept, dropped, long)
+        if self.policy == "truncate":
+            counts.cut_tokens += int((rows.column("length")[long] - self.max_length).sum())
+        counts.also_held_out |= self.held_out.intersection(rows.column("digest")[kept].tolist())
+        # One long row at the beginning is no error.
+        if self.policy == "error" and counts.long > 1:
+            sizes = [np.array([*counts.lengths, *rows.column("length")[long]])]
+            require_few_long(self.kind, rows, "data.train", sizes, counts.good, counts.long)
+        return set(kept.tolist())
 
     def _nothing_left(self, source: Source, num_rows: int) -> str:
         """Returns the error's text if no row of a source can be used."""
-        reasons = reasons_in_words(self.counts.reasons)
-        return (
-            f"{source.field}: none of the rows of {source.name!r} ({num_rows:,}) can be used. Of "
-            f"{self.counts.read:,} read: {reasons}. Correct them, or name other columns in data.columns"
-        )
-
-    def _check_dropped(self) -> None:
-        """Raises DataError if more rows could not be used than may be dropped."""
-        counts = self.counts
-        reasons = {why: found for why, found in counts.reasons.items() if why not in (TOO_LONG, BLANK)}
-        if sum(number for number, _ in reasons.values()) > self.kind.data.max_dropped_fraction * counts.read:
-            allowed = self.kind.data.max_dropped_fraction
-            raise DataError(too_many_dropped("data.train", counts.read, allowed, reasons))
+        what = f"{source.field}: none of the rows of {source.name!r} ({num_rows:,}) can be used"
+        return nothing_left(f"{what}. Of {self.counts.read:,} read: ", self.counts.dropped)
 
     def _read_documents(self, cursors: list[_Cursor]) -> list[Document]:
         """Returns the next rows in the sources' order, tokenised."""
@@ -283,40 +296,6 @@ class Stream:
         """Returns the folder of the images that the rows of a source's shard name; empty if none is read."""
         encoder = self.sources[number].encoder
         return "" if encoder.images is None else str(image_root(shard, encoder.image_root))
-
-    def _count_document(self, document: Document) -> bool:
-        counts = self.counts
-        counts.read += 1
-        problem = document["problem"]
-        if problem is None and document["length"] > self.max_length:
-            counts.long += 1
-            problem = self._problem_of_long(document)
-        if problem is not None:
-            counts.drop(problem, document["row"])
-            return False
-        counts.keep(document)
-        if document["digest"] in self.held_out:
-            counts.held_out.add(document["digest"])
-        return True
-
-    def _problem_of_long(self, document: Document) -> str | None:
-        counts = self.counts
-        if (
-            # The share is that of at least 100 rows, so that one long row at the beginning is no error.
-            self.policy == "error"
-            and counts.long > 1
-            and counts.long > LONG_SHARE * max(counts.good, ROWS_MEASURED // 100)
-        ):
-            lengths = np.array([*counts.lengths, document["length"]])
-            ways = self.kind.ways if self.images is None else ("drop",)
-            raise DataError(self.kind.too_many_long("data.train", [lengths], counts.good, counts.long, ways))
-        if self.policy in ("error", "drop"):
-            return TOO_LONG
-        if self.policy == "truncate":
-            counts.cut_tokens += document["length"] - self.max_length
-            if not any(document["targets"][1 : self.max_length]):
-                return nothing_within(self.max_length)
-        return None
 
     def _samples(self, documents: list[Document], window: int) -> TextSamples:
         rows = WindowRows(documents, self._taken_contents())
@@ -503,37 +482,28 @@ def describe_stream(
         samples: samples of the first window.
     """
     counts = stream.counts
-    lengths, targets = np.array(counts.lengths), np.array(counts.targets)
     used = int(samples.lengths().sum())
-    described = reports.describe_lengths(lengths, targets)
-    noted = {what: Found(**found) for what, found in counts.noted.items()}
+    described = reports.describe_lengths(np.array(counts.lengths), np.array(counts.targets))
     train = SplitReport(
         read=counts.read,
-        kept=counts.read - counts.num_dropped,
-        num_dropped=counts.num_dropped,
-        dropped={reason: Found(**found) for reason, found in counts.dropped.items()},
+        kept=counts.kept,
+        num_dropped=counts.read - counts.kept,
+        dropped=counts.dropped,
         long=Found(count=counts.long, rows=[], cut_tokens=counts.cut_tokens),
-        **({"noted": noted} if noted else {}),
+        **({"noted": counts.noted} if counts.noted else {}),
         **({"repeated_tokens": counts.repeated_tokens} if stream.kind.by_turn else {}),
         **{**described, "tokens": counts.tokens, "target_tokens": counts.target_tokens},
         longest={"row": counts.longest[1], "tokens": counts.longest[0]},
         samples=len(samples),
         fill_rate=used / (len(samples) * stream.max_length) if stream.kind.packed else None,
     )
-    rows = samples.rows
-    assert isinstance(rows, WindowRows)
+    rows: Any = samples.rows  # `WindowRows` have what an example of text needs of `Rows`
     # At the end of a run the report has them already.
-    shown = range(min(reports.EXAMPLES_OF_WINDOW, len(rows))) if report.train is None else ()
-    examples = [
-        {
-            **reports.decoded(tokenizer, *rows.tokens(row, 0, stream.max_length)),
-            **reports.previews(rows, row, stream.images),
-        }
-        for row in shown
-    ]
+    shown = np.arange(min(reports.EXAMPLES_OF_WINDOW, len(rows)) if report.train is None else 0)
+    examples = reports.examples(stream.kind, tokenizer, rows, shown, "train", stream.images) if len(shown) else []
     splits = {"train": train}
     if report.validation is not None:
-        splits["validation"] = report.validation.model_copy(update={"also_in_train": len(counts.held_out)})
+        splits["validation"] = report.validation.model_copy(update={"also_in_train": len(counts.also_held_out)})
     return report.model_copy(
         update={**splits, "examples": [*examples, *report.examples], "warnings": reports.warnings(splits)}
     )

@@ -378,7 +378,7 @@ def test_a_name_that_no_repository_has(place: Path) -> None:
         lambda name: toolkit("generate", name, "--prompt", "x"),
     ]
     names = ["my model", "C:\\models\\llama", "qwen3:8b", "gpt2 ", "Qwen//Qwen3", "a..b/c"]
-    tried = [(command, names[number % len(names)]) for number, command in enumerate(commands * 2)]
+    tried = [(command, names[number % len(names)]) for number, command in enumerate(commands)]
     named = "does not exist; name a model's folder or a hub name, which looks like Qwen/Qwen3-8B"
     assert (
         unclear((name, command(f"'{name}'" if command in commands[:6] else name), named) for command, name in tried)

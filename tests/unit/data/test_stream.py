@@ -142,7 +142,7 @@ def test_weighted_sources_are_mixed_and_started_again(tmp_path: Path, byte_pairs
 
 def test_a_source_without_a_usable_row_ends_with_an_error(tmp_path: Path, byte_pairs: Any) -> None:
     path = rows_file(tmp_path / "a.jsonl", [" "] * 9)
-    why = r"none of the rows of 'a.jsonl' \(9\) can be used. Of 10 read: text is empty: 10 \(a.jsonl:1, a.jsonl:2, "
+    why = r"none of the rows of 'a.jsonl' \(9\) can be used. Of 12 read: text is empty: 12 \(a.jsonl:1, a.jsonl:2, "
     with pytest.raises(DataError, match=why):
         built(tmp_path, byte_pairs, train=str(path))
 

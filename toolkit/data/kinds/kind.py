@@ -15,7 +15,7 @@ from toolkit.data.images.images import Images
 from toolkit.data.layouts.layout import ColumnLayout, Layout
 from toolkit.data.rows.sources import Source
 from toolkit.data.samples.packing import Ints, Pieces, best_fit
-from toolkit.data.samples.samples import Rows, Samples, TokenRows
+from toolkit.data.samples.samples import Rows, Samples, SeenRows, TokenRows
 from toolkit.errors import counted
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.spec import ObjectiveSpec
@@ -171,7 +171,7 @@ class RowKind(ABC):
         return {}
 
     @classmethod
-    def sizes(cls, rows: Rows, chosen: Any) -> tuple[Ints, ...]:
+    def sizes(cls, rows: SeenRows, chosen: Any) -> tuple[Ints, ...]:
         """Returns, for each of `limits`, the tokens of these rows, (rows,)."""
         return (rows.column("length")[chosen],)
 

@@ -16,7 +16,17 @@ from toolkit.data.rows.examples import Example
 from toolkit.data.rows.sources import Source
 from toolkit.data.rows.values import RowProblem, RowValues
 from toolkit.data.samples.packing import Ints
-from toolkit.data.samples.samples import IGNORED, Batch, RowPrompt, Rows, RowSamples, Samples, filled_up, padded
+from toolkit.data.samples.samples import (
+    IGNORED,
+    Batch,
+    RowPrompt,
+    Rows,
+    RowSamples,
+    Samples,
+    SeenRows,
+    filled_up,
+    padded,
+)
 from toolkit.errors import DataError, counted
 
 USUAL_NAMES = (
@@ -190,7 +200,7 @@ class SourceTargetRows(RowKind):
         return super().encoder(tokenizer, truncate_target_to=cut, prefix=self.data.source_prefix or "", **settings)
 
     @classmethod
-    def sizes(cls, rows: Rows, chosen: Any) -> tuple[Ints, ...]:
+    def sizes(cls, rows: SeenRows, chosen: Any) -> tuple[Ints, ...]:
         sources = rows.column("split")[chosen]
         return sources, rows.column("length")[chosen] - sources
 

@@ -6,7 +6,6 @@ The cause is found by the types of huggingface_hub's errors. transformers and da
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from toolkit.errors import BadInputError, DataError, HubError, ToolkitError, first_line, without_secrets
 from toolkit.paths import download_command, is_file_source, is_hub_name
 
-FULL, READ_ONLY = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM, errno.EROFS)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 UNREACHABLE = {"TransportError", "ConnectionError", "TimeoutError", "XetDownloadError"}
 """Names of errors of the HTTP clients, of Python and of the downloader, which have no base in common."""
@@ -107,94 +106,55 @@ class _Refusal:
 
     def by_answer(self, found: Sequence[BaseException]) -> str | None:
         """Explains a refusal by the hub."""
-        from huggingface_hub import errors, get_token
+        from huggingface_hub import constants, errors, get_token
 
-        answer = next(
-            (
-                cause
-                for cause in found
-                if isinstance(cause, errors.HfHubHTTPError) and not isinstance(cause, errors.EntryNotFoundError)
-            ),
-            None,
-        )
+        refusals = (cause for cause in found if isinstance(cause, errors.HfHubHTTPError))
+        answer = next((each for each in refusals if not isinstance(each, errors.EntryNotFoundError)), None)
         if answer is None:
             return None
-        status, has_token = answer.response.status_code, get_token() is not None
+        status, login = answer.response.status_code, "run `hf auth login`, or set HF_TOKEN"
         said = (answer.server_message or first_line(answer)).splitlines()[0].rstrip(".")
         if isinstance(answer, errors.GatedRepoError):
-            return self._gated(has_token)
-        if isinstance(answer, errors.DisabledRepoError):
-            return f"{self.field}: {self.name!r} is disabled on the hub; name another {self.kind}"
-        if isinstance(answer, errors.RevisionNotFoundError):
-            return self._no_revision()
-        if status == 401 and has_token:
-            return self._bad_token(said)
-        if isinstance(answer, errors.RepositoryNotFoundError) or status in (401, 404):
-            return self._missing(has_token)
-        self.hub_fails = status >= 500
-        if status == 403:
-            mend = f"give its token the right to read it at {_tokens()}" if has_token else "run `hf auth login`"
-        elif status == 429:
-            mend = "try again in some minutes" + ("" if has_token else ", or run `hf auth login` for a higher limit")
-        elif self.hub_fails:
-            mend = (
-                "try again later, or set HF_HUB_OFFLINE=1 if it was downloaded before (https://status.huggingface.co)"
-            )
-        else:
-            mend = f"see {self.page}"
-        return f"{self.field}: the hub answers HTTP {status} for {self.name!r} ({said}); {mend}"
-
-    def _gated(self, has_token: bool) -> str:
-        problem = f"{self.field}: {self.name!r} is gated on the hub, and"
-        if not has_token:
             return (
-                f"{problem} this machine has no token. Ask for access at {self.page}, then run `hf auth login`, or set "
-                "HF_TOKEN"
+                f"{self.field}: {self.name!r} is gated on the hub. Ask for access at {self.page}, and wait until it is "
+                f"granted; for the token of that account {login}"
             )
-        return (
-            f"{problem} the account of this machine's token (`hf auth whoami`) has no access. Ask for access at "
-            f"{self.page}, and wait until it is granted; a fine-grained token also needs the right to read gated ones"
-        )
-
-    def _missing(self, has_token: bool) -> str:
-        from huggingface_hub import constants
-
-        mend = (
-            "or this machine's token may not read it. Correct the name, or run `hf auth login` with an account that may"
-            if has_token
-            else "or it is private, and this machine has no token. Correct the name; for a private one run `hf auth "
-            "login`, or set HF_TOKEN"
-        )
-        return f"{self.field}: {constants.ENDPOINT} has no {self.kind} {self.name!r}, {mend}"
-
-    def _bad_token(self, said: str) -> str:
-        mend = (
-            "set HF_TOKEN to another, or unset it" if os.environ.get("HF_TOKEN") else "run `hf auth login` for another"
-        )
-        return (
-            f"{self.field}: the hub refuses this machine's token, which is wrong or expired ({said}), and gives no "
-            f"{self.name!r}; {mend}. Tokens are made at {_tokens()}"
-        )
-
-    def _no_revision(self) -> str:
-        field = self.field.replace("name_or_path", "revision")
-        return (
-            f"{field}: {self.name!r} has no revision {self.revision or 'main'!r} on the hub; name a branch, a tag or a "
-            f"commit of {self.page}/commits/main"
-        )
+        if isinstance(answer, errors.RevisionNotFoundError):
+            return (
+                f"{self.field.replace('name_or_path', 'revision')}: {self.name!r} has no revision "
+                f"{self.revision or 'main'!r} on the hub; name a branch, a tag or a commit of {self.page}/commits/main"
+            )
+        if status == 401 and get_token() is not None:
+            return (
+                f"{self.field}: the hub refuses this machine's token ({said}), and gives no {self.name!r}; for another "
+                f"{login}"
+            )
+        if isinstance(answer, errors.RepositoryNotFoundError) or status in (401, 404):
+            return (
+                f"{self.field}: {constants.ENDPOINT} has no {self.kind} {self.name!r}, or it is private. Correct the "
+                f"name; for a token that may read it {login}"
+            )
+        self.hub_fails = status >= 500
+        mend = "try again in some minutes"
+        if self.hub_fails:
+            mend += ", or set HF_HUB_OFFLINE=1 if it was downloaded before"
+        elif status != 429:
+            mend = f"see {self.page}; for a token that may read it {login}"
+        return f"{self.field}: the hub answers HTTP {status} for {self.name!r} ({said}); {mend}"
 
     def by_disk(self, found: Sequence[BaseException]) -> str | None:
         """Explains that what the hub gives cannot be stored."""
         from huggingface_hub import constants
 
-        codes = [cause.errno for cause in found if isinstance(cause, OSError)]
-        if any(code in FULL for code in codes):
-            problem = "has no space left. Free some, for example with `hf cache rm`, or set HF_HOME to a folder on"
-            return f"{self.field}: {self.name!r} cannot be downloaded: {constants.HF_HUB_CACHE} {problem} another disk"
-        if any(code in READ_ONLY for code in codes):
-            problem = "cannot be written. Set HF_HOME to a folder that can"
-            return f"{self.field}: {self.name!r} cannot be downloaded: {constants.HF_HUB_CACHE} {problem}"
-        return None
+        why = next(
+            (cause.strerror for cause in found if isinstance(cause, OSError) and cause.errno in UNWRITABLE), None
+        )
+        if why is None:
+            return None
+        return (
+            f"{self.field}: {self.name!r} cannot be downloaded to {constants.HF_HUB_CACHE}: {why}. Free some space "
+            "(`hf cache rm`), or set HF_HOME to another folder"
+        )
 
     def by_network(self, found: Sequence[BaseException]) -> str | None:
         """Explains that the hub was not or could not be asked."""
@@ -208,14 +168,10 @@ class _Refusal:
                 f"{self.field}: {self.name!r} is not in the hub's cache, and the hub is not asked (HF_HUB_OFFLINE). "
                 f"Unset that, or {self._elsewhere()}"
             )
-        if "ProxyError" in names:
-            reason, mend = "the proxy fails", "correct HTTPS_PROXY, or unset it"
-        else:
-            reason = first_line(found[-1])
-            mend = "try again; behind a proxy set HTTPS_PROXY, with a mirror HF_ENDPOINT"
         return (
-            f"{self.field}: {constants.ENDPOINT} cannot be reached for {self.name!r} ({reason}); {mend}. To work "
-            f"offline, {self._elsewhere()}"
+            f"{self.field}: {constants.ENDPOINT} cannot be reached for {self.name!r} ({first_line(found[-1])}); try "
+            "again; behind a proxy correct HTTPS_PROXY, with a mirror HF_ENDPOINT. To work offline, "
+            f"{self._elsewhere()}"
         )
 
     def _elsewhere(self) -> str:
@@ -224,9 +180,3 @@ class _Refusal:
             return f"run `hf download {self.name} --repo-type dataset` where there is a network, and name its files"
         command = download_command(self.name, self.revision)
         return f"run `{command}` where there is a network, and name the folder that it prints"
-
-
-def _tokens() -> str:
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/settings/tokens"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ SAMPLES_LOOKED_AT = 256
 """Number of samples in which the ends of answers are searched: a template has one or two."""
 
 Batch = dict[str, torch.Tensor]
+
+T = TypeVar("T")
 
 
 PLAIN_PROMPT = 16
@@ -69,7 +71,16 @@ class TokenRows(Protocol):
 
 
 class SeenRows(TokenRows, Protocol):
-    """Rows of tokens and images."""
+    """Rows of tokens and images, good and bad."""
+
+    def column(self, name: str) -> Any:
+        """Returns a column of numbers over all rows, (rows,)."""
+
+    def problems(self) -> dict[int, str]:
+        """Returns why rows cannot be used with any recipe, by row."""
+
+    def notes(self) -> dict[int, list[str]]:
+        """Returns, by row, what of a usable row is not learned or not read."""
 
     @property
     def have_images(self) -> bool:
@@ -217,6 +228,18 @@ class Rows:
     def column(self, name: str) -> Any:
         """Returns a column of numbers over all rows, (rows,)."""
         return np.concatenate([source.column(name) for source in self.sources])
+
+    def problems(self) -> dict[int, str]:
+        """See `Documents.problems`."""
+        return self._by_row(Documents.problems)
+
+    def notes(self) -> dict[int, list[str]]:
+        """See `Documents.notes`."""
+        return self._by_row(Documents.notes)
+
+    def _by_row(self, read: Callable[[Documents], dict[int, T]]) -> dict[int, T]:
+        each = zip(self.sources, self.starts, strict=False)
+        return {start + row: value for source, start in each for row, value in read(source).items()}
 
     def values(self, name: str) -> list[Any]:
         """Returns a column of other values over all rows."""
