@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.text import Text
@@ -69,7 +69,13 @@ class Terminal(Console):
         stderr: whether to print to stderr instead of stdout.
         quiet: whether to print nothing, as on ranks other than 0.
         soft_wrap: whether to leave the wrapping of long lines to the terminal.
+
+    Attributes:
+        with_bar: the console of the bar below what this process prints to stderr, or None without a bar. All others
+            print by it: their lines would begin after the bar's last word.
     """
+
+    with_bar: ClassVar[Console | None] = None
 
     def __init__(self, stderr: bool = True, quiet: bool = False, soft_wrap: bool = True) -> None:
         # rich would make a cell output for every line. In a forked rank it would be a message that never arrives:
@@ -87,8 +93,12 @@ class Terminal(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """Prints as rich does, but ignores errors of the output, such as a full disk."""
         # The output may be a file on a full disk: a line that cannot be printed must not end a run.
+        shown_by = Terminal.with_bar
         with contextlib.suppress(OSError):
-            super().print(*objects, **options)
+            if shown_by in (None, self) or self.quiet or not self.stderr:
+                super().print(*objects, **options)
+            else:
+                shown_by.print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
         """Ends a command's output if nobody reads it any more. A run, which prints to stderr, goes on silently."""

@@ -64,7 +64,7 @@ def resolve_strategy(asked: str | None) -> Strategy:
         other = parse_strategy(configured, "fsdp_config.fsdp_sharding_strategy")
         if other != strategy:
             word, _, reshards = STRATEGY_KEYS
-            key = word if variables[word] == configured else f"{reshards}: false"
+            key = f"{word} ({word.upper()})" if variables[word] == configured else f"{reshards}: false"
             raise BadInputError(
                 f"sharding.strategy is {strategy.name}, but the Accelerate config's fsdp_config.{key} is {other.name}; "
                 "remove one of them or make them agree"
@@ -132,11 +132,12 @@ def accumulation_plugin(steps: int) -> GradientAccumulationPlugin:
     Raises:
         BadInputError: if the Accelerate config asks for another number.
     """
-    configured = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    configured = os.environ.get(variable)
     if configured not in (None, "1", "auto", str(steps)):
         raise BadInputError(
-            f"training.gradient_accumulation_steps is {steps}, but the Accelerate config's gradient_accumulation_steps "
-            f"is {configured}; remove it from the Accelerate config"
+            f"training.gradient_accumulation_steps is {steps}, but {variable} of the environment is {configured}: an "
+            f"Accelerate config's gradient_accumulation_steps, or left over; remove it from the config, or unset it"
         )
     # Every optimizer step has all its micro-batches, so Accelerate need not know where the data ends.
     return GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
@@ -151,10 +152,12 @@ def refuse_stock_settings() -> None:
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise BadInputError(OFFLOADED_PARAMS)
     for backend in ("DEEPSPEED", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{backend}", "false").lower() == "true":
+        variable = f"ACCELERATE_USE_{backend}"
+        if (found := os.environ.get(variable, "false")).lower() == "true":
             raise BadInputError(
-                f"distributed_type: the Accelerate config says {backend}, but the sharding backend runs under FSDP; "
-                "start with another config (`toolkit configs` lists some)"
+                f"{variable} of the environment is {found}, but the sharding backend runs under FSDP: an Accelerate "
+                f"config's distributed_type {backend}, or left over; start with another config (`toolkit configs` "
+                "lists some), or unset it"
             )
 
 

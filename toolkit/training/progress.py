@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, T
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from toolkit.terminal import clock
+from toolkit.terminal import Terminal, clock
 
 BAR_WIDTH = 12
 """Columns of the bar in a terminal: count, time left and loss need the rest of 80 columns."""
@@ -76,9 +76,11 @@ class _TerminalBar:
         self._task = self._progress.add_task("training", total=num_steps, figures=())
 
     def start(self) -> None:
+        Terminal.with_bar = self._progress.console
         self._progress.start()
 
     def stop(self) -> None:
+        Terminal.with_bar = None
         self._progress.stop()
 
     def show(self, step: int, figures: Sequence[str]) -> None:

@@ -60,6 +60,19 @@ def test_figures_that_do_not_fit_are_left_out_whole() -> None:
     assert fitting(figures, 200).endswith("0.31 targets/s  peak 3.00 GiB host  mfu 43.2%")
 
 
+def test_what_others_print_stands_above_the_bar() -> None:
+    """An evaluation has a console of its own; its line began after the bar's last word."""
+    told = io.StringIO()
+    shown = Progress(Console(file=told, force_terminal=True, width=60, color_system=None), 20, 10)
+    shown.start()
+    shown.show(3, ["loss 1.0"])
+    Terminal().print("evaluating: under way")
+    shown.stop()
+    Terminal(quiet=True).print("nothing")
+    assert "\x1b[2Kevaluating: under way\n" in told.getvalue()
+    assert Terminal.with_bar is None
+
+
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_bar_fits_into_the_terminal(width: int) -> None:
     told = io.StringIO()
