@@ -51,6 +51,9 @@ ITEM_BYTES = {"int16": 2, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "
 Place = Path | StorePath
 P = TypeVar("P", Path, StorePath)
 
+DIGESTS = ("data", "content", "base", "teacher", "adapter")
+"""Digests of what a run reads that are fields of a manifest; those of others are in `named`."""
+
 
 @dataclass(frozen=True)
 class FileEntry:
@@ -119,6 +122,11 @@ class Manifest:
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     format: int = FORMAT
+
+    def digests(self) -> dict[str, str | None]:
+        """Returns a digest of all that the run read, by its name."""
+        fields = {name: getattr(self, name) for name in DIGESTS}
+        return fields | ({} if self.scorer is None else {"answers.compare": self.scorer}) | self.named
 
     def to_json(self) -> str:
         """Returns the manifest as JSON."""

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from toolkit import ranks
 from toolkit.checkpoint import reader, upload
 from toolkit.checkpoint.fetch import clear_incoming
-from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.manifest import DIGESTS, Manifest
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
@@ -44,11 +44,6 @@ TELL_SECONDS = 10.0
 PARTING_SECONDS = 20.0
 """How long a rank that ends alone waits for its copy to a store: the others must hear of it within a minute."""
 
-ASKED = "answers.file"
-"""The field that names the questions of a run, of which the weights do not depend."""
-
-MODELS = ("model.name_or_path", "objective.teacher")
-
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
@@ -60,23 +55,13 @@ class RunIdentity:
         recipe: the resolved recipe, as plain JSON.
         seed: the seed of the run.
         strategy: the strategy as an Accelerate config spells it, for people.
-        data: identifies the tokenised data.
-        content: identifies the files of a stream and the images of rows, or None if there are none of both.
-        base: the fingerprint of the files with frozen weights or a reference, or None if there are none.
-        teacher: the fingerprint of the teacher, which is not saved, or None if there is none.
-        adapter: the fingerprint of the adapter that training continues, or None.
-        named: a digest of each further file that the recipe names, by its field.
+        digests: of what the run reads, by its name or field; None for what it could have, and has not.
     """
 
     recipe: dict[str, Any]
     seed: int
     strategy: str
-    data: str
-    content: str | None
-    base: str | None
-    teacher: str | None
-    adapter: str | None
-    named: dict[str, str]
+    digests: dict[str, str | None]
 
 
 class RunCheckpoints(Extension):
@@ -163,10 +148,10 @@ class RunCheckpoints(Extension):
             return
         set_generators(self._before[0])
         set_streams(self._before[1])
-        named = {
-            field: known for field, known in self._identity.named.items() if not str(error).startswith(f"{field}: ")
+        digests = {
+            name: known for name, known in self._identity.digests.items() if not str(error).startswith(f"{name}: ")
         }
-        self._identity = replace(self._identity, named=named)
+        self._identity = replace(self._identity, digests=digests)
         if self.save(self._trainer, wait=True):
             error.add_note(f"the state after step {self._trainer.global_step} is saved; the same command goes on there")
 
@@ -187,6 +172,7 @@ class RunCheckpoints(Extension):
         evals = [r for r in self._metrics.records if r["split"] == "eval" and r["step"] == step]
         merit = merit_of(evals[-1], self._identity.recipe["training"]["best_by"]) if evals else -math.inf
         samples = trainer.windows.samples_at(trainer.global_step)
+        fields: dict[str, Any] = {name: self._identity.digests.get(name) for name in DIGESTS}
         manifest = Manifest(
             step=trainer.global_step,
             samples=samples,
@@ -194,12 +180,8 @@ class RunCheckpoints(Extension):
             strategy=self._identity.strategy,
             precision=self._accelerator.mixed_precision,
             recipe=self._identity.recipe,
-            data=self._identity.data,
-            content=self._identity.content,
-            base=self._identity.base,
-            teacher=self._identity.teacher,
-            adapter=self._identity.adapter,
-            named=self._identity.named,
+            **fields,
+            named={name: known for name, known in self._identity.digests.items() if known and name not in DIGESTS},
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
@@ -276,21 +258,8 @@ class RunCheckpoints(Extension):
             num_positions: the number of samples of the whole run.
 
         Raises:
-            BadInputError: if the data, the base or the teacher has changed, or the checkpoint does not hold the state
-                of a run.
+            BadInputError: if the checkpoint does not hold the state of a run.
         """
-        self._require_same_data(folder, manifest)
-        self._require_same_files(folder, manifest)
-        if manifest.base is not None and manifest.base != self._identity.base:
-            raise BadInputError(
-                f"{str(folder)!r}: the adapters were trained on other weights than those of model.name_or_path as they "
-                "are now; name that base, or start anew with another training.output_dir"
-            )
-        if manifest.teacher != self._identity.teacher:
-            raise BadInputError(
-                f"{str(folder)!r}: the frozen weights that its run learned from, of objective.teacher or of the model "
-                "as a reference, are others now; name the same ones, or start anew with another training.output_dir"
-            )
         try:
             self._restore_state(folder, manifest, trainer, schedule, num_positions)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
@@ -299,36 +268,6 @@ class RunCheckpoints(Extension):
                 f"{str(folder)!r} holds something else than a run's state: {type(error).__name__}: "
                 f"{first_line(error)}; move it elsewhere, and the run goes on from the checkpoint before it"
             ) from error
-
-    def _require_same_data(self, folder: Path, manifest: Manifest) -> None:
-        """Raises BadInputError if the rows, the tokenizer, the files of a stream or the images have changed."""
-        if manifest.data != self._identity.data:
-            raise BadInputError(
-                f"{str(folder)!r}: the content of data.train, or the tokenizer, has changed since, or another version "
-                "of the toolkit reads the rows otherwise; undo that, or start anew with another training.output_dir"
-            )
-        content = self._identity.content
-        if manifest.content is None and content is not None:
-            self._metrics.warn(
-                "the checkpoint is of a version that did not record the content of images, nor of a stream's files; "
-                "whether they are the same is not known"
-            )
-        elif manifest.content != content:
-            raise BadInputError(
-                f"{str(folder)!r}: the content of data.train has changed since: images, or files of a stream, under "
-                "the same names; bring the old ones back, or start anew with another training.output_dir"
-            )
-
-    def _require_same_files(self, folder: Path, manifest: Manifest) -> None:
-        """Raises BadInputError if the configuration of a model has changed, and warns of other questions."""
-        changed = [name for name, known in self._identity.named.items() if manifest.named.get(name, known) != known]
-        if ASKED in changed:
-            self._metrics.warn(f"{ASKED} has changed since the checkpoint: scores before and after do not compare")
-        if models := [name for name in changed if name in MODELS]:
-            raise BadInputError(
-                f"{str(folder)!r}: config.json of {models[0]} has changed since; undo that, or start anew with another "
-                "training.output_dir"
-            )
 
     def _restore_state(
         self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int

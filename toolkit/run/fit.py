@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +14,11 @@ from torch import nn
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import Resumption
-from toolkit.checkpoint.session import ASKED, RunCheckpoints, RunIdentity, require_output_dir
+from toolkit.checkpoint.session import RunCheckpoints, RunIdentity, require_output_dir
 from toolkit.checkpoint.store import StorePath
 from toolkit.data.stream import describe_stream
 from toolkit.errors import counted
 from toolkit.optim.schedule import build_schedule, changed_rate
-from toolkit.paths import configuration_digest, folder_on_this_machine
 from toolkit.planning.hardware import peak_flops_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.folder import write_beginning, write_data_report
@@ -135,41 +132,12 @@ def _checkpoints_of(
     store: StorePath | None,
     heartbeat: Heartbeat,
 ) -> RunCheckpoints:
-    recipe, data, optimizer = opened.recipe, run.data, inner_optimizer(run.sharded.optimizer)
+    recipe, optimizer = opened.recipe, inner_optimizer(run.sharded.optimizer)
     # Checkpoints may go to a store, and trackers' settings may hold a key.
     values = recipe.model_dump(mode="json", exclude={"logging": {"tracker_settings"}})
-    seed = recipe.training.seed
-    named = ranks.on_first_rank(lambda: _named_files(recipe)) | reads_of(parts)
-    fit = run.fit
-    identity = RunIdentity(
-        values,
-        seed,
-        opened.plugin.text,
-        data.fingerprint,
-        data.content,
-        fit.fingerprint,
-        run.teacher_fingerprint,
-        fit.adapter,
-        named,
-    )
+    identity = RunIdentity(values, recipe.training.seed, opened.plugin.text, reads_of(parts))
     accelerator, folder, section = opened.accelerator, opened.output_dir, recipe.checkpoint
     return RunCheckpoints(accelerator, folder, section, identity, run.model, optimizer, metrics, store, heartbeat)
-
-
-def _named_files(recipe: Recipe) -> dict[str, str]:
-    """Returns a digest of each file that the recipe names beside rows and weights, by its field; see `Manifest`."""
-    models = {
-        "model.name_or_path": (recipe.model.name_or_path, recipe.model.revision),
-        "objective.teacher": (recipe.objective.teacher, recipe.objective.teacher_revision),
-    }
-    found = {
-        field: configuration_digest(folder_on_this_machine(name, revision))
-        for field, (name, revision) in models.items()
-        if name is not None
-    }
-    if recipe.answers.file is not None:
-        found[ASKED] = hashlib.sha256(Path(recipe.answers.file).read_bytes()).hexdigest()
-    return {field: known for field, known in found.items() if known is not None}
 
 
 def _build_trainer(opened: OpenedRun, run: PreparedRun, windows: Windows, extensions: Sequence[Extension]) -> Trainer:

@@ -14,15 +14,13 @@ from toolkit.data.rows.cache import cache_folder
 from toolkit.data.samples.loader import EpochOrder
 from toolkit.data.samples.samples import Samples
 from toolkit.data.templates.stops import add_ends, turn_ends
-from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.weights.weights import Fit
 from toolkit.objectives.objective import Objective
-from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.checks.by_block_check import accumulation_of
 from toolkit.run.checks.sequence_check import part_of
-from toolkit.run.parts.part import RunPart
+from toolkit.run.parts.part import RunPart, require_same_reads
 from toolkit.run.stages.model_checks import check_model
 from toolkit.run.stages.model_on_meta import build_on_meta, read_rows
 from toolkit.run.stages.reference import identity_of, with_reference
@@ -47,10 +45,11 @@ def prepare_run(opened: OpenedRun, parts: Sequence[RunPart], resumed: Manifest |
     begin_streams(training.seed)
     for run_part in parts:
         run_part.before_rows(resumed)
+    require_same_reads(parts, resumed)
     on_meta = build_on_meta(opened, read_rows(opened, resumed))
     for run_part in parts:
         run_part.on_meta(on_meta)
-    _require_same_adapter(on_meta.loaded.fit, recipe, resumed)
+    require_same_reads(parts, resumed)
     planned = plan_memory(opened, on_meta)
     sharded = shard_model(opened, on_meta, planned)
     checked = check_model(opened, on_meta, planned, sharded)
@@ -60,7 +59,7 @@ def prepare_run(opened: OpenedRun, parts: Sequence[RunPart], resumed: Manifest |
         run_part.require_batches(size)
     num_steps = steps_of_run(training, len(checked.data.train), size)
     last = last_position(recipe, checked.data, num_steps, size, resumed)
-    checked = _with_references(opened, on_meta.loaded.fit, sharded, checked, last, resumed)
+    checked = _with_references(opened, on_meta.loaded.fit, sharded, checked, last)
     windows = build_windows(
         recipe, checked.data, num_steps, training.gradient_accumulation_steps, group, num_groups, part
     )
@@ -70,7 +69,7 @@ def prepare_run(opened: OpenedRun, parts: Sequence[RunPart], resumed: Manifest |
     accumulation = accumulation_of(recipe, planned, opened.plugin, sharded.model, opened.device, checked.alone)
     shown = ReportExtras(checked.data.report, [])
     ends = teach_to_stop(base_of(sharded.inner), on_meta.tokenizer, checked.data.train)
-    return PreparedRun(
+    run = PreparedRun(
         on_meta,
         planned,
         sharded,
@@ -82,20 +81,14 @@ def prepare_run(opened: OpenedRun, parts: Sequence[RunPart], resumed: Manifest |
         shown,
         ends,
     )
-
-
-def _require_same_adapter(fit: Fit, recipe: Recipe, resumed: Manifest | None) -> None:
-    """Raises BadInputError if the run to resume started from another adapter than is in its folder now."""
-    if resumed is not None and resumed.adapter != fit.adapter:
-        raise BadInputError(
-            f"checkpoint.resume: the run up to step {resumed.step} went on from another adapter than "
-            f"adapter.start_from ({recipe.adapter.start_from!r}) is now; bring that back, or start anew with another "
-            "training.output_dir"
-        )
+    for run_part in parts:
+        run_part.prepared(run)
+    require_same_reads(parts, resumed, opened.console.warn)
+    return run
 
 
 def _with_references(
-    opened: OpenedRun, fit: Fit, sharded: ShardedModel, checked: CheckedModel, last: int, resumed: Manifest | None
+    opened: OpenedRun, fit: Fit, sharded: ShardedModel, checked: CheckedModel, last: int
 ) -> CheckedModel:
     """Adds the log-probabilities of the reference, the model before its first step, if the objective needs them.
 
@@ -105,24 +98,8 @@ def _with_references(
     objective = checked.objective
     if not objective.needs_references:
         return checked
-    _require_same_reference(fit, opened.recipe, resumed)
     data = _with_log_probabilities(opened, fit.adapter, sharded, objective, checked.data, last)
     return replace(checked, data=data)
-
-
-def _require_same_reference(fit: Fit, recipe: Recipe, resumed: Manifest | None) -> None:
-    """Records which files the reference is from, for the checkpoints of the run.
-
-    Raises:
-        BadInputError: if the checkpoint to resume from was trained against the weights of other files.
-    """
-    fit.fingerprint = fit.origin
-    if resumed is not None and resumed.base not in (None, fit.fingerprint):
-        raise BadInputError(
-            f"checkpoint.resume: the reference of the run up to step {resumed.step} had other weights than "
-            f"model.name_or_path ({recipe.model.name_or_path!r}) has now; bring them back (of a hub model: set "
-            "model.revision to their commit), or start anew with another training.output_dir"
-        )
 
 
 def _with_log_probabilities(

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
 from toolkit.errors import ToolkitError
-from toolkit.run.shown.run_summary import has_other_template
+from toolkit.run.parts.inputs import has_other_template
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(8, seed=4)]
 UNKNOWN = "whether they are the same is not known"

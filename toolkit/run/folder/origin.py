@@ -7,18 +7,19 @@ import os
 import shlex
 from pathlib import Path
 
+from toolkit.checkpoint.manifest import DIGESTS
 from toolkit.pages.card import recipe_for_readers
 from toolkit.paths import ORIGIN, shipped_folder, shown_path
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 
 
 def write_origin(
-    export: Path, opened: OpenedRun, run: PreparedRun, reads: dict[str, str], versions: dict[str, str]
+    export: Path, opened: OpenedRun, run: PreparedRun, reads: dict[str, str | None], versions: dict[str, str]
 ) -> None:
     """Writes the recipe into an export, and what it was trained from: ranks, versions, and hashes of all that it read.
 
     Folders and files are named without their paths, as in the model card. A hash is null for what the run did not have:
-    `content` that of a stream's files, `base` that of the weights, `code` those of functions by field.
+    `content` that of a stream's files, `base` that of the weights, `code` those of all that fields name.
     """
     (export / "recipe.yaml").write_text(recipe_for_readers(opened.recipe), encoding="utf-8")
     origin = {
@@ -26,13 +27,10 @@ def write_origin(
         "device": "cpu" if opened.device.type == "cpu" else "cuda",
         "strategy": opened.plugin.text,
         "precision": opened.accelerator.mixed_precision,
-        "data": run.data.fingerprint,
-        "content": run.data.content,
-        "base": run.fit.origin,
-        "teacher": run.teacher_fingerprint,
         "versions": versions,
-        "adapter": run.fit.adapter,
-        "code": reads,
+        **{name: reads.get(name) for name in DIGESTS},
+        "base": run.fit.origin,
+        "code": {name: digest for name, digest in reads.items() if name not in DIGESTS},
     }
     (export / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
 

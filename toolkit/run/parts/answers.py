@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +23,12 @@ from toolkit.generation.text.scorer import Scorer
 from toolkit.recipe.objectives.section import Comparison
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.parts.part import Loop, RunPart
+from toolkit.run.parts.part import Loop, Read, RunPart
 from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
 from toolkit.run.stages.stages import MetaModel, OpenedRun, PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState
 from toolkit.training.phase import Phase
-from toolkit.user_function import require_same_source
 
 FILE, COMPARE = "answers.file", "answers.compare"
 
@@ -67,15 +67,12 @@ def require_same_scoring(asked: Asked, recipe: Recipe, resumed: Manifest | None)
     """Checks that a resumed run scores its answers as before. Its records, and what follows from them, compare them.
 
     Raises:
-        BadInputError: if the source of the function that scores has changed, or, where the answers decide about the
-            best checkpoint, how they are compared.
+        BadInputError: if the answers decide about the best checkpoint, and are compared otherwise.
     """
     if resumed is None or not asked.rows:
         return
-    if resumed.scorer is not None and asked.scorer is not None:
-        require_same_source(resumed.scorer, asked.scorer, COMPARE, f"scored the run up to step {resumed.step}")
     before, now = resumed.recipe.get("answers", {}), recipe.answers.compare
-    # Before 0.3.0 sections had other fields; a function of another name may have the same source, compared above.
+    # Before 0.3.0 sections had other fields; a function's source is among the run's reads.
     if recipe.training.best_by != "answers" or before.get("file") is None or "compare" not in before:
         return
     functions = has_function(before["compare"]) and has_function(now)
@@ -104,6 +101,10 @@ class AskedWhileTraining(RunPart):
     def before_rows(self, resumed: Manifest | None) -> None:
         self._asked = read_asked(self.recipe)
         require_same_scoring(self._asked, self.recipe, resumed)
+        if (file := self.recipe.answers.file) is not None:
+            digest = ranks.on_first_rank(lambda: hashlib.sha256(Path(file).read_bytes()).hexdigest())
+            changed = f"{FILE} has changed since the checkpoint: scores before and after do not compare"
+            self.reads.append(Read(FILE, digest, changed, unknown="", refuses=False))
 
     def on_meta(self, on_meta: MetaModel) -> None:
         require_sighted(self._asked, on_meta.data.train)

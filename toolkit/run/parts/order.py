@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.run.parts.allocation import Allocation
 from toolkit.run.parts.answers import AskedWhileTraining
 from toolkit.run.parts.averages import Averages
+from toolkit.run.parts.ends import Allocation, Patience
 from toolkit.run.parts.experts import Experts
 from toolkit.run.parts.held_out_samples import HeldOutTexts
+from toolkit.run.parts.inputs import Base, Rows, StartedAdapter, Teacher
 from toolkit.run.parts.own_code import OwnCode
 from toolkit.run.parts.part import RunPart
-from toolkit.run.parts.patience import Patience
 from toolkit.run.parts.profile import Profile
 from toolkit.run.parts.rollouts import OwnSamples
 from toolkit.run.parts.trackers import Tracked
@@ -19,6 +19,10 @@ from toolkit.run.stages.stages import OpenedRun
 from toolkit.training.extension import Extension
 
 PARTS: tuple[type[RunPart], ...] = (
+    Rows,
+    Base,
+    StartedAdapter,
+    Teacher,
     Averages,
     Experts,
     AskedWhileTraining,

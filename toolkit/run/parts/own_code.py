@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit import ranks
@@ -11,11 +11,11 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.generation.sampling.reward import find_reward_model
 from toolkit.paths import configuration_digest, file_name, fingerprint_of
 from toolkit.recipe.recipe import EXTENSIONS, Recipe
-from toolkit.run.parts.part import Loop, RunPart
+from toolkit.run.parts.part import Loop, Read, RunPart
 from toolkit.run.stages.stages import PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.own import GIVEN, Own, OwnExtensions, load_extensions
-from toolkit.user_function import load_function, require_same_source
+from toolkit.user_function import load_function
 
 
 def identify_code(recipe: Recipe) -> dict[str, str]:
@@ -42,25 +42,22 @@ def _digest(folder: str) -> str:
     return hashlib.sha256(b"".join(read + [file.read_bytes() for file in files if file.is_file()])).hexdigest()
 
 
-def require_same_code(code: dict[str, str], resumed: Manifest | None, warn: Callable[[str], None]) -> None:
-    """Checks that a resumed run goes on with the sources that it began with. Only extensions may change.
-
-    Raises:
-        BadInputError: if another one has changed; it names the field.
-    """
-    if resumed is None:
-        return
-    for field, fingerprint in code.items():
-        before = resumed.named.get(field, fingerprint)
-        if field not in resumed.named and not is_extension(field):  # where it failed, so that it can be mended
-            warn(f"{field}: the checkpoint of step {resumed.step} does not say what it was; now SHA-256 {fingerprint}")
-        if not is_extension(field):
-            require_same_source(before, fingerprint, field, f"ran up to step {resumed.step}")
-        elif before != fingerprint:
-            warn(f"{field}: its source has changed since step {resumed.step}: SHA-256 {before}, and now {fingerprint}")
-    gone = [field for field in resumed.named if is_extension(field) and field not in code]
-    if gone:
-        warn(f"{', '.join(gone)}: extended the run up to step {resumed.step}, and this start does not name it")
+def read_of(field: str, digest: str) -> Read:
+    """Returns what is compared of a function, a reward model or an extension. Only extensions may change."""
+    if is_extension(field):
+        changed = f"{field}: its source has changed since step {{step}}: SHA-256 {{before}}, and now {{now}}"
+        return Read(field, digest, changed, unknown="", refuses=False)
+    changed = (
+        f"{field}: what it names has changed: SHA-256 {{before}} ran up to step {{step}}, and {{now}} is there now; "
+        "bring the first one back, or start anew with another training.output_dir"
+    )
+    # Where it failed it is not in the checkpoint, so that it can be mended.
+    return Read(
+        field,
+        digest,
+        changed,
+        f"{field}: the checkpoint of step {{step}} does not say what it was; now SHA-256 {{now}}",
+    )
 
 
 def is_extension(field: str) -> bool:
@@ -82,14 +79,16 @@ class OwnCode(RunPart):
         named = {field: name for field, name in self.recipe.own_code().items() if is_extension(field)}
         self._owned: list[Own] = []
         ranks.on_every_rank(lambda: self._owned.extend(load_extensions(named, self.given)), "load training.extensions")
-        self._reads = identify_code(self.recipe) | {own.field: own.fingerprint for own in self._owned}
-        require_same_code(self._reads, resumed, self.opened.console.warn)
-
-    def reads(self) -> Mapping[str, str]:
-        return self._reads
+        self._code = identify_code(self.recipe) | {own.field: own.fingerprint for own in self._owned}
+        self.reads += [read_of(field, digest) for field, digest in self._code.items()]
+        gone = [name for name in resumed.named if is_extension(name) and name not in self._code] if resumed else []
+        if gone and resumed:
+            self.opened.console.warn(
+                f"{', '.join(gone)}: extended the run up to step {resumed.step}, and this start does not name it"
+            )
 
     def facts(self, run: PreparedRun) -> Mapping[str, str]:
-        said = code_fact(self.recipe, self._reads)
+        said = code_fact(self.recipe, self._code)
         return {} if said is None else {"own code": said}
 
     def extension(self, loop: Loop) -> Extension | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.session import RunCheckpoints
+from toolkit.errors import BadInputError
 from toolkit.run.stages.stages import MetaModel, OpenedRun, PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.heartbeat import Heartbeat
@@ -29,9 +30,49 @@ class Loop:
         self.checkpoints.save(trainer, wait=True)
 
 
-def reads_of(parts: Sequence[RunPart]) -> dict[str, str]:
-    """Returns a digest of all that the parts of a run read of the user's, by its field."""
-    return {field: digest for part in parts for field, digest in part.reads().items()}
+@dataclass(frozen=True)
+class Read:
+    """Something that a run reads, which a run that resumes has to find again.
+
+    Attributes:
+        name: its field, or its name in `Manifest`.
+        digest: None if the run reads none.
+        changed: what is said of another digest; `{step}`, `{before}` and `{now}` are filled in.
+        unknown: what is said where the checkpoint does not have it, "" for nothing; None: it read none.
+        refuses: whether a run is refused that finds another one.
+    """
+
+    name: str
+    digest: str | None
+    changed: str
+    unknown: str | None = None
+    refuses: bool = True
+
+
+def reads_of(parts: Sequence[RunPart]) -> dict[str, str | None]:
+    """Returns a digest of all that a run reads, by its name. Checkpoints and exports have them."""
+    return {read.name: read.digest for part in parts for read in part.reads}
+
+
+def require_same_reads(
+    parts: Sequence[RunPart], resumed: Manifest | None, warn: Callable[[str], None] = lambda _: None
+) -> None:
+    """Checks that a resumed run reads what it began with, as far as its parts know by now. The last call warns.
+
+    Raises:
+        BadInputError: if it reads something else.
+    """
+    before = {} if resumed is None else resumed.digests()
+    for read in (read for part in parts for read in part.reads if resumed is not None):
+        known = before.get(read.name)
+        is_unknown = known is None and read.unknown is not None
+        said = (read.unknown or "") if is_unknown else read.changed
+        for name, value in (("{step}", resumed and resumed.step), ("{before}", known), ("{now}", read.digest)):
+            said = said.replace(name, str(value))
+        if known != read.digest and not is_unknown and read.refuses:
+            raise BadInputError(said)
+        if known != read.digest and said:
+            warn(said)
 
 
 def facts_of_parts(parts: Sequence[RunPart], run: PreparedRun) -> dict[str, str]:
@@ -49,19 +90,20 @@ class RunPart:
 
     def __init__(self, opened: OpenedRun, given: Sequence[Extension]) -> None:
         self.opened, self.recipe, self.given = opened, opened.recipe, given
+        self.reads: list[Read] = []
 
     def before_rows(self, resumed: Manifest | None) -> None:
-        """Reads what it needs, so that bad input is reported at once.
+        """Reads what it needs, so that bad input is reported at once, and adds to `reads`.
 
         Args:
             resumed: manifest of the checkpoint to resume from.
 
         Raises:
-            BadInputError: if that is wrong, or another than the run to resume had.
+            BadInputError: if that is wrong.
         """
 
     def on_meta(self, on_meta: MetaModel) -> None:
-        """Looks at the model without weights, and its rows.
+        """Looks at the model without weights, and its rows; adds to `reads`.
 
         Raises:
             BadInputError: if they do not fit.
@@ -74,9 +116,8 @@ class RunPart:
             BadInputError: if it does not fit.
         """
 
-    def reads(self) -> Mapping[str, str]:
-        """Returns a digest of what it reads of the user's, by its field. Checkpoints and exports have them."""
-        return {}
+    def prepared(self, run: PreparedRun) -> None:
+        """Is called when the run is prepared; adds to `reads`."""
 
     def facts(self, run: PreparedRun) -> Mapping[str, str]:
         """Returns lines of the summary, the report and the card: name -> sentence."""

@@ -189,12 +189,12 @@ def _check_export(opened: OpenedRun, run: PreparedRun, folder: Path, how: Export
 
 
 def write_pages(
-    opened: OpenedRun, run: PreparedRun, reads: dict[str, str], facts: dict[str, str], result: FinetuneResult
+    opened: OpenedRun, run: PreparedRun, reads: dict[str, str | None], facts: dict[str, str], result: FinetuneResult
 ) -> None:
     """Writes the model card, the report, and last that the run is finished. On rank 0.
 
     Args:
-        reads: digests of what the run reads of the user's, by field.
+        reads: digests of what the run reads, by name.
     """
     clear_unfinished(result.output_dir)  # leftovers of saves that a full disk interrupted
     summary = summary_of(opened, run, facts, result)

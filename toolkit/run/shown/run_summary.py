@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from toolkit.checkpoint.beside_weights.tokenizer_files import templates_in, templates_of
 from toolkit.errors import counted
 from toolkit.model.adapters.adapters import base_of, has_adapter, trainable_share
-from toolkit.model.adapters.started_adapter import start_fact
-from toolkit.model.beside_weights.base_files import TOKENIZERS, BaseFiles
 from toolkit.model.part_sizes import adapter_fact
-from toolkit.model.quantised.quantised import quantised_fact
 from toolkit.model.structure.model_parts import untrained_fact
-from toolkit.objectives.teacher import teacher_fact
 from toolkit.optim.schedule import schedule_fact, without_peak
 from toolkit.pages.data_console import show_report
 from toolkit.run.stages.stages import OpenedRun, PackingCheck, PreparedRun
@@ -43,18 +35,8 @@ def facts_of(opened: OpenedRun, run: PreparedRun) -> dict[str, str]:
         facts["parts"] = fact
     if has_adapter(inner):
         facts["adapters"] = adapter_fact(inner, run.on_meta.loaded.trained)
-    if run.on_meta.loaded.started is not None:
-        started, has_template = run.on_meta.loaded.started, run.data.report.chat_template is not None
-        facts["start"] = start_fact(started, recipe.adapter)
-        if has_template and has_other_template(started.folder, run.tokenizer):
-            facts["start"] += "; its chat template is another one than this run's"
-    if (fact := quantised_fact(inner)) is not None:
-        facts["quantised"] = fact
     if run.ends is not None:
         facts["stop"] = run.ends
-    if run.on_meta.teacher is not None:
-        name = recipe.objective.teacher
-        facts["reference" if name is None else "teacher"] = teacher_fact(name, run.on_meta.teacher.model)
     if fact := run.fit.describe():
         facts["weights"] = fact
     if recipe.notes:
@@ -105,12 +87,6 @@ def _long_row_facts(num_ranks: int, run: PreparedRun) -> dict[str, str]:
         size = f"{checkpointing.chunk_tokens:,} tokens at a time"
         facts["chunks"] = f"norms and {num_mlps_in_chunks(run.inner)} MLPs run for {size}{checked}"
     return facts
-
-
-def has_other_template(adapter: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tells whether the folder of an adapter has a chat template that is not the tokenizer's."""
-    before = templates_in(BaseFiles.read(adapter, TOKENIZERS))
-    return bool(before) and before != templates_of(tokenizer)
 
 
 def _model_fact(inner: Any) -> str:

@@ -221,9 +221,3 @@ class PreparedRun:
     @property
     def balance(self) -> Balance:
         return self.on_meta.balance
-
-    @property
-    def teacher_fingerprint(self) -> str | None:
-        """Fingerprint of the teacher's weights, or None without a teacher."""
-        teacher = self.on_meta.teacher
-        return None if teacher is None else teacher.fit.fingerprint

@@ -1,0 +1,118 @@
+"""What a run reads beside code of the user's: rows, the model's files, an adapter that it continues, a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from toolkit import ranks
+from toolkit.checkpoint.beside_weights.tokenizer_files import templates_in, templates_of
+from toolkit.model.adapters.started_adapter import start_fact
+from toolkit.model.beside_weights.base_files import TOKENIZERS, BaseFiles
+from toolkit.model.quantised.quantised import quantised_fact
+from toolkit.objectives.teacher import teacher_fact
+from toolkit.paths import configuration_digest, folder_on_this_machine
+from toolkit.run.parts.part import Read, RunPart
+from toolkit.run.stages.stages import MetaModel, PreparedRun
+
+RESUME = "checkpoint.resume"
+NEW_FOLDER = "or start anew with another training.output_dir"
+
+
+class Rows(RunPart):
+    """The rows, as the tokenizer reads them, and the content of files that are named in them."""
+
+    def prepared(self, run: PreparedRun) -> None:
+        rows = (
+            f"{RESUME}: the content of data.train, or the tokenizer, has changed since, or another version of the "
+            f"toolkit reads the rows otherwise; undo that, {NEW_FOLDER}"
+        )
+        content = (
+            f"{RESUME}: the content of data.train has changed since: images, or files of a stream, under the same "
+            f"names; bring the old ones back, {NEW_FOLDER}"
+        )
+        unknown = (
+            "the checkpoint is of a version that did not record the content of images, nor of a stream's files; "
+            "whether they are the same is not known"
+        )
+        self.reads += [Read("data", run.data.fingerprint, rows), Read("content", run.data.content, content, unknown)]
+
+
+class Base(RunPart):
+    """The files of the model: its configuration, and weights that stay needed."""
+
+    def on_meta(self, on_meta: MetaModel) -> None:
+        model, fit = self.recipe.model, on_meta.loaded.fit
+        self.reads += _configuration("model.name_or_path", model.name_or_path, model.revision)
+        if on_meta.objective.needs_references:
+            changed = (
+                f"{RESUME}: the reference of the run up to step {{step}} had other weights than model.name_or_path "
+                f"({model.name_or_path!r}) has now; bring them back (of a hub model: set model.revision to their "
+                f"commit), {NEW_FOLDER}"
+            )
+            self.reads.append(Read("base", fit.origin, changed, unknown=""))
+        else:
+            changed = (
+                f"{RESUME}: the adapters were trained on other weights than those of model.name_or_path as they are "
+                f"now; name that base, {NEW_FOLDER}"
+            )
+            self.reads.append(Read("base", fit.fingerprint, changed, unknown=""))
+
+    def facts(self, run: PreparedRun) -> Mapping[str, str]:
+        fact = quantised_fact(run.inner)
+        return {} if fact is None else {"quantised": fact}
+
+
+class StartedAdapter(RunPart):
+    """The adapter that the run continues (`adapter.start_from`)."""
+
+    def on_meta(self, on_meta: MetaModel) -> None:
+        changed = (
+            f"{RESUME}: the run up to step {{step}} went on from another adapter than adapter.start_from "
+            f"({self.recipe.adapter.start_from!r}) is now; bring that back, {NEW_FOLDER}"
+        )
+        self.reads.append(Read("adapter", on_meta.loaded.fit.adapter, changed))
+
+    def facts(self, run: PreparedRun) -> Mapping[str, str]:
+        if (started := run.on_meta.loaded.started) is None:
+            return {}
+        fact = start_fact(started, self.recipe.adapter)
+        if run.data.report.chat_template is not None and has_other_template(started.folder, run.tokenizer):
+            fact += "; its chat template is another one than this run's"
+        return {"start": fact}
+
+
+class Teacher(RunPart):
+    """A frozen model to learn from, or the model itself as its reference."""
+
+    def on_meta(self, on_meta: MetaModel) -> None:
+        section, teacher = self.recipe.objective, on_meta.teacher
+        self.reads += _configuration("objective.teacher", section.teacher, section.teacher_revision)
+        changed = (
+            f"{RESUME}: the frozen weights that its run learned from, of objective.teacher or of the model as a "
+            f"reference, are others now; name the same ones, {NEW_FOLDER}"
+        )
+        self.reads.append(Read("teacher", None if teacher is None else teacher.fit.fingerprint, changed))
+
+    def facts(self, run: PreparedRun) -> Mapping[str, str]:
+        name = self.recipe.objective.teacher
+        if run.on_meta.teacher is None:
+            return {}
+        return {"reference" if name is None else "teacher": teacher_fact(name, run.on_meta.teacher.model)}
+
+
+def _configuration(field: str, name: str | None, revision: str | None) -> list[Read]:
+    """Returns what a run reads of a model's configuration; nothing if that is not on this machine."""
+    if name is None:
+        return []
+    digest = ranks.on_first_rank(lambda: configuration_digest(folder_on_this_machine(name, revision)))
+    changed = f"{RESUME}: config.json of {field} has changed since; undo that, {NEW_FOLDER}"
+    return [] if digest is None else [Read(field, digest, changed, unknown="")]
+
+
+def has_other_template(adapter: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tells whether the folder of an adapter has a chat template that is not the tokenizer's."""
+    before = templates_in(BaseFiles.read(adapter, TOKENIZERS))
+    return bool(before) and before != templates_of(tokenizer)
