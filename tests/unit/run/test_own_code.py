@@ -85,7 +85,7 @@ def test_a_reward_model_is_among_what_a_run_reads(tmp_path: Path) -> None:
 def test_functions_that_reward_are_code_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def share(completion, row):\n    return 1.0\n")
-    rewards = "objective.rewards=[{name: share, score: mine.py:share}, {name: e, match: e}]"
+    rewards = "objective.rewards=[{name: share, compare: 'mine.py:share'}, {name: e, match: e}]"
     recipe = Recipe.load("grpo", [rewards])
     digest = hashlib.sha256((tmp_path / "mine.py").read_bytes()).hexdigest()
     assert identify_code(recipe) == {"objective.rewards.share": digest}
