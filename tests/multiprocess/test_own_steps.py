@@ -1,10 +1,8 @@
-"""Steps of a loop of one's own that a trainer never takes equal those of torch's own loop, or are refused by name."""
+"""Loops of one's own, drawn at random, train as torch's own loop does, or are refused by name."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from contextlib import nullcontext
+import random
 from typing import Any
 
 import pytest
@@ -13,202 +11,224 @@ import torch.distributed as dist
 from support.ranks import meet, run_on_ranks
 from torch import nn
 
-STEPS = 2
+WINDOWS = 8
+NUM_PARAMETERS = 15
+STRATEGIES = ["zero1", "zero2", "zero3", "zero3+offload"]
+Program = list[tuple[str, Any]]
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.unused = nn.Linear(8, 8)
+        self.branch = nn.Linear(8, 8)
+        self.fails = ""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
+    def forward(self, x: torch.Tensor, branches: bool) -> torch.Tensor:
+        y = x + torch.tanh(self.linear(x)) * next(self.parameters()).ndim  # as transformers' `dtype` reads them
+        y = y + torch.tanh(self.branch(y)) if branches else y
+        if self.fails == "forward":
+            raise torch.OutOfMemoryError
+        if self.fails == "backward":
+            y = y * torch.ones((), requires_grad=True)  # all before may be frozen
+            y.register_hook(_fail)
+        return y
+
+
+def _fail(_gradient: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.table = nn.Embedding(16, 8)
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(8, 1)
 
-    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, depth: int, branches: bool) -> torch.Tensor:
+        x = self.table(ids)
         for layer in self.layers[:depth]:
-            x = layer(x)
+            x = layer(x, branches)
         return self.head(x)
 
 
-class Parts:
-    """What a loop is written with: of the toolkit on the rows of this rank, or of torch on those of all ranks."""
+class Loop:
+    """Takes the steps of a program: of the toolkit on the rows of this rank, or of torch on those of all ranks.
 
-    def __init__(self, strategy: str | None, accumulation: int, split: bool) -> None:
+    Args:
+        strategy: None for torch's own loop.
+        num_optimizers: how many share the parameters.
+    """
+
+    def __init__(self, strategy: str | None, num_optimizers: int = 1) -> None:
         model = Model()
-        named = list(model.named_parameters())
-        chosen = [[p for name, p in named if name.startswith("layers.0") is first] for first in (True, False)]
-        groups = chosen if split else [[p for _, p in named]]
-        optimizers = [torch.optim.AdamW(group, lr=0.05, weight_decay=0.5) for group in groups]
-        self.accelerator = None if strategy is None else accelerator_of(strategy, accumulation)
+        listed = list(model.parameters())
+        groups = [listed[number::num_optimizers] for number in range(num_optimizers)]
+        optimizers = [torch.optim.AdamW(group, lr=0.02, weight_decay=0.5, eps=1e-3) for group in groups]
+        self.accelerator = None if strategy is None else accelerator_of(strategy)
         self.model, *self.optimizers = (
             (model, *optimizers) if self.accelerator is None else self.accelerator.prepare(model, *optimizers)
         )
-        self.accumulation = accumulation
+        self.seen: list[torch.Tensor] = []
 
-    def loss(self, number: int, depth: int = 3) -> torch.Tensor:
+    def step_inside_backward(self) -> None:
+        owners = {p: each for each in self.raw_optimizers() for group in each.param_groups for p in group["params"]}
+
+        def act(parameter: torch.Tensor) -> None:
+            owners[parameter].step()
+            owners[parameter].zero_grad()
+
+        for parameter in owners:
+            parameter.register_post_accumulate_grad_hook(act)
+
+    def gather_no_table_in_backward(self) -> None:
+        if self.accelerator is not None:
+            self.model.table.set_unshard_in_backward(False)
+
+    def loss(self, number: int, depth: int) -> torch.Tensor:
         mine = range(dist.get_world_size()) if self.accelerator is None else [dist.get_rank()]
-        rows = [torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * number + rank)) for rank in mine]
-        return torch.stack([self.model(each, depth).square().mean() for each in rows]).mean()
+        losses = []
+        for rank in mine:
+            draw = torch.Generator().manual_seed(10 * number + rank)
+            ids, branches = torch.randint(16, (3,), generator=draw), bool(torch.randint(2, (), generator=draw))
+            losses.append(self.model(ids, depth, branches).square().mean())
+        return torch.stack(losses).mean()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        if self.accelerator is None:
-            (loss / self.accumulation).backward()
-        else:
-            self.accelerator.backward(loss)
+    def train(self, number: int, depth: int, is_last: bool) -> None:
+        if self.accelerator is not None:
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+        loss = self.loss(number, depth)
+        loss.backward() if self.accelerator is None else self.accelerator.backward(loss)
+
+    def forward(self, number: int, depth: int, grads: bool) -> None:
+        with torch.set_grad_enabled(grads):
+            self.loss(number, depth)
+
+    def fail(self, number: int, layer: int, where: str) -> None:
+        """Ends a micro-batch in an error, and gives up the window if gradients may be half there."""
+        self.model.layers[layer].fails = where
+        with pytest.raises(torch.OutOfMemoryError):
+            self.train(number, 3, True)
+        self.model.layers[layer].fails = ""
+        if where == "backward":
+            self.zero_grad("optimizer")
+
+    def zero_grad(self, way: str) -> None:
+        for optimizer in [self.model] if way == "model" else self.raw_optimizers():
+            optimizer.zero_grad(set_to_none=way != "zeros")
+
+    def raw_optimizers(self) -> list[Any]:
+        return [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
 
     def clip(self, limit: float) -> None:
         owner = torch.nn.utils if self.accelerator is None else self.accelerator
-        owner.clip_grad_norm_(self.model.parameters(), limit)
+        self.seen.append(whole(owner.clip_grad_norm_(self.model.parameters(), limit)))
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        state = self.model.state_dict()
-        return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    def step(self) -> None:
+        for optimizer in self.raw_optimizers():
+            optimizer.step()
+
+    @torch.no_grad()
+    def scale(self, layer: int) -> None:
+        for parameter in self.model.layers[layer].parameters():
+            parameter.mul_(0.9)
+
+    def freeze(self, layer: int, is_frozen: bool) -> None:
+        self.model.layers[layer].requires_grad_(not is_frozen)
+
+    def state(self) -> None:
+        self.seen += [whole(value) for value in self.model.state_dict().values()]
 
 
-def accelerator_of(strategy: str, accumulation: int) -> Any:
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+
+
+def accelerator_of(strategy: str) -> Any:
     from accelerate import Accelerator
 
     from toolkit.sharding import OffloadSettings, sharding_kwargs
-    from toolkit.sharding.launched import accumulation_plugin
     from toolkit.sharding.plugin import reset_accelerate
 
     reset_accelerate()
     word, _, offload = strategy.partition("+")
     settings = OffloadSettings(executor="cpu_torch") if offload else None
     replicas = 2 if word == "hybrid" else None
-    backend: Any = sharding_kwargs(word, unit_classes=["Block"], offload=settings, replicate_size=replicas)
-    return Accelerator(gradient_accumulation_plugin=accumulation_plugin(accumulation), **backend)
+    units = ["Block", "Embedding"]
+    return Accelerator(**sharding_kwargs(word, unit_classes=units, offload=settings, replicate_size=replicas))
 
 
-def step(parts: Parts) -> None:
-    for optimizer in parts.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+def drawn(seed: int, is_offloaded: bool) -> Program:
+    """Returns names and arguments of the methods of `Loop` to call."""
+    draw = random.Random(seed)
+
+    def micro_batch() -> tuple[int, int]:
+        return draw.randrange(10**6), draw.choice([3, 3, 2])
+
+    def disturbances() -> Program:
+        layer = draw.randrange(3)
+        allowed: Program = [
+            ("forward", (*micro_batch(), True)),
+            ("forward", (*micro_batch(), False)),
+            ("fail", (micro_batch()[0], layer, "forward")),
+            ("state", ()),
+        ]
+        if not is_offloaded:
+            allowed.append(("scale", (layer,)))
+        return draw.sample(allowed, draw.choice([0, 0, 1, 2]))
+
+    if seed % 4 == 3 and not is_offloaded:
+        steps = [("train", (*micro_batch(), True)) for _ in range(WINDOWS)]
+        return [("step_inside_backward", ()), *steps, ("state", ())]
+    program: Program = [("gather_no_table_in_backward", ())] if seed % 2 else []
+    for _ in range(WINDOWS):
+        if not is_offloaded and draw.random() < 0.5:
+            program.append(("freeze", (draw.randrange(3), draw.random() < 0.5)))
+        size = draw.choice([1, 1, 2, 3])
+        for number in range(size):
+            program += [*disturbances(), ("train", (*micro_batch(), number == size - 1)), *disturbances()]
+            if draw.random() < 0.15:
+                program.append(("zero_grad", (draw.choice(["model", "optimizer"]),)))
+            if draw.random() < 0.15:
+                program.append(("fail", (micro_batch()[0], draw.randrange(3), "backward")))
+        if draw.random() < 0.5:
+            program += [("clip", (limit,)) for limit in draw.choice([[0.1], [0.1, float("inf")]])]
+        program += [*disturbances(), ("step", ()), *disturbances()]
+        program.append(("zero_grad", (draw.choice(["model", "optimizer", "optimizer" if is_offloaded else "zeros"]),)))
+    return [*program, ("state", ())]
 
 
-def forward_before_the_step(parts: Parts) -> None:
-    """As for a figure of the rows: FSDP2 keeps what it has gathered, for a backward that never comes."""
-    for number in range(STEPS):
-        parts.backward(parts.loss(number))
-        parts.loss(number)
-        step(parts)
-
-
-def two_norms(parts: Parts) -> None:
-    for number in range(STEPS):
-        parts.backward(parts.loss(number))
-        parts.clip(0.1)
-        parts.clip(float("inf"))
-        step(parts)
-
-
-def windows(parts: Parts, depths: tuple[int, int]) -> None:
-    owner = parts.accelerator
-    for number, (micro, depth) in itertools.product(range(STEPS), enumerate(depths)):
-        with nullcontext() if owner is None else owner.accumulate(parts.model):
-            parts.backward(parts.loss(2 * number + micro, depth))
-            if owner is not None or micro == 1:
-                step(parts)
-
-
-def a_window_given_up(parts: Parts) -> None:
-    if parts.accelerator is not None:
-        with parts.accelerator.accumulate(parts.model):
-            parts.backward(parts.loss(50))
-        with parts.accelerator.accumulate(parts.model):
-            parts.loss(51)
-            parts.optimizers[0].zero_grad()
-    windows(parts, (3, 3))
-
-
-def last_rows_go_less_deep(parts: Parts) -> None:
-    windows(parts, (3, 2))
-
-
-def plain_steps(parts: Parts) -> None:
-    for number in range(STEPS):
-        parts.backward(parts.loss(number))
-        step(parts)
-
-
-CASES: dict[str, tuple[Callable[[Parts], None], str, int, bool]] = {
-    "stale, zero2": (forward_before_the_step, "zero2", 1, False),
-    "stale, zero3": (forward_before_the_step, "zero3", 1, False),
-    "stale, offload": (forward_before_the_step, "zero3+offload", 1, False),
-    "two optimizers": (plain_steps, "zero3", 1, True),
-    "two norms, offload": (two_norms, "zero3+offload", 1, False),
-    "given up, zero1": (a_window_given_up, "zero1", 2, False),
-    "given up, zero3": (a_window_given_up, "zero3", 2, False),
-}
-ON_FOUR_RANKS = {
-    "given up, hybrid": (a_window_given_up, "hybrid", 2, False),
-    "less deep, hybrid": (last_rows_go_less_deep, "hybrid", 2, False),
-}
-
-
-def differences(names: list[str]) -> dict[str, float]:
-    """Returns how far the weights of each case are off."""
+def differences(strategies: list[str], seeds: range) -> dict[str, str]:
+    """Returns where loops of the toolkit are off, and by how much."""
     found = {}
-    for name in names:
-        loop, strategy, accumulation, split = (CASES | ON_FOUR_RANKS)[name]
-        meet()
-        ended = []
-        for word in (None, strategy):
-            parts = Parts(word, accumulation, split)
-            loop(parts)
-            ended.append(parts.weights())
-        found[name] = max((ended[1][key] - value).abs().max().item() for key, value in ended[0].items())
+    for strategy in strategies:
+        for seed in seeds:
+            program = drawn(seed, "offload" in strategy)
+            meet()
+            loops = [Loop(word, 1 if "offload" in strategy else (1, 1, 2, NUM_PARAMETERS)[seed % 4]) for word in (None, strategy)]
+            for number, (name, arguments) in enumerate(program):
+                for loop in loops:
+                    getattr(loop, name)(*arguments)
+                plain, ours = (torch.cat([each.flatten() for each in loop.seen] or [torch.zeros(1)]) for loop in loops)
+                for loop in loops:
+                    loop.seen.clear()
+                if not (off := (plain - ours).abs().max().item()) < 5e-6:
+                    found[f"{strategy}, seed {seed}"] = f"{off:.1e} after {program[: number + 1][-12:]}"
+                    break
     return found
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "names"), [pytest.param(2, [*CASES], marks=pytest.mark.first), (4, [*ON_FOUR_RANKS])]
+    ("num_ranks", "strategies", "seeds"),
+    [
+        pytest.param(2, STRATEGIES, range(4), marks=pytest.mark.first),
+        pytest.param(4, ["hybrid"], range(4)),
+        pytest.param(2, STRATEGIES, range(4, 100), marks=pytest.mark.grid),
+        pytest.param(4, ["hybrid", "zero3"], range(4, 40), marks=pytest.mark.grid),
+    ],
 )
-def test_the_weights_are_those_of_the_plain_loop(num_ranks: int, names: list[str]) -> None:
-    for found in run_on_ranks(differences, num_ranks, names):
-        assert {name: off for name, off in found.items() if off >= 2e-6} == {}
-
-
-def refusals() -> list[str]:
-    """Returns the errors of loops whose step offload cannot take."""
-    from toolkit.errors import BadInputError
-
-    def freeze(parts: Parts) -> None:
-        parts.model.layers[0].linear.requires_grad_(False)
-
-    def add(parts: Parts) -> None:
-        extra = parts.optimizers[0].optimizer
-        extra.param_groups.append({**extra.param_groups[0], "params": [extra.param_groups[0]["params"].pop()]})
-
-    def clip(parts: Parts) -> None:
-        parts.backward(parts.loss(0))
-        parts.clip(0.1)
-
-    found = []
-    for change in (freeze, add, clip):
-        meet()
-        parts = Parts("zero3+offload", 1, split=False)
-        plain_steps(parts)
-        try:
-            change(parts)
-            plain_steps(parts)
-            found.append("")
-        except BadInputError as error:
-            found.append(str(error))
-    return found
-
-
-def test_offload_refuses_what_it_has_no_place_for() -> None:
-    frozen, added, clipped = run_on_ranks(refusals, 1)[0]
-    assert "(first: layers.0.linear.weight)" in frozen
-    assert "frozen, unfrozen or added to the optimizer after accelerator.prepare" in added
-    assert "between clip_grad_norm_ and optimizer.step" in clipped
+def test_a_loop_drawn_at_random_trains_as_torchs_own(num_ranks: int, strategies: list[str], seeds: range) -> None:
+    for found in run_on_ranks(differences, num_ranks, strategies, seeds):
+        assert found == {}

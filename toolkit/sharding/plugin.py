@@ -44,7 +44,7 @@ from toolkit.sharding.apply import KeepsMasters, LoadsWeights, apply, groups_of,
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.fsdp2.unit_states import UnitStates
-from toolkit.sharding.fsdp2.unused import UsedParameters, drop_unused_gradients
+from toolkit.sharding.fsdp2.unused import UsedParameters, act_before_zero_grad, drop_unused_gradients
 from toolkit.sharding.fsdp2.versions import check_versions
 from toolkit.sharding.launched import (
     configured_size,
@@ -241,10 +241,10 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             engine.attach()
             connect(engine, accelerator)
         if not engines and optimizers:
-            used = UsedParameters(model)
-            drop_unused_gradients(optimizers[0], used)
-            for optimizer in optimizers[1:]:
-                drop_unused_gradients(optimizer, used.of_another_optimizer())
+            used = UsedParameters(model, lambda parameter: parameter.grad is not None)
+            for optimizer in optimizers:
+                drop_unused_gradients(optimizer, used)
+            act_before_zero_grad(model, lambda: used.drop_unreduced(model.parameters()))
 
     def _make_engine(self, accelerator: Accelerator, engines: list[OffloadEngine], model: nn.Module) -> KeepsMasters:
         """Allocates the offloaded state of a sharded model that has no weights yet. Returns what stores its masters.
@@ -375,7 +375,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         """Replaces Accelerate's own check, which rejects CPU ranks. Called by `Accelerator.__init__` next."""
         assert self.plugin is not None
         self.plugin.register(accelerator)
-        _refuse_split_models(accelerator, self.plugin)
+        accelerator.prepare = _PreparesWholeModels(accelerator, self.plugin)
         if accelerator.ddp_handler is None:
             # Without it DDP keeps a second whole copy of the gradients in its buckets.
             accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
@@ -405,17 +405,22 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         return {key: value for key, value in self.__dict__.items() if key != "device_mesh"}
 
 
-def _refuse_split_models(accelerator: Accelerator, plugin: ShardingPlugin) -> None:
-    """Lets `prepare` raise BadInputError for a model that is split over ranks already.
+class _PreparesWholeModels:
+    """Is the `prepare` of an accelerator. Raises BadInputError for a model that is split over ranks already.
 
     Accelerate asks nothing of the backend for a model under `ddp`, nor for an optimizer that `Trainer` prepares alone.
     """
-    weak = weakref.ref(accelerator)  # a method that holds its accelerator would keep the model alive
 
-    @functools.wraps(accelerator.prepare)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, accelerator: Accelerator, plugin: ShardingPlugin) -> None:
+        # Weakly: a method that holds its accelerator would keep the model alive.
+        self._accelerator, self._plugin = weakref.ref(accelerator), plugin
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._accelerator(), self._plugin)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         models = [arg for arg in args if isinstance(arg, nn.Module)]
-        alone = [] if models or plugin.unit_plan is not None else args
+        alone = [] if models or self._plugin.unit_plan is not None else args
         optimizers = [arg for arg in alone if isinstance(arg, torch.optim.Optimizer)]
         stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
         if any(map(_is_split, models)) or any(map(_has_dtensors, stepped)):
@@ -424,11 +429,9 @@ def _refuse_split_models(accelerator: Accelerator, plugin: ShardingPlugin) -> No
                 "the sharding backend shards whole models; remove that argument, and choose the strategy in "
                 "sharding_kwargs or ShardingPlugin"
             )
-        own = weak()
+        own = self._accelerator()
         assert own is not None
         return type(own).prepare(own, *args, **kwargs)
-
-    accelerator.prepare = prepare
 
 
 def _is_split(model: nn.Module) -> bool:

@@ -24,7 +24,7 @@ class Record:
     unsharded_accumulated_grad = None
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self.sharded_param = self.unsharded_param = parameter
+        self.sharded_param = self.unsharded_param = self._unsharded_param = parameter
 
 
 def group_of(*parameters: nn.Parameter) -> Any:
@@ -40,20 +40,20 @@ def pair() -> tuple[nn.Parameter, nn.Parameter]:
 
 def test_a_rank_that_did_not_use_a_parameter_adds_nothing_to_its_gradient() -> None:
     used, unused = pair()
-    assert fill_missing_gradients(group_of(used, unused)) == [used]
+    assert fill_missing_gradients(group_of(used, unused)) == [unused]
     assert unused.grad is not None
     assert (used.grad.tolist(), unused.grad.tolist()) == ([2.0] * 3, [0.0] * 2)
 
 
 def used_in_a_step(*groups: Any) -> UsedParameters:
-    found = UsedParameters(nn.Linear(1, 1))
+    found = UsedParameters(nn.Linear(1, 1), lambda _: False)
     found._groups = list(groups)
     for number, group in enumerate(groups):
         found._fill_and_record(number, group)
     return found
 
 
-def test_what_no_rank_used_is_neither_stepped_nor_decayed_and_a_skipped_step_is_forgotten() -> None:
+def test_what_no_rank_used_is_neither_stepped_nor_decayed() -> None:
     used, unused = pair()
     found = used_in_a_step(group_of(used, unused))
     optimizer = torch.optim.AdamW([used, unused], lr=0.1, weight_decay=0.5)
@@ -61,24 +61,6 @@ def test_what_no_rank_used_is_neither_stepped_nor_decayed_and_a_skipped_step_is_
     optimizer.step()
     assert unused.tolist() == [1.0, 1.0]
     assert used.tolist() != [1.0] * 3
-    found._fill_and_record(0, group_of(used))
-    assert found.reduced_any
-    optimizer.zero_grad()
-    assert not found.reduced_any
-    assert found.used_by_any([used]) == [False]
-
-
-def test_each_optimizer_of_a_model_forgets_at_its_own_steps() -> None:
-    used, unused = pair()
-    first = used_in_a_step(group_of(nn.Parameter(torch.ones(1))))
-    second = first.of_another_optimizer()
-    for record, parameters in ((first, [used]), (second, [unused])):
-        drop_unused_gradients(torch.optim.AdamW(parameters), record)
-    first._fill_and_record(0, group_of(used, unused))
-    assert first.used_by_any([used]) == [True]
-    first.forget([used])
-    assert second.reduced_any
-    assert second.used_by_any([used, unused]) == [True, False]
 
 
 def test_a_gradient_that_is_dropped_is_not_summed_into_the_next_step() -> None:
@@ -90,7 +72,7 @@ def test_a_gradient_that_is_dropped_is_not_summed_into_the_next_step() -> None:
         group.fsdp_params[0].unsharded_accumulated_grad = torch.ones(3)
     found = used_in_a_step()
     found._groups = groups
-    found.forget([dropped])
+    found.drop_unreduced([dropped])
     assert [group.fsdp_params[0].unsharded_accumulated_grad is None for group in groups] == [True, False]
     assert [group._partial_reduce_output is None for group in groups] == [True, False]
 
@@ -100,7 +82,7 @@ def test_ranks_that_reduce_other_units_do_not_take_a_step(is_other: bool, monkey
     """The other of two ranks has used the second parameter alone, in the same unit or in another one."""
     used, unused = pair()
     found = used_in_a_step(group_of(used, unused))
-    order = found._order + is_other
+    order = found.order + is_other
 
     def maximum(numbers: torch.Tensor, *_: Any, **__: Any) -> None:
         numbers.copy_(torch.maximum(numbers, torch.tensor([order, -order, 0, 1])))

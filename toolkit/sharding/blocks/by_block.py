@@ -174,7 +174,6 @@ class ByBlock:
             BadInputError: if the model passes tensors between blocks other than as arguments and outputs, or changes
                 them in place.
         """
-        self._states.begin_window()
         losses: list[torch.Tensor] = []
 
         def begin_backward(loss: torch.Tensor, passes: list[Pass]) -> None:
@@ -188,19 +187,20 @@ class ByBlock:
             losses.append(loss.detach())
             self._states.return_to_forward()
 
-        try:
-            rounds = self._forward(forwards, begin_backward)
-        except RuntimeError as error:
-            if "of _Cut is a view and is being modified inplace" not in str(error):
-                raise
-            raise BadInputError(
-                f"sharding.accumulate: by_block cannot run {class_name(self._root)}, which changes in place what its "
-                "embeddings or a block return; set sharding.accumulate=by_micro_batch"
-            ) from error
-        # Every optimizer step has the same graph, so checking the first one is enough.
-        self._is_checked = True
-        on_backward()
-        self._backward(rounds)
+        with self._states.window():
+            try:
+                rounds = self._forward(forwards, begin_backward)
+            except RuntimeError as error:
+                if "of _Cut is a view and is being modified inplace" not in str(error):
+                    raise
+                raise BadInputError(
+                    f"sharding.accumulate: by_block cannot run {class_name(self._root)}, which changes in place what "
+                    "its embeddings or a block return; set sharding.accumulate=by_micro_batch"
+                ) from error
+            # Every optimizer step has the same graph, so checking the first one is enough.
+            self._is_checked = True
+            on_backward()
+            self._backward(rounds)
         return losses
 
     def evaluate(self, forwards: Sequence[Callable[[], T]]) -> list[T]:
@@ -216,7 +216,6 @@ class ByBlock:
             self._forward([torch.no_grad()(forward) for forward in forwards], lambda found, _: results.append(found))
         finally:
             self._states.free_all()
-            self._states.forget_forwards()
         return results
 
     def _forward(
@@ -269,7 +268,6 @@ class ByBlock:
                     # FSDP2 has no hook for the graph between units: the root's share of it is added up here.
                     self._states.end_passes([*inside, *self._staying])
                 reduced = inside
-        self._states.end_window()
 
 
 def _move_recording_hooks_last(unit: Any) -> None:

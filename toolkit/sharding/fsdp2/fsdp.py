@@ -51,6 +51,11 @@ def groups_of_module(module: FSDPModule) -> list[Any]:
     return [group for group in (state._fsdp_param_group,) if group is not None] if groups is None else groups
 
 
+def in_backward() -> bool:
+    """Returns whether this thread is inside of a backward, as hooks of tensors and checkpointed forwards are."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def run_while_sharded(error: BaseException) -> nn.Module | None:
     """Returns the module of a unit whose weights were not gathered where an error came up in its forward, if any.
 
@@ -95,11 +100,10 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
     """Sets zero gradients on the trainable parameters of a gathered unit that have none.
 
     Returns:
-        The sharded parameters (any shape) that already had a gradient.
+        Their shards (any shape).
     """
     trainable = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
-    missing = [parameter for parameter in trainable if not _has_gradient(parameter)]
-    present = [parameter.sharded_param for parameter in trainable if parameter not in missing]
+    missing = [parameter for parameter in trainable if unreduced_gradient(parameter) is None]
     for parameter in missing:
         whole = parameter.unsharded_param
         # torch 2.15 refuses a gradient of another type than the tensor's own or this, which FSDP2 sets there.
@@ -109,11 +113,13 @@ def fill_missing_gradients(group: Any) -> list[DTensor]:
         for parameter in trainable:
             if parameter.unsharded_accumulated_grad is None:
                 parameter.to_accumulated_grad_if_needed()
-    return present
+    return [parameter.sharded_param for parameter in missing]
 
 
-def _has_gradient(parameter: Any) -> bool:
-    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
+def unreduced_gradient(parameter: Any) -> torch.Tensor | None:
+    """Returns what backward has summed of a parameter and not reduced yet, in its whole shape, or None."""
+    found: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None) if found is None else found
 
 
 def drop_unreduced_gradients(groups: Iterable[Any], parameters: Container[int]) -> None:

@@ -37,7 +37,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients, fill_missing_gradients, fsdp_groups, groups_of_module
+from toolkit.sharding.fsdp2.fsdp import (
+    autograd_sums_gradients,
+    fill_missing_gradients,
+    fsdp_groups,
+    groups_of_module,
+    unreduced_gradient,
+)
 
 REPLACED = {
     "FSDPParamGroup": {"post_backward", "unshard", "wait_for_unshard"},
@@ -57,9 +63,10 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
 
     def act_and_reduce(*args: Any) -> None:
         nonlocal acted
-        # A unit that this backward has not gathered has nothing to reduce; FSDP2 calls this for all units at the end.
+        # FSDP2 calls this for all units when backward ends. One that is not gathered has a gradient if an earlier
+        # micro-batch has left it, or if `set_unshard_in_backward(False)` was called.
         # torch 2.11 calls it there for a unit of several modules although it is reduced already.
-        if group.reduce_grads and group.is_unsharded and not acted:
+        if group.reduce_grads and not acted and (group.is_unsharded or any(map(_has_gradient, group.fsdp_params))):
             act(group)
             acted = True
         reduce(*args)
@@ -70,6 +77,10 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
         return unshard(*args, **kwargs)
 
     group.post_backward, group.unshard = act_and_reduce, begin_again
+
+
+def _has_gradient(parameter: Any) -> bool:
+    return unreduced_gradient(parameter) is not None
 
 
 def pass_over_ungathered_units(model: nn.Module) -> None:
@@ -270,13 +281,7 @@ def sum_before_reduction(module: nn.Module, keys: Container[tuple[nn.Module, str
 
 @torch.no_grad()
 def _sum_gradients(parameters: Iterable[Any], ranks: dist.ProcessGroup, _group: Any) -> None:
-    found = [
-        parameter.unsharded_accumulated_grad
-        if parameter.unsharded_accumulated_grad is not None
-        else parameter.unsharded_param.grad
-        for parameter in parameters
-        if parameter.sharded_param.requires_grad
-    ]
+    found = [unreduced_gradient(parameter) for parameter in parameters if parameter.sharded_param.requires_grad]
     present = [gradient for gradient in found if gradient is not None]
     if not present:
         return

@@ -22,27 +22,35 @@ This table says what causes a transition:
     end forward, free    FSDP2's hook behind forward           the same; freed behind the last micro-batch
     reduce, free         FSDP2's hook behind backward, as      the same, as `begin_unit_backward` has said
                          `begin_micro_batch` has said
-    end pass             FSDP2, for all units at the end of    `end_passes`, for the units of the pass alone, and
-                         each backward                         `end_window` for what is left
-    return to forward    -                                     `return_to_forward`, behind the backward of a loss
-    all units to         `free_all`, behind a forward          the same, behind forwards without gradients
-    SHARDED and IDLE     without gradients and behind a step   and behind a step
+    end pass             FSDP2, for all units at the end of    `end_passes`, for the units of the pass alone, and the
+                         each backward                         end of `window` for what is left
+    return to forward    -                                     `return_to_forward`, after the backward of a loss
+    all units to         `free_all`, after a forward without   the same, after forwards without gradients, a window
+    SHARDED and IDLE     gradients or that failed, a step, or  that failed, and a step
+                         before parameters are read
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
-from toolkit.sharding.fsdp2.fsdp import fsdp_groups, groups_of_module, sharded_modules
+from toolkit.sharding.fsdp2.fsdp import fsdp_groups, groups_of_module, in_backward, sharded_modules
 from toolkit.sharding.plan.strategy import Strategy
 
 _GENERATING: WeakSet[Any] = WeakSet()
 """The models that are generating text now; see `UnitStates.generating`."""
+
+_GATHERED: WeakSet[Any] = WeakSet()
+"""The models of which a forward with gradients may have left units gathered."""
+
+_STEPPED: WeakSet[Any] = WeakSet()
+"""The models that were stepped during backward, so that what is still gathered is old."""
 
 
 class UnitStates:
@@ -60,7 +68,11 @@ class UnitStates:
     def follow_micro_batches(
         self, strategy: Strategy, is_last_micro_batch: Callable[[], bool], is_by_block: Callable[[], bool]
     ) -> None:
-        """Registers hooks on the root: before each training forward, and after each forward without gradients.
+        """Registers hooks on the root, before and after each forward, and frees units before parameters are read.
+
+        Outside of forward and backward, `parameters` and `named_parameters` of the model and of its modules return the
+        sharded parameters. What a forward has left gathered for its backward is freed then, as that backward may never
+        come; if it does, it gathers again.
 
         Args:
             strategy: decides what each micro-batch reduces and frees.
@@ -69,16 +81,33 @@ class UnitStates:
         """
 
         def before_forward(_module: object, _args: object) -> None:
-            if torch.is_grad_enabled() and not is_by_block():
+            if is_by_block() or in_backward():
+                return
+            # Queued: the last backward ended in an error, which the loop has caught.
+            if self._root in _STEPPED or self._context.post_backward_final_callback_queued:
+                self.free_all()
+            if torch.is_grad_enabled():
                 self.begin_micro_batch(strategy, is_last_micro_batch())
 
-        def after_forward(_module: object, _args: object, _output: object) -> None:
+        def after_forward(_module: object, _args: object, output: object) -> None:
             # In a run by block, other micro-batches are in the middle of their forwards.
-            if not torch.is_grad_enabled() and not is_by_block() and self._root not in _GENERATING:
+            if is_by_block() or in_backward() or self._root in _GENERATING:
+                return
+            _GATHERED.add(self._root)
+            if output is None or not torch.is_grad_enabled():  # None: the forward has failed
                 self.free_all()
 
-        self._root.register_forward_pre_hook(before_forward)
-        self._root.register_forward_hook(after_forward)
+        # Before FSDP2's own hook, which takes the state of the last pass for that of this one.
+        self._root.register_forward_pre_hook(before_forward, prepend=True)
+        self._root.register_forward_hook(after_forward, always_call=True)
+        for module in self._root.modules():
+            if next(module.parameters(), None) is not None:
+                module.named_parameters = functools.partial(_read_parameters, ref(self._root), is_by_block, module)
+
+    @property
+    def _context(self) -> Any:
+        """Returns what FSDP2's records of all units share."""
+        return self._root._get_fsdp_state()._state_ctx
 
     def begin_micro_batch(self, strategy: Strategy, is_last: bool) -> None:
         """Configures what the backward of the next micro-batch reduces and frees.
@@ -93,27 +122,39 @@ class UnitStates:
         self._root.set_reshard_after_backward(strategy.reshard_each_micro_batch or is_last)
 
     def free_all(self) -> None:
-        """Ends every pass and frees what a forward without gradients gathered and no backward will free.
+        """Ends every pass, as an error may not have done, and frees what no backward will free.
 
-        Otherwise the root's parameters would stay whole, and `model.parameters()` would return tensors that the
-        optimizer does not know.
+        Also clears the recorded order of forwards, by which backward prefetches: FSDP2 records forwards without
+        gradients too, and the backward of the first unit would then prefetch their last unit.
         """
+        _GATHERED.discard(self._root)
+        _STEPPED.discard(self._root)
+        self.begin_forwards()
+        self._context.post_backward_final_callback_queued = False
         for unit in sharded_modules(self._root):
             groups = groups_of_module(unit)
             copied = [each for group in groups if group.is_sharded_post_forward for each in group.fsdp_params]
-            for group in groups:
+            state = unit._get_fsdp_state()
+            for own in (state, *groups):
                 # On torch 2.11 a unit with an uncalled module is still in its forward, and may stay gathered after it.
-                group._training_state = type(group._training_state).IDLE
+                own._training_state = type(own._training_state).IDLE
             unit.reshard()
+            if state._is_root is not None:  # it has run
+                for group in groups:
+                    group.finalize_backward()
+                    group.comm_ctx.post_forward_order.clear()
             for parameter in copied:  # a group's, which FSDP2 frees when backward has gathered them
                 parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
             # torch 2.11 keeps waiting for a module that was not called (a head of which only the weight is used), and
             # never gathers the unit again.
-            unit._get_fsdp_state()._modules_to_run_forward.clear()
+            state._modules_to_run_forward.clear()
 
     def free_behind_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Frees, behind each step, what a forward without a backward has left gathered: weights of before the step."""
-        optimizer.register_step_post_hook(lambda *_: self.free_all())
+        """Frees, after each step, what a forward without a backward has left gathered: weights of before the step.
+
+        A step inside of backward, as of a hook of a parameter, leaves that to the next forward.
+        """
+        optimizer.register_step_post_hook(lambda *_: _STEPPED.add(self._root) if in_backward() else self.free_all())
 
     @contextmanager
     def generating(self, whole: bool = False) -> Iterator[None]:
@@ -141,7 +182,6 @@ class UnitStates:
             for group, mesh in freed.items():
                 group.post_forward_mesh_info = mesh
             self.free_all()
-            self.forget_forwards()
 
     @contextmanager
     def reducing_nothing(self) -> Iterator[None]:
@@ -158,11 +198,26 @@ class UnitStates:
 
     # Runs by block, in the order of an optimizer step.
 
-    def begin_window(self) -> None:
-        """Makes backward reduce, free and end nothing until `begin_unit_backward` says otherwise."""
-        self._root.set_requires_gradient_sync(False)
-        self._root.set_reshard_after_backward(False)
-        self._root.set_is_last_backward(False)
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Makes backward reduce, free and end nothing in the `with` block until `begin_unit_backward` says otherwise.
+
+        At its end, reduces what is not reduced yet, and ends every pass, as FSDP2 does at the end of a backward.
+        """
+        self._switch(False)
+        try:
+            yield
+        except BaseException:
+            self._switch(True)
+            self.free_all()
+            raise
+        self._switch(True)
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def _switch(self, ends: bool) -> None:
+        self._root.set_requires_gradient_sync(ends)
+        self._root.set_reshard_after_backward(ends)
+        self._root.set_is_last_backward(ends)
 
     def begin_forwards(self) -> None:
         """Resets FSDP2's current root, so that the gathers of the next forward wait for the work queued before it.
@@ -171,7 +226,7 @@ class UnitStates:
         a root. torch 2.11 keeps that root for good, later versions until a backward ends. Gathers would then not wait
         for the optimizer step.
         """
-        self._root._get_fsdp_state()._state_ctx.iter_forward_root = None
+        self._context.iter_forward_root = None
 
     def keep_after_forward(self, unit: Any) -> None:
         """Keeps a unit gathered after its next forward, because another micro-batch enters it next."""
@@ -190,16 +245,6 @@ class UnitStates:
         for group in groups_of_module(self._root):
             group._training_state = type(group._training_state).FORWARD
 
-    def forget_forwards(self) -> None:
-        """Clears the recorded order of forwards, so that backward prefetches by the order of the forwards to come.
-
-        FSDP2 records forwards without gradients too, and the backward of the first unit would then prefetch their last
-        unit.
-        """
-        for group in fsdp_groups(self._root):
-            group._post_forward_indices.clear()
-            group.comm_ctx.post_forward_order.clear()
-
     @contextmanager
     def backward_by_unit(self) -> Iterator[None]:
         """Makes FSDP2 end no pass when a backward ends inside the `with` block; call `end_passes` instead.
@@ -207,12 +252,11 @@ class UnitStates:
         FSDP2 visits all units whenever a backward ends, and waits for all reductions so far. They would then overlap
         with nothing.
         """
-        context = self._root._get_fsdp_state()._state_ctx
-        context.post_backward_final_callback_queued = True
+        self._context.post_backward_final_callback_queued = True
         try:
             yield
         finally:
-            context.post_backward_final_callback_queued = False
+            self._context.post_backward_final_callback_queued = False
 
     def begin_unit_backward(self, unit: Any, is_last: bool) -> None:
         """Configures the next backward pass through a unit: the last one reduces and frees it."""
@@ -235,12 +279,15 @@ class UnitStates:
                 group._training_state = states.IDLE
             state._training_state = type(state._training_state).IDLE
 
-    def end_window(self) -> None:
-        """Reduces what is not reduced yet, and ends every pass, as FSDP2 does at the end of an ordinary backward."""
-        self._root.set_requires_gradient_sync(True)
-        self._root.set_reshard_after_backward(True)
-        self._root.set_is_last_backward(True)
-        self._root._get_fsdp_state()._root_post_backward_final_callback()
+
+def _read_parameters(root: ref[Any], is_by_block: Callable[[], bool], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Is the `named_parameters` of a module of the model."""
+    model: Any = root()
+    if model in _GATHERED and model not in _GENERATING and not in_backward() and not is_by_block():
+        states = [unit._get_fsdp_state()._training_state for unit in sharded_modules(model)]
+        if not any(state == type(state).FORWARD for state in states):
+            UnitStates(model).free_all()
+    return type(module).named_parameters(module, *args, **kwargs)
 
 
 def _free_last_reduction(group: Any) -> None:

@@ -8,10 +8,9 @@ is removed, as in a plain loop: AdamW then skips it, while zeros would decay it.
 
 from __future__ import annotations
 
-import copy
 import functools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,51 +18,41 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit import ranks
-from toolkit.errors import TrainingError
+from toolkit.errors import BadInputError, TrainingError
 from toolkit.sharding.fsdp2.fsdp import drop_unreduced_gradients, fill_missing_gradients, fsdp_groups
 from toolkit.sharding.fsdp2.fsdp_replaced import before_reduction
 from toolkit.sharding.fsdp2.shards import local_tensor
 
 
 class UsedParameters:
-    """Tracks which parameters had a gradient since the last step, on this rank and on any rank.
+    """Tracks which gradients are nothing but zeros that were filled in, on this rank and on all ranks.
 
     Args:
         model: sharded by `fully_shard`.
+        has_gradient: returns whether a sharded parameter (any shape) has a gradient from an earlier reduction.
+
+    Attributes:
+        order: a checksum of which units were reduced so far and in which order.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, has_gradient: Callable[[torch.Tensor], bool]) -> None:
         self._groups = list(fsdp_groups(model))
-        self._used: set[int] = set()
-        self._order = 0
-        self._records = [self]
+        self._has_gradient = has_gradient
+        self._filled: set[int] = set()
+        self.order = 0
         for number, group in enumerate(self._groups):
             before_reduction(group, functools.partial(self._fill_and_record, number))
 
     def _fill_and_record(self, number: int, group: Any) -> None:
-        present = set(map(id, fill_missing_gradients(group)))
-        for record in self._records:
-            # One checksum of which units were reduced and in which order, however many there are.
-            record._order = zlib.crc32(number.to_bytes(4), record._order)
-            record._used |= present
+        self.order = zlib.crc32(number.to_bytes(4), self.order)
+        filled = fill_missing_gradients(group)
+        missing = set(map(id, filled))
+        self._filled -= {id(parameter.sharded_param) for parameter in group.fsdp_params} - missing
+        self._filled |= {id(parameter) for parameter in filled if not self._has_gradient(parameter)}
 
-    def of_another_optimizer(self) -> UsedParameters:
-        """Returns a record of the same reductions, which another optimizer of the model makes forget at its steps."""
-        other = copy.copy(self)
-        other._used = set()
-        self._records.append(other)
-        return other
-
-    @property
-    def reduced_any(self) -> bool:
-        """Returns whether a unit was reduced since the last step."""
-        return self._order != 0
-
-    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forgets the gradients of `parameters` (any shape), and drops those that are not reduced yet."""
+    def drop_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Drops the gradients of `parameters` (any shape) that are not reduced yet."""
         drop_unreduced_gradients(self._groups, set(map(id, parameters)))
-        self._used.clear()
-        self._order = 0
 
     def known(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Returns those of `parameters` (any shape) that belong to the model."""
@@ -71,21 +60,20 @@ class UsedParameters:
         return [parameter for parameter in parameters if id(parameter) in own]
 
     def used_by_any(self, parameters: Sequence[torch.Tensor]) -> list[bool]:
-        """Returns whether each of `parameters` (any shape) had a gradient on any rank since the last step. Collective.
+        """Returns whether each gradient of `parameters` (any shape) came from a backward of any rank. Collective.
 
-        Forgets these parameters.
+        True as well for a parameter of a unit that was not reduced.
 
         Raises:
             TrainingError: if the ranks reduced different units, or in a different order, so that they summed the
                 gradients of different parameters.
         """
-        used = [id(parameter) in self._used for parameter in parameters]
-        order, self._order = self._order, 0
-        self._used.difference_update(id(parameter) for parameter in parameters)
+        used = [id(parameter) not in self._filled for parameter in parameters]
+        self._filled.difference_update(map(id, parameters))
         if ranks.world_size() == 1:
             return used
         # The maxima of the order and of its negative are opposites only if all ranks have the same order.
-        found = torch.tensor([order, -order, *used], dtype=torch.int64)
+        found = torch.tensor([self.order, -self.order, *used], dtype=torch.int64)
         # Over gloo: the host knows its values and needs the result, so there is no reason to wait for a GPU.
         dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks.host_group())
         if found[0] != -found[1]:
@@ -98,26 +86,48 @@ class UsedParameters:
 
 def drop_unused_gradients(optimizer: torch.optim.Optimizer, used: UsedParameters) -> None:
     """Makes every step of `optimizer` first remove the zero gradients of the parameters that no rank used."""
+    seen = 0
 
     @torch.no_grad()
     def before_step(stepped: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not used.reduced_any:
-            return  # torch initialises the state of an optimizer by a step on zero gradients
+        nonlocal seen
+        if used.order == seen:
+            return  # nothing was reduced: torch initialises the state of an optimizer by a step on zero gradients
+        seen = used.order
         parameters = used.known(p for group in stepped.param_groups for p in group["params"])
         for parameter, was_used in zip(parameters, used.used_by_any(parameters), strict=True):
             if not was_used:
                 parameter.grad = None
 
-    zero_grad = optimizer.zero_grad
-
-    def forget_and_zero(set_to_none: bool = True) -> None:
+    def before_zero() -> None:
         # Of a step that an overflow in float16 has skipped, or of a window that was given up.
-        used.forget(parameter for group in optimizer.param_groups for parameter in group["params"])
-        zero_grad(set_to_none=set_to_none)
+        nonlocal seen
+        seen = used.order
+        used.drop_unreduced(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_state_dict_pre_hook(_add_missing_state)
-    optimizer.zero_grad = forget_and_zero  # type: ignore[method-assign]
+    act_before_zero_grad(optimizer, before_zero)
+
+
+def act_before_zero_grad(owner: Any, act: Callable[[], None], allows_zeros: bool = True) -> None:
+    """Makes `zero_grad` of an optimizer or a model call `act` first.
+
+    Args:
+        allows_zeros: whether gradients may be set to zeros. If not, that raises BadInputError.
+    """
+    zero_grad = owner.zero_grad
+
+    def act_and_zero(set_to_none: bool = True) -> None:
+        if not set_to_none and not allows_zeros:
+            raise BadInputError(
+                "offload: zero_grad(set_to_none=False) would step unused parameters by zeros, but their gradients are "
+                "not kept; call zero_grad()"
+            )
+        act()
+        zero_grad(set_to_none=set_to_none)
+
+    owner.zero_grad = act_and_zero
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, RankError, first_line
-from toolkit.sharding.fsdp2.fsdp import fsdp_units
+from toolkit.sharding.fsdp2.fsdp import fsdp_units, in_backward
 from toolkit.sharding.fsdp2.gloo import before_reading_shards
 from toolkit.sharding.fsdp2.shards import local_tensor, shard_group, tensor_dim, tensor_group
 from toolkit.sharding.fsdp2.unused import UsedParameters
@@ -106,7 +106,6 @@ class OffloadEngine:
         self._seen: list[OffloadedUnit] = []
         self._clip: _Clip | None = None
         self._worker = Worker(self._device, self.threads)
-        self._used = UsedParameters(model)
         self._agreed = False
         # Weakly: the model's hooks hold the engine, so dropping the model (as a Trainer's end does) frees host memory.
         _ENGINES[model] = weakref.ref(self)
@@ -127,6 +126,8 @@ class OffloadEngine:
                 slot.group = groups.get(id(slot.parameter))
                 # A fused optimizer needs the count on the device on which it steps.
                 slot.step = torch.zeros((), device=self._device if on_device or unit.resident else "cpu")
+        units = {id(slot.parameter): unit for unit in self.state.units for slot in unit.slots}
+        self._used = UsedParameters(self.model, lambda p: id(p) in units and units[id(p)].has_gradient)
         self._executors = self._make_executors()
         once = self.settings.during_backward
         self._capture = Capture(self._device, self._is_last, self._on_landed, self._require_same_parameters, once)
@@ -204,8 +205,14 @@ class OffloadEngine:
         """Hands every unit with a gradient to the worker, with the current settings of the optimizer.
 
         Raises:
-            BadInputError: if other parameters are trained, or in other groups, than at `prepare`.
+            BadInputError: if other parameters are trained, or in other groups, than at `prepare`, or backward has not
+                ended.
         """
+        if in_backward():
+            raise BadInputError(
+                "offload: optimizer.step was called inside of backward, as by a hook of a parameter, before all "
+                "gradients are known; call it after backward, or train without offload"
+            )
         self._require_same_parameters()
         self._finish_window()
         self._agreed = False
@@ -228,7 +235,7 @@ class OffloadEngine:
         """Discards the gradients that no step has used."""
         for unit in self.state.units:
             unit.forget_gradient()
-        self._used.forget(slot.parameter for unit in self.state.units for slot in unit.slots)
+        self._used.drop_unreduced(slot.parameter for unit in self.state.units for slot in unit.slots)
         self._agreed = False
         self._clip = None
 
@@ -271,8 +278,7 @@ class OffloadEngine:
         """Sets `present` of the units: the parameters that any rank used. Collective."""
         used = iter(self._used.used_by_any([slot.parameter for unit in units for slot in unit.slots]))
         for unit in units:
-            # Beside those of an earlier exchange: what is agreed on is forgotten there.
-            unit.present |= frozenset(i for i in range(len(unit.slots)) if next(used))
+            unit.present = frozenset(i for i in range(len(unit.slots)) if next(used))
 
     def _submit_step(
         self, unit: OffloadedUnit, settings: tuple[dict[str, Any], ...], clip: _Clip | None, after: Any

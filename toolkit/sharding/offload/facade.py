@@ -7,7 +7,8 @@ ranks. Only public hooks of torch are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp2.shards import beside, local_tensor
+from toolkit.sharding.fsdp2.unused import act_before_zero_grad
 from toolkit.sharding.offload.engine import OffloadEngine
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 from toolkit.sharding.offload.settings import counts_steps
@@ -26,8 +28,16 @@ def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
     """Registers the hooks of model and optimizer, and replaces the accelerator's clipping by the engine's."""
     _connect_optimizer(engine)
     _connect_model(engine)
+    for owner in (engine.optimizer, engine.model):
+        act_before_zero_grad(owner, engine.discard, allows_zeros=False)
     # Accelerate's own clips the parameters' `.grad`, which are gone by then: it would return 0 and clip nothing.
-    accelerator.clip_grad_norm_ = engine.clip_grad_norm_
+    own_clip = weakref.WeakMethod(engine.clip_grad_norm_)  # the accelerator outlives the model
+
+    def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+        clip = own_clip()
+        return (type(accelerator).clip_grad_norm_.__get__(accelerator) if clip is None else clip)(*args, **kwargs)
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.clip_grad_value_ = _refuse_clipping_by_value
 
 
@@ -35,16 +45,6 @@ def _refuse_clipping_by_value(parameters: Iterable[torch.Tensor], clip_value: fl
     raise BadInputError(
         "clip_grad_value_: gradients are not on the device any more with offload; use clip_grad_norm_, or no offload"
     )
-
-
-def _discard_and_zero(engine: OffloadEngine, zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """Returns a `zero_grad` that also discards the gradients on the host."""
-
-    def discard_and_zero(set_to_none: bool = True) -> None:
-        engine.discard()
-        zero_grad(set_to_none=set_to_none)
-
-    return discard_and_zero
 
 
 def _connect_optimizer(engine: OffloadEngine) -> None:
@@ -66,7 +66,6 @@ def _connect_optimizer(engine: OffloadEngine) -> None:
         return {**state_dict, "state": {}}
 
     optimizer.register_step_pre_hook(before_step)
-    optimizer.zero_grad = _discard_and_zero(engine, optimizer.zero_grad)  # type: ignore[method-assign]
     # The worker may still be writing the moments that are about to be read.
     optimizer.register_state_dict_pre_hook(lambda _: engine.flush())
     optimizer.register_load_state_dict_pre_hook(before_loading)
@@ -129,7 +128,6 @@ def _connect_model(engine: OffloadEngine) -> None:
             if isinstance(value, DTensor):
                 slot.view(unit.master).copy_(value.to_local().view(slot.shape))
 
-    engine.model.zero_grad = _discard_and_zero(engine, engine.model.zero_grad)  # type: ignore[method-assign]
     model: Any = engine.model
     model.register_state_dict_pre_hook(lambda *_: engine.flush())
     model.register_state_dict_post_hook(after_saving)

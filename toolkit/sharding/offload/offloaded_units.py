@@ -92,6 +92,11 @@ class OffloadedUnit:
         # Before the first step nothing is under way, and the first forward waits for nothing.
         self.published.set()
 
+    @property
+    def has_gradient(self) -> bool:
+        """Returns whether the unit was reduced since the last step."""
+        return self.gradient is not None or self.accumulated is not None
+
     def forget_gradient(self) -> None:
         """Drops the gradient, its norms and its sum over micro-batches."""
         self.gradient = self.norms = self.accumulated = None
