@@ -64,7 +64,7 @@ EXPERTS = {"model": {"name_or_path": "experts"}}
 HYBRID = {"strategy": "hybrid"}
 """Two replicas, of half of the ranks each, on two hosts."""
 NODES = {"reshard_after_forward": 2}
-"""hpZ: backward gathers among two ranks."""
+"""Backward gathers among two ranks."""
 AVERAGES = {"ema": 0.7, "eval_every_steps": 2}
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -112,16 +112,16 @@ CASES: dict[int, dict[str, Case]] = {
         "hybrid, experts": Case(HYBRID | {"experts": 2}, sections=EXPERTS),
         "hybrid, sequence": Case(HYBRID | {"sequence": 2}),
         "hybrid, resumed": Case(HYBRID, resumed=True),
-        "hpZ": Case(NODES),
-        "hpZ, bf16, checkpointing": Case(NODES | {"activation_checkpointing": 1}, BF16, close=IN_BF16),
-        "hpZ, offload": Case(NODES | OFFLOAD | {"prefetch": 2}, BF16, close=IN_BF16),
-        "hpZ, LoRA": Case(NODES, BF16, {"adapter": LORA}, close=IN_BF16),
-        "hpZ, averages": Case(NODES, AVERAGES),
+        "groups": Case(NODES),
+        "groups, bf16, checkpointing": Case(NODES | {"activation_checkpointing": 1}, BF16, close=IN_BF16),
+        "groups, offload": Case(NODES | OFFLOAD | {"prefetch": 2}, BF16, close=IN_BF16),
+        "groups, LoRA": Case(NODES, BF16, {"adapter": LORA}, close=IN_BF16),
+        "groups, averages": Case(NODES, AVERAGES),
     },
     8: {
         "plain": Case(),
         "hybrid, bf16": Case(HYBRID, BF16, close=IN_BF16),
-        "hpZ": Case(NODES),
+        "groups": Case(NODES),
         "by block, offload": Case(BY_BLOCK | OFFLOAD, BF16, close=IN_BF16),
     },
 }

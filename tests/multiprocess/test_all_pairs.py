@@ -88,7 +88,7 @@ def settings_of(row: Row) -> Settings:
         experts=row["experts"] > 1,
         sequence=row["sequence"] > 1,
         tensor=row["tensor"] > 1,
-        node=row.get("reshard_after_forward"),
+        reshard_after_forward=row.get("reshard_after_forward"),
         prefetch=row["prefetch"] is not None,
     )
 

@@ -205,9 +205,11 @@ def differences(strategies: list[str], seeds: range) -> dict[str, str]:
     found = {}
     for strategy in strategies:
         for seed in seeds:
-            program = drawn(seed, "offload" in strategy)
+            is_offloaded = "offload" in strategy
+            program = drawn(seed, is_offloaded)
+            num_optimizers = 1 if is_offloaded else (1, 1, 2, NUM_PARAMETERS)[seed % 4]
             meet()
-            loops = [Loop(word, 1 if "offload" in strategy else (1, 1, 2, NUM_PARAMETERS)[seed % 4]) for word in (None, strategy)]
+            loops = [Loop(word, num_optimizers) for word in (None, strategy)]
             for number, (name, arguments) in enumerate(program):
                 for loop in loops:
                     getattr(loop, name)(*arguments)

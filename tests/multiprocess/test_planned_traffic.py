@@ -19,7 +19,7 @@ from toolkit.planning.traffic import traffic
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding import plan_units
-from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, Strategy, mesh_shape, with_node
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, Strategy, mesh_shape, with_reshard_after_forward
 
 CASES = [(strategy, 1, True, "all", "no") for strategy in STRATEGIES]
 CASES += [(strategy, 3, False, "all", "no") for strategy in STRATEGIES]
@@ -45,7 +45,7 @@ def make_model(tied: bool, trained: str) -> nn.Module:
 def mesh_of(strategy: str, num_ranks: int) -> MeshShape:
     node = 2 if strategy.endswith("in nodes") else None
     shape = mesh_shape(kind_of(strategy), num_ranks, replicate=None, shard=2 if strategy == "hybrid" else None)
-    return with_node(shape, kind_of(strategy), node, num_ranks)
+    return with_reshard_after_forward(shape, kind_of(strategy), node, num_ranks)
 
 
 def kind_of(strategy: str) -> Strategy:

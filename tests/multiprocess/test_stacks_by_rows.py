@@ -137,7 +137,6 @@ def compare_muon(model: Any, found: dict[str, torch.Tensor]) -> None:
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "zero3": {},
     "offload": {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}},
-    "nodes": {"sharding": {"reshard_after_forward": 2}},
 }
 
 

@@ -15,10 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 import yaml
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS, meet, run_on_ranks
@@ -30,8 +28,8 @@ STEPS = 6
 OFFLOAD = {"offload": "optimizer", "offload_executor": "cpu_torch"}
 SHARDINGS: dict[str, dict[str, Any]] = {
     "zero3": {"strategy": "zero3"},
-    "hpZ": {"strategy": "zero3", "reshard_after_forward": 2},
-    "hpZ, offload": {"strategy": "zero3", "reshard_after_forward": 2, **OFFLOAD},
+    "groups": {"strategy": "zero3", "reshard_after_forward": 2},
+    "groups, offload": {"strategy": "zero3", "reshard_after_forward": 2, **OFFLOAD},
     "hybrid": {"strategy": "hybrid"},
     "hybrid, offload": {"strategy": "hybrid", **OFFLOAD},
 }
@@ -77,26 +75,16 @@ def finetuned(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def learn(folder: Path, where: str) -> dict[str, Any]:
-    """What each sharding learns, and on which hosts the ranks of a group of hpZ are."""
-    from toolkit.sharding import plugin
-
+    """What each sharding learns."""
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29555"}
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    groups_of, nodes = plugin.groups_of, []
-
-    def noted(mesh: Any, node: int | None) -> Any:
-        found = groups_of(mesh, node)
-        nodes.append(None if found is None else dist.get_process_group_ranks(found.get_all_groups()[-1]))
-        return found
-
     found: dict[str, Any] = {"host": socket.gethostname(), "beside": os.listdir(folder.parent)}
     found["namespaces"] = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in NAMESPACES}
-    with mock.patch.object(plugin, "groups_of", noted):
-        for name, sharding in SHARDINGS.items():
-            output = folder / f"{where}-{name}".replace(" ", "")
-            saves = {"checkpoint": {"every_steps": 4}} if name == "hpZ" else {}
-            found[name] = finetuned(values_of(folder, output, sharding=sharding, **saves))
-    return found | {"nodes": nodes}
+    for name, sharding in SHARDINGS.items():
+        output = folder / f"{where}-{name}".replace(" ", "")
+        saves = {"checkpoint": {"every_steps": 4}} if name == "groups" else {}
+        found[name] = finetuned(values_of(folder, output, sharding=sharding, **saves))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +108,6 @@ def test_ranks_on_two_hosts_learn_what_those_of_one_do(
         for name in SHARDINGS:
             assert len(rank[name]) >= STEPS
             assert rank[name] == together[number][name], name
-        # hpZ gathers for backward inside a host.
-        own = [0, 1] if number < 2 else [2, 3]
-        assert rank["nodes"] == [None, own, own, None, None]
 
 
 @pytest.mark.grid
@@ -233,14 +218,14 @@ def test_a_folder_is_held_against_the_other_host_until_its_own_is_off(hosts: lis
 
 
 def unlike(folder: Path) -> tuple[str, float]:
-    """hpZ in groups of two, on a host whose launchers start one rank each."""
+    """Backward in groups of two, on a host whose launchers start one rank each."""
     from toolkit import Recipe, finetune
     from toolkit.errors import BadInputError
     from toolkit.supervise import rendezvous
 
     rendezvous.SHORTEST_SECONDS, begun = 20.0, time.monotonic()
     training = {"stall_minutes": 0.1}
-    values = values_of(folder, folder / "unlike", sharding=SHARDINGS["hpZ"], training=training)
+    values = values_of(folder, folder / "unlike", sharding=SHARDINGS["groups"], training=training)
     try:
         finetune(Recipe.from_mapping(values))
     except BadInputError as error:

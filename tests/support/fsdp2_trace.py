@@ -21,7 +21,7 @@ from toolkit.objectives.teacher import shard_teacher
 from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, in_these_modes, tree_map_only
 from toolkit.planning.memory.known import known_batch
 from toolkit.planning.workload.workload import Workload
-from toolkit.sharding.apply import apply, groups_of
+from toolkit.sharding.apply import apply
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.parallel.expert_parallel import expert_grid
@@ -83,7 +83,7 @@ def trace(
         of_all = _mesh(strategy, shape)
         mesh, joined = data_mesh(of_all), joined_mesh(of_all)  # made of ranks that have values
         grid = expert_grid(mesh, workload.experts)
-        shard = functools.partial(apply, experts=grid, backward_mesh=groups_of(mesh, shape.node))
+        shard = functools.partial(apply, experts=grid, reshard_after_forward=shape.reshard_after_forward)
         model, teacher, planned = workload.model_copy(), workload.teacher_copy(), without_ranks(workload.skew)
         models = [model] if teacher is None else [model, teacher]
         objective = workload.objective(*models)  # looks at the forward, which FSDP2 forbids before the root's first one

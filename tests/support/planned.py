@@ -57,7 +57,9 @@ class Planned:
     @cached_property
     def peak_moment(self) -> Memory:
         """When a rank holds most, the optimizer's state aside."""
-        layout = MemoryLayout(self.mesh.shard, self.compute_bytes, 4, optimizer=8, node=self.mesh.node)
+        layout = MemoryLayout(
+            self.mesh.shard, self.compute_bytes, 4, optimizer=8, reshard_after_forward=self.mesh.reshard_after_forward
+        )
         shapes = [*self.teacher_units, *self.units]
         moments = replay(shapes, self.probe, STRATEGIES[self.strategy], layout, self.accumulation, self.by_block)
         return max(moments, key=lambda memory: memory.total - memory.optimizer)

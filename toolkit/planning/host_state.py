@@ -36,7 +36,7 @@ class HostState:
             optimizer=OPTIMIZER_BYTES[self._recipe.optimizer.kind],
             offload=setup.offload,
             residents=frozenset(len(self._model.teacher_units) + number for number in self.residents(setup)),
-            node=setup.mesh.node,
+            reshard_after_forward=setup.mesh.reshard_after_forward,
         )
 
     def residents(self, setup: Setup) -> frozenset[int]:

@@ -74,7 +74,9 @@ def _row_settings(found: Plan, setup: Setup) -> dict[str, str]:
     if section.accumulate != "by_micro_batch":
         settings["sharding.accumulate"] = "by_block" if setup.by_block else "by_micro_batch"
     if section.reshard_after_forward is not None:
-        settings["sharding.reshard_after_forward"] = "null" if setup.mesh.node is None else str(setup.mesh.node)
+        settings["sharding.reshard_after_forward"] = (
+            "null" if setup.mesh.reshard_after_forward is None else str(setup.mesh.reshard_after_forward)
+        )
     # The recipe and the Accelerate config may both name a strategy, but must not differ.
     if section.strategy is not None:
         settings["sharding.strategy"] = setup.strategy.name

@@ -20,7 +20,7 @@ from toolkit.sharding.plan.strategy import (
     Strategy,
     mesh_shape,
     require_tensor_groups,
-    with_node,
+    with_reshard_after_forward,
 )
 
 
@@ -49,7 +49,7 @@ class Setup:
     def name(self) -> str:
         """The strategy's name in an Accelerate config, with the groups of hybrid."""
         groups = f" {self.mesh.replicate}x{self.mesh.shard}" if self.strategy.replicated else ""
-        node = f" backward in {self.mesh.node}" if self.mesh.node else ""
+        node = f" backward in {self.mesh.reshard_after_forward}" if self.mesh.reshard_after_forward else ""
         by_block = " by block" if self.by_block else ""
         tensor = f" tensor {self.mesh.tensor}" if self.mesh.tensor > 1 else ""
         return self.strategy.name + (OFFLOAD if self.offload else "") + groups + tensor + node + by_block
@@ -88,7 +88,7 @@ def asked_setup(
     mesh = mesh_of(STRATEGIES[name], ranks, shard_size or ranks_per_node // section.tensor, section.tensor)
     return Setup(
         STRATEGIES[name],
-        with_node(mesh, STRATEGIES[name], section.reshard_after_forward, ranks_per_node),
+        with_reshard_after_forward(mesh, STRATEGIES[name], section.reshard_after_forward, ranks_per_node),
         section.offload == "optimizer" or (section.offload is None and offload),
         None if every is None else Checkpointing(every, section.offload_checkpoints, section.chunk_tokens),
         training.micro_batch_size,
@@ -154,7 +154,7 @@ def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Settings:
         chunk_tokens=checkpointing is not None and checkpointing.chunk_tokens is not None,
         precision=mixed_precision,
         sequence=(setup.sequence or recipe.sharding.sequence) > 1,
-        node=setup.mesh.node,
+        reshard_after_forward=setup.mesh.reshard_after_forward,
         tensor=setup.mesh.tensor > 1,
     )
 
@@ -190,7 +190,7 @@ def _smaller_setups(
         yield change, replace(setup, micro_batch_size=1, accumulation=samples)
     zero3 = STRATEGIES["zero3"]
     # The launch names the strategy, not the recipe, so "strategy zero3" is not an override.
-    if setup.mesh.node is not None:
+    if setup.mesh.reshard_after_forward is not None:
         yield (
             "sharding.reshard_after_forward=null",
             replace(setup, mesh=mesh_of(zero3, setup.ranks, 1, setup.mesh.tensor)),

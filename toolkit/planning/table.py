@@ -256,7 +256,7 @@ def _strategies(ranks: int, asked: Setup) -> Iterator[tuple[Strategy, MeshShape]
     tensor = asked.mesh.tensor
     for name in ("ddp", "zero1", "zero2", "zero3"):
         yield STRATEGIES[name], mesh_of(STRATEGIES[name], ranks, 1, tensor)
-    if asked.mesh.node is not None:
+    if asked.mesh.reshard_after_forward is not None:
         yield asked.strategy, asked.mesh
     # Powers of two, the sizes of NVLink groups and nodes; others only if there is none, or the recipe asks.
     ranks //= tensor

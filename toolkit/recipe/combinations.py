@@ -52,6 +52,7 @@ _GATHERS_ONCE = "which gathers parameters once a step at most"
 _REMOVE_ONE = "remove one of them"
 _ZERO3_OR_HYBRID = "remove it, or choose zero3 or hybrid"
 _UNCUT = "set sharding.tensor=1"
+_GATHERS_NOTHING, _OR_ZERO3 = "whose backward gathers nothing again", "remove it, or choose zero3"
 _EACH_EVALUATED = "as each checkpoint is judged by an evaluation"
 _EVALUATE_EACH = "set training.eval_every_steps to checkpoint.every_steps or a divisor of it"
 
@@ -81,22 +82,22 @@ COMBINATIONS = (
         ("fp16", "by block"), NOT_BUILT, "whose backward passes would each need a scale", "set mixed_precision bf16"
     ),
     Combination(
-        ("hpZ", "by block"),
+        ("reshard_after_forward", "by block"),
         LIBRARY,
         "which keeps units gathered from one micro-batch to the next: FSDP2's switch for it forgets the groups",
         _REMOVE_ONE,
     ),
     Combination(
-        ("hpZ", "by block, if faster"),
+        ("reshard_after_forward", "by block, if faster"),
         LIBRARY,
         "which may keep units gathered from one micro-batch to the next",
         _REMOVE_ONE,
     ),
     # Gathers inside nodes
-    _idle("hpZ", "ddp", "whose backward gathers nothing again", "remove it, or choose zero3"),
-    _idle("hpZ", "zero1, zero2", "whose backward gathers nothing again", "remove it, or choose zero3"),
-    _idle("hpZ", "hybrid", "whose backward gathers inside its groups as it is", "remove it, or choose zero3"),
-    Combination(("hpZ", "experts"), NOT_BUILT, "whose units have ranks of their own", _REMOVE_ONE),
+    _idle("reshard_after_forward", "ddp", _GATHERS_NOTHING, _OR_ZERO3),
+    _idle("reshard_after_forward", "zero1, zero2", _GATHERS_NOTHING, _OR_ZERO3),
+    _idle("reshard_after_forward", "hybrid", "whose backward gathers inside its groups as it is", _OR_ZERO3),
+    Combination(("reshard_after_forward", "experts"), NOT_BUILT, "whose units have ranks of their own", _REMOVE_ONE),
     # Experts
     Combination(("experts", "ddp"), DEFINITION, "which holds every expert on every rank", "remove it, or choose zero3"),
     # Tensor groups
@@ -106,7 +107,7 @@ COMBINATIONS = (
     ),
     Combination(("tensor", "experts"), NOT_BUILT, "whose ranks have other rows", _REMOVE_ONE),
     Combination(("tensor", "sequence"), NOT_BUILT, "whose ranks share other groups", _REMOVE_ONE),
-    Combination(("tensor", "hpZ"), NOT_BUILT, "whose groups of a node are other ranks", _REMOVE_ONE),
+    Combination(("tensor", "reshard_after_forward"), NOT_BUILT, "whose groups of a node are other ranks", _REMOVE_ONE),
     Combination(("tensor", "chunks"), NOT_BUILT, "", "remove sharding.chunk_tokens"),
     Combination(("tensor", "fp16"), NOT_BUILT, "", "set mixed_precision bf16"),
     Combination(("tensor", "compile"), NOT_BUILT, "", "remove training.compile"),

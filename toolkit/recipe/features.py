@@ -22,7 +22,7 @@ class Settings:
         strategy: a word of `STRATEGIES` (sharding/plan/strategy.py), or None if the Accelerate config may say it later.
         accumulate: `by_micro_batch`, `by_block` or `auto`.
         checkpointing: N to checkpoint every N-th block, `auto`, or None for no checkpoints.
-        node: number of ranks that share a unit between forward and backward (hpZ), or None for all ranks.
+        reshard_after_forward: number of ranks that share a unit between forward and backward, or None for all ranks.
         offload: whether optimizer state is kept in host memory, or None if the Accelerate config may say it later.
         is_quantised: whether frozen layers are held in few bits.
         keeps_float32: the first trained parameter that stays in float32 beside 16-bit compute, or None.
@@ -52,7 +52,7 @@ class Settings:
     experts: bool = False
     sequence: bool = False
     tensor: bool = False
-    node: int | None = None
+    reshard_after_forward: int | None = None
     prefetch: bool = False
     keeps_float32: str | None = None
     sums_in_autograd: bool = False
@@ -143,7 +143,9 @@ FEATURES = {
     "experts": Feature("sharding.experts", lambda settings: settings.experts),
     "sequence": Feature("sharding.sequence", lambda settings: settings.sequence),
     "tensor": Feature("sharding.tensor", lambda settings: settings.tensor),
-    "hpZ": Feature("sharding.reshard_after_forward", lambda settings: settings.node is not None),
+    "reshard_after_forward": Feature(
+        "sharding.reshard_after_forward", lambda settings: settings.reshard_after_forward is not None
+    ),
     "prefetch": Feature("sharding.prefetch", lambda settings: settings.prefetch),
     "float32 islands": Feature(
         "{keeps_float32}, which the model keeps in float32", lambda settings: settings.keeps_float32 is not None

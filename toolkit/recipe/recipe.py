@@ -242,7 +242,7 @@ def settings_of_recipe(recipe: Recipe) -> Settings:
         experts=section.experts > 1,
         sequence=section.sequence > 1,
         tensor=section.tensor > 1,
-        node=section.reshard_after_forward,
+        reshard_after_forward=section.reshard_after_forward,
         prefetch=section.prefetch is not None,
         moves_biases=bool(recipe.objective.router_bias_rate),
         eval_steps=training.eval_every_steps,

@@ -25,7 +25,6 @@ from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
 from toolkit.sharding.fsdp2.fsdp_replaced import (
     gather_in_float32,
     pass_over_ungathered_units,
-    reshard_in_groups,
     shapes_inside,
     wrap_as_dtensor,
 )
@@ -82,16 +81,6 @@ def precision_policies(
     return unit, root
 
 
-def groups_of(mesh: DeviceMesh, ranks: int | None) -> DeviceMesh | None:
-    """Returns the mesh (groups, ranks of a group) over which units stay sharded between forward and backward.
-
-    Args:
-        mesh: the 1-D mesh of all ranks.
-        ranks: the neighbouring ranks in a group, usually those of a node. None returns None.
-    """
-    return None if ranks is None else DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks))
-
-
 def prepare_blocks(
     model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing | None, compilation: Compilation | None
 ) -> None:
@@ -114,7 +103,7 @@ def apply(
     compilation: Compilation | None = None,
     prefetch: int | None = None,
     experts: DeviceMesh | None = None,
-    backward_mesh: DeviceMesh | None = None,
+    reshard_after_forward: int | None = None,
     load_weights: LoadsWeights | None = None,
     tensor: DeviceMesh | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
@@ -133,7 +122,8 @@ def apply(
         compilation: of the blocks. None runs them eagerly.
         prefetch: the number of blocks to gather ahead. None keeps FSDP2's default of one block.
         experts: the grid of ranks for expert parallelism. If given, `plan` has units of experts.
-        backward_mesh: from `groups_of`. None makes backward gather among all ranks of a shard group.
+        reshard_after_forward: the neighbouring ranks, usually those of a node, among which units are sharded from
+            forward to backward. None: among all ranks of a shard group.
         load_weights: gives a model on the meta device its weights. None leaves them as they are.
         tensor: the mesh of all ranks, whose axis `tp` has the ranks that cut matrices; `mesh` is the rest of it. None
             cuts nothing.
@@ -161,7 +151,8 @@ def apply(
             _shard_expert_unit(modules[0], mesh, experts, unit_policy, strategy)
         else:
             policy = root_policy if unit.kind == "root" else unit_policy
-            _shard_unit(modules, mesh, policy, strategy.reshard_each_micro_batch and unit.reshard_after_forward)
+            reshards = strategy.reshard_each_micro_batch and unit.reshard_after_forward
+            _shard_unit(modules, mesh, policy, reshards and (reshard_after_forward or True))
         if cut is not None and tensor is not None:
             present_whole(modules[0], tensor, cut)
     gather_in_float32(model, kept, beside_rounded=offload is not None)
@@ -172,14 +163,22 @@ def apply(
     if load_weights is not None:
         load_weights(keep_master)
     round_buffers(model, types)
-    _schedule(model, plan, strategy, is_last_micro_batch, prefetch, backward_mesh)
+    pass_over_ungathered_units(model)
+    _set_prefetch(model, plan, prefetch)
+    UnitStates(model).follow_micro_batches(strategy, is_last_micro_batch, in_window)
     return {before[name]: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshards: bool) -> None:
-    """Makes the modules one FSDP2 unit."""
+def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshards: int) -> None:
+    """Makes the modules one FSDP2 unit.
+
+    Args:
+        reshards: FSDP2's `reshard_after_forward`: whether, or the ranks among which.
+    """
     unit = modules if len(modules) > 1 else modules[0]
     num_shards = mesh.size(mesh.ndim - 1)
+    if reshards > 1:
+        _require_rows(modules, num_shards)
     fully_shard(
         unit,
         mesh=mesh,
@@ -188,6 +187,16 @@ def _shard_unit(modules: list[nn.Module], mesh: DeviceMesh, policy: MixedPrecisi
         shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, num_shards)),
     )
     communicate(modules[0])
+
+
+def _require_rows(modules: Sequence[nn.Module], num_shards: int) -> None:
+    shapes = [tuple(parameter.shape) for module in modules for parameter in module.parameters()]
+    stack = next((shape for shape in shapes if shard_dim(shape, num_shards)), None)
+    if stack is not None:
+        raise BadInputError(
+            f"sharding.reshard_after_forward: a stack of {stack[0]} experts {stack} is sharded along the rows of its "
+            f"matrices on {num_shards} ranks, which FSDP2 cannot gather inside a group; remove it"
+        )
 
 
 def _shard_expert_unit(
@@ -224,22 +233,6 @@ def _set_dtypes(
         _hold_masters_in_float32(model)
     hold_in_float32(model, kept)
     return types, kept
-
-
-def _schedule(
-    model: nn.Module,
-    plan: UnitPlan,
-    strategy: Strategy,
-    is_last_micro_batch: Callable[[], bool],
-    prefetch: int | None,
-    backward_mesh: DeviceMesh | None,
-) -> None:
-    """Configures when units are gathered, reduced and freed, and among which ranks backward gathers."""
-    if backward_mesh is not None:
-        reshard_in_groups(model, backward_mesh)
-    pass_over_ungathered_units(model)
-    _set_prefetch(model, plan, prefetch)
-    UnitStates(model).follow_micro_batches(strategy, is_last_micro_batch, in_window)
 
 
 def _set_prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:

@@ -40,7 +40,7 @@ from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Settings
 from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
-from toolkit.sharding.apply import KeepsMasters, LoadsWeights, apply, groups_of, precision_policies
+from toolkit.sharding.apply import KeepsMasters, LoadsWeights, apply, precision_policies
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.fsdp2.unit_states import UnitStates
@@ -60,7 +60,7 @@ from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.offload import OffloadEngine, OffloadSettings, connect
 from toolkit.sharding.parallel.expert_parallel import expert_grid
 from toolkit.sharding.parallel.sequence_parallel import require_groups
-from toolkit.sharding.plan.strategy import OFFLOAD, MeshShape, tensor_shape, with_node
+from toolkit.sharding.plan.strategy import OFFLOAD, MeshShape, tensor_shape, with_reshard_after_forward
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.sharding.plan.units import plan_units
 from toolkit.sharding.tensor.axes import data_mesh, tensor_mesh, with_tensor_axis
@@ -117,7 +117,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     Attributes:
         strategy: what is sharded, and when gradients are reduced.
         offload: how optimizer state is offloaded, or None if it is not.
-        node: the number of ranks among which units stay sharded between forward and backward, or None for all.
+        reshard_ranks: the number of ranks among which units stay sharded between forward and backward, or None for all.
         tensor: the number of ranks that cut matrices and have the same rows.
         unit_plan: the units of the prepared model. None before `prepare`.
         engine: steps the offloaded optimizer state. None before `prepare`, or without offload.
@@ -133,7 +133,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         compilation: Compilation | None = None,
         prefetch: int | None = None,
         experts: int = 1,
-        node: int | None = None,
+        reshard_after_forward: int | None = None,
         tensor: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -149,7 +149,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.compilation = compilation
         self.prefetch = prefetch
         self.experts = experts
-        self.node = node
+        self.reshard_ranks = reshard_after_forward
         self.tensor = resolve_tensor(tensor)
         self._accelerator: weakref.ref[Accelerator] | None = None
         refuse_stock_settings()
@@ -177,7 +177,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             checkpointing=None if self.checkpointing is None else self.checkpointing.every,
             compiled=self.compilation is not None,
             experts=self.experts > 1,
-            node=self.node,
+            reshard_after_forward=self.reshard_ranks,
             tensor=self.tensor > 1,
             prefetch=self.prefetch is not None,
             own_loop=True,
@@ -222,7 +222,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             compilation=self.compilation,
             prefetch=self.prefetch,
             experts=expert_grid(mesh, self.experts),
-            backward_mesh=groups_of(mesh, self.node),
+            reshard_after_forward=self.reshard_ranks,
             load_weights=load_weights,
             tensor=with_tensor_axis(state.device_mesh),
         )
@@ -323,7 +323,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
             shard=self.dp_shard_size or configured_size("dp_shard"),  # type: ignore[has-type]
         )
         require_groups("sharding.experts", self.plugin.experts, shape.shard)
-        with_node(shape, self.plugin.strategy, self.plugin.node, ranks_per_node)
+        with_reshard_after_forward(shape, self.plugin.strategy, self.plugin.reshard_ranks, ranks_per_node)
         if self.plugin.offload is not None:
             _refuse_replicas_on_one_host(shape)
         self.dp_replicate_size, self.dp_shard_size = shape.replicate, shape.shard

@@ -168,7 +168,15 @@ def test_the_table_offers_no_row_by_block_that_a_run_refuses(own: Recipe, precis
     found = plan(own, H100, 2, mixed_precision=precision, strategy="zero3", with_levers=False)
     assert any(row.setup.by_block for row in found.rows) == there
     told = [row_as_json(row) for row in found.rows]
-    settings = ("strategy", "offload", "replicate", "shard", "node", "checkpointing", "micro_batch_size", "by_block")
-    settings += ("sequence", "gradient_accumulation_steps")
+    settings = (
+        "strategy",
+        "offload",
+        "replicate",
+        "shard",
+        "reshard_after_forward",
+        "checkpointing",
+        "micro_batch_size",
+    )
+    settings += ("by_block", "sequence", "gradient_accumulation_steps")
     names = [str([row[name] for name in settings]) for row in told]
     assert len(set(names)) == len(names), "rows that say the same are told apart"

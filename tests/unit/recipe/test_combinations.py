@@ -75,7 +75,7 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "experts": ({"experts": True}, ["sharding.experts=2"]),
     "sequence": ({"sequence": True}, ["sharding.sequence=2"]),
     "tensor": ({"tensor": True}, ["sharding.tensor=2"]),
-    "hpZ": ({"node": 2}, ["sharding.reshard_after_forward=2"]),
+    "reshard_after_forward": ({"reshard_after_forward": 2}, ["sharding.reshard_after_forward=2"]),
     "prefetch": ({"prefetch": True}, ["sharding.prefetch=2"]),
     "float32 islands": ({"keeps_float32": "router.weight"}, []),
     "torch 2.15": ({"sums_in_autograd": True}, []),

@@ -17,7 +17,7 @@ from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.fsdp2 import versions
 from toolkit.sharding.launched import accumulation_plugin, resolve_strategy
-from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, mesh_shape, parse_strategy, with_node
+from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, mesh_shape, parse_strategy, with_reshard_after_forward
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
 
 
@@ -213,34 +213,34 @@ def test_a_mesh_that_cannot_be(
 
 def test_a_node_keeps_units_from_forward_to_backward() -> None:
     zero3, shape = STRATEGIES["zero3"], MeshShape(1, 16)
-    assert with_node(shape, zero3, 8, 8) == MeshShape(1, 16, 8)
-    assert with_node(shape, zero3, 4, 8).backward == 4, "half a node"
-    assert with_node(shape, zero3, 8, 16).node == 8, "half of the only node"
-    assert with_node(shape, STRATEGIES["ddp"], None, 8) == shape
+    assert with_reshard_after_forward(shape, zero3, 8, 8) == MeshShape(1, 16, 8)
+    assert with_reshard_after_forward(shape, zero3, 4, 8).backward == 4, "half a node"
+    assert with_reshard_after_forward(shape, zero3, 8, 16).reshard_after_forward == 8, "half of the only node"
+    assert with_reshard_after_forward(shape, STRATEGIES["ddp"], None, 8) == shape
 
 
 @pytest.mark.parametrize(
     ("strategy", "node", "ranks_per_node", "message"),
     [
-        ("zero3", 16, 16, "16 is not a group inside the nodes of 16 ranks .* allowed: 2, 4, 8$"),
-        ("zero3", 16, 8, "allowed: 2, 4, 8$"),
-        ("zero3", 3, 8, "3 is not a group .* allowed: 2, 4, 8$"),
-        ("zero3", 4, 2, "4 is not a group .* allowed: 2$"),
-        ("zero3", 2, 1, "allowed: none here; remove it$"),
+        ("zero3", 16, 16, "16 is not a group inside of the 16 ranks of a node .* set it to one of 2, 4, 8$"),
+        ("zero3", 16, 8, "set it to one of 2, 4, 8$"),
+        ("zero3", 3, 8, "3 is not a group .* set it to one of 2, 4, 8$"),
+        ("zero3", 4, 2, "4 is not a group .* set it to one of 2$"),
+        ("zero3", 2, 1, "no size is; remove it$"),
         ("hybrid", 8, 8, "no effect with strategy hybrid, whose backward gathers inside its groups"),
         ("zero1", 8, 8, "no effect with strategy zero1, whose backward gathers nothing again"),
     ],
 )
 def test_a_node_that_cannot_be(strategy: str, node: int, ranks_per_node: int, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
-        with_node(MeshShape(1, 16), STRATEGIES[strategy], node, ranks_per_node)
+        with_reshard_after_forward(MeshShape(1, 16), STRATEGIES[strategy], node, ranks_per_node)
 
 
 def test_a_group_of_backward_lies_inside_a_node() -> None:
     """Groups of 4 divide 12 ranks, but not the 6 of a node: the second group would span two nodes."""
-    assert with_node(MeshShape(1, 12), STRATEGIES["zero3"], 3, 6) == MeshShape(1, 12, 3)
-    with pytest.raises(BadInputError, match=r"4 is not a group inside the nodes of 6 ranks .* allowed: 2, 3, 6$"):
-        with_node(MeshShape(1, 12), STRATEGIES["zero3"], 4, 6)
+    assert with_reshard_after_forward(MeshShape(1, 12), STRATEGIES["zero3"], 3, 6) == MeshShape(1, 12, 3)
+    with pytest.raises(BadInputError, match=r"4 is not a group inside of the 6 ranks of a node .* one of 2, 3, 6$"):
+        with_reshard_after_forward(MeshShape(1, 12), STRATEGIES["zero3"], 4, 6)
 
 
 ASKED_OF_THE_BACKEND: dict[str, dict[str, Any]] = {
@@ -251,7 +251,7 @@ ASKED_OF_THE_BACKEND: dict[str, dict[str, Any]] = {
     "checkpoints": {"checkpointing": Checkpointing(every=1)},
     "compile": {"compilation": Compilation()},
     "experts": {"experts": 2},
-    "hpZ": {"reshard_after_forward": 2},
+    "groups": {"reshard_after_forward": 2},
     "prefetch": {"prefetch": 2},
     "own loop": {},
 }

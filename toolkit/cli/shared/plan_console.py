@@ -181,8 +181,8 @@ def explain(console: Console, plan: Plan, row: PlanRow) -> None:
         "bytes of the whole tensors that collectives carry in a step (a rank of a ring sends (N - 1) / N of them):",
         *(f"  {kind}: {gib(size)} GiB in {row.traffic.calls[kind]} calls" for kind, size in row.traffic.whole.items()),
         f"  of all_gather {gib(row.traffic.whole['all_gather'] - row.traffic.forward_all_gather)} GiB in backward, "
-        f"inside groups of {counted(setup.mesh.node, 'rank')}"
-        if setup.mesh.node
+        f"inside groups of {counted(setup.mesh.reshard_after_forward, 'rank')}"
+        if setup.mesh.reshard_after_forward
         else "",
         f"  to the host {gib(row.traffic.device_to_host)} GiB, back {gib(row.traffic.host_to_device)} GiB"
         if setup.offload
@@ -223,7 +223,7 @@ def row_as_json(row: PlanRow) -> dict[str, Any]:
         "offload": setup.offload,
         "replicate": setup.mesh.replicate,
         "shard": setup.mesh.shard,
-        "node": setup.mesh.node,
+        "reshard_after_forward": setup.mesh.reshard_after_forward,
         "by_block": setup.by_block,
         "checkpointing": None if setup.checkpointing is None else dataclasses.asdict(setup.checkpointing),
         "micro_batch_size": setup.micro_batch_size,

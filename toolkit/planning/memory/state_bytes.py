@@ -29,7 +29,7 @@ class MemoryLayout:
         optimizer: bytes of optimizer state for each trainable element, half of them a moment's.
         offload: whether optimizer state and masters are on the host; shards are then held in the compute dtype.
         residents: indices of units whose offloaded state stays on the device.
-        node: ranks among which a unit is sharded from forward to backward, or None for all, as between steps.
+        reshard_after_forward: ranks among which a unit is sharded from forward to backward, or None for all.
     """
 
     shard: int
@@ -38,7 +38,7 @@ class MemoryLayout:
     optimizer: float
     offload: bool = False
     residents: frozenset[int] = frozenset()
-    node: int | None = None
+    reshard_after_forward: int | None = None
 
 
 def rounded(num_bytes: float) -> int:
@@ -115,7 +115,7 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
     # Otherwise FSDP2 reduces two types as they are.
     is_mixed = layout.compute is not None and shape.is_mixed and not autograd_sums_gradients()
-    each = layout.reduce if is_mixed else layout.compute
+    each, group = layout.reduce if is_mixed else layout.compute, layout.reshard_after_forward
     # `foreach_reduce` frees its list of gradients, but the name of its loop still holds the last.
     outlives = trainable and f > 1 and not frees_all_gradients_before_reducing()
     last = trainable[-1].numel * (each or trainable[-1].held) if outlives else 0
@@ -140,8 +140,8 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
         cast_gradient=rounded(cast) if cast != layout.reduce * own else 0,
         optimizer=optimizer_bytes(trainable, layout, resident),
         made_alike=_peak_of_dtype_change(trainable, layout) if is_mixed else 0,
-        copied=sum(rounded(size / layout.node) for size in whole) if layout.node else 0,
-        copying=_peak_while_copying(whole, layout.node) if layout.node else 0,
+        copied=sum(rounded(size / group) for size in whole) if group else 0,
+        copying=_peak_while_copying(whole, group) if group else 0,
         assembled=sum(rounded(n) for p, n in zip(shape.parameters, whole, strict=True) if p.dim(layout.shard)),
         turned=max(turned, default=0),
         last_turned=turned[-1] if turned and outlives else 0,
@@ -149,8 +149,8 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     )
 
 
-def _peak_while_copying(whole: Sequence[int], node: int) -> int:
-    held, copies = [rounded(size) for size in whole], [rounded(size / node) for size in whole]
+def _peak_while_copying(whole: Sequence[int], num_ranks: int) -> int:
+    held, copies = [rounded(size) for size in whole], [rounded(size / num_ranks) for size in whole]
     return max((sum(held[i:]) + sum(copies[: i + 1]) for i in range(len(whole))), default=0)
 
 

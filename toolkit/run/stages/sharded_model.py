@@ -38,7 +38,7 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
     """
     recipe, plugin, accelerator = opened.recipe, opened.plugin, opened.accelerator
     sizes = accelerator.parallelism_config
-    shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.node, plugin.tensor)
+    shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.reshard_ranks, plugin.tensor)
     mesh = shard if plugin.strategy.sharded else MeshShape(accelerator.num_processes, 1)
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
     with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):

@@ -14,10 +14,8 @@ list with a sharded model.
     FSDPParamGroup.wait_for_unshard         before_copying_shards   wait before shards are copied if one rank holds all:
                                                                     the collective that could be set is not called then
     FSDPParam.init_dtype_attrs              gather_in_float32       give the parameters of one unit different types
-    FSDPParam.to_sharded_post_forward,      reshard_in_groups       put together what a node's ranks keep of a parameter
-    .to_unsharded, .to_sharded                                      that is not sharded by rows
 
-Beside methods, `reshard_in_groups` and `wrap_as_dtensor` set attributes of the records.
+Next to methods, `wrap_as_dtensor` sets attributes of the records.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from torch import nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -47,7 +44,7 @@ from toolkit.sharding.fsdp2.fsdp import (
 
 REPLACED = {
     "FSDPParamGroup": {"post_backward", "unshard", "wait_for_unshard"},
-    "FSDPParam": {"init_dtype_attrs", "to_sharded_post_forward", "to_unsharded", "to_sharded"},
+    "FSDPParam": {"init_dtype_attrs"},
 }
 """Class of torch -> its methods that are replaced on objects of a model."""
 
@@ -180,51 +177,6 @@ def _make_gradients_float32(group: Any) -> None:
     for parameter in group.fsdp_params:
         if parameter.sharded_param.requires_grad and parameter.unsharded_accumulated_grad is None:
             parameter.to_accumulated_grad_if_needed()
-
-
-def reshard_in_groups(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes units keep a copy that is sharded among the ranks of a group, from forward until backward gathers it.
-
-    This equals FSDP2's `reshard_after_forward=n`, which creates new process groups for each unit, and NCCL would
-    allocate buffers for all of them.
-
-    Args:
-        mesh: 2-D (groups, ranks of a group).
-    """
-    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    for group in fsdp_groups(model):
-        if group.post_forward_mesh_info is None:
-            continue  # it stays gathered
-        group.post_forward_mesh_info = info
-        for parameter in group.fsdp_params:
-            parameter.post_forward_mesh_info = info
-            own, parameter.fsdp_placement = parameter.fsdp_placement, Shard(0)
-            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
-            parameter.fsdp_placement = own
-            if own.dim:
-                _keep_flat(parameter, mesh.size(1))
-
-
-def _keep_flat(parameter: Any, num_ranks: int) -> None:
-    """Makes backward reassemble a parameter that is not sharded by rows as if it were.
-
-    The ranks of a group keep equal parts of its elements in order. FSDP2 would concatenate them along the dimension
-    along which the parameter is sharded.
-    """
-    own = parameter.fsdp_placement
-    parameter.sharded_post_forward_size = torch.Size((parameter._orig_size.numel() // num_ranks,))
-    parameter.contiguous_sharded_post_forward_stride = (1,)
-
-    def then(act: Callable[[], None], placement: Shard) -> Callable[[], None]:
-        def act_and_place() -> None:
-            act()
-            parameter.fsdp_placement = placement
-
-        return act_and_place
-
-    parameter.to_sharded_post_forward = then(parameter.to_sharded_post_forward, Shard(0))
-    parameter.to_unsharded = then(parameter.to_unsharded, own)
-    parameter.to_sharded = then(parameter.to_sharded, own)
 
 
 def shapes_inside(module: nn.Module) -> dict[tuple[nn.Module, str], torch.Size]:

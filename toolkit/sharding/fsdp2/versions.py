@@ -119,7 +119,7 @@ PRIVATE_NAMES = (
     PrivateName(_STATE, ("_fsdp_param_group",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup.post_backward"),
     PrivateName(f"{_GROUP}:FSDPParamGroup.unshard"),
-    # UnitStates.end_window, return_to_forward: a backward in the midst of a forward frees nothing of the root.
+    # UnitStates.window, return_to_forward: a backward in the midst of a forward frees nothing of the root.
     PrivateName(f"{_STATE}:FSDPState._root_post_backward_final_callback", ("fsdp_param_group.post_backward()",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup.reshard", ("self._training_state == TrainingState.FORWARD",)),
     # fsdp_replaced.gather_in_float32: types are a parameter's own, gathered as bytes if they differ.
@@ -145,24 +145,18 @@ PRIVATE_NAMES = (
         f"{_STATE}:FSDPState._root_pre_forward",
         ("if self._state_ctx.iter_forward_root is not None:", "self._state_ctx.iter_forward_root = self"),
     ),
-    # fsdp_replaced.reshard_in_groups, UnitStates.free_all: what a unit keeps from forward to backward, and among whom.
-    PrivateName(f"{_FSDP}_fsdp_common:HSDPMeshInfo"),
-    PrivateName(f"{_FSDP}_fsdp_param:FSDPParam._init_sharded_post_forward_param_metadata", ("param",)),
+    # UnitStates.free_all: what a unit keeps from forward to backward inside a group.
     PrivateName(
         f"{_FSDP}_fsdp_param:FSDPParam.to_unsharded",
         ("self._sharded_post_forward_param = None", "self._sharded_post_forward_param_data = None"),
     ),
-    PrivateName(
-        f"{_FSDP}_fsdp_param:FSDPParam.to_sharded_post_forward",
-        ("size=self.sharded_post_forward_size", "stride=self.contiguous_sharded_post_forward_stride"),
-    ),
-    PrivateName(f"{_FSDP}_fsdp_param:FSDPParam.to_sharded"),
+    PrivateName(f"{_GROUP}:FSDPParamGroup.finalize_backward", ("self._post_forward_indices.clear()",)),
     PrivateName(f"{_FSDP}_fsdp_collectives", ("if fsdp_param.fsdp_placement.dim != 0:",)),
     # planning: what is copied of parameters that are not sharded by rows.
     PrivateName(f"{_FSDP}_fsdp_collectives", ("torch.empty_like(t)", "unsharded_grads[i] = torch.cat(chunks, dim=0)")),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("self.post_forward_mesh_info = post_forward_mesh_info",)),
     PrivateName(f"{_GROUP}:FSDPParamGroup", ("def is_sharded(self)", "def is_sharded_post_forward(self)")),
-    # UnitStates.forget_forwards: what a backward prefetches.
+    # UnitStates.free_all: what a backward prefetches.
     PrivateName(
         f"{_GROUP}:FSDPParamGroup._backward_prefetch",
         ("self._post_forward_indices.pop()", "self.comm_ctx.post_forward_order"),

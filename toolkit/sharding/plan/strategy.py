@@ -90,13 +90,14 @@ class MeshShape:
     Attributes:
         replicate: the number of replicas.
         shard: the sharding factor F.
-        node: the number of ranks among which a unit stays sharded between forward and backward, or None for all F.
+        reshard_after_forward: the number of ranks among which a unit is sharded between forward and backward, or None
+            for all F.
         tensor: the number of ranks that cut matrices and have the same rows.
     """
 
     replicate: int
     shard: int
-    node: int | None = None
+    reshard_after_forward: int | None = None
     tensor: int = 1
 
     @property
@@ -107,7 +108,7 @@ class MeshShape:
     @property
     def backward(self) -> int:
         """Returns the number of ranks among which backward gathers."""
-        return self.node or self.shard
+        return self.reshard_after_forward or self.shard
 
 
 def mesh_shape(strategy: Strategy, world_size: int, *, replicate: int | None, shard: int | None) -> MeshShape:
@@ -211,29 +212,32 @@ def tensor_shape(
     return replace(mesh_shape(strategy, world_size // tensor, replicate=replicate, shard=shard), tensor=tensor)
 
 
-def with_node(shape: MeshShape, strategy: Strategy, node: int | None, ranks_per_node: int) -> MeshShape:
-    """Returns the mesh with units sharded among `node` neighbouring ranks between forward and backward.
+def with_reshard_after_forward(
+    shape: MeshShape, strategy: Strategy, num_ranks: int | None, ranks_per_node: int
+) -> MeshShape:
+    """Returns the mesh with units sharded among `num_ranks` neighbouring ranks between forward and backward.
 
-    Known as hpZ, the hierarchical partitioning of ZeRO++ (arXiv 2306.10209).
+    FSDP2's `reshard_after_forward`, and the hierarchical partitioning of ZeRO++ (arXiv 2306.10209).
 
     Args:
         shape: the shape of the mesh.
         strategy: only `zero3` allows it.
-        node: the ranks of a group. None returns `shape` unchanged.
+        num_ranks: those of a group. None returns `shape` unchanged.
         ranks_per_node: the ranks that the launcher starts on each node.
 
     Raises:
         BadInputError: if the strategy does not allow it, or groups do not divide the ranks or would span nodes.
     """
-    if node is None:
+    if num_ranks is None:
         return shape
-    refuse(Settings(strategy=strategy.name, node=node))
+    refuse(Settings(strategy=strategy.name, reshard_after_forward=num_ranks))
     # Not all ranks: that would change nothing.
     sizes = range(2, min(ranks_per_node, shape.shard - 1) + 1)
     allowed = [size for size in sizes if shape.shard % size == 0 == ranks_per_node % size]
-    if node not in allowed:
+    if num_ranks not in allowed:
+        mend = f"set it to one of {', '.join(map(str, allowed))}" if allowed else "no size is; remove it"
         raise BadInputError(
-            f"sharding.reshard_after_forward: {node} is not a group inside the nodes of {ranks_per_node} ranks that "
-            f"{shape.shard} ranks have several of; allowed: {', '.join(map(str, allowed)) or 'none here; remove it'}"
+            f"sharding.reshard_after_forward: {num_ranks} is not a group inside of the {ranks_per_node} ranks of a "
+            f"node of which {shape.shard} ranks have several; {mend}"
         )
-    return replace(shape, node=node)
+    return replace(shape, reshard_after_forward=num_ranks)

@@ -128,7 +128,13 @@ def planned(c: Configuration) -> list[Memory]:
     prober = Prober(work)
     probe = prober.probe(c.micro_batch, c.checkpointed)
     units = unit_shapes(work.model, prober.plan, c.precision)
-    layout = MemoryLayout(c.mesh.shard, 2 if c.precision == "bf16" else None, 4, optimizer=8, node=c.mesh.node)
+    layout = MemoryLayout(
+        c.mesh.shard,
+        2 if c.precision == "bf16" else None,
+        4,
+        optimizer=8,
+        reshard_after_forward=c.mesh.reshard_after_forward,
+    )
     return replay(units, probe, STRATEGIES[c.strategy], layout, c.accumulation)
 
 

@@ -100,7 +100,6 @@ CASES = [
     case("stacks zero2", lambda: mixtral(16), "zero2", EIGHT, accumulation=2),
     case("stacks zero1", lambda: mixtral(16), "zero1", EIGHT, EVERY, accumulation=2),
     case("stacks hybrid", lambda: mixtral(16), "hybrid", MeshShape(2, 8), EVERY),
-    case("stacks hpZ", lambda: mixtral(16), "zero3", MeshShape(1, 16, 8), EVERY),
     case("stacks by block", lambda: mixtral(16), "zero3", EIGHT, EVERY, accumulation=3, by_block=True),
     case("experts of 2 ranks", lambda: mixtral(16, experts=2), "zero3", FOUR, EVERY, accumulation=2),
     case("experts of 4 ranks", lambda: mixtral(160, experts=4)),

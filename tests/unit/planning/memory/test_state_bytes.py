@@ -165,19 +165,21 @@ def test_offloaded_shards_are_held_in_the_type_of_compute() -> None:
 
 def test_what_a_node_keeps_between_forward_and_backward() -> None:
     """Half of each parameter on two ranks; while the first is copied both are whole, then it is freed."""
-    held = held_unit(unit(FROZEN, TRAINED), replace(LAYOUT, node=2), resident=False)
+    held = held_unit(unit(FROZEN, TRAINED), replace(LAYOUT, reshard_after_forward=2), resident=False)
     first, second = 2 * 5120, 2 * 3072
     assert held.copied == first // 2 + second // 2
     assert held.copying == max(first + second + first // 2, second + first // 2 + second // 2)
-    small_first = held_unit(unit(TRAINED, FROZEN), replace(LAYOUT, node=2), resident=False)
+    small_first = held_unit(unit(TRAINED, FROZEN), replace(LAYOUT, reshard_after_forward=2), resident=False)
     assert small_first.copying == max(second + first + second // 2, first + second // 2 + first // 2)
-    three = held_unit(unit(TRAINED, FROZEN, FROZEN), replace(LAYOUT, node=2), resident=False)
+    three = held_unit(unit(TRAINED, FROZEN, FROZEN), replace(LAYOUT, reshard_after_forward=2), resident=False)
     assert three.copying == second + 2 * first + second // 2, "before the first of them is freed"
     growing = held_unit(
-        unit(TRAINED, ParameterShape((1024, 20), False, held=2)), replace(LAYOUT, node=2), resident=False
+        unit(TRAINED, ParameterShape((1024, 20), False, held=2)),
+        replace(LAYOUT, reshard_after_forward=2),
+        resident=False,
     )
     assert growing.copying == 2 * 20480 + second // 2 + 20480, "while the last is copied"
-    assert held_unit(unit(), replace(LAYOUT, node=2), resident=False).copying == 0
+    assert held_unit(unit(), replace(LAYOUT, reshard_after_forward=2), resident=False).copying == 0
 
 
 def test_stacks_that_are_cut_along_their_matrices_rows_are_turned() -> None:
