@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
 import random
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,7 +71,8 @@ class Loop:
         listed = list(model.parameters())
         groups = [listed[number::num_optimizers] for number in range(num_optimizers)]
         optimizers = [torch.optim.AdamW(group, lr=0.02, weight_decay=0.5, eps=1e-3) for group in groups]
-        self.accelerator = None if strategy is None else accelerator_of(strategy)
+        self.accelerator: Any = None if strategy is None else accelerator_of(strategy)
+        self.model: Any
         self.model, *self.optimizers = (
             (model, *optimizers) if self.accelerator is None else self.accelerator.prepare(model, *optimizers)
         )
@@ -234,3 +239,77 @@ def differences(strategies: list[str], seeds: range) -> dict[str, str]:
 def test_a_loop_drawn_at_random_trains_as_torchs_own(num_ranks: int, strategies: list[str], seeds: range) -> None:
     for found in run_on_ranks(differences, num_ranks, strategies, seeds):
         assert found == {}
+
+
+def refusals() -> dict[str, str]:
+    """Returns the errors of loops whose step offload cannot take."""
+    from toolkit.errors import BadInputError
+
+    def add(loop: Loop) -> None:
+        group = loop.raw_optimizers()[0].param_groups
+        group.append({**group[0], "params": [group[0]["params"].pop()]})
+
+    def clip(loop: Loop) -> None:
+        loop.train(0, 3, True)
+        loop.clip(0.1)
+
+    found = {}
+    changes: dict[str, Callable[[Loop], None]] = {
+        "frozen": lambda loop: loop.freeze(0, True),
+        "added": add,
+        "clipped": clip,
+        "zeros": lambda loop: loop.zero_grad("zeros"),
+        "inside": Loop.step_inside_backward,
+    }
+    for name, change in changes.items():
+        meet()
+        loop = Loop("zero3+offload")
+        loop.train(0, 3, True)
+        loop.step()
+        try:
+            change(loop)
+            loop.train(0, 3, True)
+            loop.step()
+        except BadInputError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_offload_refuses_what_it_has_no_place_for() -> None:
+    found = run_on_ranks(refusals, 1)[0]
+    assert "(first: layers.0.linear.weight)" in found["frozen"]
+    assert "frozen, unfrozen or added to the optimizer after accelerator.prepare" in found["added"]
+    assert "between clip_grad_norm_ and optimizer.step" in found["clipped"]
+    assert "zero_grad(set_to_none=False)" in found["zeros"]
+    assert "optimizer.step was called inside of backward" in found["inside"]
+
+
+def objects() -> list[Any]:
+    """Whether an accelerator is pickled, what a failed window by block leaves, and whether an engine is freed."""
+    from toolkit.sharding.blocks.by_block import ByBlock
+
+    copied = pickle.loads(pickle.dumps(accelerator_of("zero3")))
+    assert type(copied.prepare(3)) is int
+    loop, plain = Loop("zero3"), Loop(None)
+    by_block = ByBlock(loop.model, loop.accelerator.state.fsdp_plugin.unit_plan)
+    loop.model.layers[1].fails = "forward"
+    with pytest.raises(torch.OutOfMemoryError):
+        by_block.run([lambda: loop.loss(0, 3), lambda: loop.loss(1, 3)])
+    loop.model.layers[1].fails = ""
+    for each in (loop, plain):
+        each.train(2, 3, True)
+        each.step()
+        each.state()
+    off = max((ours - right).abs().max().item() for ours, right in zip(loop.seen, plain.seen, strict=True))
+    loop = Loop("zero3+offload")
+    accelerator: Any = loop.accelerator
+    engine = weakref.ref(accelerator.state.fsdp_plugin.engine)
+    is_held = engine() is not None
+    loop.model, loop.optimizers = None, []
+    accelerator.free_memory()
+    gc.collect()
+    return [off < 2e-6, is_held, engine() is None]
+
+
+def test_objects_can_be_copied_reused_and_freed() -> None:
+    assert run_on_ranks(objects, 1) == [[True, True, True]]

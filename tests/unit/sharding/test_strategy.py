@@ -251,7 +251,7 @@ ASKED_OF_THE_BACKEND: dict[str, dict[str, Any]] = {
     "checkpoints": {"checkpointing": Checkpointing(every=1)},
     "compile": {"compilation": Compilation()},
     "experts": {"experts": 2},
-    "groups": {"reshard_after_forward": 2},
+    "reshard_after_forward": {"reshard_after_forward": 2},
     "prefetch": {"prefetch": 2},
     "own loop": {},
 }
