@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.ranks import meet, run_on_ranks
 from torch import nn
 
-WINDOWS = 8
+WINDOWS = 5
 NUM_PARAMETERS = 15
 STRATEGIES = ["zero1", "zero2", "zero3", "zero3+offload"]
 Program = list[tuple[str, Any]]
