@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,7 @@ def require_alike(model: Any) -> None:
 
 
 def all_trained(cases: list[Case]) -> list[Trained]:
+    warnings.filterwarnings("error", message=".*torch.distributed.* is deprecated")
     return [trained(case) for case in cases]
 
 

@@ -25,6 +25,7 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from toolkit import ranks
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.weights.weights import Weights, all_rows
 from toolkit.paths import install_command
@@ -487,7 +488,7 @@ def _whole_scales(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     padded = own.new_zeros(chunk, SCALE_BYTES)
     padded[: own.shape[0]] = own
     whole = own.new_empty(chunk * dist.get_world_size(group), SCALE_BYTES)
-    dist.all_gather_into_tensor(whole, padded, group=group)
+    ranks.all_gather_tensor(whole, padded, group=group)
     return whole[: like.shape[0]]
 
 
