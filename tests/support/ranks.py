@@ -11,7 +11,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,8 +28,6 @@ PRELOADED = [
     "toolkit.training.trainer",
     # What most runs import later on, where it is first used.
     "datasets.packaged_modules.generator.generator",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.pyplot",
     "peft.tuners.lora.torchao",
     "torchao.optim",
     "transformers.models.gpt2.modeling_gpt2",
@@ -175,7 +172,6 @@ def _rank(sender: Connection, rank: int, num_ranks: int, folder: str, function: 
         TEST_MEETING_FOLDER=folder,
     )
     gc.freeze()  # what the server has made is no garbage, and is not searched for it
-    _leave_images_out()
     try:
         import torch
         import torch.distributed as dist
@@ -189,24 +185,3 @@ def _rank(sender: Connection, rank: int, num_ranks: int, folder: str, function: 
             dist.destroy_process_group()
     except BaseException:
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
-
-
-def _leave_images_out() -> None:
-    """Has no chart of a page be drawn, which is a third of a short run; tests/unit/pages draws them."""
-    from matplotlib.figure import Figure
-
-    from toolkit.pages.parts import svg
-
-    def drawn(name: str, size: tuple[int, int], paint: Callable[[Any], None], kind: str = "any") -> svg.Drawing:
-        return svg.Drawing(size, "<svg></svg>", kind)
-
-    draw, save = svg.draw_svg, Figure.savefig
-    for module in [module for name, module in sys.modules.items() if name.startswith("toolkit.pages.")]:
-        if getattr(module, "draw_svg", None) is draw:
-            module.draw_svg = drawn  # type: ignore[attr-defined]
-
-    def save_files(figure: Figure, target: Any, **options: Any) -> None:
-        if isinstance(target, Path):
-            save(Figure(figsize=(0.1, 0.1)), target)
-
-    Figure.savefig = save_files  # type: ignore[method-assign]

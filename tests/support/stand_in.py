@@ -205,12 +205,6 @@ def _fork(rank: int, local: int, terms: dict[str, str], arguments: list[str], lo
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         _read_clock_from(clock)
         from toolkit.cli.ranks.finetune import finetune_command
-        from toolkit.pages import data_page
-        from toolkit.pages.parts import charts
-        from toolkit.pages.parts.svg import Drawing
-
-        # A third of such a run's time.
-        charts.draw_svg = data_page.draw_svg = lambda name, size, *_: Drawing(size, "")  # type: ignore[attr-defined]
 
         code = finetune_command(arguments)
     finally:

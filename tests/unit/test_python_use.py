@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 import toolkit
 from toolkit import Recipe
-from toolkit.errors import BadInputError, RecipeError, ToolkitError
+from toolkit.errors import BadInputError, RecipeError
 from toolkit.run.shown.outcome import result_of
 
 METRICS = [
@@ -59,18 +58,6 @@ def test_finetune_takes_a_name_and_overrides(monkeypatch: pytest.MonkeyPatch) ->
         toolkit.finetune(loaded[0], ["training.max_steps=5"])
 
 
-def test_a_result_is_one_line_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib
-
+def test_a_result_is_one_line(tmp_path: Path) -> None:
     result = result_of(tmp_path, METRICS, None)
     assert repr(result) == f"FinetuneResult({str(tmp_path)!r}, 3 steps, held-out loss 7)"
-    before = matplotlib.get_backend()
-    matplotlib.use("agg")
-    axes = result.plot()
-    assert [line.get_label() for line in axes.lines] == ["training", "held out"]
-    assert list(axes.lines[0].get_xdata()) == [1, 2, 3]
-    matplotlib.pyplot.close(axes.figure)
-    matplotlib.use(before)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ToolkitError, match="pip install matplotlib"):
-        result.plot()

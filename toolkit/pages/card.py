@@ -13,7 +13,9 @@ import yaml
 
 from toolkit.data.layouts.template_arguments import OF_ROW
 from toolkit.errors import listed
-from toolkit.pages.parts.run_metrics import samples_itself
+from toolkit.pages.parts.charts import polylines
+from toolkit.pages.parts.run_metrics import split_lines
+from toolkit.pages.run_page import main_chart
 from toolkit.paths import is_file_source, is_hub_name, source_name
 from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, compares, read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
@@ -207,27 +209,36 @@ def _source_names(value: Any, key: str) -> Any:
     return source_name(value) if isinstance(value, str) and not compares(key, value) else value
 
 
+PICTURE_PX, FRAME_PX = (840, 384), (70, 16, 16, 46)
+"""Width and height of the curve's picture, and its margins: left, right, top, bottom (pixels)."""
+
+INK = ("#2a6fdb", "#e0602a", "#138a5b", "#a23bb5", "#b08900", "#c2255c", "#0f8fa8", "#6b5b4d")
+"""Colours of chart-1 to chart-8."""
+
+
 def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
-    # Imported here, so that importing the package stays fast.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Draws what says how the run goes, as the first chart of its report, without smoothing."""
+    from PIL import Image, ImageDraw, ImageFont  # only exports need it
 
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    # Not pyplot, which would choose a backend and keep the figure.
-    FigureCanvasAgg(figure)
-    draw_losses(figure.add_subplot(), metrics)
-    figure.savefig(path, dpi=120)
-
-
-def draw_losses(axes: Any, metrics: list[dict[str, Any]]) -> None:
-    """Draws the losses in training and on held-out data over the optimizer steps."""
-    field = "reward" if samples_itself(metrics) else "loss"
-    for split, style, label in (("train", "-", "training"), ("eval", "o-", "held out")):
-        points = [(r["step"], r[field]) for r in metrics if r["split"] == split and r.get(field) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=4)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(field)
-    if axes.has_data():
-        axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
+    chart = main_chart(train, evals) if train or evals else None
+    scale = 2  # drawn larger and made smaller, which smooths the lines
+    image = Image.new("RGB", (scale * PICTURE_PX[0], scale * PICTURE_PX[1]), "white")
+    if chart is not None and chart.values():
+        draw, font = ImageDraw.Draw(image), ImageFont.load_default(14 * scale)
+        left, right, top, bottom = (scale * margin for margin in FRAME_PX)
+        width, height = image.width - left - right, image.height - top - bottom
+        draw.line([(left, top), (left, top + height), (left + width, top + height)], fill="#b8b8b3", width=scale)
+        for value, y in ((max(chart.values()), top), (min(chart.values()), top + height)):
+            draw.text((left - 4 * scale, y), f"{value:.4g}", "#555555", font, "rm")
+        for step, x, anchor in zip(chart.x_range, (left, left + width), ("la", "ra"), strict=True):
+            draw.text((x, top + height + 6 * scale), f"step {step:,}", "#555555", font, anchor)
+        place = left + width / 4
+        for series in (one for one in chart.series if one.raw is None):
+            ink = INK[int(series.variable.removeprefix("chart-")) - 1]
+            for piece in polylines(chart, series, (width, height)):
+                draw.line([(left + x, top + y) for x, y in piece], fill=ink, width=2 * scale, joint="curve")
+            label = {"held-out": "held out"}.get(series.name, series.name)
+            draw.text((place, image.height - 6 * scale), label, ink, font, "ld")
+            place += draw.textlength(label, font) + 16 * scale
+    image.resize(PICTURE_PX, Image.Resampling.LANCZOS).save(path)

@@ -20,8 +20,7 @@ from toolkit.pages.parts.number_text import (
     format_tick,
     number,
 )
-from toolkit.pages.parts.page import ChartCard, Key, Note, Table, Tile, render, script, script_policy, write_page
-from toolkit.pages.parts.svg import COLOR_OF, SMALL_PX, draw_marks, draw_svg, style_axes
+from toolkit.pages.parts.page import Histogram, Key, Note, Table, Tile, render, script, script_policy, write_page
 
 Report = dict[str, Any]
 
@@ -253,7 +252,7 @@ def _semicolon_list(notes: Iterable[str]) -> str:
 # ---- charts ----
 
 
-def _histograms(name: str, split: Report, report: Report) -> list[ChartCard]:
+def _histograms(name: str, split: Report, report: Report) -> list[Histogram]:
     """Returns the cards of a split; a histogram that is absent or empty has none."""
     remark = " ".join(filter(None, [name, window_remark(report) if name == "train" else ""]))
     lengths, shares = (_histogram(split.get(key)) for key in ("length_histogram", "target_share_histogram"))
@@ -274,7 +273,7 @@ def _histogram(value: Report | None) -> tuple[list[float], list[float]] | None:
     return (edges, counts) if is_whole and sum(counts) > 0 else None
 
 
-def _lengths_chart(name: str, remark: str, edges: list[float], counts: list[float], max_length: float) -> ChartCard:
+def _lengths_chart(name: str, remark: str, edges: list[float], counts: list[float], max_length: float) -> Histogram:
     """Returns the chart of the rows' lengths in tokens; `max_length` is marked if that leaves the rows room."""
     num_bins = max(index for index, count in enumerate(counts, 1) if count)  # without the empty ones at the end
     edges, counts = edges[: num_bins + 1], counts[:num_bins]
@@ -282,8 +281,8 @@ def _lengths_chart(name: str, remark: str, edges: list[float], counts: list[floa
     label = f"max_length {max_length:,.0f}"
     keys = [("gap" if is_near else "beyond", "warn", label if is_near else f"{label} is farther right")]
     keys = keys if max_length > 0 else []
-    marks = [max_length] if keys and is_near else []
-    return _histogram_card(f"lengths-{name}", "Rows by length", remark, "tokens", edges, counts, marks, keys)
+    mark = max_length if keys and is_near else None
+    return _histogram_card(f"lengths-{name}", "Rows by length", remark, "tokens", edges, counts, mark, keys)
 
 
 def _histogram_card(
@@ -293,35 +292,23 @@ def _histogram_card(
     x_label: str,
     edges: list[float],
     counts: list[float],
-    marks: Sequence[float] = (),
+    mark: float | None = None,
     keys: Sequence[Key] = (),
-) -> ChartCard:
-    def paint(axes: Any) -> None:
-        _paint_histogram(axes, edges, counts, marks)
-        style_axes(axes, x_label)
-
+) -> Histogram:
+    ends = [(f"{format_tick(low)} to {format_tick(high)}", high - low) for low, high in pairwise(edges)]
+    bins = [(told, f"{count:,.0f}") for (told, _), count in zip(ends, counts, strict=True)]
+    bars = [
+        (width, count / max(counts), f"{told}: {count:,.0f} rows")
+        for (told, width), count in zip(ends, counts, strict=True)
+    ]
+    # The axis reaches the mark.
+    first, last = (end([edges[place], *([] if mark is None else [mark])]) for end, place in ((min, 0), (max, -1)))
+    bars = [(edges[0] - first, 0.0, ""), *bars, (last - edges[-1], 0.0, "")]
     spoken = f"{title}, {remark}: {sum(counts):,.0f} rows from {format_tick(edges[0])} to {format_tick(edges[-1])}"
-    bins = zip(pairwise(edges), counts, strict=True)
-    rows = [(f"{format_tick(low)} to {format_tick(high)}", f"{count:,.0f}") for (low, high), count in bins]
-    table = Table("", "", (x_label.capitalize(), "Rows"), rows)
-    return ChartCard(f"chart-{name}", title, remark, keys, [draw_svg(name, SMALL_PX, paint)], spoken, table)
-
-
-def _paint_histogram(axes: Any, edges: list[float], counts: list[float], marks: Sequence[float]) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    widths = [high - low for low, high in pairwise(edges)]
-    lefts = [low + 0.04 * width for low, width in zip(edges, widths, strict=False)]
-    axes.bar(lefts, counts, [0.92 * width for width in widths], align="edge", color=COLOR_OF["chart-1"], linewidth=0)
-    draw_marks(axes, marks)
-    first, last = min([edges[0], *marks]), max([edges[-1], *marks])
-    margin = 0.015 * (last - first)
-    axes.set_xlim(first - margin, last + margin)
-    axes.set_ylim(0, 1.12 * max(counts))
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(format_tick))
+    axis = (format_tick(first), f"{x_label}; the highest bar has {max(counts):,.0f} rows", format_tick(last))
+    place = None if mark is None else (mark - first) / (last - first)
+    table = Table("", "", (x_label.capitalize(), "Rows"), bins)
+    return Histogram(f"chart-{name}", title, remark, keys, bars, axis, place, spoken, table)
 
 
 Bar = tuple[str, str, float]
@@ -329,7 +316,7 @@ Bar = tuple[str, str, float]
 
 
 def _source_bars(report: Report) -> list[Bar]:
-    """Returns the tokens of each training source, the largest first, as HTML bars: matplotlib would parse the names."""
+    """Returns the tokens of each training source, the largest first."""
     sources = [(str(item.get("source")), _count(item, "tokens")) for item in _sources(report.get("train"))]
     sources.sort(key=lambda item: -item[1])
     rest = sources[MAX_BARS - 1 :] if len(sources) > MAX_BARS else []

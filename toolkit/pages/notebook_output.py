@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.pages.parts.charts import chart_card
+from toolkit.pages.parts.charts import polylines
 from toolkit.pages.parts.number_text import finite
-from toolkit.pages.parts.page import ChartCard, render
+from toolkit.pages.parts.page import render
 from toolkit.pages.parts.run_metrics import Metrics, column, samples_itself, split_lines
 from toolkit.pages.run_page import lead_of, main_chart
 from toolkit.terminal import clock
@@ -21,16 +20,25 @@ Output = dict[str, str]
 """An output as text and as HTML, by MIME type."""
 
 
-def curve_of(metrics: Metrics) -> ChartCard | None:
-    """Returns the chart of the loss in training and on held-out data, or None before there is any."""
+def curve_of(metrics: Metrics) -> dict[str, Any] | None:
+    """Returns the curve of what says how the run goes, as `notebook.html.jinja` takes it; None before there is any."""
     train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
-    if not train and not evals:
+    chart = main_chart(train, evals) if train or evals else None
+    if chart is None or not chart.values():
         return None
-    return chart_card(replace(main_chart(train, evals), name="notebook-loss", sizes=(SIZE_PX,)))
+    lines = [
+        (series.variable, series.kind == "faint", " ".join(f"{x:g},{y:g}" for x, y in piece))
+        for series in chart.series
+        for piece in polylines(chart, series, SIZE_PX)
+    ]
+    legend = [(series.variable, series.name) for series in chart.series]
+    ends = [f"{value:.4g}" for value in (max(chart.values()), min(chart.values()))]
+    told = {"title": chart.title, "legend": legend, "ends": ends, "steps": chart.x_range}
+    return {**told, "size": SIZE_PX, "lines": lines}
 
 
 def progress_output(
-    metrics: Metrics, num_steps: int, seconds_left: float | None, curve: ChartCard | None, summary: str = ""
+    metrics: Metrics, num_steps: int, seconds_left: float | None, curve: dict[str, Any] | None, summary: str = ""
 ) -> Output:
     """Returns a run's progress and its last losses; `summary` is the summary that it printed before its first step."""
     train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")

@@ -16,8 +16,18 @@ from typing import Any
 
 from toolkit.errors import counted
 from toolkit.pages.data_page import DATA_PAGE, SUMMARY_FACTS, dropped_table, split_table, window_remark
-from toolkit.pages.parts.charts import MAX_TABLE_ROWS, Chart, Series, drawable, evenly_spaced, smoothed
-from toolkit.pages.parts.curves import SCRIPT, curve_card
+from toolkit.pages.parts.charts import (
+    MAX_TABLE_ROWS,
+    NARROW_PX,
+    SCRIPT,
+    WIDE_PX,
+    Chart,
+    Series,
+    chart_card,
+    drawable,
+    evenly_spaced,
+    smoothed,
+)
 from toolkit.pages.parts.figures import confusion_table, figure_charts, figure_tile, figures_of
 from toolkit.pages.parts.number_text import (
     MISSING,
@@ -30,7 +40,6 @@ from toolkit.pages.parts.number_text import (
 from toolkit.pages.parts.page import ChartCard, Note, Table, Tile, render, script, script_policy, write_page
 from toolkit.pages.parts.run_metrics import Metrics, NonFinite, column, non_finite, samples_itself, split_lines
 from toolkit.pages.parts.side_by_side import SideBySide, prompts_and_answers
-from toolkit.pages.parts.svg import NARROW_PX, WIDE_PX
 from toolkit.pages.samples_page import SampledPrompt, best_first
 from toolkit.pages.status import SCRIPT as STATUS_SCRIPT
 from toolkit.pages.status import Status, status_head, status_note
@@ -279,8 +288,8 @@ def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[Char
     small = [chart for chart in small if chart.values()]
     # Two stand side by side; the last of an odd number would leave a hole beside it.
     wide = [replace(small.pop(), sizes=(WIDE_PX, NARROW_PX))] if len(small) % 2 else []
-    loss = curve_card(main_chart(train, evals))
-    return loss, [curve_card(chart) for chart in small], [curve_card(chart) for chart in wide]
+    loss = chart_card(main_chart(train, evals))
+    return loss, [chart_card(chart) for chart in small], [chart_card(chart) for chart in wide]
 
 
 def _step_range(train: Metrics, evals: Metrics) -> tuple[int, int]:
@@ -312,7 +321,10 @@ def loss_chart(train: Metrics, evals: Metrics) -> Chart:
 def reward_chart(train: Metrics) -> Chart:
     """Returns the chart of the mean reward of the model's samples, and of each reward if there are several."""
     names = sorted({field for line in train for field in line if field.startswith("reward/")})
-    parts = [_train_series(name.removeprefix("reward/"), train, name, variable="muted") for name in names]
+    parts = [
+        _train_series(name.removeprefix("reward/"), train, name, variable=f"chart-{2 + number % 7}")
+        for number, name in enumerate(names)
+    ]
     series = [*smoothed(_train_series("all", train, "reward")), *(parts if len(parts) > 1 else [])]
     return Chart(
         "loss", "Reward of the samples", series, [], _step_range(train, []), from_zero=False, sizes=(WIDE_PX, NARROW_PX)

@@ -9,8 +9,7 @@ from typing import Any
 
 from support.html_page import HOSTILE, Page
 
-from toolkit.pages.parts.charts import Chart, Series, smoothed
-from toolkit.pages.parts.curves import curve_data
+from toolkit.pages.parts.charts import Chart, Series, curve_data, polylines, smoothed
 from toolkit.pages.parts.page import TEMPLATES, script
 from toolkit.pages.run_page import RunSummary, render_report
 
@@ -52,6 +51,15 @@ def test_a_long_run_has_as_many_points_as_are_drawn() -> None:
     counts = {curve["level"]: len(curve["values"]) for curve in found["curves"]}
     assert all(780 <= counts[level] <= 850 for level in (None, "middle", "light")), counts
     assert 190 <= counts["strong"] <= 210
+
+
+def test_pictures_without_scripts_have_pieces_between_gaps() -> None:
+    """In a picture of 200 x 100 pixels: the first step at its left edge, the largest value at its top."""
+    series = Series("loss", [0, 50, 60, 80, 100], [5.0, 3.0, math.nan, 2.0, 1.0], "chart-1")
+    chart = Chart("loss", "Loss", [series], [60], (0, 100))
+    assert polylines(chart, series, (200, 100)) == [[(0, 0), (100, 50)], [(160, 75), (200, 100)]]
+    flat = Series("loss", [7], [3.0], "chart-1")
+    assert polylines(Chart("loss", "Loss", [flat], [], (7, 7)), flat, (200, 100)) == [[(0, 0)]]
 
 
 def test_without_a_value_there_is_no_data() -> None:

@@ -1,24 +1,37 @@
-"""Curves over the optimizer steps: smoothed, thinned out, and drawn as SVG."""
+"""Curves over the optimizer steps: smoothed, thinned out, and given to the page's script, which draws them.
+
+Nothing is loaded from outside. Without scripts a page has the table of a chart's values.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, TypeVar
 
-from toolkit.pages.parts.number_text import MISSING, finite, format_tick
+from toolkit.pages.parts.number_text import MISSING, finite
 from toolkit.pages.parts.page import ChartCard, Table
-from toolkit.pages.parts.svg import COLOR_OF, SMALL_PX, Drawing, draw_marks, draw_svg, style_axes
 
 T = TypeVar("T")
 
+SCRIPT = "curves.js"
+"""Script of every page that has charts."""
+
+WIDE_PX, NARROW_PX, SMALL_PX = (860, 264), (360, 240), (400, 180)
+"""Width and height at which charts are drawn (CSS pixels); the browser scales them to their card."""
+
+MARGINS_PX = (46, 12, 8, 36)
+"""Left, right, top, bottom of the plotting area: fixed, so that the axes of all charts line up (CSS pixels)."""
+
+DIGITS = 5
+"""Significant digits of a value."""
+
 MAX_POINTS = 800
 """The most points that a curve keeps, about; a chart is fewer pixels wide."""
-
-MAX_MARKERS = 40
-"""The most evaluations that are drawn as dots; more would merge into one thick line."""
 
 MAX_TABLE_ROWS = 12
 """The most rows of a table of a chart's values or of evaluations; of more, it has evenly spaced ones with both ends."""
@@ -52,7 +65,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """The input of `_draw_chart`; `gaps` are the steps at which a dashed line stands for a missing value."""
+    """Curves in one card; `gaps` are the steps at which a dashed line stands for a missing value."""
 
     name: str
     title: str
@@ -134,17 +147,64 @@ def thinned(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
 
 
 def chart_card(chart: Chart) -> ChartCard:
-    """Draws a chart, with a description and a table of its values; without values nothing is drawn."""
+    """Returns the card of a chart, with a description, a table of its values, and the script's data."""
     # A curve without a name has no legend entry, because the title says what it is.
     keys = [(series.kind, series.variable, series.name) for series in chart.series]
     keys += [("gap", "warn", "not finite")] if chart.gaps else []
     kinds = ("wide", "narrow") if len(chart.sizes) > 1 else ("any",)
-    sizes = zip(chart.sizes, kinds, strict=True) if chart.values() else ()
-    drawings = [_draw_chart(chart, size, kind) for size, kind in sizes]
-    remark = "(log)" if chart.is_logarithmic() else ""
-    return ChartCard(
-        f"chart-{chart.name}", chart.title, remark, keys, drawings, _description(chart), _values_table(chart)
-    )
+    sizes = list(zip(kinds, chart.sizes, strict=True)) if chart.values() else []
+    spoken, table, data = _description(chart), _values_table(chart), curve_data(chart)
+    return ChartCard(f"chart-{chart.name}", chart.title, keys, sizes, spoken, table, data)
+
+
+def curve_data(chart: Chart) -> str:
+    """Returns JSON from which the script draws a chart, or an empty text if it has no value."""
+    if not chart.values():
+        return ""
+    curves = []
+    for series in chart.series:
+        curves.append(_curve(series, MIDDLE if series.raw else None))
+        if series.raw is not None:
+            others = [(midmeans(series.raw, level), level) for level in SMOOTHING if level != MIDDLE]
+            # If the raw curve has no name, the smoothed one has the name of both.
+            curves += [_curve(it if series.raw.name else replace(it, name=series.name), level) for it, level in others]
+    data = {
+        "title": chart.title,
+        "margins": MARGINS_PX,
+        "x": chart.x_range,
+        "zero": chart.from_zero,
+        "log": chart.is_logarithmic(),
+        "gaps": chart.gaps[:: math.ceil(4 * len(chart.gaps) / MAX_POINTS) or 1],  # more marks would be a solid wall
+        "levels": list(SMOOTHING),
+        "level": MIDDLE,
+        "curves": curves,
+    }
+    return json.dumps(data, separators=(",", ":"))
+
+
+def _curve(series: Series, level: str | None) -> dict[str, Any]:
+    """Returns a curve as JSON values: `steps` are the first step and then the distances, and gaps are null."""
+    # A smoothed curve has no extremes to keep, and few points already.
+    xs, ys = thinned(series.xs, series.ys) if series.raw is None else (series.xs, series.ys)
+    steps = [now - before for before, now in zip([0, *xs], xs, strict=False)]
+    values = [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for value in ys]
+    kind = {"name": series.name, "color": series.variable, "kind": series.kind, "level": level}
+    return {**kind, "steps": steps, "values": values}
+
+
+def polylines(chart: Chart, series: Series, size: tuple[float, float]) -> list[list[tuple[float, float]]]:
+    """Returns a curve's pieces between gaps in a picture of `size` pixels, for what runs no scripts."""
+    (first, last), values = chart.x_range, chart.values()
+    low, high = min(values), max(values)
+    xs, ys = thinned(series.xs, series.ys)
+    points = [
+        (
+            round(size[0] * (x - first) / max(1, last - first), 1),
+            round(size[1] * (high - y) / (high - low or 1), 1) if math.isfinite(y) else math.nan,
+        )
+        for x, y in zip(xs, ys, strict=True)
+    ]
+    return [list(piece) for gap, piece in groupby(points, lambda point: math.isnan(point[1])) if not gap]
 
 
 def _description(chart: Chart) -> str:
@@ -181,57 +241,3 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
 
 def _cell(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else MISSING
-
-
-def _draw_chart(chart: Chart, size: tuple[int, int], kind: str) -> Drawing:
-    def paint(axes: Any) -> None:
-        for series in chart.series:
-            _draw_series(axes, series)
-        # More marks would be a solid wall.
-        draw_marks(axes, chart.gaps[:: math.ceil(4 * len(chart.gaps) / MAX_POINTS) or 1])
-        style_axes(axes, "step")
-        _scale_axes(axes, chart, num_x_ticks=10 if size[0] > SMALL_PX[0] else 6)
-
-    return draw_svg(chart.name, size, paint, kind)
-
-
-def _draw_series(axes: Any, series: Series) -> None:
-    xs, ys = thinned(series.xs, series.ys)
-    is_faint = series.kind == "faint"
-    # Unclipped: a learning rate that ends at zero runs along the lower edge of its axes.
-    style = {"color": COLOR_OF[series.variable], "alpha": 0.45 if is_faint else 1, "clip_on": False}
-    has_dots = series.kind == "points" and len(xs) <= MAX_MARKERS
-    axes.plot(xs, ys, linewidth=1 if is_faint else 2, marker="o" if has_dots else "", markersize=6, **style)
-    axes.plot(*_lone_points(xs, ys), linestyle="none", marker="o", markersize=4, **style)
-
-
-def _lone_points(xs: list[int], ys: list[float]) -> tuple[list[int], list[float]]:
-    """Returns the points with a gap or an end on both sides, which a line does not show."""
-    padded = [math.nan, *ys, math.nan]
-    lone = [
-        index
-        for index, value in enumerate(ys)
-        if math.isfinite(value) and math.isnan(padded[index]) and math.isnan(padded[index + 2])
-    ]
-    return [xs[index] for index in lone], [ys[index] for index in lone]
-
-
-def _scale_axes(axes: Any, chart: Chart, num_x_ticks: int) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, ScalarFormatter
-
-    first, last = chart.x_range
-    margin = 0.015 * (last - first) or 0.5  # a single step stands in the middle
-    axes.set_xlim(first - margin, last + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(num_x_ticks, integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
-    if chart.is_logarithmic():
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(FuncFormatter(format_tick))
-        return
-    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    # A loss of 2.0012 next to one of 2.0014 needs the digits that matplotlib derives from the tick spacing.
-    axes.yaxis.set_major_formatter(FuncFormatter(format_tick) if chart.from_zero else ScalarFormatter(useOffset=False))
-    if chart.from_zero:
-        lowest, highest = min(0, *chart.values()), max(0, *chart.values())
-        axes.set_ylim(1.12 * lowest, 1.12 * highest if highest > lowest else 1)

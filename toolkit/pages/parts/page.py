@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.pages.parts.svg import Drawing
 from toolkit.pages.parts.turns import turns_of
 from toolkit.paths import atomic_write
 from toolkit.terminal import harmless
@@ -77,17 +76,40 @@ class Note:
 class ChartCard:
     """A chart in a card: `spoken` is for screen readers, `table` has its values.
 
-    `data` is the input of the page's script, empty on pages without one.
+    Attributes:
+        sizes: the windows that show it (any, wide or narrow), and its width and height there (CSS pixels).
+        data: the input of the page's script, which draws it.
+    """
+
+    name: str
+    title: str
+    keys: Sequence[Key]
+    sizes: Sequence[tuple[str, tuple[int, int]]]
+    spoken: str
+    table: Table
+    data: str
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Upright bars in a card.
+
+    Attributes:
+        bars: width in units of the axis, share of the highest bar, and what it says.
+        axis: the first value, the name, and the last value.
+        mark: share of the width where a dashed line is, or None.
+        spoken: for screen readers; `table` has the values.
     """
 
     name: str
     title: str
     remark: str
     keys: Sequence[Key]
-    drawings: Sequence[Drawing]
+    bars: Sequence[tuple[float, float, str]]
+    axis: tuple[str, str, str]
+    mark: float | None
     spoken: str
     table: Table
-    data: str = ""
 
 
 def render(template: str, **values: Any) -> str:

@@ -197,8 +197,6 @@
       keep(card, state);
     };
     controls(card, data, state, change);
-    const log = card.querySelector("h2 .muted");
-    if (log) log.remove();
     change();
   }
 

@@ -27,10 +27,10 @@ from toolkit.checkpoint.export import (
 )
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.data.samples.loader import evaluation_batches
-from toolkit.errors import ToolkitError, counted, first_line
+from toolkit.errors import counted, first_line
 from toolkit.model.adapters.adapters import base_of, has_adapter
 from toolkit.model.load import auto_class
-from toolkit.pages.card import draw_losses, model_and_data, recipe_for_readers, write_card
+from toolkit.pages.card import model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
 from toolkit.pages.parts.run_metrics import damage_in_words, parse_metrics
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
@@ -88,20 +88,6 @@ class FinetuneResult:
     def _repr_html_(self) -> str:
         """Returns the run as a notebook shows it: losses, curve, and the paths of report and export."""
         return result_output(self.metrics, self.output_dir, self.export_dir, self.doubts)["text/html"]
-
-    def plot(self) -> Any:
-        """Draws the losses over the steps with matplotlib.pyplot, as a notebook shows them; returns the axes.
-
-        Raises:
-            ToolkitError: if matplotlib is not installed.
-        """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ToolkitError("matplotlib is not installed, which draws the losses; pip install matplotlib") from error
-        _, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
-        draw_losses(axes, self.metrics)
-        return axes
 
 
 def finished_before(output_dir: Path) -> FinetuneResult:
