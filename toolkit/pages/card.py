@@ -209,7 +209,7 @@ def _source_names(value: Any, key: str) -> Any:
     return source_name(value) if isinstance(value, str) and not compares(key, value) else value
 
 
-PICTURE_PX, FRAME_PX = (840, 384), (70, 16, 16, 46)
+IMAGE_PX, FRAME_PX = (840, 384), (70, 16, 16, 46)
 """Width and height of the curve's picture, and its margins: left, right, top, bottom (pixels)."""
 
 INK = ("#2a6fdb", "#e0602a", "#138a5b", "#a23bb5", "#b08900", "#c2255c", "#0f8fa8", "#6b5b4d")
@@ -223,7 +223,7 @@ def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
     train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
     chart = main_chart(train, evals) if train or evals else None
     scale = 2  # drawn larger and made smaller, which smooths the lines
-    image = Image.new("RGB", (scale * PICTURE_PX[0], scale * PICTURE_PX[1]), "white")
+    image = Image.new("RGB", (scale * IMAGE_PX[0], scale * IMAGE_PX[1]), "white")
     if chart is not None and chart.values():
         draw, font = ImageDraw.Draw(image), ImageFont.load_default(14 * scale)
         left, right, top, bottom = (scale * margin for margin in FRAME_PX)
@@ -241,4 +241,4 @@ def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
             label = {"held-out": "held out"}.get(series.name, series.name)
             draw.text((place, image.height - 6 * scale), label, ink, font, "ld")
             place += draw.textlength(label, font) + 16 * scale
-    image.resize(PICTURE_PX, Image.Resampling.LANCZOS).save(path)
+    image.resize(IMAGE_PX, Image.Resampling.LANCZOS).save(path)

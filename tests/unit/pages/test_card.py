@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from toolkit.pages.card import recipe_for_readers, render_card, write_card
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.parts.trackers import config_of
 from toolkit.run.shown.outcome import _how_to_use
-from toolkit.run.shown.trackers import config_of
 
 HOSTILE = "a\u202eb\x1b[2Jc\x9b1m\u2066"
 """Codes that turn the direction of text, and those of a terminal."""
@@ -47,11 +47,11 @@ def test_neither_paths_nor_keys_are_published(tmp_path: Path) -> None:
     """Every key that names files or folders has one of this machine, in the recipe, the card and the trackers."""
     secret, wrong = "a-key-of-a-tracker", {}
     for name, overrides in (
-        ("grpo", ["objective.rewards=[{name: a, score: IT/a.py:f}, {name: b, model: IT/b}]"]),
+        ("grpo", ["objective.rewards=[{name: a, compare: IT/a.py:f}, {name: b, model: IT/b}]"]),
         ("quickstart", ["objective.loss=IT/l.py:f", "data.validation=IT/v", "data.train=[{path: IT/a}, IT/b.csv]"]),
         ("distill", ["objective.teacher=IT/t", "data.train=s3://bucketIT/a.jsonl"]),
     ):
-        more = ["data.map=IT/m.py:f", "data.cache_dir=IT/c", "answers.file=IT/e.jsonl", "answers.score=IT/s.py:f"]
+        more = ["data.map=IT/m.py:f", "data.cache_dir=IT/c", "answers.file=IT/e.jsonl", "answers.compare=IT/s.py:f"]
         more += ["training.extensions=[IT/x.py:X]", "training.output_dir=IT/o", "checkpoint.resume=IT/r"]
         more += ["checkpoint.to=file://IT/store", "model.name_or_path=IT/base", "model.tokenizer=IT/t"]
         more += ["logging.trackers=[wandb]", f"logging.tracker_settings.wandb.api_key={secret}"]

@@ -193,7 +193,7 @@ def _curve(series: Series, level: str | None) -> dict[str, Any]:
 
 
 def polylines(chart: Chart, series: Series, size: tuple[float, float]) -> list[list[tuple[float, float]]]:
-    """Returns a curve's pieces between gaps in a picture of `size` pixels, for what runs no scripts."""
+    """Returns a curve's pieces between gaps in a drawing of `size` pixels, for what runs no scripts."""
     (first, last), values = chart.x_range, chart.values()
     low, high = min(values), max(values)
     xs, ys = thinned(series.xs, series.ys)
