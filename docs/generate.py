@@ -30,8 +30,7 @@ have no default; `null` means unset. An override that is given twice takes its l
 
 ## The fields that most recipes set
 
-All others have defaults that suit most runs. `toolkit init MODEL DATA` writes these for your model, rows and machine;
-[Recipes per family](families.md) has what it writes for well-known models.
+All others have defaults that suit most runs. `toolkit init MODEL DATA` writes these for your model, rows and machine.
 
 ```yaml
 model:

@@ -41,14 +41,9 @@ def test_links_lead_to_files() -> None:
         assert not missing, f"{page}: {missing}"
 
 
-def test_a_page_of_the_log_is_short_and_ends_in_what_holds_today() -> None:
-    for page in sorted((DOCS / "log").glob("*.md")):
-        text = page.read_text(encoding="utf-8")
-        assert len(text.split()) <= 2500, page
-        if page.name != "index.md":
-            lines = text.rstrip().splitlines()
-            assert lines[-5:-3] == ["## What holds today", ""], page
-            assert all(line.startswith("- ") for line in lines[-3:]), page
+def test_a_page_of_the_log_is_short() -> None:
+    sizes = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (DOCS / "log").glob("*.md")}
+    assert {name: size for name, size in sizes.items() if size > 700} == {}
 
 
 def test_the_version_is_that_of_the_changelog() -> None:

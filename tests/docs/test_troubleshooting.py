@@ -43,7 +43,7 @@ def test_quoted_errors_are_those_of_the_code(printed: str) -> None:
     found = {name: QUOTED.findall((ROOT / "docs" / name).read_text(encoding="utf-8")) for name in PAGES}
     quotes = [quote for of_page in found.values() for quote in of_page]
     assert len(found["troubleshooting.md"]) > 40
-    assert len(found["hub.md"]) == 5
+    assert len(found["hub.md"]) >= 4
     assert not unknown(quotes, printed)
 
 
