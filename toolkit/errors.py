@@ -93,6 +93,10 @@ class RankLostError(ToolkitError):
     """A signal ended a rank, for example the kernel's when memory ran out."""
 
 
+SAVED = "its state is saved"
+"""Stands in the reason of a `StoppedError`, which a report has, if it is true."""
+
+
 class StoppedError(ToolkitError):
     """The run was asked to end, by a signal or its time limit. Its state is saved if it could be.
 

@@ -193,6 +193,15 @@ def on_every_rank(action: Callable[[], T], what: str, group: dist.ProcessGroup |
     return [found for found, _ in outcomes]  # type: ignore[misc]
 
 
+def on_any_rank(value: bool) -> bool:
+    """Tells whether the value is true on any rank. Collective over gloo, so that no device is waited for."""
+    if world_size() == 1:
+        return value
+    found = torch.tensor(int(value))
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=patient_group())
+    return bool(found)
+
+
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Gathers `value` of every rank, in rank order, on every rank. Waits up to `PATIENCE`, or as `group` does."""
     if world_size() == 1:

@@ -259,33 +259,6 @@ def test_cancelled_and_two_jobs_on_one_folder(slurm: Slurm, place: Path, untouch
     print(f"seconds from scancel to the end: {seconds:.1f}")
 
 
-def test_a_store_and_a_disk_of_each_node(slurm: Slurm, place: Path, untouched: Path) -> None:
-    """No shared folder: what the nodes have in common is the store."""
-    store = place / "store"
-    own, shared = slurm.own / "run", place / "kept"
-    recipe = recipe_of(place, "fourth", own, to=f"file://{store}")
-    file = Path(job_of(place, recipe, "--nodes", "2"))
-    # The test itself is on neither node: the job leaves what it made where the test sees it.
-    copied = f"srun bash -c 'cp -r {own} {shared}-$SLURM_NODEID || true'\nexit $code\n"
-    file.write_text(file.read_text().replace("exit $code\n", copied))
-    (place / "pace").write_text("0.3")
-    number = slurm.submit("--time=10", str(file))
-    until(lambda: saved_step_of(store) >= 4, 120, lambda: printed(place, number))
-    slurm.run("scontrol", "requeue", number)
-    slurm.wait_for(number, "PENDING")
-    stopped = saved_step_of(store)
-    (place / "pace").write_text("0")
-    job = slurm.wait_for(number, "COMPLETED", "FAILED", seconds=180)
-    assert job["ExitCode"] == "0:0", printed(place, number)
-    assert f"resumed: after step {stopped}," in _words(place, number)
-    found = Path(f"{shared}-0")
-    assert losses(found) == losses(untouched)
-    assert digest(found) == digest(untouched)
-    assert not Path(f"{shared}-1/export").exists(), "the nodes have disks of their own"
-    assert not (store / ".lease.json").exists()
-    assert_nothing_is_left(place)
-
-
 def commands_of(recipe: Path) -> list[tuple[str, dict[str, str]]]:
     """What each of two machines would run, and its environment, with both on this host."""
     run = yaml.safe_load((ROOT / "docs/examples/skypilot.yaml").read_text())["run"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import resource
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from support.launches import clean_environment
-from support.ranks import LIMIT_SECONDS, run_on_ranks
+from support.ranks import LIMIT_SECONDS, alone, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
@@ -134,6 +135,81 @@ def test_a_launcher_that_is_killed_alone(tmp_path: Path, text_file: Path) -> Non
     _, told = start(LAUNCH, recipe, f"training.max_steps={reached.step + 5}").communicate(timeout=LIMIT_SECONDS)
     assert f"resumed: after step {reached.step}" in " ".join(told.split())
     assert (tmp_path / "run" / "report.html").exists()
+
+
+MOMENTS = (
+    ("toolkit.training.trainer:Trainer.check_stop", 0, 143, "stopped before the first step: "),
+    ("toolkit.training.trainer:Trainer.train_step", 1, 3, "stopped after step 2: "),
+    ("toolkit.training.trainer:Trainer.check_stop", 2, 3, "stopped after step 2: "),
+    ("toolkit.training.trainer:Trainer.train_step", 3, 3, "stopped after step 4: "),
+    ("toolkit.training.trainer:Trainer.check_stop", 4, 3, "stopped after step 4: "),
+    ("toolkit.run.shown.held_out_samples:HeldOutSamples._continue", 4, 3, "stopped after step 4: "),
+    ("toolkit.run.run:export_model", None, 143, ""),
+    ("toolkit.run.shown.outcome:write_finished", None, 143, ""),
+    ("toolkit.run.run:print_result", None, 0, ""),
+)
+"""Calls (of a step) at which SIGTERM comes, the exit code, and what is said. In the last one finished.json is there."""
+
+
+@alone
+def terminated_at(arguments: list[str], place: str, step: int | None) -> int:
+    """Exit code of `toolkit train` if its launcher has SIGTERM as the first rank comes to a call."""
+    import importlib
+
+    from toolkit.cli.app import main
+    from toolkit.run.shown import held_out_samples
+
+    held_out_samples.NEW_TOKENS = 4  # its rows are short
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = getattr(owner, name)
+
+    def signalled(*given: Any, **named: Any) -> Any:
+        at = next((each.global_step for each in given if hasattr(each, "global_step")), None)
+        if os.environ["RANK"] == "0" and at == step:
+            setattr(owner, name, original)
+            came: list[int] = []
+            before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+            os.kill(os.getppid(), signal.SIGTERM)
+            while not came:  # until the launcher hands it on
+                time.sleep(0.01)
+            signal.signal(signal.SIGTERM, before)
+            signal.raise_signal(signal.SIGTERM)
+        return original(*given, **named)
+
+    setattr(owner, name, signalled)
+    sys.argv = ["toolkit", "train", "--cpu", "2", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_terminated_at_every_moment(tmp_path: Path, text_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The same command goes on, and ends as the run that nobody stopped. After finished.json nothing waits."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"text": " ".join(text.split()[:5])}) + "\n" for text in make_texts(12)))
+    recipe = write_recipe(tmp_path, text_file, eval_every_steps=2)
+    common = ["--recipe", str(recipe), "training.max_steps=4", f"data.validation={held_out}", "data.max_length=64"]
+    common += ["logging.held_out_samples=2", "checkpoint.every_steps=100"]
+    for place, step, expected, told in MOMENTS:
+        [code] = run_on_ranks(terminated_at, 1, common, place, step)
+        said = " ".join(capfd.readouterr().err.split())
+        assert (code, told in said) == (expected, True), (place, code, said)
+        assert (tmp_path / "run/finished.json").exists() == (expected == 0), place
+    whole = [*common, f"training.output_dir={tmp_path / 'whole'}"]
+    assert run_on_ranks(terminated_at, 1, whole, "toolkit.run.run:fit", "never") == [0]
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def outcome(run: Path) -> tuple[bytes, list[tuple[Any, ...]]]:
+    """The weights and the losses of a run."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return (run / "export/model.safetensors").read_bytes(), [(r["split"], r["step"], r["loss"]) for r in records]
 
 
 def test_ctrl_c_and_the_time_limit(tmp_path: Path, text_file: Path) -> None:

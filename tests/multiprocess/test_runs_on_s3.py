@@ -1,4 +1,4 @@
-"""Two ranks without a shared disk keep their checkpoints in a local S3, are cut off, and go on bit for bit."""
+"""Two ranks copy their checkpoints to a local S3, lose their machine, and go on bit for bit on another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.tiny import recipe_values, save_llama
 from typer.testing import CliRunner
 
 from toolkit.checkpoint import store as stores
-from toolkit.checkpoint.manifest import file_entry, list_checkpoints
+from toolkit.checkpoint.manifest import list_checkpoints
 from toolkit.checkpoint.store import StorePath
 from toolkit.cli.app import app
 from toolkit.data import build
@@ -61,13 +61,13 @@ def s3() -> Iterator[dict[str, str]]:
 
 
 def train(folder: str, output: str, cut: bool = False, **checkpoint: Any) -> tuple[list[dict[str, Any]], str]:
-    """The run's records, and what it told. Each rank has an output folder of its own, as on hosts with own disks."""
+    """The run's records, and what it told."""
     from toolkit import Recipe, finetune
     from toolkit.objectives.causal_lm import CausalLM
 
     meet()
     home, calls, loss_sum = Path(folder), itertools.count(1), CausalLM.loss_sum
-    own = home / (f"host-{os.environ['RANK']}" if "to" in checkpoint else "shared") / output
+    own = home / output
     recipe = recipe_values(home / "model", home / "texts.jsonl", own, home / "cache", max_steps=7, micro_batch_size=2)
     recipe["checkpoint"] = {"every_steps": 2, "keep_last": 2, **checkpoint}
     recipe["export"] = {"enabled": False}
@@ -92,7 +92,7 @@ def train(folder: str, output: str, cut: bool = False, **checkpoint: Any) -> tup
 
 def kill_damage_and_go_on(folder: str, place: dict[str, str]) -> dict[str, Any]:
     # Accelerate asks for the address where the ranks have met already.
-    os.environ.update(place, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     whole, _ = train(folder, "whole")
     train(folder, "first", cut=True, to=STORE.url)
     meet()
@@ -105,7 +105,7 @@ def kill_damage_and_go_on(folder: str, place: dict[str, str]) -> dict[str, Any]:
         shard.write_bytes(bytes(content))
         (STORE / "checkpoints/step_00000005/shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
     dist.barrier()
-    resumed, told = train(folder, "second", to=STORE.url)  # on hosts that have nothing of the first start
+    resumed, told = train(folder, "second", to=STORE.url)  # on a machine that has nothing of the first start
     return {"whole": whole, "resumed": resumed, "told": told, "saved": saved}
 
 
@@ -124,7 +124,7 @@ def outcomes(s3: dict[str, str], tmp_path_factory: pytest.TempPathFactory, text_
     return found, run_on_ranks(go_on_elsewhere, 1, str(folder), s3)[0], folder
 
 
-def test_a_run_without_a_shared_disk_is_gone_on_with(outcomes: Any) -> None:
+def test_a_run_goes_on_on_another_machine(outcomes: Any) -> None:
     (first, second), _, folder = outcomes
     assert first["saved"] == second["saved"] == [(2, None), (4, None)]
     assert first["resumed"] == first["whole"]
@@ -132,8 +132,7 @@ def test_a_run_without_a_shared_disk_is_gone_on_with(outcomes: Any) -> None:
     assert f"passed over {STORE}/checkpoints/step_00000004: shard-00002" in first["told"]
     assert f"resumed: after step 2, 8 samples, from {STORE}/checkpoints/step_00000002" in first["told"]
     assert "not-to-be-told" not in first["told"]
-    assert not list(folder.glob("host-*/second/.*")), "of what was copied nothing is left on the hosts"
-    assert not list(folder.glob("host-*/*/checkpoints/*"))
+    assert not list(folder.glob("second/.*")), "of what was copied nothing is left"
 
 
 def test_the_store_holds_the_last_checkpoints_and_nothing_else(outcomes: Any, tmp_path: Path) -> None:
@@ -153,20 +152,13 @@ def test_another_number_of_ranks_goes_on_from_a_store(outcomes: Any) -> None:
     assert records[:4] == first["whole"][:4]
 
 
-def test_large_files_are_copied_in_parts_that_s3_sums(
-    s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sum that S3 tells of an object in parts is compared; nothing is read back."""
+def test_large_files_are_copied_in_parts(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "PART_BYTES", 5 * 2**20)  # S3's least
-    monkeypatch.setattr(stores, "_sha256", lambda *_: pytest.fail("was read back"))
-    source, place = tmp_path / "a", StorePath("s3://bucket/large/a")
-    source.write_bytes(os.urandom(11 * 2**20))
-    place.put(source, file_entry(source).sha256)
+    place = StorePath("s3://bucket/large/a")
+    (tmp_path / "a").write_bytes(os.urandom(11 * 2**20))
+    place.put(tmp_path / "a")
     place.get(tmp_path / "b")
-    assert (tmp_path / "b").read_bytes() == source.read_bytes()
-    (tmp_path / "b").write_bytes(b"x" * (11 * 2**20))
-    monkeypatch.setattr(stores, "_sha256", lambda *_: "another")
-    assert not place.holds(tmp_path / "b", file_entry(tmp_path / "b").sha256)
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
 
 
 def test_rows_in_s3_are_those_of_files(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ STARTERS = {
     "run/shown/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor
     "supervise/lease.py": "_keep_alive",  # writes a file; knows no torch
     "supervise/parent_death.py": "_stop_without_launcher",  # looks for a process; knows no torch
-    "supervise/store_lease.py": "_keep_alive",  # writes to a store; knows no torch
     "supervise/flight_recorder.py": "on_this_device",
     "supervise/watched.py": "on_this_device",
     "sharding/blocks/by_block.py": "on_this_device",
@@ -101,9 +100,9 @@ def test_a_checkpoint_is_written_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPat
 def test_a_checkpoint_is_copied_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     devices = Devices(monkeypatch)
     uploads = Uploads(tmp_path, StorePath("memory://gpu"), CheckpointSection(), lambda text: None)
-    monkeypatch.setattr(uploads, "_run_all", lambda: devices.note("copied"))
-    uploads.begin(idle=True, displaced=None)
-    uploads.finish(0.0, lambda text: None)
+    monkeypatch.setattr(uploads, "_attempt", lambda *_: devices.note("copied"))
+    uploads.offer(1)
+    uploads.finish(60.0, lambda text: None)
     assert devices.done == {"upload": [3, "copied"]}
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,22 +19,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.checkpoint.beside_weights.compared_files import compare_files
-from toolkit.checkpoint.beside_weights.model_files import compared, write_adapter_files, write_model_files
+from toolkit.checkpoint.beside_weights.model_files import compared
 from toolkit.checkpoint.export import (
-    TOLERANCE,
     ExportSettings,
-    explained,
-    let_others_read,
+    Source,
+    compare_logits,
+    logits_of_random_tokens,
     names_fact,
-    relative_difference,
-    reload,
-    require_close,
-    write_weights,
+    write_export,
 )
 from toolkit.checkpoint.fetch import fetch
 from toolkit.checkpoint.manifest import (
     COMPLETE,
     MANIFEST,
+    MODEL_FILES,
     Manifest,
     P,
     Place,
@@ -50,7 +45,7 @@ from toolkit.checkpoint.manifest import (
 from toolkit.checkpoint.state import MODEL, first_failure
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
-from toolkit.model.adapters.adapters import add_adapter, base_of, has_adapter, quantise, write_adapter
+from toolkit.model.adapters.adapters import add_adapter, base_of, has_adapter, quantise
 from toolkit.model.beside_weights.base_files import GENERATION, TOKENIZERS, BaseFiles
 from toolkit.model.load import auto_class, take_generation_settings
 from toolkit.model.structure.model_parts import LANGUAGE
@@ -60,9 +55,6 @@ from toolkit.paths import GIB, fingerprint_of, folder_on_this_machine, parse_jso
 from toolkit.recipe.schema import LARGEST_SHARD_GIB, AdapterSection, ExportSection
 
 EXPORT_TYPES = ("float32", "bfloat16", "float16")
-
-MODEL_FILES = "model"
-"""The folder of a run with the model's configuration and tokenizer."""
 
 BASE_DIGESTS = "base_files.json"
 """The file with the SHA-256 of the base's files beside its weights, as they were when training began."""
@@ -100,39 +92,31 @@ def export_checkpoint(
     if problem is not None:
         raise _not_whole(run, folder, problem)
     config, tokenizer = _load_configuration(run / MODEL_FILES)
-    files = BaseFiles.read(run / MODEL_FILES)
     model = _empty_model(config, manifest, folder)
-    # Write beside the target and rename, so that an interrupted export is never taken for a model. The name is unique,
-    # because two exports to one place would write into each other's files.
-    unfinished = to.with_name(f".{to.name}.{uuid.uuid4().hex}.unfinished")
-    _make_folder(unfinished, to)
+    is_adapter = has_adapter(model)
+    stored, base = _base_as_it_was(run, manifest, folder)
+    take_generation_settings(base_of(model), str(run / MODEL_FILES))
+    source = Source(
+        model,
+        tokenizer,
+        BaseFiles.read(run / MODEL_FILES),
+        read_whole(folder, manifest, settings.max_shard_bytes, settings.average),
+        {name for name, _ in model.named_parameters()},
+        None if is_adapter else FileNames(model, stored, base),
+        (manifest.base, manifest.named.get("model.name_or_path"), (_base_digests(run) or {}).get(GENERATION)),
+    )
     difference: float | None = None
     notes: tuple[str, ...] = ()
-    try:
-        with explained(to.parent, "export it again"):
-            tensors = read_whole(folder, manifest, settings.max_shard_bytes, settings.average)
-            if has_adapter(model):
-                configuration = manifest.named.get("model.name_or_path")
-                write_adapter(model, tensors, unfinished, settings.dtype, manifest.base, configuration)
-                take_generation_settings(base_of(model), str(run / MODEL_FILES))
-                own_settings = (_base_digests(run) or {}).get(GENERATION)
-                write_adapter_files(base_of(model), tokenizer, unfinished, files, own_settings)
-            else:
-                stored, base = _base_as_it_was(run, manifest, folder)
-                names = FileNames(model, stored, base)
-                write_weights(tensors, {name for name, _ in model.named_parameters()}, unfinished, settings, names)
-                take_generation_settings(model, str(run / MODEL_FILES))
-                write_model_files(model, tokenizer, unfinished, settings.dtype, files)
-                notes = _notes_on_names(unfinished, stored, base)
-            let_others_read(unfinished)
+
+    def check(export: Path) -> None:
+        nonlocal difference, notes
+        notes = () if is_adapter else _notes_on_names(export, stored, base)
         if verify:
-            notes = (*notes, *_compare_files(run, folder, manifest, model, unfinished))
-        if verify and not has_adapter(model):
-            difference = _compare_logits(folder, manifest, config, unfinished, settings)
-            require_close(difference, TOLERANCE[settings.dtype])
-        _rename_export(unfinished, to)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            notes = (*notes, *_compare_files(run, folder, manifest, model, export))
+        if verify and not is_adapter:
+            difference = compare_logits(export, _logits(folder, manifest, config, settings), settings.dtype)
+
+    write_export(source, to, settings, "export it again", check)
     return difference, notes
 
 
@@ -233,22 +217,6 @@ def _base_on_this_machine(manifest: Manifest, folder: Path) -> Path | None:
     return None
 
 
-def _make_folder(folder: Path, to: Path) -> None:
-    """Makes a folder for an export. Raises BadInputError that names `to`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInputError(f"--to: {str(to)!r} cannot be made: {error.strerror}; name another folder") from error
-
-
-def _rename_export(unfinished: Path, to: Path) -> None:
-    """Renames an export to its final name. Raises BadInputError if another process has created that folder."""
-    try:
-        os.rename(unfinished, to)
-    except OSError as error:
-        raise BadInputError(f"--to: {str(to)!r} was made meanwhile; name a new folder") from error
-
-
 @dataclass(frozen=True)
 class Exported:
     """An export of a checkpoint.
@@ -316,7 +284,7 @@ def _export_from_store(
 ) -> Exported:
     """Exports a checkpoint from a store. Copies it to a temporary folder with the layout of a run's."""
     chosen, manifest, unfinished = _choose(store, step)
-    _make_folder(to.parent, to)
+    to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
         run = Path(folder)
         problem = fetch(step_folder(store, chosen), manifest, step_folder(run, chosen))
@@ -442,19 +410,12 @@ def _read_group(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tupl
         yield name.removeprefix(MODEL).removeprefix(AVERAGE), tensor
 
 
-@torch.no_grad()
-def _compare_logits(folder: Path, manifest: Manifest, config: object, export: Path, settings: ExportSettings) -> float:
-    """Returns the difference of logits between the checkpoint and the reloaded export, on random tokens."""
+def _logits(folder: Path, manifest: Manifest, config: object, settings: ExportSettings) -> torch.Tensor:
+    """Returns the checkpoint's logits of random tokens, (1, 32, vocabulary)."""
     model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
     state = dict(read_whole(folder, manifest, 2**62, settings.average))
     # Not strict: tied weights are in a checkpoint once.
     model.load_state_dict(state, strict=False)
     model.tie_weights()
     # In the exported dtype, so that its rounding does not count as a difference.
-    model = model.to(settings.dtype).eval()
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    tokens = torch.randint(0, vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": tokens, **({"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {})}
-    expected = model(**inputs).logits.float()
-    found = reload(export, torch.device("cpu"), settings.dtype)(**inputs).logits.float()
-    return relative_difference(found, expected)
+    return logits_of_random_tokens(model.to(settings.dtype).eval())

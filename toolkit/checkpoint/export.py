@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from toolkit import ranks
 from toolkit.checkpoint.beside_weights.model_files import write_adapter_files, write_model_files
 from toolkit.data.images.images import limits_of
-from toolkit.errors import ExportError, counted, first_line, listed
+from toolkit.errors import BadInputError, ExportError, counted, first_line, listed
 from toolkit.model.adapters.adapters import (
     base_name,
     base_of,
@@ -39,7 +40,7 @@ from toolkit.model.adapters.adapters import (
     write_adapter,
 )
 from toolkit.model.adapters.base_file import read_base
-from toolkit.model.beside_weights.base_files import CONFIG, GENERATION
+from toolkit.model.beside_weights.base_files import CONFIG, GENERATION, BaseFiles
 from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised.quantised import dequantised, quantise_loaded
 from toolkit.model.structure.tying import config_of_export
@@ -69,46 +70,85 @@ class ExportSettings:
     average: bool = True
 
 
-def export(
-    accelerator: Accelerator,
-    model: nn.Module,
-    fit: Fit,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+@dataclass(frozen=True)
+class Source:
+    """What is exported: a run's live model, a checkpoint, or an adapter with its base.
+
+    Attributes:
+        model: the whole model, or one with adapters of which only these are written. It may lack its weights.
+        tokenizer: its tokenizer.
+        files: the files next to the weights of the base.
+        tensors: whole tensors of any shape by their names in the model, on rank 0; None on other ranks.
+        parameters: the names of parameters, which are converted to the settings' dtype. Buffers keep theirs.
+        names: the names of tensors in the files; None for an adapter.
+        trained_on: of an adapter, the fingerprint of the base and the digests of its configuration and of its
+            generation settings, as they were when training began.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    files: BaseFiles
+    tensors: Iterable[tuple[str, torch.Tensor | None]]
+    parameters: Set[str] = frozenset()
+    names: FileNames | None = None
+    trained_on: tuple[str | None, str | None, str | None] = (None, None, None)
+
+
+def source_of_run(model: nn.Module, fit: Fit, tokenizer: PreTrainedTokenizerBase, settings: ExportSettings) -> Source:
+    """Returns the source of a live model's export. Its tensors are gathered, all ranks together, as they are taken."""
+    if not is_whole(model, settings):
+        trained = trained_names(model)
+        state = {name: tensor for name, tensor in state_once(model).items() if name in trained}
+        # As it was read: the base may have been edited since.
+        configuration = digest_of_configuration(fit.files.contents.get(CONFIG, b""))
+        trained_on = fit.fingerprint, configuration, fit.files.digests().get(GENERATION)
+        return Source(model, tokenizer, fit.files, whole_tensors(state), trained_on=trained_on)
+    names = FileNames(base_of(model), fit.stored, None if fit.stored is None else fit.folder)
+    parameters = {base_name(name) for name, _ in model.named_parameters()}
+    if has_adapter(model):
+        tensors = merged(model, dequantised(model, whole_tensors(state_in_layers(model))))
+        return Source(base_of(model), tokenizer, fit.files, tensors, parameters, names)
+    return Source(model, tokenizer, fit.files, whole_tensors(state_once(model)), parameters, names)
+
+
+def write_export(
+    source: Source,
+    to: Path,
     settings: ExportSettings,
+    then: str,
+    check: Callable[[Path], None] = lambda folder: None,
+    replaces: bool = False,
 ) -> None:
-    """Writes `folder`, whole or not at all. Collective.
+    """Writes the folder `to`, whole or not at all. The one writer of exports. Collective.
+
+    Args:
+        source: what is written.
+        to: the folder.
+        settings: how it is written.
+        then: what to do once there is room, for errors.
+        check: looks at the folder on rank 0 before it has its name; what it raises leaves nothing behind.
+        replaces: whether to replace a folder that is there.
 
     Raises:
         ToolkitError: on every rank, if the files cannot be written.
     """
-    inner = accelerator.unwrap_model(model)
-    files = fit.files
-    unfinished = _unfinished_folder(folder)
+    # Two exports to one new place must not write into each other's files.
+    unfinished = _unfinished_folder(to if replaces else to.with_name(f"{to.name}.{uuid.uuid4().hex}"))
     problems: list[Exception] = []
 
-    @explained(folder.parent, "start the same command again: it goes on from the last checkpoint, if there is one")
     def finish() -> None:
-        if problems:
-            raise problems[0]
-        if is_whole(inner, settings):
-            base = base_of(inner)
-            write_model_files(base, tokenizer, unfinished, settings.dtype, files, config_of_export(base))
-        else:
-            write_adapter_files(base_of(inner), tokenizer, unfinished, files, files.digests().get(GENERATION))
-        limits_of(tokenizer).write(unfinished)
-        let_others_read(unfinished)
-        if folder.exists():  # of the same run, cut off after its export or taken further
-            shutil.rmtree(folder)
-        os.replace(unfinished, folder)
+        with _explained(to.parent, then):
+            if problems:
+                raise problems[0]
+            _write_other_files(source, unfinished, settings)
+        check(unfinished)
+        if replaces:
+            shutil.rmtree(to, ignore_errors=True)
+        _rename(unfinished, to)
 
-    def begin() -> None:
-        _require_unread(fit)
-        unfinished.mkdir(parents=True, exist_ok=True)
-
-    ranks.on_first_rank(begin)
+    ranks.on_first_rank(lambda: _make_folder(unfinished, to))
     try:
-        _write_model(inner, fit, unfinished, settings)
+        _write_tensors(source, unfinished, settings)
     except (OSError, SafetensorError) as error:  # on rank 0, and all of its collectives are done
         problems.append(error)
     try:
@@ -118,7 +158,46 @@ def export(
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _require_unread(fit: Fit) -> None:
+def _make_folder(folder: Path, to: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"--to: {str(to)!r} cannot be made: {error.strerror}; name another folder") from error
+
+
+def _rename(unfinished: Path, to: Path) -> None:
+    try:
+        os.rename(unfinished, to)
+    except OSError as error:
+        raise BadInputError(f"--to: {str(to)!r} was made meanwhile; name a new folder") from error
+
+
+def _write_tensors(source: Source, folder: Path, settings: ExportSettings) -> None:
+    """Writes the weights or the adapter, as they come. Collective."""
+    if source.names is None:
+        base, configuration, _ = source.trained_on
+        write_adapter(source.model, source.tensors, folder, settings.dtype, base, configuration)
+        return
+    tensors = iter(source.tensors)
+    try:
+        _write_files(source.names.in_files(_on_host(tensors, source.parameters, settings.dtype)), folder, settings)
+    except (OSError, SafetensorError):
+        for _ in tensors:  # the other ranks still send theirs
+            pass
+        raise
+
+
+def _write_other_files(source: Source, folder: Path, settings: ExportSettings) -> None:
+    base, tokenizer, files = base_of(source.model), source.tokenizer, source.files
+    if source.names is None:
+        write_adapter_files(base, tokenizer, folder, files, source.trained_on[2])
+    else:
+        write_model_files(base, tokenizer, folder, settings.dtype, files, config_of_export(base))
+    limits_of(tokenizer).write(folder)
+    let_others_read(folder)
+
+
+def require_unread(fit: Fit) -> None:
     """Checks that the base still has the tensors that are copied from its files. Raises ExportError if it has not."""
     if not fit.unread or fit.folder is None:
         return
@@ -137,7 +216,7 @@ def _unfinished_folder(folder: Path) -> Path:
 
 
 @contextmanager
-def explained(place: Path, then: str) -> Iterator[None]:
+def _explained(place: Path, then: str) -> Iterator[None]:
     """Explains errors of writing an export.
 
     Args:
@@ -187,30 +266,6 @@ def let_others_read(folder: Path) -> None:
 def is_whole(model: nn.Module, settings: ExportSettings) -> bool:
     """Returns whether the export is a whole model, and not only an adapter."""
     return settings.merge or not has_adapter(model)
-
-
-def _write_model(model: nn.Module, fit: Fit, folder: Path, settings: ExportSettings) -> None:
-    """Writes the weights or the adapter, as they stream from the ranks. Collective."""
-    if not has_adapter(model):
-        names = file_names(model, fit)
-        write_weights(
-            whole_tensors(state_once(model)), {n for n, _ in model.named_parameters()}, folder, settings, names
-        )
-    elif settings.merge:
-        parameters = {base_name(name) for name, _ in model.named_parameters()}
-        tensors = dequantised(model, whole_tensors(state_in_layers(model)))
-        write_weights(merged(model, tensors), parameters, folder, settings, file_names(model, fit))
-    else:
-        trained = trained_names(model)
-        state = {name: tensor for name, tensor in state_once(model).items() if name in trained}
-        # As it was read: the base may have been edited since.
-        configuration = digest_of_configuration(fit.files.contents.get(CONFIG, b""))
-        write_adapter(model, whole_tensors(state), folder, settings.dtype, fit.fingerprint, configuration)
-
-
-def file_names(model: nn.Module, fit: Fit) -> FileNames:
-    """Returns the names of tensors in the files from which the model was loaded."""
-    return FileNames(base_of(model), fit.stored, None if fit.stored is None else fit.folder)
 
 
 def names_fact(folder: Path, stored: Set[str] | None) -> str | None:
@@ -277,34 +332,6 @@ def _gathered_to_first(local: torch.Tensor, group: dist.ProcessGroup, dim: int, 
         # NCCL returns at once, and its ten minutes start then. So only one gather may wait while rank 0 writes a file.
         torch.get_device_module(padded.device).current_stream().synchronize()
     return None if parts is None else torch.cat(parts, dim).narrow(dim, 0, length)
-
-
-def write_weights(
-    tensors: Iterable[tuple[str, torch.Tensor | None]],
-    trained: Set[str],
-    folder: Path,
-    settings: ExportSettings,
-    names: FileNames,
-) -> None:
-    """Writes tensors to safetensors files as they arrive. Only rank 0 has them and writes.
-
-    Args:
-        tensors: whole tensors of any shape on rank 0, None on other ranks, by name.
-        trained: the names of parameters, which are converted to the settings' dtype. Buffers keep theirs.
-        folder: the folder of the export.
-        settings: how the files are written.
-        names: the names of tensors in the files.
-
-    Raises:
-        OSError, SafetensorError: on rank 0, if a file cannot be written. All collectives of `tensors` are done then.
-    """
-    tensors = iter(tensors)
-    try:
-        _write_files(names.in_files(_on_host(tensors, trained, settings.dtype)), folder, settings)
-    except (OSError, SafetensorError):
-        for _ in tensors:  # the other ranks still send theirs
-            pass
-        raise
 
 
 def _on_host(
@@ -444,6 +471,28 @@ def require_close(difference: float, tolerance: float) -> None:
             f"the exported folder gives other logits than the trained model: they differ by {difference:.1e} of the "
             f"largest, more than {tolerance:.0e}; the folder is not to be trusted"
         )
+
+
+@torch.no_grad()
+def logits_of_random_tokens(model: PreTrainedModel) -> torch.Tensor:
+    """Returns the logits of 32 random tokens: (1, 32, vocabulary), in float32."""
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    tokens = torch.randint(0, vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": tokens, **({"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {})}
+    logits: torch.Tensor = model(**inputs).logits.float()
+    return logits
+
+
+def compare_logits(folder: Path, expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """Returns how far the exported logits of random tokens are from `expected`, (1, 32, vocabulary).
+
+    Raises:
+        ExportError: if it is more than `TOLERANCE`.
+    """
+    found = logits_of_random_tokens(reload(folder, torch.device("cpu"), dtype))
+    difference = relative_difference(found, expected)
+    require_close(difference, TOLERANCE[dtype])
+    return difference
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -38,8 +38,8 @@ UNFINISHED = ".unfinished"
 """The ending of the hidden folders in which a checkpoint is written."""
 SET_ASIDE = ".set_aside"
 """The ending of the folder of a checkpoint that a run has passed over. It does not count any more."""
-PASSED_OVER = "PASSED_OVER"
-"""The file that marks a checkpoint in a store as passed over, because folders in it cannot be renamed. It says why."""
+MODEL_FILES = "model"
+"""The folder of a run with the model's configuration and tokenizer."""
 # No separator and no leading dot, so that a name stays in its folder.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CHUNK_BYTES = 2**22
@@ -207,9 +207,7 @@ def list_checkpoints(run: Place) -> list[Checkpoint]:
     for folder in _list_folder(run / CHECKPOINTS):
         match = STEP_FOLDER.fullmatch(folder.name)
         if match is not None and folder.is_dir():
-            checkpoint = _read_folder(folder, int(match[1]))
-            if not (checkpoint.unfinished and (folder / PASSED_OVER).exists()):
-                found.append(checkpoint)
+            found.append(_read_folder(folder, int(match[1])))
     # By number: past eight digits the names no longer sort like their steps.
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 

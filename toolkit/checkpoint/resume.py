@@ -9,8 +9,6 @@ from typing import Any
 from toolkit import ranks
 from toolkit.checkpoint.fetch import fetch, incoming
 from toolkit.checkpoint.manifest import (
-    COMPLETE,
-    PASSED_OVER,
     SET_ASIDE,
     Checkpoint,
     Manifest,
@@ -105,23 +103,18 @@ def _is_own(folder: Place, run: Path, store: StorePath | None) -> bool:
     return folder.resolve().is_relative_to((run / CHECKPOINTS).resolve())  # it may be a link to a larger disk
 
 
-def set_aside(passed_over: tuple[Checkpoint, ...], run: Path, store: StorePath | None = None) -> list[str]:
+def set_aside(passed_over: tuple[Checkpoint, ...], run: Path) -> list[str]:
     """Renames passed-over checkpoints in `run`, so that nothing takes them for checkpoints. Says what it did.
 
-    In `store` they get a mark instead. Those in another run's folder are not changed.
+    Those in a store, and in another run's folder, are not changed.
     """
-    return [_rename_or_mark(checkpoint, _is_own(checkpoint.folder, run, store)) for checkpoint in passed_over]
+    return [_renamed(checkpoint, _is_own(checkpoint.folder, run, None)) for checkpoint in passed_over]
 
 
-def _rename_or_mark(checkpoint: Checkpoint, is_own: bool) -> str:
+def _renamed(checkpoint: Checkpoint, is_own: bool) -> str:
     folder = checkpoint.folder
-    if not is_own:
+    if not is_own or isinstance(folder, StorePath):
         return f"passed over {folder}: {checkpoint.problem}"
-    if isinstance(folder, StorePath):
-        # Renaming would copy all of it.
-        (folder / PASSED_OVER).write_bytes(str(checkpoint.problem).encode())
-        (folder / COMPLETE).unlink()
-        return f"passed over {folder}: {checkpoint.problem}; it does not count any more, as {PASSED_OVER} in it says"
     number, place = 1, folder.with_name(folder.name + SET_ASIDE)
     while place.exists():
         number, place = number + 1, folder.with_name(f"{folder.name}{SET_ASIDE}-{number + 1}")
@@ -162,14 +155,11 @@ def _verify_files(run: Path, folder: Place, manifest: Manifest, copies: bool) ->
         The local folder, and the first file that is missing or damaged, in words, or None.
     """
     if isinstance(folder, StorePath):
-        here = incoming(run, manifest)
-        if not copies:
-            return here, None
-        problems = ranks.on_every_rank(lambda: fetch(folder, manifest, here), "copy a checkpoint from the store")
-    else:
-        here, mine = folder, sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
-        problems = ranks.on_every_rank(lambda: check_files(here, manifest, mine), "read a checkpoint")
-    return here, next((problem for problem in problems if problem is not None), None)
+        here = incoming(run, manifest.step)
+        return here, ranks.on_first_rank(lambda: fetch(folder, manifest, here)) if copies else None
+    mine = sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
+    problems = ranks.on_every_rank(lambda: check_files(folder, manifest, mine), "read a checkpoint")
+    return folder, next((problem for problem in problems if problem is not None), None)
 
 
 def _require_no_later(run: Path, step: int, store: StorePath | None) -> None:

@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit import ranks
-from toolkit.checkpoint import reader, upload
+from toolkit.checkpoint import reader
 from toolkit.checkpoint.fetch import clear_incoming
 from toolkit.checkpoint.manifest import DIGESTS, Manifest
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
-from toolkit.errors import BadInputError, StoppedError, ToolkitError, first_line
+from toolkit.errors import SAVED, BadInputError, StoppedError, ToolkitError, first_line
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.tensor.copies import require_alike
 from toolkit.training.durable_writes import PATIENCE_SECONDS
@@ -100,8 +100,7 @@ class RunCheckpoints(Extension):
         self._run = run
         self._heartbeat = heartbeat
         ranks.on_first_rank(lambda: clear_unfinished(run))
-        if store is not None:
-            ranks.on_first_rank(lambda: upload.clear_unfinished(store))
+        self._has_store = store is not None
         self._checkpointer = Checkpointer(
             run, section, metrics.warn, store, heartbeat.wait, device_type=accelerator.device.type
         )
@@ -109,6 +108,7 @@ class RunCheckpoints(Extension):
         self._saved_step = -1
         self._before: tuple[dict[str, Any], dict[str, dict[str, Any]]] | None = None
         self._saved_at = time.monotonic()
+        self._left_evaluation = False
 
     def wants_save(self) -> bool:
         """Returns whether a save is due by `every_minutes`. The clock of rank 0 decides for all ranks."""
@@ -123,10 +123,7 @@ class RunCheckpoints(Extension):
         """
         # First, so that there is one save, for which the end waits.
         if step.stop is not None:
-            saved = self.save(trainer, wait=True)
-            why = f"{step.stop}; its state {'is saved' if saved else 'was NOT saved'}"
-            next_start = "; run the same command to resume there" if saved else ""
-            raise StoppedError(f"stopped after step {trainer.global_step}: {why}{next_start}", why)
+            self.stopped(trainer, step.stop)
         every = self._section.every_steps
         if step.save or (every is not None and trainer.global_step % every == 0):
             self.save(trainer)
@@ -154,6 +151,25 @@ class RunCheckpoints(Extension):
         self._identity = replace(self._identity, digests=digests)
         if self.save(self._trainer, wait=True):
             error.add_note(f"the state after step {self._trainer.global_step} is saved; the same command goes on there")
+
+    def stopped(self, trainer: LoopState, reason: str) -> None:
+        """Saves the state and ends the run. Collective.
+
+        Raises:
+            StoppedError: always.
+        """
+        if trainer.global_step == 0:
+            raise StoppedError(f"stopped before the first step: {reason}", reason)
+        saved = self.save(trainer, wait=True)
+        why = f"{reason}; {SAVED if saved else 'its state was NOT saved'}"
+        next_start = "; run the same command to resume there" if saved else ""
+        raise StoppedError(f"stopped after step {trainer.global_step}: {why}{next_start}", why)
+
+    def after_evaluation(self, trainer: LoopState, record: dict[str, Any]) -> None:
+        """Saves once more after an evaluation that was left when the checkpoint was written, which lacks its merit."""
+        if self._left_evaluation:
+            self._left_evaluation, self._saved_step = False, -1
+            self.save(trainer)
 
     def save(self, trainer: LoopState, wait: bool = False) -> bool:
         """Saves the state after the last step, unless that is done. Returns whether it is saved, as far as is known.
@@ -211,13 +227,17 @@ class RunCheckpoints(Extension):
         return self._checkpointer.uploads.missing if self._checkpointer.uploads is not None else None
 
     def _is_copied(self) -> bool:
-        """Waits until the last checkpoint is in the store. Returns whether it is, or True without a store."""
-        if self._checkpointer.uploads is None:
+        """Waits until the last checkpoint is in the store. Returns whether it is. Collective with a store."""
+        if not self._has_store:
             return True
-        missing = self._checkpointer.uploads.finish(PATIENCE_SECONDS, self._wait_on)
+        missing = ranks.on_first_rank(self._finish_copies)
         if missing is not None:
             self._metrics.warn(f"{missing}; the same command copies it first, from {self._run}")
         return missing is None
+
+    def _finish_copies(self) -> str | None:
+        assert self._checkpointer.uploads is not None, "rank 0 has it"
+        return self._checkpointer.uploads.finish(PATIENCE_SECONDS, self._wait_on)
 
     def _wait_on(self, what: str) -> None:
         self._heartbeat.wait()
@@ -236,12 +256,10 @@ class RunCheckpoints(Extension):
             self._save_last_step(error)
         # After an error, too: the save under way may be what the next start goes on from.
         self._checkpointer.wait()
-        if error is not None and ranks.fails_alone(error) and self._checkpointer.uploads is not None:
-            self._checkpointer.uploads.abandon(PARTING_SECONDS)
-        elif error is None:
+        if error is None or not ranks.fails_alone(error):
             self._is_copied()
         elif self._checkpointer.uploads is not None:
-            self._checkpointer.uploads.finish(PATIENCE_SECONDS, self._wait_on)
+            self._checkpointer.uploads.abandon(PARTING_SECONDS)
 
     def restore(
         self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
@@ -278,7 +296,10 @@ class RunCheckpoints(Extension):
         # The schedule has no state in the checkpoint: it follows from the steps, without those that were skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
             schedule.step()
-        trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream)
+        evaluated = any(record["split"] == "eval" and record["step"] == manifest.step for record in records)
+        trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream, evaluated)
+        every = self._identity.recipe["training"]["eval_every_steps"]
+        self._left_evaluation = not evaluated and every is not None and manifest.step % every == 0
         for extension in trainer.extensions:
             extension.resume(vars(manifest))
         self._metrics.resume(records)

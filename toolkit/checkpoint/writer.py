@@ -83,15 +83,15 @@ class Checkpointer:
     copied.
 
     Args:
-        run: the run's folder, which all ranks see unless there is a store.
+        run: the run's folder, which all ranks see.
         settings: the settings of checkpoints.
         warn: called if a save fails. The run goes on, and the last whole checkpoint stays.
-        store: the store to which a thread copies each rank's files, or None to keep the checkpoints in `run`.
+        store: the store to which rank 0 copies the checkpoints in `run`, or None.
         waits: called while this rank waits for a save that makes progress, so that the wait is not a stall.
         device_type: torch's type of the ranks' devices.
 
     Attributes:
-        uploads: copies checkpoints to the store. None without a store.
+        uploads: copies checkpoints to the store. None without a store, and on other ranks than the first.
         seconds: how long the longest save took, or None before the first.
     """
 
@@ -119,7 +119,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
         self.seconds: float | None = None
-        self.uploads = Uploads(run, store, settings, warn) if store is not None else None
+        found = None if store is None else ranks.alone_on_first_rank(lambda: Uploads(run, store, settings, warn))
+        self.uploads: Uploads | None = found
 
     def save(self, job: Job, wait: bool = False) -> bool:
         """Saves, or starts to. Returns whether the last save that has ended counts.
@@ -162,11 +163,6 @@ class Checkpointer:
             self._warn(problem)
         return problem is None
 
-    @property
-    def _leads(self) -> bool:
-        # One folder for all ranks or, if each host may have its own disk, one for each rank.
-        return ranks.rank() == 0 or self.uploads is not None
-
     def _write_or_tell(self, job: Job) -> None:
         """Writes a checkpoint. Any error, such as a full disk, costs this one, not the run."""
         try:
@@ -177,13 +173,13 @@ class Checkpointer:
             self._problem = (
                 f"the checkpoint of step {job.manifest.step} was not saved: {why}, and the last whole checkpoint stays"
             )
-            if self._leads and self._place is not None:
+            if ranks.rank() == 0 and self._place is not None:
                 shutil.rmtree(self._place, ignore_errors=True)
 
     def _write_checkpoint(self, job: Job) -> None:
         """Writes a checkpoint. Collective over the save's own group. If a rank fails, every rank raises."""
-        step, started, leads = job.manifest.step, time.monotonic(), self._leads
-        folder = step_folder(self._run, step) if self.uploads is None else self.uploads.folder(step)
+        step, started, leads = job.manifest.step, time.monotonic(), ranks.rank() == 0
+        folder = step_folder(self._run, step)
         self._place = unfinished = folder.with_name(f".{folder.name}{UNFINISHED}")
         self._on_every_rank(lambda: _create_folder(unfinished) if leads else None)
         self._save_tensors(job.tensors, unfinished)
@@ -193,8 +189,8 @@ class Checkpointer:
         manifest = replace(job.manifest, files=files, tensors=described(job.tensors), non_finite=non_finite)
         self._on_every_rank(lambda: self._publish(manifest, unfinished, folder) if leads else None)
         self.seconds = max(self.seconds or 0.0, time.monotonic() - started)
-        if (uploads := self.uploads) is not None:
-            uploads.begin(*self._on_every_rank(lambda: uploads.offer(manifest))[0])
+        if self.uploads is not None and non_finite is None:
+            self.uploads.offer(step)
         if non_finite is not None:
             self._problem = (
                 f"the checkpoint of step {manifest.step} does not count: {non_finite}; the last good one stays, "
@@ -215,12 +211,8 @@ class Checkpointer:
             raise ToolkitError(first_failure(error)) from error
 
     def _publish(self, manifest: Manifest, unfinished: Path, folder: Path) -> None:
-        """Writes the manifest, renames the folder, writes the marker and deletes old checkpoints.
-
-        With a store, the marker and the deletion follow there, once it has every rank's files.
-        """
-        if self.uploads is None:
-            _require_files(manifest, unfinished)
+        """Writes the manifest, renames the folder, writes the marker and deletes old checkpoints."""
+        _require_files(manifest, unfinished)
         text = manifest.to_json()
         write_synced(unfinished / MANIFEST, text)
         sync(unfinished)
@@ -231,15 +223,15 @@ class Checkpointer:
         try:
             # The rename changes the entries of the parent folder, so sync that too.
             sync(folder.parent)
-            if self.uploads is not None:
-                return
             _write_marker(folder, hashlib.sha256(text.encode()).hexdigest())
         except OSError:
             remove(folder)  # for example on a full disk, where it would block the next save
             raise
         # Only now: until the marker is on the disk, only the older checkpoints count.
+        copying = None if self.uploads is None else self.uploads.copying
         for old in superseded(list_checkpoints(self._run), self._settings):
-            remove(step_folder(self._run, old.step))
+            if old.step != copying:  # otherwise a slow store would never get one
+                remove(step_folder(self._run, old.step))
 
     def _on_every_rank(self, action: Callable[[], Any]) -> list[Any]:
         return ranks.on_every_rank(action, "write a checkpoint", self._group)

@@ -230,10 +230,7 @@ def rows(nodes: Sequence[Node]) -> tuple[list[list[str]], list[str]]:
                 "NCCL_SOCKET_IFNAME too, to the interface that joins the nodes, or open the ports between them"
             )
         if node.folder:
-            problems.append(
-                f"{name}: the folder {node.folder}; name one of a shared file system, or keep the checkpoints in a "
-                "store (checkpoint.to)"
-            )
+            problems.append(f"{name}: the folder {node.folder}; name one of a shared file system")
         if abs(node.clock) > CLOCK_SECONDS:
             problems.append(f"{name}: its clock differs by {node.clock:+.1f} s from node 0's; start its time service")
         if versions:

@@ -745,9 +745,8 @@ class CheckpointSection(Section):
     )
     to: str | None = Field(
         None,
-        description="Keep the checkpoints in this folder of a store, copied while training continues: "
-        "s3://bucket/runs/first, gs:// or file://. The ranks then need no shared disk. null: keep them in "
-        "training.output_dir.",
+        description="Also copy the checkpoints of training.output_dir to this folder of a store, of this run alone, "
+        "while training continues, and resume from there on another machine: s3://bucket/runs/first, gs:// or file://.",
     )
     time_limit_minutes: PositiveFloat | None = Field(
         None, description="Save a checkpoint and exit with code 3 after this many minutes."

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +9,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from toolkit.checkpoint.beside_weights.compared_files import require_same_tokenizer
-from toolkit.checkpoint.beside_weights.model_files import write_model_files
 from toolkit.checkpoint.beside_weights.tokenizer_files import in_older_names
 from toolkit.checkpoint.export import (
-    TOLERANCE,
     ExportSettings,
-    explained,
-    let_others_read,
-    relative_difference,
-    reload,
-    require_close,
-    write_weights,
+    Source,
+    compare_logits,
+    logits_of_random_tokens,
+    write_export,
 )
 from toolkit.data.templates.stops import add_ends
 from toolkit.data.tokens.tokenizer import identity
@@ -42,7 +34,7 @@ from toolkit.model.beside_weights.base_files import PROCESSORS, TOKENIZERS, Base
 from toolkit.model.load import load_stored, take_generation_settings
 from toolkit.model.quantised.quantised import dequantise_loaded, quantise_loaded
 from toolkit.model.quantised.stored_quantised import take_quantisation
-from toolkit.model.structure.tying import config_of_export, is_tied, untie
+from toolkit.model.structure.tying import is_tied, untie
 from toolkit.model.weights.file_names import FileNames
 from toolkit.model.weights.weights import names_in_files
 from toolkit.paths import GIB
@@ -95,17 +87,20 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
     tokenizer = tokenizer_of(place, of_base)
     add_ends(model.generation_config, stop_tokens(model, tokenizer))  # the base's settings name its own ends alone
     adapted = with_adapter(model.float(), tokenizer, place).eval()
-    expected = _logits(adapted)
+    expected = logits_of_random_tokens(adapted)
     whole = _merged(adapted, adapter)
-    files = _files_beside(place, of_base, tokenizer)
+    files, folder = _files_beside(place, of_base, tokenizer), Path(of_base.name)
     settings = ExportSettings(written, int(ExportSection().max_shard_gib * GIB))
-    _write(whole, tokenizer, Path(of_base.name), files, to, settings)
-    difference = relative_difference(_logits(reload(to, torch.device("cpu"), written)), expected)
-    try:
-        require_close(difference, TOLERANCE[written])
-    except BaseException:
-        shutil.rmtree(to)
-        raise
+    names = FileNames(whole, names_in_files(folder), folder)
+    parameters = {name for name, _ in whole.named_parameters()}
+    source = Source(whole, tokenizer, files, state_once(whole).items(), parameters, names)
+    difference = 0.0
+
+    def check(export: Path) -> None:
+        nonlocal difference
+        difference = compare_logits(export, expected, written)
+
+    write_export(source, to, settings, "merge it again", check)
     return Merged(of_base.name, str(written).removeprefix("torch."), difference)
 
 
@@ -187,32 +182,3 @@ def _encodes_alike(base: Place, tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
     before.chat_template = tokenizer.chat_template
     return identity(before) == identity(tokenizer)
-
-
-def _write(
-    model: Any, tokenizer: PreTrainedTokenizerBase, base: Path, files: BaseFiles, to: Path, settings: ExportSettings
-) -> None:
-    """Writes the folder, whole or not at all."""
-    unfinished = to.with_name(f".{to.name}.{uuid.uuid4().hex}.unfinished")
-    names = FileNames(model, names_in_files(base), base)
-    parameters = {name for name, _ in model.named_parameters()}
-    try:
-        with explained(to.parent, "merge it again"):
-            unfinished.mkdir(parents=True)
-            write_weights(iter(state_once(model).items()), parameters, unfinished, settings, names)
-            write_model_files(model, tokenizer, unfinished, settings.dtype, files, config_of_export(model))
-            require_same_tokenizer(tokenizer, unfinished)
-            let_others_read(unfinished)
-            os.rename(unfinished, to)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@torch.no_grad()
-def _logits(model: Any) -> torch.Tensor:
-    """Returns the logits of 32 random tokens: (1, 32, vocabulary), in float32."""
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    tokens = torch.randint(0, vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": tokens, **({"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {})}
-    logits: torch.Tensor = model(**inputs).logits.float()
-    return logits

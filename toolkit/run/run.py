@@ -14,7 +14,6 @@ from toolkit import ranks
 from toolkit.checkpoint.push import push_export
 from toolkit.checkpoint.resume import Resumption, find
 from toolkit.checkpoint.store import StorePath, store_of
-from toolkit.checkpoint.upload import finish_interrupted
 from toolkit.errors import BadInputError
 from toolkit.pages.card import model_and_data
 from toolkit.pages.run_page import RunSummary
@@ -51,7 +50,6 @@ from toolkit.supervise.lease import owned
 from toolkit.supervise.output_place import require_place
 from toolkit.supervise.rank_status import REPORT
 from toolkit.supervise.starts import counted_start, forget_starts
-from toolkit.supervise.store_lease import owned_store
 from toolkit.supervise.watched import watched
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extension import Extension
@@ -101,12 +99,9 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             return _finished_before(opened)
         running.enter_context(owned(output_dir))
         store = store_of(recipe.checkpoint.to)
-        running.enter_context(owned_store(store))
-        if store is not None:
-            finish_interrupted(output_dir, store, recipe.checkpoint, console.warn)
         found = find_checkpoint(recipe, output_dir, store)
-        starts, step = store or output_dir, found.start[1].step if found.start is not None else 0
-        with counted_start(starts, step), claimed(output_dir, recipe, found, store) as told:
+        step = found.start[1].step if found.start is not None else 0
+        with counted_start(output_dir, step), claimed(output_dir, recipe, found) as told:
             for line in told:
                 console.warn(line)
             heartbeat = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
@@ -140,7 +135,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             print_result(console, opened.recipe, result, run.shown.side_by_side)
         if fitted.missing is not None:
             console.warn(fitted.missing)
-        ranks.on_first_rank(lambda: forget_starts(starts))
+        ranks.on_first_rank(lambda: forget_starts(output_dir))
         heartbeat.enter_phase(Phase.EXPORT)
         _push(opened.recipe, result)
         return result

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.consolidate import EXPORT_TYPES, MODEL_FILES, Exported, export_run
+from toolkit.checkpoint.consolidate import EXPORT_TYPES, Exported, export_run
 from toolkit.checkpoint.export import let_others_read
+from toolkit.checkpoint.manifest import MODEL_FILES
 from toolkit.errors import BadInputError, ExportError
 from toolkit.generation.text.load import model_in
 from toolkit.model.beside_weights.base_files import TOKENIZER

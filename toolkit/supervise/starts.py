@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit import ranks
-from toolkit.checkpoint.store import StorePath
-from toolkit.errors import BadInputError, StoreError
+from toolkit.errors import BadInputError
 from toolkit.paths import parse_json
 from toolkit.supervise.lease import job_attempt
 
@@ -19,8 +18,8 @@ MOST = 5
 """Starts of a job from the same step. A busy queue may preempt some of them before their first step."""
 
 
-def require_progress(place: Path | StorePath, step: int) -> None:
-    """Notes this start of a job in the run's folder or store. Does nothing for a start by hand.
+def require_progress(place: Path, step: int) -> None:
+    """Notes this start of a job in the run's folder. Does nothing for a start by hand.
 
     Args:
         step: the step after which the run resumes, or 0.
@@ -40,12 +39,12 @@ def require_progress(place: Path | StorePath, step: int) -> None:
             "limit may be too short for a start and a step"
         )
     text = json.dumps({"job": job, "step": step, "attempts": sorted({*attempts, attempt})})
-    with contextlib.suppress(OSError, StoreError):  # a run does not end for this
+    with contextlib.suppress(OSError):  # a run does not end for this
         path.write_bytes(text.encode())
 
 
 @contextmanager
-def counted_start(place: Path | StorePath, step: int) -> Iterator[None]:
+def counted_start(place: Path, step: int) -> Iterator[None]:
     """Notes this start, as `require_progress` does; not one that the block refuses, which no batch system repeats.
 
     Raises:
@@ -60,17 +59,17 @@ def counted_start(place: Path | StorePath, step: int) -> Iterator[None]:
         raise
 
 
-def forget_starts(place: Path | StorePath) -> None:
+def forget_starts(place: Path) -> None:
     """Removes the note of a run that is done."""
-    with contextlib.suppress(OSError, StoreError):
+    with contextlib.suppress(OSError):
         (place / FILE).unlink()
 
 
-def _earlier_attempts(path: Path | StorePath, job: str, step: int) -> set[int]:
+def _earlier_attempts(path: Path, job: str, step: int) -> set[int]:
     """Returns the attempts of this job that began at this step, as far as they can be read."""
     try:
         found = parse_json(path.read_bytes())
         is_same = (found["job"], found["step"]) == (job, step)
         return {int(attempt) for attempt in found["attempts"]} if is_same else set()
-    except (OSError, StoreError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         return set()

@@ -12,6 +12,7 @@ these points, and which can be left out of `Trainer(extensions=...)` alone:
       after_update                     returns metrics for the step's record
     after_step                         the step is counted
       evaluating                       if an evaluation is due
+        leaves_evaluation              before each of its batches; if a rank has a reason, `stopped` comes next
         at_evaluation                  inside, after the losses; returns figures for the evaluation's record
         after_evaluation
       ends_run                         after an evaluation that was due
@@ -53,6 +54,13 @@ class Extension:
     def reason_to_stop(self) -> str | None:
         """Returns why this rank wants to end after this step, or None."""
         return None
+
+    def leaves_evaluation(self) -> str | None:
+        """Returns why this rank wants to end now, in the middle of an evaluation, or None."""
+        return None
+
+    def stopped(self, trainer: LoopState, reason: str) -> None:
+        """Is called when an evaluation was left. The state is that of the last step. Collective."""
 
     def wants_save(self) -> bool:
         """Tells whether this rank wants a checkpoint after this step."""

@@ -27,7 +27,7 @@ SAME_REQUEST_SECONDS = 3.0
 class StopRequests(Extension):
     """While entered, SIGTERM, SIGINT and SIGHUP only request an end; a SIGINT some seconds later ends at once.
 
-    Before the first step there is nothing to save, and evaluations may take minutes: SIGINT ends the run there at once.
+    Before the first step there is nothing to save: SIGINT ends the run there at once.
 
     SIGHUP comes when the terminal is closed. A process that `nohup` started goes on, unless it is a rank of `torchrun`
     or `accelerate launch`, which end then and hand the signal on; `toolkit train` goes on.
@@ -56,6 +56,9 @@ class StopRequests(Extension):
         if self._signal is None and self._until is not None and time.monotonic() > self._until:
             return f"checkpoint.time_limit_minutes ({self._time_limit_minutes:g}) is over"
         return self._signal
+
+    def leaves_evaluation(self) -> str | None:
+        return self.reason_to_stop()
 
     def wants_save(self) -> bool:
         """Tells whether a checkpoint was asked for since the last call."""
@@ -99,12 +102,12 @@ class StopRequests(Extension):
 
 
 def _acknowledge(name: str) -> None:
-    """Prints, once for all ranks, what a signal does: the step under way may take minutes."""
+    """Prints, once for all ranks, what a signal does: the step under way comes first, and may take minutes."""
     if os.environ.get("RANK", "0") != "0":
         return
     again = "; Ctrl-C once more, some seconds later, stops at once without one" if name == "SIGINT" else ""
     with contextlib.suppress(OSError):  # a signal's handler writes past Python's streams, which it may have interrupted
-        os.write(2, f"\n{name}: saving a checkpoint after this step, then stopping{again}\n".encode())
+        os.write(2, f"\n{name}: saving a checkpoint, then stopping{again}\n".encode())
 
 
 def leave_terminal() -> None:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from toolkit import ranks
 from toolkit.data.samples.loader import ahead, with_next
 from toolkit.data.samples.samples import Batch
-from toolkit.errors import TrainingError
+from toolkit.errors import StoppedError, TrainingError
 from toolkit.objectives.losses.balance import Balance
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.schema import TrainingSection
@@ -81,6 +81,7 @@ class Trainer:
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
         self._rate_factor = 1.0
+        self._left_evaluation = False  # when the checkpoint was written that training resumes from
         self._counted: Counts | None = None  # of the next window, over all ranks
         engine = engine_of(accelerator.unwrap_model(model))
         self._steps_in_backward = engine is not None and engine.settings.during_backward
@@ -90,14 +91,18 @@ class Trainer:
         """Optimizer steps taken."""
         return self.counters.global_step
 
-    def resume(self, counters: dict[str, int], samples: int, num_positions: int, windows: Any) -> None:
+    def resume(
+        self, counters: dict[str, int], samples: int, num_positions: int, windows: Any, is_evaluated: bool = True
+    ) -> None:
         """Continues a run.
 
         Args:
             samples: samples that the run has trained on.
             num_positions: samples of the whole run.
             windows: the state of the data that `Windows.state_at` returned.
+            is_evaluated: whether the evaluation after the last step, if one was due, is done.
         """
+        self._left_evaluation = not is_evaluated
         self.counters = Counters(**counters)
         self.windows.resume(self.global_step, samples, num_positions, windows)
 
@@ -107,8 +112,9 @@ class Trainer:
         Raises:
             Exception: as a step or an extension raised it, with a note that names the step.
         """
-        for extension in self.extensions:
-            extension.before_training(self)
+        with self._stoppable():
+            for extension in self.extensions:
+                extension.before_training(self)
         if self.global_step == 0:
             self.evaluate()
         self.model.train()
@@ -126,8 +132,9 @@ class Trainer:
                 raise
         if not self._evaluation_due():
             self.evaluate()
-        for extension in self.extensions:
-            extension.after_last_step()
+        with self._stoppable():
+            for extension in self.extensions:
+                extension.after_last_step()
 
     def _windows(self) -> Generator[list[Batch], None, None]:
         """Yields the windows; each is made while the one before is trained on, unless the weights make it."""
@@ -137,8 +144,11 @@ class Trainer:
 
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
         # Resumed behind the evaluation that ended it: it was killed before its report. Step 0 is never the end.
-        if self.global_step > 0 and self._evaluation_due() and self._run_ends():
-            return
+        if self.global_step > 0 and self._evaluation_due():
+            if self._left_evaluation:
+                self.evaluate()
+            if self._run_ends():
+                return
         self._before_step()
         started = time.perf_counter()
         waited_for = self._waited_for(windows)
@@ -396,18 +406,46 @@ class Trainer:
         every = self.settings.eval_every_steps
         return every is not None and self.global_step % every == 0
 
+    @contextlib.contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Ends the run where `check_stop` leaves the block.
+
+        Raises:
+            StoppedError: by then the extensions have saved the state.
+        """
+        try:
+            yield
+        except _EvaluationLeftError as left:
+            reason = str(left)
+            for extension in self.extensions:
+                extension.stopped(self, reason)
+            raise StoppedError(f"stopped after step {self.global_step}: {reason}") from None
+
+    def check_stop(self) -> None:
+        """Leaves an evaluation, if a rank was asked to end. Collective."""
+        reason = next((why for each in self.extensions if (why := each.leaves_evaluation()) is not None), None)
+        if ranks.on_any_rank(reason is not None):
+            raise _EvaluationLeftError(reason or "another rank was asked to")
+
     def evaluate(self) -> None:
         """Records the mean loss over the held-out targets and the objective's figures; each sample counts once.
 
         A run that makes its own samples has no held-out loss; only the figures of its extensions are recorded.
+
+        Raises:
+            StoppedError: if a rank was asked to end; the state is saved.
         """
+        with self._stoppable():
+            self._evaluate()
+
+    def _evaluate(self) -> None:
         if self.evaluation is None and not self.windows.fresh:
             return
         made = self.evaluation or (lambda: ())
         self.model.eval()
         with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), self._evaluating(), torch.no_grad():
             shared = self._shared_by_window(self._in_phase(made(), Phase.EVALUATE))
-            batches = self._in_phase(made(), Phase.EVALUATE)
+            batches = self._held_out(made())
             parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]
             figures: dict[str, Any] = {}
             for extension in self.extensions:
@@ -426,8 +464,13 @@ class Trainer:
 
         Every rank has to take all of them, and each has equally many micro-batches; see `Objective.predictions`.
         """
-        for batch in () if self.evaluation is None else self._in_phase(self.evaluation(), Phase.EVALUATE):
+        for batch in () if self.evaluation is None else self._held_out(self.evaluation()):
             yield self.objective.predictions(self.model, batch)
+
+    def _held_out(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in self._in_phase(batches, Phase.EVALUATE):
+            self.check_stop()
+            yield batch
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -435,6 +478,10 @@ class Trainer:
             for extension in self.extensions:
                 stack.enter_context(extension.evaluating())
             yield
+
+
+class _EvaluationLeftError(Exception):
+    """Unwinds an evaluation that a rank was asked to leave; its text is the reason."""
 
 
 def _is_pageable(value: Any) -> bool:

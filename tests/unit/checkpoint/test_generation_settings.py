@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
 from toolkit.checkpoint.beside_weights.model_files import write_model_files
-from toolkit.checkpoint.consolidate import MODEL_FILES, export_run
+from toolkit.checkpoint.consolidate import export_run
+from toolkit.checkpoint.manifest import MODEL_FILES
 from toolkit.errors import ExportError
 from toolkit.model.load import load
 from toolkit.recipe.schema import ModelSection

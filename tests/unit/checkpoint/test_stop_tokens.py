@@ -17,7 +17,7 @@ from support.tiny import VOCAB_SIZE, recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit import Recipe, finetune
-from toolkit.checkpoint.consolidate import MODEL_FILES
+from toolkit.checkpoint.manifest import MODEL_FILES
 from toolkit.data import build
 from toolkit.data.kinds.source_target import SourceTargetSamples
 from toolkit.data.samples.packing import whole

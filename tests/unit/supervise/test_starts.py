@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoint.store import store_of
 from toolkit.errors import BadInputError, ToolkitError, TrainingError
 from toolkit.supervise.starts import FILE, MOST, counted_start, forget_starts, require_progress
 
 
-@pytest.mark.parametrize("in_store", [False, True])
-def test_starts_of_a_job(in_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = store_of(f"file://{tmp_path}/run") if in_store else tmp_path
+def test_starts_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path
     assert place is not None
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

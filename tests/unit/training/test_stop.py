@@ -52,9 +52,7 @@ def test_a_signal_that_comes_again(monkeypatch: pytest.MonkeyPatch, capfd: pytes
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
             signal.raise_signal(number)
             assert stop.reason_to_stop() == "SIGINT"
-        told = (
-            "SIGINT: saving a checkpoint after this step, then stopping; Ctrl-C once more, some seconds later, stops "
-        )
+        told = "SIGINT: saving a checkpoint, then stopping; Ctrl-C once more, some seconds later, stops "
         assert capfd.readouterr().err == f"\n{told}at once without one\n", "once, and at once"
         monkeypatch.setattr("toolkit.training.stop.SAME_REQUEST_SECONDS", -1.0)
         signal.raise_signal(signal.SIGTERM)

@@ -18,7 +18,7 @@ from toolkit.cli.shared.console import (
 )
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.cli.shared.shipped import recipe_rows
-from toolkit.cli.shared.signals import ignore_save_requests, is_forked
+from toolkit.cli.shared.signals import ignore_save_requests, is_forked, leave_launcher
 from toolkit.errors import ToolkitError
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import Terminal
@@ -43,7 +43,10 @@ def finetune_command(arguments: list[str]) -> int:
         else:
             finetune(recipe)
 
-    return as_rank(run)
+    code = as_rank(run)
+    if code == 0 and is_forked():
+        leave_launcher()
+    return code
 
 
 def as_rank(action: Callable[[], object]) -> int:

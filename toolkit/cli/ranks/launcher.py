@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
@@ -18,20 +17,19 @@ import psutil
 
 from toolkit.cli.shared.console import libraries_imported
 from toolkit.cli.shared.hub import settle_hub
-from toolkit.errors import BadInputError, RankLostError, StoppedError, first_line, in_words, signal_name
+from toolkit.errors import SAVED, BadInputError, RankLostError, StoppedError, first_line, in_words, signal_name
 from toolkit.recipe.recipe import Recipe
 from toolkit.supervise.launcher_logs import settle_launcher
 from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
 
 
-def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recipe: Recipe | None = None) -> int:
+def run_launcher(arguments: Sequence[str], output_dir: Path, recipe: Recipe | None = None) -> int:
     """Runs `accelerate launch ARGUMENTS`. Returns the exit code of the rank that failed first, or 0.
 
     A signal that asks it to stop is passed on, and it waits until the ranks have saved their state.
 
     Args:
         output_dir: output folder of the run, which may hold that state.
-        stores: store of the run, if it has one, which may hold that state.
         recipe: what recipes/finetune.py trains. Its ranks are forked from this process if there are no GPUs.
 
     Raises:
@@ -71,8 +69,9 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, *stores: str, recip
         return _exit_code(0, error.returncode, output_dir)
     except SignalException as error:
         # The launcher knows which signal it had, and not how the ranks ended: what they have left says it.
-        has_saved = _has_saved(output_dir, started) or any(_has_saved(store, started) for store in stores)
-        return StoppedError.exit_code if has_saved else 128 + int(error.sigval)
+        if _is_finished(output_dir, started):
+            return 0
+        return StoppedError.exit_code if _has_saved(output_dir, started) else 128 + int(error.sigval)
     except ValueError as error:
         raise BadInputError(f"accelerate launch: {first_line(error)}") from error
     except (TypeError, AttributeError, KeyError) as error:  # it checks no types
@@ -142,15 +141,24 @@ def _forwarding_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _has_saved(place: str | Path, since: float) -> bool:
-    """Tells whether a run has a checkpoint that is not older than `since` (seconds since the epoch)."""
-    from toolkit.checkpoint.manifest import latest, place_of
+def _has_saved(output_dir: Path, since: float) -> bool:
+    """Tells whether the report of a run says, after `since` (seconds since the epoch), that its state is saved."""
+    from toolkit.pages.status import status_in
+    from toolkit.supervise.rank_status import REPORT
 
-    last = latest(place_of(place))
-    if last is None or last.manifest is None:
+    report = output_dir / REPORT
+    if not report.exists() or report.stat().st_mtime < int(since):
         return False
-    # The date of a manifest has no fractions of a second.
-    return datetime.strptime(last.manifest.date, "%Y-%m-%dT%H:%M:%S%z").timestamp() >= int(since)
+    ended = status_in(report.read_text(encoding="utf-8", errors="replace"))
+    return ended is not None and SAVED in ended.problem
+
+
+def _is_finished(output_dir: Path, since: float) -> bool:
+    """Tells whether the run was finished after `since` (seconds since the epoch)."""
+    from toolkit.run.folder.finished import FINISHED
+
+    path = output_dir / FINISHED
+    return path.exists() and path.stat().st_mtime >= int(since)
 
 
 def _exit_code(rank: int, code: int, output_dir: Path) -> int:

@@ -16,6 +16,19 @@ def is_forked() -> bool:
     return multiprocessing.parent_process() is not None
 
 
+LEAVE_SECONDS = 2.0
+
+
+def leave_launcher() -> None:
+    """Ends a forked rank that is done by `LEAVE_SECONDS` from now, also if its launcher does not let it go.
+
+    Such a rank hands a value to torch's launcher, and waits for its leave. A launcher that a signal has asked to end
+    waits for the ranks instead, for `SECONDS_TO_SAVE`. torch ends a rank with exit code 0 at a KeyboardInterrupt.
+    """
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, LEAVE_SECONDS)
+
+
 def ignore_save_requests() -> None:
     """Makes a request for a checkpoint (SIGUSR1) not end a process that still starts up. A run has its own handler."""
     if hasattr(signal, "SIGUSR1"):  # Windows lacks it

@@ -20,11 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.checkpoint.beside_weights.model_files import write_model_files
-from toolkit.checkpoint.consolidate import BASE_DIGESTS, MODEL_FILES, STORED_NAMES
-from toolkit.checkpoint.manifest import latest
+from toolkit.checkpoint.consolidate import BASE_DIGESTS, STORED_NAMES
+from toolkit.checkpoint.manifest import MODEL_FILES, latest
 from toolkit.checkpoint.reader import same_run
 from toolkit.checkpoint.resume import Resumption, set_aside
-from toolkit.checkpoint.store import StorePath
 from toolkit.data.images.images import limits_of
 from toolkit.data.layouts.template_arguments import date_of
 from toolkit.data.report import DataReport
@@ -64,7 +63,7 @@ LISTING_SECONDS = 10.0
 
 
 @contextmanager
-def claimed(output_dir: Path, recipe: Recipe, found: Resumption, store: StorePath | None = None) -> Iterator[list[str]]:
+def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[list[str]]:
     """Writes the resolved recipe into the output folder, and removes it if the block fails.
 
     Checkpoints that the run passes over are set aside; the yielded lines say which and why. The recipe stays beside
@@ -76,13 +75,11 @@ def claimed(output_dir: Path, recipe: Recipe, found: Resumption, store: StorePat
     goes_on = found.is_own and ranks.on_first_rank(lambda: _may_write_to(output_dir, recipe, found))
     is_ours = False
     try:
-        # With a store each rank keeps its files in a folder of its own, on any disk, until they are uploaded.
-        if store is None:
-            _require_one_folder(output_dir)
+        _require_one_folder(output_dir)
         ranks.on_first_rank(lambda: _claim(output_dir, recipe, goes_on))
         # From here on the recipe in the folder is this run's, and is removed if it fails.
         is_ours = True
-        yield ranks.on_first_rank(lambda: set_aside(found.passed_over, output_dir, store))
+        yield ranks.on_first_rank(lambda: set_aside(found.passed_over, output_dir))
     except BaseException:
         # No collective here: this rank may be the only one that failed.
         if ranks.rank() == 0 and not goes_on:
@@ -140,8 +137,7 @@ def _require_one_folder(output_dir: Path) -> None:
     if blind:
         raise BadInputError(
             f"training.output_dir: {str(output_dir)!r} is not the same folder on every rank: {', '.join(blind)} "
-            f"cannot see what rank 0 on {seen[0][0]} writes; name a folder on a file system that all hosts share, "
-            "or keep the checkpoints in a store (checkpoint.to)"
+            f"cannot see what rank 0 on {seen[0][0]} writes; name a folder on a file system that all hosts share"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -152,8 +152,9 @@ class Answers(Extension):
 
     def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
         began = time.perf_counter()
-        with generating(self._opened, self._run, lambda: trainer.enter_phase(Phase.EVALUATE)):
-            found = self._evaluate()
+        check = trainer.check_stop
+        with generating(self._opened, self._run, lambda: trainer.enter_phase(Phase.EVALUATE), check_stop=check):
+            found = self._evaluate(check)
         shares = {f"answer_{name}": share for name, share in found.items()}
         return {**shares, "answer_seconds": time.perf_counter() - began}
 
@@ -162,7 +163,7 @@ class Answers(Extension):
             self._rows, self._section.compare, COMPARE, None if self._section.raw else self._loaded.tokenizer
         )
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, check: Callable[[], None]) -> dict[str, float]:
         size, prompts = self._section.batch_size, self._prompts
         # Tested here by all ranks at once, because a rank with one prompt in its batch would not test it.
         if size > 1 and sees_padding(self._loaded, prompts[0]):
@@ -176,7 +177,7 @@ class Answers(Extension):
         # Apart: a prompt with images enters units that others do not, on all ranks or on none.
         for numbers in _by_images([prompt.shown is not None for prompt in prompts]):
             batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-            for batch, found in zip(batches, split_over_ranks(batches, answers, self._tensor), strict=True):
+            for batch, found in zip(batches, split_over_ranks(batches, answers, self._tensor, check), strict=True):
                 written.update(zip(batch, found, strict=True))
         completions = [written[number] for number in range(len(prompts))]
         # Once for all: a function of the user's may have effects, and need not be on every host.

@@ -61,13 +61,20 @@ def _placeholders(run: PreparedRun) -> frozenset[int]:
 
 
 @torch.no_grad()
-def continuations(opened: OpenedRun, run: PreparedRun, prompts: list[RowPrompt], beat: Callable[[], None]) -> list[str]:
+def continuations(
+    opened: OpenedRun,
+    run: PreparedRun,
+    prompts: list[RowPrompt],
+    beat: Callable[[], None],
+    check_stop: Callable[[], None] = lambda: None,
+) -> list[str]:
     """Returns the most likely tokens behind each prompt, as text. Every rank calls this, and runs the same forwards.
 
     No random number is drawn, so training is not affected.
 
     Args:
         beat: called before each forward, so that slow ones do not count as a stall.
+        check_stop: as it is given to `generating`.
     """
     samples = run.data.validation
     most = None if samples is None else samples.most_answer_tokens
@@ -83,7 +90,7 @@ def continuations(opened: OpenedRun, run: PreparedRun, prompts: list[RowPrompt],
     ]
     with (
         Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts"),
-        generating(opened, run, beat),
+        generating(opened, run, beat, check_stop=check_stop),
     ):
         return [completion.text for completion in complete(loaded, asked, Sampling(length, 0.0))]
 
@@ -115,7 +122,7 @@ class HeldOutSamples(Extension):
     Args:
         opened, run: the run whose model writes, with the weights that are evaluated.
         metrics: prints what it writes behind the first prompt.
-        heartbeat: told before each forward outside of an evaluation, and while a write waits for room.
+        heartbeat: beats while a write waits for room.
     """
 
     def __init__(self, opened: OpenedRun, run: PreparedRun, metrics: Metrics, heartbeat: Heartbeat) -> None:
@@ -132,7 +139,7 @@ class HeldOutSamples(Extension):
         Raises:
             OSError: if the file cannot be written.
         """
-        step = trainer.global_step
+        self._trainer = trainer
         self._prompts = held_out_prompts(self._run, self._count)
         if not self._prompts:
             self._console.warn(
@@ -140,11 +147,11 @@ class HeldOutSamples(Extension):
             )
             return
         shown = [_unanswered(self._run, prompt) for prompt in self._prompts]
-        if step > 0:
+        if (step := trainer.global_step) > 0:
             self._run.shown.side_by_side = ranks.on_first_rank(lambda: self._written_until(step, shown))
             return
         self._run.shown.side_by_side = shown
-        self._continue(lambda: self._heartbeat.enter_phase(Phase.GENERATE), lambda one, text: replace(one, before=text))
+        self._continue(trainer, Phase.GENERATE, lambda one, text: replace(one, before=text))
         ranks.on_first_rank(self._write)
 
     def _written_until(self, step: int, shown: list[SideBySide]) -> list[SideBySide]:
@@ -170,8 +177,7 @@ class HeldOutSamples(Extension):
         step = trainer.global_step
         if self._prompts and step in self._steps:
             first = self._continue(
-                lambda: trainer.enter_phase(Phase.EVALUATE),
-                lambda one, text: replace(one, between=[*one.between, (step, text)]),
+                trainer, Phase.EVALUATE, lambda one, text: replace(one, between=[*one.between, (step, text)])
             )
             self._metrics.progress.line(step, f"writes {first[:SHOWN]!r}")
             ranks.on_first_rank(self._write_if_possible)
@@ -180,15 +186,15 @@ class HeldOutSamples(Extension):
     def after_last_step(self) -> None:
         """Continues the prompts with the weights that are exported. Collective."""
         if self._prompts:
-            self._continue(
-                lambda: self._heartbeat.enter_phase(Phase.EVALUATE), lambda one, text: replace(one, after=text)
-            )
+            self._continue(self._trainer, Phase.EVALUATE, lambda one, text: replace(one, after=text))
             waits = self._heartbeat.wait
             ranks.on_first_rank(lambda: patiently(self._write, SAMPLES_FILE, self._console.warn, waits))
 
-    def _continue(self, beat: Callable[[], None], put: Callable[[SideBySide, str], SideBySide]) -> str:
+    def _continue(self, trainer: LoopState, phase: Phase, put: Callable[[SideBySide, str], SideBySide]) -> str:
         """Continues the prompts, puts each text into what is shown of its prompt, and returns the first. Collective."""
-        texts = continuations(self._opened, self._run, self._prompts, beat)
+        trainer.check_stop()  # before the first token where ranks need not run the same forwards
+        check = trainer.check_stop
+        texts = continuations(self._opened, self._run, self._prompts, lambda: trainer.enter_phase(phase), check)
         shown = self._run.shown
         shown.side_by_side = [put(one, text) for one, text in zip(shown.side_by_side, texts, strict=True)]
         return texts[0]

@@ -18,12 +18,14 @@ from toolkit.checkpoint.beside_weights.compared_files import compare_files, requ
 from toolkit.checkpoint.beside_weights.model_files import compared
 from toolkit.checkpoint.export import (
     ExportSettings,
-    export,
     is_whole,
     names_fact,
     reload,
     require_room,
+    require_unread,
+    source_of_run,
     verify,
+    write_export,
 )
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.data.samples.loader import evaluation_batches
@@ -136,7 +138,10 @@ def export_model(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> t
     ranks.on_first_rank(lambda: patiently(has_room, "the export", console.warn, heartbeat.wait))
     heartbeat.enter_phase(Phase.EXPORT)
     with Pass(console, "exporting the model"):
-        export(opened.accelerator, run.model, run.fit, run.tokenizer, folder, how)
+        ranks.on_first_rank(lambda: require_unread(run.fit))
+        then = "start the same command again: it goes on from the last checkpoint, if there is one"
+        source = source_of_run(run.inner, run.fit, run.tokenizer, how)
+        write_export(source, folder, how, then, replaces=True)
     if not settings.verify:
         return folder, None
     with Pass(console, "checking the export"):

@@ -48,14 +48,28 @@ def loaded_of(
 
 
 @contextmanager
-def generating(opened: OpenedRun, run: PreparedRun, beat: Callable[[], None], whole: bool = False) -> Iterator[None]:
+def generating(
+    opened: OpenedRun,
+    run: PreparedRun,
+    beat: Callable[[], None],
+    whole: bool = False,
+    check_stop: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Lets the model generate as an export does, inside the `with` block. Collective.
 
     Args:
         beat: called before each forward, so that a long text does not count as a stall.
         whole: whether a sharded model is gathered for the whole block, so that ranks need not run the same forwards.
+        check_stop: called before each forward if all ranks run the same; see `LoopState.check_stop`.
     """
     base = base_of(run.inner)
+    together = ranks.world_size() == 1 or (opened.plugin.strategy.sharded and not whole)
+
+    def before_forward() -> None:
+        beat()
+        if together:
+            check_stop()
+
     with ExitStack() as stack:
         stack.enter_context(without_dropout(run.model))
         if opened.plugin.strategy.sharded:
@@ -66,22 +80,26 @@ def generating(opened: OpenedRun, run: PreparedRun, beat: Callable[[], None], wh
         if opened.recipe.training.compile:
             # Each length would be compiled again.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.callback(base.register_forward_pre_hook(lambda *_: beat()).remove)
+        stack.callback(base.register_forward_pre_hook(lambda *_: before_forward()).remove)
         stack.callback(setattr, base, "generation_config", base.generation_config)
         # As `load_model` does: only our settings count.
         base.generation_config = GenerationConfig(**beginning(base))
         yield
 
 
-def split_over_ranks(batches: list[B], work: Callable[[B], list[T]], tensor: int = 1) -> list[list[T]]:
+def split_over_ranks(
+    batches: list[B], work: Callable[[B], list[T]], tensor: int = 1, check_stop: Callable[[], None] = lambda: None
+) -> list[list[T]]:
     """Returns the results of `work` for all batches in order, on every rank; each rank does its share. Collective.
 
     Args:
         tensor: the ranks of a tensor group, which work on the same batches together.
+        check_stop: called by all ranks before each round.
     """
     found: dict[int, list[T]] = {}
     groups = max(1, ranks.world_size() // tensor)  # a plain loop on one process forms none
     for first in range(0, len(batches), groups):
+        check_stop()
         number = first + ranks.rank() // tensor
         # In each round all ranks run the same units; a rank without a batch left repeats the last one.
         done = work(batches[min(number, len(batches) - 1)])

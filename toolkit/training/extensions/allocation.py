@@ -40,10 +40,13 @@ class AllocationEnd(Extension):
         if self._looked is not None:
             self._longest_step = max(self._longest_step, now - self._looked)
         self._looked = now
-        left = self._until - now
-        if left > self._seconds_needed():
-            return None
-        return f"the allocation ends in {max(0.0, left):.0f} s ({ENDS})"
+        return self._reason(self._until - now)
+
+    def leaves_evaluation(self) -> str | None:
+        return self._reason(self._until - time.monotonic())
+
+    def _reason(self, left: float) -> str | None:
+        return None if left > self._seconds_needed() else f"the allocation ends in {max(0.0, left):.0f} s ({ENDS})"
 
     def _seconds_needed(self) -> float:
         save = self._seconds_to_save()
