@@ -159,7 +159,7 @@ def terminated_at(arguments: list[str], place: str, step: int | None) -> int:
     from toolkit.cli.app import main
     from toolkit.run.shown import held_out_samples
 
-    held_out_samples.NEW_TOKENS = 4  # its rows are short
+    held_out_samples.NEW_TOKENS = 4  # for the small model
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
@@ -192,7 +192,8 @@ def terminated_at(arguments: list[str], place: str, step: int | None) -> int:
 def test_terminated_at_every_moment(tmp_path: Path, text_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The same command goes on, and ends as the run that nobody stopped. After finished.json nothing waits."""
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps({"text": " ".join(text.split()[:5])}) + "\n" for text in make_texts(12)))
+    rows = [{"prompt": text[:9], "completion": text[9:20]} for text in make_texts(12)]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = write_recipe(tmp_path, text_file, eval_every_steps=2)
     common = ["--recipe", str(recipe), "training.max_steps=4", f"data.validation={held_out}", "data.max_length=64"]
     common += ["logging.held_out_samples=2", "checkpoint.every_steps=100"]

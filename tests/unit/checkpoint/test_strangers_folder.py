@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.checkpoint.consolidate import _load_configuration, _rename_export
+from toolkit.checkpoint.consolidate import _load_configuration
+from toolkit.checkpoint.export import _rename
 from toolkit.errors import BadInputError
 
 
@@ -28,7 +29,7 @@ def test_two_exports_to_one_place(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(name)
-    _rename_export(tmp_path / "first", tmp_path / "to")
+    _rename(tmp_path / "first", tmp_path / "to")
     with pytest.raises(BadInputError, match="was made meanwhile"):
-        _rename_export(tmp_path / "second", tmp_path / "to")
+        _rename(tmp_path / "second", tmp_path / "to")
     assert (tmp_path / "to" / "config.json").read_text() == "first"
