@@ -95,13 +95,27 @@ def atomic_write(path: Path, text: str, errors: str = "strict") -> None:
     # Not tempfile: only their owner can read its files, and these files are there to be shared.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", errors=errors) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a power cut may leave an empty file
+        write_synced(temporary, text, errors)  # otherwise a power cut may leave an empty file
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, text: str, errors: str = "strict") -> None:
+    """Writes a file and waits until it is on the disk."""
+    with path.open("w", encoding="utf-8", errors=errors) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_foreign(path: Path, most_bytes: int = GIB) -> bytes:

@@ -76,7 +76,7 @@ def arm(point: str) -> None:
     elif point == "before the rename":
         writer.write_synced = at(writer.write_synced, lambda path, _: path.name == "manifest.json")  # type: ignore[assignment]
     elif point == "between rename and marker":
-        writer.write_synced = at(writer.write_synced, lambda path, _: path.name == ".COMPLETE")  # type: ignore[assignment]
+        writer.atomic_write = at(writer.atomic_write, lambda path, _: path.name == "COMPLETE")  # type: ignore[assignment]
     elif point == "deleting an old one":
         remove = writer.shutil.rmtree
         writer.shutil.rmtree = at(

@@ -17,7 +17,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -352,20 +351,3 @@ def file_entry(path: Place) -> FileEntry:
             digest.update(chunk)
             size += len(chunk)
     return FileEntry(size, digest.hexdigest())
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Writes a file and waits until it is on the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,7 @@ from toolkit.checkpoint.fetch import clear_incoming
 from toolkit.checkpoint.manifest import DIGESTS, Manifest
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.store import StorePath
-from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished
+from toolkit.checkpoint.writer import Checkpointer, Save, clear_unfinished
 from toolkit.errors import SAVED, BadInputError, StoppedError, ToolkitError, first_line
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.tensor.copies import require_alike
@@ -211,7 +211,7 @@ class RunCheckpoints(Extension):
         tensors = named_tensors(self._model, self._optimizer, _tensors_of(trainer))
         require_alike(tensors, f"after step {trainer.global_step}")
         parameters = [name for name, _ in self._model.named_parameters()]
-        job = Job(manifest, tensors, parameters, random_states(), self._metrics.records)
+        job = Save(manifest, tensors, parameters, random_states(), self._metrics.records)
         return self._checkpointer.save(job, wait) and (not wait or self._is_copied())
 
     def seconds_to_save(self) -> float | None:

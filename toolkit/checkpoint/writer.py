@@ -36,15 +36,13 @@ from toolkit.checkpoint.manifest import (
     latest,
     list_checkpoints,
     step_folder,
-    sync,
-    write_synced,
 )
 from toolkit.checkpoint.rotation import superseded
 from toolkit.checkpoint.state import described, first_failure, first_non_finite, host_copy
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.upload import Uploads
 from toolkit.errors import ToolkitError, first_line, is_lost_peer
-from toolkit.paths import CHECKPOINT_FILE_BYTES, CHECKPOINTS
+from toolkit.paths import CHECKPOINT_FILE_BYTES, CHECKPOINTS, atomic_write, sync, write_synced
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.fsdp2.shards import local_tensor
 
@@ -57,7 +55,7 @@ WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Job:
+class Save:
     """One save.
 
     Attributes:
@@ -122,7 +120,7 @@ class Checkpointer:
         found = None if store is None else ranks.alone_on_first_rank(lambda: Uploads(run, store, settings, warn))
         self.uploads: Uploads | None = found
 
-    def save(self, job: Job, wait: bool = False) -> bool:
+    def save(self, job: Save, wait: bool = False) -> bool:
         """Saves, or starts to. Returns whether the last save that has ended counts.
 
         Args:
@@ -163,7 +161,7 @@ class Checkpointer:
             self._warn(problem)
         return problem is None
 
-    def _write_or_tell(self, job: Job) -> None:
+    def _write_or_tell(self, job: Save) -> None:
         """Writes a checkpoint. Any error, such as a full disk, costs this one, not the run."""
         try:
             self._write_checkpoint(job)
@@ -176,7 +174,7 @@ class Checkpointer:
             if ranks.rank() == 0 and self._place is not None:
                 shutil.rmtree(self._place, ignore_errors=True)
 
-    def _write_checkpoint(self, job: Job) -> None:
+    def _write_checkpoint(self, job: Save) -> None:
         """Writes a checkpoint. Collective over the save's own group. If a rank fails, every rank raises."""
         step, started, leads = job.manifest.step, time.monotonic(), ranks.rank() == 0
         folder = step_folder(self._run, step)
@@ -197,7 +195,7 @@ class Checkpointer:
                 "and a restart goes on from there"
             )
 
-    def _non_finite(self, job: Job) -> str | None:
+    def _non_finite(self, job: Save) -> str | None:
         """Returns what is not finite in the state on any rank, in words, or None."""
         found = self._on_every_rank(lambda: first_non_finite(job.tensors, job.parameters))
         broken = [name for name in found if name is not None]
@@ -223,7 +221,9 @@ class Checkpointer:
         try:
             # The rename changes the entries of the parent folder, so sync that too.
             sync(folder.parent)
-            _write_marker(folder, hashlib.sha256(text.encode()).hexdigest())
+            # Whole or not at all: a full disk would let a file be created, but not filled.
+            atomic_write(folder / COMPLETE, hashlib.sha256(text.encode()).hexdigest())
+            sync(folder)
         except OSError:
             remove(folder)  # for example on a full disk, where it would block the next save
             raise
@@ -254,14 +254,6 @@ def files_of(tensors: dict[str, torch.Tensor], num_ranks: int) -> dict[str, int]
         files[name] = number
         filled += size
     return files
-
-
-def _write_marker(folder: Path, checksum: str) -> None:
-    """Writes the marker whole or not at all. A full disk would let a file be created, but not filled."""
-    hidden = folder / f".{COMPLETE}"
-    write_synced(hidden, checksum)
-    os.replace(hidden, folder / COMPLETE)
-    sync(folder)
 
 
 def remove(folder: Path) -> None:
@@ -304,7 +296,7 @@ def _bytes_in(folder: Path | None) -> int:
         return 0
 
 
-def _write_rank_files(job: Job, folder: Path, note_progress: Callable[[], None]) -> dict[str, FileEntry]:
+def _write_rank_files(job: Save, folder: Path, note_progress: Callable[[], None]) -> dict[str, FileEntry]:
     """Writes this rank's other files, reads its tensors back, and syncs all files.
 
     Args:

@@ -18,6 +18,7 @@ from toolkit.errors import BadInputError
 from toolkit.pages.card import model_and_data
 from toolkit.pages.run_page import RunSummary
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.export import export_model
 from toolkit.run.fit import fit
 from toolkit.run.folder.finished import changed_export
 from toolkit.run.folder.folder import (
@@ -36,7 +37,6 @@ from toolkit.run.shown.loss_warnings import uniform_guess
 from toolkit.run.shown.notebook import NotebookOutput, finetune_on, notebook_output
 from toolkit.run.shown.outcome import (
     FinetuneResult,
-    export_model,
     finished_before,
     print_result,
     result_of,

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from toolkit.checkpoint import writer
-from toolkit.checkpoint.writer import Checkpointer, Job, files_of
+from toolkit.checkpoint.writer import Checkpointer, Save, files_of
 from toolkit.recipe.schema import CheckpointSection
 
 
@@ -53,7 +53,7 @@ def test_cpu_ranks_write_the_state_from_where_it_lies(
     checkpointer = Checkpointer(tmp_path, settings, pytest.fail, device_type=device_type)
     written: list[dict[str, torch.Tensor]] = []
 
-    def write(job: Job) -> None:
+    def write(job: Save) -> None:
         done.wait(0.1 if copied == 0 else 10)
         written.append(job.tensors)
 
@@ -84,7 +84,7 @@ def test_a_wait_for_a_save_is_told_while_it_goes_on(tmp_path: Path, monkeypatch:
     )
     hangs, last = threading.Event(), [0.0]
 
-    def written_slowly(job: Job) -> None:
+    def written_slowly(job: Save) -> None:
         checkpointer._place = tmp_path / "unfinished"
         checkpointer._place.mkdir()
         with (checkpointer._place / "file").open("wb", buffering=0) as file:

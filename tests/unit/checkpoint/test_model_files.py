@@ -16,7 +16,7 @@ from support.tiny_multimodal import FAMILIES
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from toolkit import Recipe, finetune
-from toolkit.checkpoint.beside_weights.compared_files import compare_files, require_same_tokenizer
+from toolkit.checkpoint.beside_weights.compared_files import compare_files
 from toolkit.checkpoint.beside_weights.model_files import (
     compared,
     configuration,
@@ -25,6 +25,7 @@ from toolkit.checkpoint.beside_weights.model_files import (
 )
 from toolkit.checkpoint.beside_weights.older_names import with_older_names
 from toolkit.checkpoint.beside_weights.tokenizer_files import save_tokenizer
+from toolkit.data.tokens.tokenizer import identity
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.errors import ExportError
 from toolkit.model.beside_weights.base_files import BaseFiles
@@ -71,6 +72,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.6}))
     (folder / "LICENSE").write_text("free")
     return folder
+
+
+def require_same_tokenizer(tokenizer: Any, folder: Path, trust_remote_code: bool = False) -> None:
+    assert identity(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)) == identity(tokenizer)
 
 
 def export(base: Path, to: Path, data: dict[str, Any] | None = None, **section: Any) -> Any:

@@ -12,9 +12,8 @@ import torch
 from test_manifest import COMPLETE, DAMAGE, PLAIN, forge, written
 
 from toolkit.checkpoint import list_checkpoints, read_checkpoint, writer
-from toolkit.checkpoint.manifest import write_synced
 from toolkit.checkpoint.resume import find, set_aside
-from toolkit.checkpoint.writer import Checkpointer, Job, clear_unfinished, remove
+from toolkit.checkpoint.writer import Checkpointer, Save, clear_unfinished, remove
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import CheckpointSection
 
@@ -91,15 +90,12 @@ def test_a_marker_that_found_no_room_is_no_loss(tmp_path: Path) -> None:
 
 def test_a_save_whose_marker_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
-        if path.name.endswith(COMPLETE):
-            path.touch()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write_synced(path, text)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     told: list[str] = []
     checkpointer = Checkpointer(tmp_path, CheckpointSection(), told.append)
-    job = Job(replace(PLAIN, step=3, world_size=1), {"model.a": torch.ones(4)}, ["a"], {}, [])
-    monkeypatch.setattr(writer, "write_synced", full)
+    job = Save(replace(PLAIN, step=3, world_size=1), {"model.a": torch.ones(4)}, ["a"], {}, [])
+    monkeypatch.setattr(writer, "atomic_write", full)
     assert not checkpointer.save(job, wait=True)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     monkeypatch.undo()
@@ -156,7 +152,7 @@ def test_a_checkpoint_says_that_its_weights_are_not_finite(tmp_path: Path, async
     for step, value in enumerate((1.0, 2.0, math.nan, math.inf, -math.inf), start=1):
         weights["model.a"][2] = value
         manifest = replace(PLAIN, step=step, world_size=1)
-        checkpointer.save(Job(manifest, weights, ["a"], {}, []))
+        checkpointer.save(Save(manifest, weights, ["a"], {}, []))
         checkpointer.wait()
     assert [line.partition("; ")[0] for line in told] == [
         f"the checkpoint of step {step} does not count: a holds values that are not finite" for step in (3, 4, 5)

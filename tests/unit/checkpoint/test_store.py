@@ -18,7 +18,7 @@ from toolkit.checkpoint import upload
 from toolkit.checkpoint.manifest import check_files, list_checkpoints, step_folder
 from toolkit.checkpoint.resume import find, set_aside
 from toolkit.checkpoint.store import StorePath
-from toolkit.checkpoint.writer import Checkpointer, Job
+from toolkit.checkpoint.writer import Checkpointer, Save
 from toolkit.errors import BadInputError, StoreError, without_secrets
 from toolkit.recipe.schema import CheckpointSection
 
@@ -44,7 +44,7 @@ class Saves:
 
     def save(self, step: int, loss: float | None = None) -> None:
         manifest = replace(PLAIN, step=step, world_size=1, eval_loss=loss)
-        self.checkpointer.save(Job(manifest, {"model.a": torch.full((4,), float(step))}, ["a"], {}, []))
+        self.checkpointer.save(Save(manifest, {"model.a": torch.full((4,), float(step))}, ["a"], {}, []))
         self.checkpointer.wait()
 
     def finish(self, seconds: float = 60.0) -> str | None:

@@ -7,9 +7,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from toolkit.data.tokens.tokenizer import identity
 from toolkit.errors import ExportError, listed
 from toolkit.model.beside_weights.base_files import (
     BESIDE_WEIGHTS,
@@ -118,16 +115,6 @@ def compare_files(before: BaseFiles, export: Path) -> list[str]:
             "may read another model from it"
         )
     return [f"{name}: {listed(changes)} ({reason})" for (name, reason), changes in explained.items()]
-
-
-def require_same_tokenizer(tokenizer: PreTrainedTokenizerBase, export: Path, trust_remote_code: bool = False) -> None:
-    """Checks that the export's tokenizer encodes as that of the run. Raises ExportError if it does not."""
-    again = AutoTokenizer.from_pretrained(export, trust_remote_code=trust_remote_code, local_files_only=True)
-    if identity(again) != identity(tokenizer):
-        raise ExportError(
-            f"the tokenizer in {str(export)!r} encodes otherwise than that of the run; report the base's name, and "
-            "what model.add_tokens and data.chat_template are"
-        )
 
 
 def _differences(name: str, before: BaseFiles, after: BaseFiles) -> Iterator[tuple[str, str | None, str | None]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import Place, latest, read_file, sync, write_synced
+from toolkit.checkpoint.manifest import Place, latest, read_file
 from toolkit.data.rows.cache import digest
 from toolkit.pages.card import CARD
 from toolkit.pages.status import state_in
-from toolkit.paths import fingerprint_of, parse_json
+from toolkit.paths import atomic_write, fingerprint_of, parse_json, sync
 from toolkit.supervise.rank_status import REPORT
 
 FINISHED = "finished.json"
@@ -24,9 +23,8 @@ def write_finished(output_dir: Path, export_dir: Path | None) -> None:
     for path in (output_dir / REPORT, output_dir / "metrics.jsonl"):
         if path.exists():
             sync(path)
-    unfinished = output_dir / f".{FINISHED}.{os.getpid()}.tmp"
-    write_synced(unfinished, json.dumps({"export": None if export_dir is None else export_identity(export_dir)}))
-    os.replace(unfinished, output_dir / FINISHED)
+    statement = {"export": None if export_dir is None else export_identity(export_dir)}
+    atomic_write(output_dir / FINISHED, json.dumps(statement))
     sync(output_dir)
 
 

@@ -14,7 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError, in_words
 from toolkit.pages.card import published
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.paths import GIB, atomic_write
@@ -87,10 +87,10 @@ class Trackers:
                 self._start(name, settings, None if goes_on and name in TOLD_ONCE else config)
             except TypeError as error:
                 raise BadInputError(
-                    f"logging.tracker_settings.{name}: {first_line(error)}; name what its start takes, see its own page"
+                    f"logging.tracker_settings.{name}: {in_words(error)}; name what its start takes, see its own page"
                 ) from error
             except Exception as error:
-                self._warn(f"{name} could not be started, and gets nothing of this run: {_in_words(error)}")
+                self._warn(f"{name} could not be started, and gets nothing of this run: {in_words(error)}")
         if self._names:
             found = {tracker.name: _identity(tracker) for tracker in self._accelerator.trackers}
             atomic_write(self._output_dir / FILE, json.dumps(known | found, indent=1) + "\n")
@@ -135,7 +135,7 @@ class Trackers:
         except Exception as error:
             failures = self._failures[tracker.name] = self._failures.get(tracker.name, 0) + 1
             if failures == 1:
-                self._warn(f"{tracker.name} lacks records; metrics.jsonl has them: {_in_words(error)}")
+                self._warn(f"{tracker.name} lacks records; metrics.jsonl has them: {in_words(error)}")
             if failures == MOST_FAILURES:
                 self._warn(f"{tracker.name} failed {failures} times in a row, and gets nothing more of this run")
                 self._accelerator.trackers.remove(tracker)
@@ -262,7 +262,3 @@ SHOWN: dict[str, Callable[[Any, Sequence[SideBySide], Path], None]] = {
     "mlflow": _to_mlflow,
     "tensorboard": _to_tensorboard,
 }
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"

@@ -1,0 +1,89 @@
+"""Exports the model of a run, and compares the export with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from toolkit import ranks
+from toolkit.checkpoint.beside_weights.compared_files import compare_files
+from toolkit.checkpoint.beside_weights.model_files import compared
+from toolkit.checkpoint.export import (
+    ExportSettings,
+    is_whole,
+    names_fact,
+    reload,
+    require_room,
+    require_unread,
+    source_of_run,
+    verify,
+    write_export,
+)
+from toolkit.data.samples.loader import evaluation_batches
+from toolkit.model.adapters.adapters import base_of, has_adapter
+from toolkit.paths import GIB
+from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.sharding.apply import PRECISIONS
+from toolkit.terminal import Pass, Terminal
+from toolkit.training.durable_writes import patiently
+from toolkit.training.extensions.heartbeat import Heartbeat
+from toolkit.training.phase import Phase
+
+
+def export_model(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> tuple[Path | None, float | None]:
+    """Writes and checks the export; returns its folder and the difference of logits. Collective."""
+    settings = opened.recipe.export
+    if not settings.enabled:
+        return None, None
+    folder = opened.output_dir / "export"
+    of_model = opened.recipe.model.dtype
+    # What is trained of an adapted model is float32, whatever its base is.
+    is_adapter = has_adapter(run.inner) and not settings.merge
+    dtype = getattr(torch, settings.dtype or ("float32" if is_adapter else of_model))
+    how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
+    console = Terminal(quiet=ranks.rank() != 0)
+
+    def has_room() -> None:
+        require_room(run.inner, folder, how)
+
+    ranks.on_first_rank(lambda: patiently(has_room, "the export", console.warn, heartbeat.wait))
+    heartbeat.enter_phase(Phase.EXPORT)
+    with Pass(console, "exporting the model"):
+        ranks.on_first_rank(lambda: require_unread(run.fit))
+        then = "start the same command again: it goes on from the last checkpoint, if there is one"
+        source = source_of_run(run.inner, run.fit, run.tokenizer, how)
+        write_export(source, folder, how, then, replaces=True)
+    if not settings.verify:
+        return folder, None
+    with Pass(console, "checking the export"):
+        difference = _check_export(opened, run, folder, how)
+    told = None
+    if not console.quiet and is_whole(run.inner, how):
+        told = names_fact(folder, run.fit.stored)
+    if told is not None:
+        console.warn(f"the export {told}; test it with the server that will load it")
+    ranks.on_first_rank(lambda: _compare_with_base(run, folder, is_whole(run.inner, how), console))
+    return folder, difference
+
+
+def _compare_with_base(run: PreparedRun, folder: Path, whole: bool, console: Terminal) -> None:
+    """Says in which keys of its files the export differs from its base. Raises ExportError for one without a reason."""
+    files = run.fit.files
+    for line in compare_files(compared(base_of(run.inner), files, not whole), folder):
+        console.print(f"export: {line}")
+    for change in files.changes():
+        console.warn(f"{change}; the export has it as it was then")
+
+
+def _check_export(opened: OpenedRun, run: PreparedRun, folder: Path, how: ExportSettings) -> float | None:
+    """Returns the difference of logits between the model and its export. Collective."""
+    recipe, accelerator = opened.recipe, opened.accelerator
+    # In training's compute dtype, so that only what the export changed may differ.
+    compute = PRECISIONS[accelerator.mixed_precision] or getattr(torch, recipe.model.dtype)
+    config, trust = run.inner.config, recipe.model.trust_remote_code
+    # The others wait on the host: inside a collective NCCL would time out after ten minutes.
+    reloaded = ranks.alone_on_first_rank(lambda: reload(folder, accelerator.device, compute, config, trust))
+    # The same sample on every rank: if the model is sharded, all ranks take part in its forward.
+    batch = next(iter(evaluation_batches(run.data.train, 1, 0, 1, 1)))
+    return verify(accelerator, run.model, reloaded, run.objective.logits, batch, how.dtype)
