@@ -143,7 +143,7 @@ MOMENTS = (
     ("toolkit.training.trainer:Trainer.check_stop", 2, 3, "stopped after step 2: "),
     ("toolkit.training.trainer:Trainer.train_step", 3, 3, "stopped after step 4: "),
     ("toolkit.training.trainer:Trainer.check_stop", 4, 3, "stopped after step 4: "),
-    ("toolkit.run.shown.held_out_samples:HeldOutSamples._continue", 4, 3, "stopped after step 4: "),
+    ("toolkit.run.parts.held_out_samples:HeldOutSamples._continue", 4, 3, "stopped after step 4: "),
     ("toolkit.run.run:export_model", None, 143, ""),
     ("toolkit.run.shown.outcome:write_finished", None, 143, ""),
     ("toolkit.run.run:print_result", None, 0, ""),
@@ -157,7 +157,7 @@ def terminated_at(arguments: list[str], place: str, step: int | None) -> int:
     import importlib
 
     from toolkit.cli.app import main
-    from toolkit.run.shown import held_out_samples
+    from toolkit.run.parts import held_out_samples
 
     held_out_samples.NEW_TOKENS = 4  # for the small model
     module, _, path = place.partition(":")
@@ -195,7 +195,7 @@ def test_terminated_at_every_moment(tmp_path: Path, text_file: Path, capfd: pyte
     rows = [{"prompt": text[:9], "completion": text[9:20]} for text in make_texts(12)]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = write_recipe(tmp_path, text_file, eval_every_steps=2)
-    common = ["--recipe", str(recipe), "training.max_steps=4", f"data.validation={held_out}", "data.max_length=64"]
+    common = [str(recipe), "training.max_steps=4", f"data.validation={held_out}", "data.max_length=64"]
     common += ["logging.held_out_samples=2", "checkpoint.every_steps=100"]
     for place, step, expected, told in MOMENTS:
         [code] = run_on_ranks(terminated_at, 1, common, place, step)

@@ -14,7 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, in_words
+from toolkit.errors import BadInputError, first_line, in_words
 from toolkit.pages.card import published
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.paths import GIB, atomic_write
@@ -87,7 +87,7 @@ class Trackers:
                 self._start(name, settings, None if goes_on and name in TOLD_ONCE else config)
             except TypeError as error:
                 raise BadInputError(
-                    f"logging.tracker_settings.{name}: {in_words(error)}; name what its start takes, see its own page"
+                    f"logging.tracker_settings.{name}: {first_line(error)}; name what its start takes, see its own page"
                 ) from error
             except Exception as error:
                 self._warn(f"{name} could not be started, and gets nothing of this run: {in_words(error)}")
