@@ -23,7 +23,6 @@ def train(folder: str) -> None:
     from toolkit import Recipe, finetune
 
     home = Path(folder)
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
     # The server that forks the ranks may have been started by another test, with its own standard error.
     os.dup2(os.open(home / f"told_{os.environ['RANK']}.txt", os.O_CREAT | os.O_WRONLY), 2)
     training = {"max_steps": 100_000, "stall_minutes": LIMIT_SECONDS / 60}

@@ -145,7 +145,7 @@ MOMENTS = (
     ("toolkit.training.trainer:Trainer.check_stop", 4, 3, "stopped after step 4: "),
     ("toolkit.run.parts.held_out_samples:HeldOutSamples._continue", 4, 3, "stopped after step 4: "),
     ("toolkit.run.run:export_model", None, 143, ""),
-    ("toolkit.run.shown.outcome:write_finished", None, 143, ""),
+    ("toolkit.run.shown.outcome:write_report", None, 143, ""),
     ("toolkit.run.run:print_result", None, 0, ""),
 )
 """Calls (of a step) at which SIGTERM comes, the exit code, and what is said. In the last one finished.json is there."""

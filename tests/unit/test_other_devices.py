@@ -30,7 +30,6 @@ def of_windows() -> list[str]:
         "training.stop",
         "training.usage",
         "sharding.offload.host",
-        "supervise.watchdog_process",
         "cli.ranks.launcher",
         "cli.shared.console",
         "cli.commands.doctor",

@@ -21,8 +21,6 @@ from toolkit.checkpoint.writer import Checkpointer
 from toolkit.data.samples.loader import ahead
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.offload.worker import Worker
-from toolkit.supervise.flight_recorder import last_collectives
-from toolkit.supervise.watched import watched
 
 STARTERS = {
     "checkpoint/writer.py": "on_this_device",
@@ -32,8 +30,7 @@ STARTERS = {
     "run/shown/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor
     "supervise/lease.py": "_keep_alive",  # writes a file; knows no torch
     "supervise/parent_death.py": "_stop_without_launcher",  # looks for a process; knows no torch
-    "supervise/flight_recorder.py": "on_this_device",
-    "supervise/watched.py": "on_this_device",
+    "supervise/watched.py": "_keep_looking",  # reads records and writes files; knows no tensor
     "sharding/blocks/by_block.py": "on_this_device",
     "data/documents/processes.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
     "cluster/nodes.py": "answering",  # opens sockets; knows no torch
@@ -104,16 +101,6 @@ def test_a_checkpoint_is_copied_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatc
     uploads.offer(1)
     uploads.finish(60.0, lambda text: None)
     assert devices.done == {"upload": [3, "copied"]}
-
-
-def test_collectives_are_looked_up_on_this_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From a thread of the watch, which is a thread itself."""
-    devices = Devices(monkeypatch)
-    monkeypatch.setattr("toolkit.supervise.flight_recorder._read_entries", lambda: devices.note("looked up") or [])
-    monkeypatch.setattr("toolkit.supervise.watched._keep_looking", lambda watch, done: last_collectives())
-    with watched(tmp_path, stall_minutes=None):
-        pass
-    assert devices.done == {"watch": [3], "flight-recorder": [3, "looked up"]}
 
 
 def test_offload_steps_on_the_engines_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Watches over a run from outside its loop: leases, watchdog, status of the ranks, rendezvous, flight recorder."""
+"""Watches over a run from outside its loop: leases, watchdog, status of the ranks, rendezvous."""

@@ -1,7 +1,4 @@
-"""Ends the run if a rank stalls, and reports which one.
-
-Nothing here needs torch, because a host's guard process uses it too (see `watchdog_process.py`).
-"""
+"""Ends the run if a rank stalls, and reports which one."""
 
 from __future__ import annotations
 
@@ -41,39 +38,34 @@ LOOKS_BEFORE_LEAVING = 6
 SECONDS_PER_HOST, REMOTE_SHARE = 0.25, 0.1
 """A rank reads at most four files of other hosts a second, if that keeps them younger than this share of the limit."""
 
-GUARD = -1
-"""Stands for the guard process of a host in place of a rank. The guard reports if no rank runs any more."""
-
 
 class Watch:
-    """Checks all ranks at intervals. Used by the watchdog thread of each rank, and by the guard of each host.
+    """Checks all ranks at intervals, in a thread of each rank.
 
     Ranks of one host read each other's records in memory. Each rank writes what it read to a file in the output folder,
     which the other hosts read. So one running rank on each host is enough.
 
     Args:
-        memory: the rank's own record, or None for a guard.
-        rank: the rank, or `GUARD`.
+        memory: the rank's own record.
+        rank: the rank.
         local: a folder on this host, with a record for each of its ranks.
         shared: a folder that all ranks see.
         limit: the time limit in seconds; see `RankStatus.is_late`.
         interval: the seconds between looks.
-        thread: the id of the training thread, or None for a guard.
+        thread: the id of the training thread.
         leave: ends the process with an exit code.
-        details: returns text to add below the stack of a late rank.
     """
 
     def __init__(
         self,
-        memory: bytearray | mmap.mmap | None,
+        memory: bytearray | mmap.mmap,
         rank: int,
         local: Path,
         shared: Path,
         limit: float,
         interval: float,
-        thread: int | None,
+        thread: int,
         leave: Callable[[int], None] = os._exit,
-        details: Callable[[], str] = str,
     ) -> None:
         self.interval = interval
         self._memory = memory
@@ -82,7 +74,6 @@ class Watch:
         self._limit = limit
         self._thread = thread
         self._leave = leave
-        self._details = details
         self._records = {int(path.name.removeprefix("rank_")): path for path in local.glob("rank_*")}
         self._host_file = shared / f"host_{min(self._records):05d}.json"
         self._others: dict[Path, tuple[int, float]] = {}
@@ -94,13 +85,12 @@ class Watch:
 
     def look(self, now: float) -> None:
         """Checks all ranks once, and ends the run if one is late. `now` is in monotonic seconds."""
-        # After a pause of this process itself, the records of the others are old although nobody stood still.
+        # If this process was suspended, the others' heartbeats look stale although they are fine.
         if self._looked is not None and now - self._looked > FROZEN_SHARE * self._limit:
             self._awake_since = now
         self._looked = now
         self._looks += 1
-        if self._memory is not None:
-            mark_watched(self._memory, int(now * 1e9), os.getpid())
+        mark_watched(self._memory, int(now * 1e9), os.getpid())
         here = self._local_ranks(now)
         with contextlib.suppress(OSError):  # a full disk must not end the run
             atomic_write(self._host_file, to_text(here, self._looks, time.time()))
@@ -112,8 +102,8 @@ class Watch:
             self._late_looks = 0
             return
         self._late_looks += 1
-        if self._late_looks == 1 and self._thread is not None:
-            self._write_stack(self._thread)
+        if self._late_looks == 1:
+            self._write_stack()
         running = [place for place in places if not place.is_frozen(self._limit)]
         tells = self._rank == min((place.rank for place in running), default=self._rank)
         if self._late_looks >= (LOOKS_BEFORE_TELLING if tells else LOOKS_BEFORE_LEAVING):
@@ -171,10 +161,10 @@ class Watch:
     def _stack_of(self, rank: int) -> Path:
         return self._shared / f"rank_{rank:05d}.stack"
 
-    def _write_stack(self, thread: int) -> None:
-        frame = sys._current_frames().get(thread)
+    def _write_stack(self) -> None:
+        frame = sys._current_frames().get(self._thread)
         with contextlib.suppress(OSError):
-            atomic_write(self._stack_of(self._rank), "".join(traceback.format_stack(frame)) + self._details())
+            atomic_write(self._stack_of(self._rank), "".join(traceback.format_stack(frame)))
 
     def _report(self, places: list[RankStatus]) -> None:
         stacks = {}

@@ -11,15 +11,13 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit import ranks
 from toolkit.errors import is_lost_peer
-from toolkit.supervise.flight_recorder import last_collectives
 from toolkit.supervise.rank_status import FOLDER
 from toolkit.supervise.watchdog import STALL_FILE, Watch
-from toolkit.supervise.watchdog_process import guarded
 from toolkit.training.extensions.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
 from toolkit.training.phase import Phase
 
@@ -64,14 +62,12 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat
     beats.enter_phase(Phase.START)
     mark_watched(memory, time.monotonic_ns(), os.getpid())
     ranks.gather_objects(None)  # now every rank's record exists
-    watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident(), details=last_collectives)
+    watch = Watch(memory, ranks.rank(), local, shared, limit, interval, threading.get_ident())
     done = threading.Event()
-    look = ranks.on_this_device(_keep_looking)  # because it reads the recorder of collectives
-    thread = threading.Thread(target=look, args=(watch, done), name="watch", daemon=True)
+    thread = threading.Thread(target=_keep_looking, args=(watch, done), name="watch", daemon=True)
     thread.start()
     try:
-        with guarded(local, shared, limit, interval) if _needs_guard() else nullcontext():
-            yield beats
+        yield beats
     except Exception as error:
         if is_lost_peer(error):
             for place in watch.dead_ranks():
@@ -85,12 +81,6 @@ def watched(output_dir: Path, stall_minutes: float | None) -> Iterator[Heartbeat
             local.rmdir()
         if ranks.rank() == 0:
             shutil.rmtree(shared, ignore_errors=True)
-
-
-def _needs_guard() -> bool:
-    # On a single host the ranks themselves see, and end, one that is stopped.
-    everywhere = str(ranks.world_size())
-    return ranks.local_rank() == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", everywhere)) < int(everywhere)
 
 
 def _recreate_shared(shared: Path, stall_file: Path) -> str:

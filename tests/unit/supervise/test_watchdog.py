@@ -251,7 +251,7 @@ def test_the_files_of_many_hosts_are_read_less_often(tmp_path: Path, monkeypatch
     for rank in range(1, 201):
         place = RankStatus(rank, "far", 1, "S", "forward", 2, 1, 0.0, 0.0)
         (here.shared / f"host_{rank:05d}.json").write_text(to_text([place], 1, 0.0))
-    watch = Watch(here.records[0], 0, here.local, here.shared, 600.0, 5.0, None, here.left.append)
+    watch = Watch(here.records[0], 0, here.local, here.shared, 600.0, 5.0, threading.get_ident(), here.left.append)
     left_at = None
     for now in range(0, 3000, 5):
         here.beat(0, Phase.FORWARD, now, step=2)

@@ -31,7 +31,6 @@ def test_private_modules_are_named_in_few_files() -> None:
         "model/structure/fake_tensors.py",
         "planning/memory/fake.py",
         "run/stages/opening.py",  # whether CUDA is unusable after a fork
-        "supervise/flight_recorder.py",  # does without where they are not there
         "sharding/fsdp2/fsdp.py",
         "sharding/fsdp2/fsdp_replaced.py",
         "sharding/fsdp2/gloo.py",
