@@ -34,7 +34,7 @@ from toolkit.model.beside_weights.base_files import PROCESSORS, TOKENIZERS, Base
 from toolkit.model.load import load_stored, take_generation_settings
 from toolkit.model.quantised.quantised import dequantise_loaded, quantise_loaded
 from toolkit.model.quantised.stored_quantised import take_quantisation
-from toolkit.model.structure.tying import is_tied, untie
+from toolkit.model.structure.tying import adapts_tied, untie
 from toolkit.model.weights.file_names import FileNames
 from toolkit.model.weights.weights import names_in_files
 from toolkit.paths import GIB
@@ -127,7 +127,8 @@ def _merged(adapted: Any, adapter: str) -> Any:
         BadInputError: if peft cannot merge an adapter of this kind.
     """
     base = adapted.get_base_model()
-    is_parted = is_tied(base) and _part_head(base)
+    if is_parted := adapts_tied(base):
+        _part_head(base)
     try:
         whole = adapted.merge_and_unload()
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -141,19 +142,14 @@ def _merged(adapted: Any, adapter: str) -> Any:
     return whole
 
 
-def _part_head(base: Any) -> bool:
-    """Gives the head of a tied model its own weight if LoRA on one of the two would change the other, too."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+def _part_head(base: Any) -> None:
+    """Gives the head of a tied model its own weight."""
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    if base.config.is_encoder_decoder or not any(isinstance(layer, BaseTunerLayer) for layer in (embedding, head)):
-        return False
     shared = {id(parameter) for parameter in embedding.parameters()}
     for module in head.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in shared:
                 setattr(module, name, torch.nn.Parameter(parameter.clone(), requires_grad=False))
-    return True
 
 
 def _in_folder(place: Place) -> Place:

@@ -13,10 +13,11 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 from support.four_bits import NF4, SHARDS_BYTES
 from support.texts import make_texts
-from support.tiny import save_llama
+from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from typer.testing import CliRunner
 
+from toolkit import Recipe, finetune
 from toolkit.cli.app import app
 from toolkit.paths import BASE_FILE, configuration_digest, fingerprint_of
 
@@ -232,3 +233,23 @@ def test_what_cannot_be_merged_is_refused(base: Path, adapter: Path, tmp_path: P
     assert "the adapter was trained on another base than" in refused
     assert "its weights are others" in refused
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("layers", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_a_run_merges_adapters_of_tied_matrices_as_the_command_does(
+    layers: list[str], tmp_path: Path, text_file: Path
+) -> None:
+    base = save_llama(tmp_path / "base", make_texts(20), tied=True)
+    for name, merge in (("run", True), ("apart", False)):
+        values = recipe_values(base, text_file, tmp_path / name, tmp_path / "cache", max_steps=2, micro_batch_size=2)
+        values["adapter"] = {"kind": "lora", "r": 2, "target_modules": ["q_proj", *layers]}
+        values["export"] = {"merge": merge}
+        finetune(Recipe.from_mapping(values))
+    merged(tmp_path / "apart/export", "--to", tmp_path / "whole")
+    run, whole = tmp_path / "run/export", tmp_path / "whole"
+    found, expected = (load_file(folder / "model.safetensors") for folder in (run, whole))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
+    assert not found["lm_head.weight"].equal(found["model.embed_tokens.weight"])
+    assert json.loads((run / "config.json").read_text())["tie_word_embeddings"] is False

@@ -30,12 +30,11 @@ def require_mergeable(model: nn.Module) -> None:
     if not is_tied(base):
         return
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    for one, other, name in (embedding, "the head", "the input embeddings"), (head, "the input embeddings", "the head"):
-        if isinstance(one, BaseTunerLayer):
-            raise BadInputError(
-                f"export.merge: the adapter of {name} cannot be merged, as {other} shares their weights and has no "
-                f"adapter; set export.merge=false, or leave {name} out of adapter.target_modules"
-            )
+    if base.config.is_encoder_decoder and isinstance(embedding, BaseTunerLayer):
+        raise BadInputError(
+            "export.merge: the adapter of the input embeddings cannot be merged, as the head shares their weights; set "
+            "export.merge=false, or leave the input embeddings out of adapter.target_modules"
+        )
     if isinstance(embedding, AuxiliaryTrainingWrapper) and not isinstance(head, AuxiliaryTrainingWrapper):
         raise BadInputError(
             "export.merge: the input embeddings are trained whole and the head, which shares their weights, is not; "

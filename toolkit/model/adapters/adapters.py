@@ -38,6 +38,7 @@ from toolkit.model.adapters.targets import (
 )
 from toolkit.model.quantised.quantised import QuantisedLinear, quantisation_of, quantise_layers, quantised_layers
 from toolkit.model.structure.model_parts import LANGUAGE, untrained
+from toolkit.model.structure.tying import adapts_tied
 from toolkit.recipe.schema import AdapterSection
 from toolkit.sharding.fsdp2.shards import Rows, state_once
 
@@ -446,5 +447,13 @@ def _merged_weight(
 
 
 def state_in_layers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns `state_once`, ordered so that the tensors of each adapted layer come one after another."""
-    return dict(sorted(state_once(model).items(), key=lambda item: _split(item[0])[0] or item[0]))
+    """Returns `state_once`, ordered so that the tensors of each adapted layer come one after another.
+
+    Tied matrices of which one has an adapter are there twice, under both names.
+    """
+    state, base = state_once(model), base_of(model)
+    if adapts_tied(base):
+        shared = base.get_input_embeddings().weight
+        first, second = (n for n, each in model.named_parameters(remove_duplicate=False) if each is shared)
+        state[second] = state[first]
+    return dict(sorted(state.items(), key=lambda item: _split(item[0])[0] or item[0]))

@@ -21,10 +21,22 @@ def has_own_head(model: PreTrainedModel) -> bool:
     return is_tied(model) and getattr(head, "modules_to_save", None) is not None
 
 
+def adapts_tied(model: PreTrainedModel) -> bool:
+    """Tells whether an adapter is on one of two tied matrices, which have to be two once it is merged.
+
+    Not in an encoder-decoder, whose outputs depend on the tie in some types.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    is_one = is_tied(model) and not model.config.is_encoder_decoder
+    return is_one and any(isinstance(layer, BaseTunerLayer) for layer in layers)
+
+
 def config_of_export(model: PreTrainedModel) -> PretrainedConfig:
     """Returns a copy of the configuration for the whole model's files: untied, where training has parted the two."""
     config = copy.deepcopy(model.config)
-    if has_own_head(model):
+    if has_own_head(model) or adapts_tied(model):
         untie(config)
     return config
 
