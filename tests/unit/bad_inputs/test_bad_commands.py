@@ -220,6 +220,6 @@ def test_each_option_for_a_number_says_what_it_takes() -> None:
     for given, told in (
         ("--cpu 0", "--cpu: found '0'; allowed: a whole number from 1 to 1024"),
         ("--gpus 1.5", "--gpus: found '1.5'; allowed: a whole number of at least 1"),
-        ("--retries -1", "--retries: found '-1'; allowed: a whole number of at least 0"),
+        ("--machine-rank -1", "--machine-rank: found '-1'; allowed: a whole number of at least 0"),
     ):
         assert told in toolkit("train", "quickstart", *given.split()).told

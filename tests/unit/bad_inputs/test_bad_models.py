@@ -374,7 +374,7 @@ def test_a_name_that_no_repository_has(place: Path) -> None:
         lambda name: toolkit("plan", file, f"model.name_or_path={name}", "--cpu", "1"),
         lambda name: toolkit("data", file, f"model.name_or_path={name}"),
         lambda name: toolkit("validate", file, f"model.name_or_path={name}"),
-        lambda name: toolkit("init", name, rows, "--cpu", "1", "--output", str(place / "new.yaml")),
+        lambda name: toolkit("init", name, rows, "--cpu", "1", "--to", str(place / "new.yaml")),
         lambda name: toolkit("generate", name, "--prompt", "x"),
     ]
     names = ["my model", "C:\\models\\llama", "qwen3:8b", "gpt2 ", "Qwen//Qwen3", "a..b/c"]
