@@ -68,7 +68,7 @@ def compared(model: nn.Module, expected: Callable[[], Numbers], found: Callable[
                 same = whole[name]
                 differences[name] = relative_difference(value[:, : same.shape[1]], same) if same.numel() else 0.0
         except Exception as problem:  # the code of a model may do anything with what it gets
-            if not is_the_models(problem):
+            if not isinstance(problem, BadInputError) and not is_the_models(problem):
                 raise
             error = in_words(problem)
     outcomes = ranks.gather_objects((differences, error))
