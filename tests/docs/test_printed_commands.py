@@ -10,7 +10,6 @@ from pathlib import Path
 
 import peft
 import pytest
-import yaml
 from support.docs_commands import ROOT, Printed, check, commands, printed
 from support.ranks import run_on_ranks
 from support.texts import make_texts
@@ -64,9 +63,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     turns = [[("user", text[:9]), ("assistant", text[9:30])] for text in make_texts(40)]
     rows = [{"messages": [{"role": role, "content": words} for role, words in turn]} for turn in turns]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    theirs = yaml.safe_load((ROOT / "tests/unit/suggest/other_tools.yaml").read_text())
-    for name, case in (("axolotl.yml", "dpo"), ("llamafactory.yaml", "dpo"), ("trl.yaml", "dpo")):
-        (folder / name).write_text(yaml.safe_dump(theirs[name.partition(".")[0]][case]["given"]))
     (folder / "law.txt").write_text(" ".join(make_texts(40)) + "\n")
     (folder / "prompts.txt").write_text("Who goes there?\n")
     (folder / "questions.jsonl").write_text('{"prompt": "Who goes there?", "answer": "A friend."}\n')
@@ -89,7 +85,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def own_recipes(page: list[Printed]) -> None:
     """Writes the recipes that a reader of the page has: mine.yaml, and what the page's own commands make."""
     made = [command.words[-1] for command in page if command.words[1:3] in (("recipes", "copy"), ("configs", "copy"))]
-    for name in {"mine.yaml", *made}:
+    Path("outputs/notes/export").mkdir(parents=True, exist_ok=True)
+    for name in {"mine.yaml", "outputs/notes/export/recipe.yaml", *made}:
+        if Path(name).exists():
+            continue
         assert CliRunner().invoke(app, ["recipes", "copy", "quickstart", name]).exit_code == 0
 
 

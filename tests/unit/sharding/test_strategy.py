@@ -44,7 +44,7 @@ def test_where_the_strategy_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "ddp")
     assert resolve_strategy(None).name == "ddp"
     assert resolve_strategy("ddp").name == "ddp"
-    with pytest.raises(BadInputError, match=r"sharding.strategy is zero3, but .*fsdp_sharding_strategy is ddp"):
+    with pytest.raises(BadInputError, match=r"sharding.strategy is zero3, but .*FSDP_SHARDING_STRATEGY.* is ddp"):
         resolve_strategy("zero3")
 
 

@@ -51,13 +51,13 @@ def test_memory_and_operators_are_those_of_all_tokens(
 
 
 def test_as_many_operators_run_for_longer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, record = [0], probe.record
+    counts, on_operator = [0], probe._Run._on_operator
 
     def counted(*args: Any) -> Any:
         counts[-1] += 1
-        return record(*args)
+        return on_operator(*args)
 
-    monkeypatch.setattr(probe, "record", counted)
+    monkeypatch.setattr(probe._Run, "_on_operator", counted)
     for tokens in (32, 4096):
         probed("mamba", tmp_path, tokens, "bf16", False, True)
         counts.append(0)

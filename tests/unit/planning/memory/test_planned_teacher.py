@@ -112,26 +112,3 @@ def test_the_plan_is_the_trace(case: Any, made: Any, checkpointing: Checkpointin
     sent = with_teacher(sent, asked, head, mesh, accumulation, compute)
     found = {kind: size for kind, size in sent.whole.items() if size and kind != PARTIAL}  # of which a trace has none
     assert found == traced.traffic
-
-
-def test_the_teachers_forward_is_counted_once() -> None:
-    case = CASES[0]
-    work = workload(case[3], *case[4:])
-    alone = Workload(work.model, lambda model: _causal(model), work.batch, work.mixed_precision, work.tokens)
-    both, one = (Prober(w).probe(1, None) for w in (work, alone))
-    tokens, teacher = work.tokens, work.teacher
-    assert teacher is not None
-    # 2 FLOPs for each weight of a product and each token, beside the scores of attention.
-    embedded = teacher.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    weights = sum(p.numel() for p in teacher.parameters() if p.ndim > 1) - embedded
-    unshared = 64 * teacher.config.hidden_size  # type: ignore[union-attr,operator]
-    expected = 2 * tokens * (weights - unshared)
-    scores = 4 * tokens**2 // 2 * teacher.config.hidden_size * teacher.config.num_hidden_layers  # type: ignore[union-attr,operator]
-    assert both.forward.flops - one.forward.flops == pytest.approx(expected + scores, rel=0.02)
-    assert both.backward.flops == one.backward.flops, "nothing of it is in backward"
-
-
-def _causal(model: nn.Module) -> Any:
-    from toolkit.objectives.causal_lm import CausalLM
-
-    return CausalLM(model, packed=False)
