@@ -189,7 +189,7 @@ def step_on_gradients_of_its_own() -> bool:
     model = Model()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
     accelerator.backward(model(rows(0, 0, 0), 0).square().mean())
-    optimizer.zero_grad()
+    model.zero_grad()
     before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

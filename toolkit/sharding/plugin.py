@@ -44,7 +44,7 @@ from toolkit.sharding.apply import KeepsMasters, LoadsWeights, apply, precision_
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.fsdp2.unit_states import UnitStates
-from toolkit.sharding.fsdp2.unused import UsedParameters, act_before_zero_grad, drop_unused_gradients
+from toolkit.sharding.fsdp2.unused import UsedParameters, act_after_zero_grad, drop_unused_gradients
 from toolkit.sharding.fsdp2.versions import check_versions
 from toolkit.sharding.launched import (
     configured_size,
@@ -244,7 +244,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             used = UsedParameters(model, lambda parameter: parameter.grad is not None)
             for optimizer in optimizers:
                 drop_unused_gradients(optimizer, used)
-            act_before_zero_grad(model, lambda: used.drop_unreduced(model.parameters()))
+            act_after_zero_grad(model, lambda: used.drop_unreduced(model.parameters()))
 
     def _make_engine(self, accelerator: Accelerator, engines: list[OffloadEngine], model: nn.Module) -> KeepsMasters:
         """Allocates the offloaded state of a sharded model that has no weights yet. Returns what stores its masters.

@@ -51,8 +51,10 @@ class UsedParameters:
         self._filled |= {id(parameter) for parameter in filled if not self._has_gradient(parameter)}
 
     def drop_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Drops the gradients of `parameters` (any shape) that are not reduced yet."""
-        drop_unreduced_gradients(self._groups, set(map(id, parameters)))
+        """Drops the gradients of `parameters` (any shape) that are not reduced yet, after `zero_grad`."""
+        listed = list(parameters)
+        drop_unreduced_gradients(self._groups, set(map(id, listed)))
+        self._filled -= {id(parameter) for parameter in listed if parameter.grad is None}
 
     def known(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Returns those of `parameters` (any shape) that belong to the model."""
@@ -99,7 +101,7 @@ def drop_unused_gradients(optimizer: torch.optim.Optimizer, used: UsedParameters
             if not was_used:
                 parameter.grad = None
 
-    def before_zero() -> None:
+    def after_zero() -> None:
         # Of a step that an overflow in float16 has skipped, or of a window that was given up.
         nonlocal seen
         seen = used.order
@@ -107,27 +109,27 @@ def drop_unused_gradients(optimizer: torch.optim.Optimizer, used: UsedParameters
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_state_dict_pre_hook(_add_missing_state)
-    act_before_zero_grad(optimizer, before_zero)
+    act_after_zero_grad(optimizer, after_zero)
 
 
-def act_before_zero_grad(owner: Any, act: Callable[[], None], allows_zeros: bool = True) -> None:
-    """Makes `zero_grad` of an optimizer or a model call `act` first.
+def act_after_zero_grad(owner: Any, act: Callable[[], None], allows_zeros: bool = True) -> None:
+    """Makes `zero_grad` of an optimizer or a model call `act` at its end.
 
     Args:
         allows_zeros: whether gradients may be set to zeros. If not, that raises BadInputError.
     """
     zero_grad = owner.zero_grad
 
-    def act_and_zero(set_to_none: bool = True) -> None:
+    def zero_and_act(set_to_none: bool = True) -> None:
         if not set_to_none and not allows_zeros:
             raise BadInputError(
                 "offload: zero_grad(set_to_none=False) would step unused parameters by zeros, but their gradients are "
                 "not kept; call zero_grad()"
             )
-        act()
         zero_grad(set_to_none=set_to_none)
+        act()
 
-    owner.zero_grad = act_and_zero
+    owner.zero_grad = zero_and_act
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp2.shards import beside, local_tensor
-from toolkit.sharding.fsdp2.unused import act_before_zero_grad
+from toolkit.sharding.fsdp2.unused import act_after_zero_grad
 from toolkit.sharding.offload.engine import OffloadEngine
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 from toolkit.sharding.offload.settings import counts_steps
@@ -29,7 +29,7 @@ def connect(engine: OffloadEngine, accelerator: Accelerator) -> None:
     _connect_optimizer(engine)
     _connect_model(engine)
     for owner in (engine.optimizer, engine.model):
-        act_before_zero_grad(owner, engine.discard, allows_zeros=False)
+        act_after_zero_grad(owner, engine.discard, allows_zeros=False)
     # Accelerate's own clips the parameters' `.grad`, which are gone by then: it would return 0 and clip nothing.
     own_clip = weakref.WeakMethod(engine.clip_grad_norm_)  # the accelerator outlives the model
 
