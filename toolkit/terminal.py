@@ -29,6 +29,11 @@ HARMLESS = {
 """Maps codes that would move the cursor, change colours or reverse text to what is shown instead."""
 
 
+def one_line(text: str) -> str:
+    """Returns text with a space at each place where `str.splitlines`, YAML or a shell may begin a new line."""
+    return " ".join(text.splitlines())
+
+
 def harmless(text: str) -> str:
     """Returns text without codes that would have an effect on the terminal."""
     return text.replace("\r\n", "\n").translate(HARMLESS)

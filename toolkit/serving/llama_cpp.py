@@ -114,23 +114,28 @@ def make_gguf(
     if place is not None and place.is_adapter:
         raise _adapter_error(source)
     converter = find_converter(llama_cpp)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
-        scratch, exported = Path(folder), None
-        if place is None:
-            kept = Path(source).expanduser() / MODEL_FILES
-            if kept.is_dir():  # its type and its tokenizer, before the weights are written, which takes longer
-                convert(converter, kept, scratch / GGUF, "--vocab-only")
-            exported = export_run(source, scratch / "export", dtype=dtype, **checkpoint)
-            if exported.is_adapter:
-                raise _adapter_error(source)
-        whole = scratch / "export" if place is None else Path(place.name)
-        made = scratch / "made"
-        made.mkdir()
-        convert(converter, whole, made / GGUF, "--outtype", OUTTYPES[dtype], "--model-name", to.name)
-        notes = [*_doubts(whole), *(write_modelfile(whole, made) if for_ollama else [])]
-        let_others_read(made)
-        made.rename(to)
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
+            scratch, exported = Path(folder), None
+            if place is None:
+                kept = Path(source).expanduser() / MODEL_FILES
+                if kept.is_dir():  # its type and its tokenizer, before the weights are written, which takes longer
+                    convert(converter, kept, scratch / GGUF, "--vocab-only")
+                exported = export_run(source, scratch / "export", dtype=dtype, **checkpoint)
+                if exported.is_adapter:
+                    raise _adapter_error(source)
+            whole = scratch / "export" if place is None else Path(place.name)
+            made = scratch / "made"
+            made.mkdir()
+            convert(converter, whole, made / GGUF, "--outtype", OUTTYPES[dtype], "--model-name", to.name)
+            notes = [*_doubts(whole), *(write_modelfile(whole, made) if for_ollama else [])]
+            let_others_read(made)
+            made.rename(to)
+    except OSError as error:
+        raise ExportError(
+            f"{str(to)!r} cannot be written: {error.strerror}; make room, or name another place"
+        ) from error
     return Made(to, exported, notes, _commands(to, for_ollama))
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from toolkit.data.layouts.template_arguments import writes_date
 from toolkit.data.rows.examples import Message
-from toolkit.data.templates.stops import configured_ends, end_texts
+from toolkit.data.templates.stops import configured_ends, turn_ends
 from toolkit.data.templates.templates import rendered
 from toolkit.data.tokens.tokenizer import bos_of
 
@@ -45,10 +45,24 @@ def write_modelfile(export: Path, folder: Path) -> list[str]:
             )
     has_settings = (export / "generation_config.json").is_file()
     ends = configured_ends(GenerationConfig.from_pretrained(export)) if has_settings else []
-    stops = dict.fromkeys([*end_texts(tokenizer), *tokenizer.convert_ids_to_tokens(ends)])
-    lines += [f'PARAMETER stop "{stop}"' for stop in stops]  # Ollama takes what is between the quotes as it is
+    ids = [*sorted(turn_ends(tokenizer) | ({tokenizer.eos_token_id} - {None})), *ends]
+    for stop in dict.fromkeys(_text_of(tokenizer, each) for each in ids):
+        if stop.isprintable() or not stop.strip("\n"):
+            # Ollama takes what is between the quotes as it is, and three of them over several lines.
+            quotes = '"""' if stop.startswith(('"', "\n")) else '"'
+            lines.append(f"PARAMETER stop {quotes}{stop}{quotes}")
+        else:
+            notes.append(f"answers do not stop at {stop!r} in Ollama: a Modelfile cannot hold it")
     (folder / MODELFILE).write_text("\n".join([*lines, ""]), encoding="utf-8")
     return notes
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """Returns what a token writes inside a text: an ordinary one has another spelling in the vocabulary."""
+    if (added := tokenizer.added_tokens_decoder.get(token)) is not None:
+        return str(added.content)
+    before = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return str(tokenizer.decode([*before, token]))[len(tokenizer.decode(before)) :]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from toolkit.recipe.load import apply_overrides, dotted
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import RIVALS
 from toolkit.recipe.yaml_values import yaml_text
+from toolkit.terminal import one_line
 
 GIVEN = "Given on the command line."
 
@@ -101,7 +102,9 @@ def _lines(path: str, value: Any, indent: str, reasons: dict[str, str]) -> list[
     if isinstance(value, dict) and value:
         inner = [line for key in value for line in _lines(f"{path}.{key}", value[key], f"{indent}  ", reasons)]
         return [f"{indent}{name}:", *inner]
-    why = textwrap.wrap(reasons.get(path, ""), COLUMNS, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+    why = textwrap.wrap(
+        one_line(reasons.get(path, "")), COLUMNS, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+    )
     text = yaml_text(value, default_flow_style=True, width=10_000)
     # A bare scalar is a document of its own, which YAML may close with dots.
     return [*why, f"{indent}{name}: {text.strip().removesuffix('...').strip()}"]

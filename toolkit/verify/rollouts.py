@@ -23,7 +23,7 @@ from toolkit.generation.text.load import Loaded, beginning, positions_of, stop_t
 from toolkit.model.adapters.adapters import base_of
 from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.parts.rollouts import Rollouts, Sampler, drawn_in_batches
+from toolkit.run.parts.rollouts import Rollouts, Sampler, batch_size_of, drawn_in_batches
 
 FILE = "samples.json"
 """What the plain model has drawn, in the folder that the ranks read."""
@@ -48,7 +48,10 @@ class PlainSampler:
 
     def __call__(self, prompts: list[Prompt]) -> list[FreshSample]:
         self._model.eval()
-        self.drawn.append(drawn_in_batches(self._recipe, self._loaded, prompts))
+        size = batch_size_of(
+            self._recipe, self._loaded, prompts, self._loaded.model.dtype == torch.float32, lambda _: None
+        )
+        self.drawn.append(drawn_in_batches(self._recipe, self._loaded, prompts, size))
         self._model.train()
         return self.drawn[-1]
 

@@ -181,6 +181,39 @@ def test_an_end_that_is_the_first_token_stops_answers(tmp_path: Path) -> None:
     assert f'PARAMETER stop "{first}"\n' in modelfile_of(tokenizer, tmp_path)[0]
 
 
+def parsed(modelfile: str) -> list[tuple[str, str]]:
+    """What Ollama's parser reads: a value ends with its line, or with the quotes that it began with."""
+    found: list[tuple[str, str]] = []
+    left = modelfile
+    while left.strip():
+        name, _, left = left.partition(" ")
+        if name == "PARAMETER":
+            name, _, left = left.partition(" ")
+        ends = (r'"""(.*?)"""\n', r'"(.*?)"\n') if left.startswith('"') else (r"(.*?)\n",)
+        value = next(match for pattern in ends if (match := re.match(pattern, left, re.DOTALL)))
+        found.append((name, value[1]))
+        left = left[value.end() :]
+    return found
+
+
+@pytest.mark.parametrize(
+    "end", ["\n", "\n\n", " end", '"', '""', 'a"b', '"x"', '"\nPARAMETER num_ctx 1\n', "a\nFROM x", "b\u2028c", "\x85"]
+)
+def test_no_end_of_an_answer_becomes_a_line_of_its_own(end: str, tmp_path: Path) -> None:
+    """Ordinary tokens as they write, not as the vocabulary spells them (`Ċ`); special ones with quotes and lines."""
+    tokenizer = _train_byte_pairs(iter([*make_texts(20), *["a end\n\n b\n"] * 200]), 400)
+    ordinary = tokenizer("a" + end, add_special_tokens=False)["input_ids"][1:]
+    if len(ordinary) != 1 or end.strip("\n "):
+        tokenizer.add_special_tokens({"additional_special_tokens": [end]})
+        ordinary = [tokenizer.convert_tokens_to_ids(end)]
+    GenerationConfig(eos_token_id=ordinary[0]).save_pretrained(tmp_path)
+    written, notes = modelfile_of(tokenizer, tmp_path)
+    commands = parsed(written)
+    assert {name for name, _ in commands} <= {"FROM", "TEMPLATE", "stop"}
+    can = end.isprintable() or not end.strip("\n")
+    assert (("stop", end) in commands, any(repr(end) in note for note in notes)) == (can, not can)
+
+
 def modelfile_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[str, list[str]]:
     tokenizer.save_pretrained(folder)
     notes = write_modelfile(folder, folder)

@@ -49,6 +49,19 @@ def draw(loaded: Loaded, prompts: list[Prompt], max_new_tokens: int, seed: int) 
     return samples
 
 
+def sampler_gap(loaded: Loaded, prompts: list[Prompt], max_new_tokens: int, seed: int) -> float:
+    """Returns the mean distance of log-probabilities (nats) between drawing in one batch and a forward of each row."""
+    gaps = []
+    for prompt, sample in zip(prompts, draw(loaded, prompts, max_new_tokens, seed), strict=True):
+        ids = torch.tensor([[*prompt.ids, *sample.ids]], device=loaded.model.device)
+        behind = (
+            loaded.model(input_ids=ids, use_cache=False).logits[0, len(prompt.ids) - 1 : -1].float().log_softmax(-1)
+        )
+        own = behind.gather(1, ids[0, len(prompt.ids) :, None].to(behind.device))[:, 0].cpu()
+        gaps.append((own - torch.tensor(sample.log_probabilities)).abs())
+    return float(torch.cat(gaps).mean())
+
+
 class _LogProbabilities(LogitsProcessor):  # type: ignore[misc]
     """Records the log-probabilities of the tokens that are drawn.
 

@@ -131,7 +131,7 @@ def _prompt_text(
 
 def after_system(messages: list[Message], system: str | None) -> list[Message]:
     """Puts the system text before the messages, if it is given and they have none."""
-    if system is None or messages[0]["role"] == "system":
+    if system is None or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]
 

@@ -217,7 +217,10 @@ def load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None, spr
 def _require_generative(config: Any, place: Place) -> None:
     architecture = (config.architectures or [""])[0]
     if architecture.endswith("Classification"):
-        raise BadInputError(f"{place.name!r} classifies texts ({architecture}) and generates none; name another model")
+        raise BadInputError(
+            f"{place.name!r} classifies texts ({architecture}) and generates none; transformers.pipeline scores texts "
+            "with it, and data.validation counts right labels while it trains"
+        )
 
 
 def tokenizer_of(place: Place, base: Place) -> PreTrainedTokenizerBase:

@@ -28,7 +28,7 @@ from toolkit.data.samples.samples import Batch, padded_length, sample_of, segmen
 from toolkit.data.stream import StreamLoader
 from toolkit.data.tokens.tokenizer import decode
 from toolkit.errors import BadInputError
-from toolkit.generation.sampling.fresh import FreshSample, draw
+from toolkit.generation.sampling.fresh import FreshSample, draw, sampler_gap
 from toolkit.generation.sampling.rewards import Judged, Rewards
 from toolkit.generation.sampling.sampled_rows import PromptForm
 from toolkit.generation.text.complete import Prompt
@@ -46,6 +46,14 @@ from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState, Windows
 from toolkit.training.metrics import Metrics
 from toolkit.training.phase import Phase
+
+LARGEST_GAP, LARGEST_GAP_IN_16_BITS = 1e-3, 0.1
+"""The most by which the log-probabilities of tokens may differ between sampler and training, on average (nats).
+
+Types that do it right have 5e-7 in float32 and 4e-3 in bfloat16, RWKV 2 in a batch and 8e-7 one by one."""
+
+TRIED = 16
+"""Tokens of a completion in the trial of `batch_size_of`."""
 
 MANY = 0.5
 """Share of completions that are cut from which on a warning says so."""
@@ -117,10 +125,43 @@ Sampler = Callable[[list[Prompt]], list[FreshSample]]
 """Draws a completion of each prompt, from the weights that the model has. Collective."""
 
 
-def drawn_in_batches(recipe: Recipe, loaded: Loaded, prompts: list[Prompt]) -> list[FreshSample]:
+def batch_size_of(
+    recipe: Recipe, loaded: Loaded, prompts: list[Prompt], exact: bool, warn: Callable[[str], None]
+) -> int:
+    """Returns how many completions are drawn at a time: one by one if the model mixes up the rows of a batch.
+
+    The shortest and the longest prompt of a step are tried, by all ranks at once. Collective.
+
+    Args:
+        exact: whether the model computes in float32.
+
+    Raises:
+        BadInputError: if a completion is drawn with other probabilities than training gives it, alone as well.
+    """
+    section, by_length = recipe.objective, sorted(prompts, key=lambda prompt: len(prompt.ids))
+    size = section.rollout_batch_size or recipe.training.micro_batch_size
+    limit = LARGEST_GAP if exact else LARGEST_GAP_IN_16_BITS
+    most, seed = min(TRIED, section.max_new_tokens or TRIED), recipe.training.seed
+    trial = [by_length[0], by_length[-1]]
+    with torch.no_grad():
+        if size > 1 and sampler_gap(loaded, trial, most, seed) <= limit:
+            return size
+        gap = max(sampler_gap(loaded, [prompt], most, seed) for prompt in trial)
+    if not gap <= limit:
+        raise BadInputError(
+            f"objective.kind: grpo would learn from samples of another distribution: this model draws tokens with "
+            f"log-probabilities that differ from those of training by {gap:.1e} nats on average, more than "
+            f"{limit:.0e}; "
+            "set model.dtype=float32, or take a model of another type"
+        )
+    if size > 1:
+        warn("objective.rollout_batch_size: this model mixes up the rows of a batch; completions are drawn one by one")
+    return 1
+
+
+def drawn_in_batches(recipe: Recipe, loaded: Loaded, prompts: list[Prompt], size: int) -> list[FreshSample]:
     """Draws completions in batches that do not depend on the ranks, which share them. Collective."""
     section = recipe.objective
-    size = section.rollout_batch_size or recipe.training.micro_batch_size
     batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
     assert section.max_new_tokens is not None
     work = partial(draw, loaded, max_new_tokens=section.max_new_tokens, seed=recipe.training.seed)
@@ -142,6 +183,7 @@ class RunSampler:
         self._opened, self._run, self._beat = opened, run, beat
         _require_no_dropout(run.inner)
         self._whole = run.planned.gathers_whole
+        self._size: int | None = None
         too_large = "lower objective.rollout_batch_size or objective.max_new_tokens"
         self._loaded = loaded_of(opened, run, too_large, whole=self._whole)
         if not self._loaded.stops:
@@ -151,8 +193,12 @@ class RunSampler:
             )
 
     def __call__(self, prompts: list[Prompt]) -> list[FreshSample]:
+        recipe, console = self._opened.recipe, self._opened.console
         with generating(self._opened, self._run, self._beat, self._whole):
-            return drawn_in_batches(self._opened.recipe, self._loaded, prompts)
+            if self._size is None:
+                exact = recipe.model.dtype == "float32" and self._opened.accelerator.mixed_precision == "no"
+                self._size = batch_size_of(recipe, self._loaded, prompts, exact, console.warn)
+            return drawn_in_batches(recipe, self._loaded, prompts, self._size)
 
 
 class Rollouts:
