@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from support.tiny import save_llama
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig, RwkvConfig, RwkvForCausalLM
 
+from toolkit.errors import BadInputError
 from toolkit.generation.sampling.fresh import FreshSample, draw
 from toolkit.generation.text.complete import Prompt
 from toolkit.generation.text.load import Loaded, load_model
+from toolkit.run.parts.rollouts import batch_size_of
 
 NEW_TOKENS = 12
 
@@ -49,3 +55,28 @@ def test_a_draw_depends_on_its_row_and_number_and_not_on_its_batch(tmp_path: Pat
     assert ids(together) == ids(alone)
     assert len({tuple(sample) for sample in ids(together)}) == len(prompts)
     assert ids(together) != ids(other)
+
+
+def test_a_model_that_mixes_up_the_rows_of_a_batch_draws_one_by_one_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RWKV has no attention mask: padding enters its state."""
+    loaded = loaded_from(tmp_path, {2})
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 128}
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=len(loaded.tokenizer), **sizes)).eval()
+    model.generation_config = GenerationConfig()
+    for parameter in model.parameters():
+        parameter.data.mul_(8 if parameter.dim() > 1 else 1)
+    prompts = [Prompt([5, 6, 7, 8] * (1 + row % 3), [], row=row) for row in range(4)]
+    recipe: Any = SimpleNamespace(
+        objective=SimpleNamespace(rollout_batch_size=None, max_new_tokens=6),
+        training=SimpleNamespace(micro_batch_size=4, seed=0),
+    )
+    for each, size in ((loaded, 4), (replace(loaded, model=model), 1)):
+        told: list[str] = []
+        assert batch_size_of(recipe, each, prompts, True, told.append) == size
+        assert ["one by one" in line for line in told] == [True] * (size == 1)
+    monkeypatch.setattr("toolkit.run.parts.rollouts.sampler_gap", lambda *_: 0.5)
+    with pytest.raises(BadInputError, match=r"differ from those of training by 5.0e-01 nats on average"):
+        batch_size_of(recipe, loaded, prompts, False, told.append)

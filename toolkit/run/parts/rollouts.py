@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from toolkit import ranks
 from toolkit.data.build import TokenisedData
 from toolkit.data.samples.loader import EpochOrder, TrainLoader, first_positions
 from toolkit.data.samples.samples import Batch, padded_length, sample_of, segments_of, stack
@@ -130,7 +131,7 @@ def batch_size_of(
 ) -> int:
     """Returns how many completions are drawn at a time: one by one if the model mixes up the rows of a batch.
 
-    The shortest and the longest prompt of a step are tried, by all ranks at once. Collective.
+    The first batch of a step is tried, by all ranks at once. Collective.
 
     Args:
         exact: whether the model computes in float32.
@@ -138,21 +139,25 @@ def batch_size_of(
     Raises:
         BadInputError: if a completion is drawn with other probabilities than training gives it, alone as well.
     """
-    section, by_length = recipe.objective, sorted(prompts, key=lambda prompt: len(prompt.ids))
+    section = recipe.objective
     size = section.rollout_batch_size or recipe.training.micro_batch_size
     limit = LARGEST_GAP if exact else LARGEST_GAP_IN_16_BITS
-    most, seed = min(TRIED, section.max_new_tokens or TRIED), recipe.training.seed
-    trial = [by_length[0], by_length[-1]]
-    with torch.no_grad():
-        if size > 1 and sampler_gap(loaded, trial, most, seed) <= limit:
-            return size
-        gap = max(sampler_gap(loaded, [prompt], most, seed) for prompt in trial)
+    most = min(TRIED, section.max_new_tokens or TRIED)
+    batch = sorted(prompts[:size], key=lambda prompt: len(prompt.ids))
+
+    def gap_of(trial: list[Prompt]) -> float:
+        with torch.no_grad():
+            found = sampler_gap(loaded, trial, most, recipe.training.seed)
+        return ranks.on_first_rank(lambda: found)  # near the limit ranks may round otherwise
+
+    if size > 1 and gap_of(batch) <= limit:
+        return size
+    gap = max(gap_of([prompt]) for prompt in (batch[0], batch[-1]))
     if not gap <= limit:
         raise BadInputError(
-            f"objective.kind: grpo would learn from samples of another distribution: this model draws tokens with "
+            "objective.kind: grpo would learn from samples of another distribution: this model draws tokens with "
             f"log-probabilities that differ from those of training by {gap:.1e} nats on average, more than "
-            f"{limit:.0e}; "
-            "set model.dtype=float32, or take a model of another type"
+            f"{limit:.0e}; set model.dtype=float32, or take a model of another type"
         )
     if size > 1:
         warn("objective.rollout_batch_size: this model mixes up the rows of a batch; completions are drawn one by one")
