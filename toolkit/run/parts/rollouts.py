@@ -150,17 +150,19 @@ def batch_size_of(
             found = sampler_gap(loaded, trial, most, recipe.training.seed)
         return ranks.on_first_rank(lambda: found)  # near the limit ranks may round otherwise
 
-    if size > 1 and gap_of(batch) <= limit:
+    together = gap_of(batch)
+    if together <= limit:
         return size
-    gap = max(gap_of([prompt]) for prompt in (batch[0], batch[-1]))
-    if not gap <= limit:
+    alone = max(gap_of([prompt]) for prompt in (batch[0], batch[-1]))
+    if not alone <= LARGEST_GAP_IN_16_BITS:
         raise BadInputError(
             "objective.kind: grpo would learn from samples of another distribution: this model draws tokens with "
-            f"log-probabilities that differ from those of training by {gap:.1e} nats on average, more than "
-            f"{limit:.0e}; set model.dtype=float32, or take a model of another type"
+            f"log-probabilities that differ from those of training by {alone:.1e} nats on average, more than "
+            f"{LARGEST_GAP_IN_16_BITS:.0e}; set model.dtype=float32, or take a model of another type"
         )
-    if size > 1:
-        warn("objective.rollout_batch_size: this model mixes up the rows of a batch; completions are drawn one by one")
+    if size == 1 or alone > together / 2:  # not the batch's doing
+        return size
+    warn("objective.rollout_batch_size: this model mixes up the rows of a batch; completions are drawn one by one")
     return 1
 
 
