@@ -122,6 +122,11 @@ def unreduced_gradient(parameter: Any) -> torch.Tensor | None:
     return getattr(getattr(parameter, "_unsharded_param", None), "grad", None) if found is None else found
 
 
+def has_partial_sums(group: Any) -> bool:
+    """Tells whether a unit holds sums of its shard group that were not yet added up over the replicas."""
+    return group._partial_reduce_output is not None
+
+
 def drop_unreduced_gradients(groups: Iterable[Any], parameters: Container[int]) -> None:
     """Drops what backward has summed of sharded parameters, given by id, but not reduced yet, or not over replicas."""
     for group in groups:

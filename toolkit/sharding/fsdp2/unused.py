@@ -19,7 +19,7 @@ from torch import nn
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, TrainingError
-from toolkit.sharding.fsdp2.fsdp import drop_unreduced_gradients, fill_missing_gradients, fsdp_groups
+from toolkit.sharding.fsdp2.fsdp import drop_unreduced_gradients, fill_missing_gradients, fsdp_groups, has_partial_sums
 from toolkit.sharding.fsdp2.fsdp_replaced import before_reduction
 from toolkit.sharding.fsdp2.shards import local_tensor
 
@@ -48,7 +48,8 @@ class UsedParameters:
         filled = fill_missing_gradients(group)
         missing = set(map(id, filled))
         self._filled -= {id(parameter.sharded_param) for parameter in group.fsdp_params} - missing
-        self._filled |= {id(parameter) for parameter in filled if not self._has_gradient(parameter)}
+        if not has_partial_sums(group):  # of hybrid, which hold gradients that no parameter has yet
+            self._filled |= {id(parameter) for parameter in filled if not self._has_gradient(parameter)}
 
     def drop_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
         """Drops the gradients of `parameters` (any shape) that are not reduced yet, after `zero_grad`."""
