@@ -34,7 +34,7 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) ->
 
     from toolkit.checkpoint.manifest import Manifest
     from toolkit.checkpoint.state import named_tensors, random_states
-    from toolkit.checkpoint.writer import Checkpointer, Job
+    from toolkit.checkpoint.writer import Checkpointer, Save
     from toolkit.recipe.schema import CheckpointSection
     from toolkit.sharding import sharding_kwargs
 
@@ -57,10 +57,10 @@ def work(pipe: Connection, variant: str, rank: int, ranks: int, meeting: str) ->
         optimizer.step()
         optimizer.zero_grad()
 
-    def job() -> Job:
+    def job() -> Save:
         number = next(numbers)
         manifest = Manifest(number, number, ranks, "zero3", "bf16", {}, "", {}, None, None, "", {})
-        return Job(manifest, named_tensors(model, optimizer.optimizer), random_states(), [])
+        return Save(manifest, named_tensors(model, optimizer.optimizer), random_states(), [])
 
     def timed(action: Any) -> float:
         dist.barrier()

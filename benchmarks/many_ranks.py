@@ -44,8 +44,9 @@ def timed(action: Callable[[], Any]) -> float:
 
 def played_checkpoint(made: Path, ranks: int, folder: Path) -> Any:
     """Writes the files that `ranks` ranks would, each a slice of one tensor, and a manifest. Returns the manifest."""
-    from toolkit.checkpoint.manifest import COMPLETE, MANIFEST, file_entry, read_checkpoint, write_synced
+    from toolkit.checkpoint.manifest import COMPLETE, MANIFEST, file_entry, read_checkpoint
     from toolkit.checkpoint.state import MODEL
+    from toolkit.paths import write_synced
 
     folder.mkdir(parents=True)
     like = read_checkpoint(made)

@@ -39,12 +39,12 @@ def starts(home: Path) -> dict[str, Any]:
     """
     from toolkit import Recipe, finetune
     from toolkit.checkpoint import list_checkpoints
-    from toolkit.run.shown import outcome
+    from toolkit.run import export
     from toolkit.training import durable_writes
     from toolkit.training.trainer import Trainer
 
     durable_writes.PATIENCE_SECONDS, durable_writes.RETRY_SECONDS = 0.2, 0.1
-    disk, require_room, train_step = home / "disk", outcome.require_room, Trainer.train_step
+    disk, require_room, train_step = home / "disk", export.require_room, Trainer.train_step
     run = disk / "run"
     steps: list[int] = []
     told: list[str] = []
@@ -64,7 +64,7 @@ def starts(home: Path) -> dict[str, Any]:
                 require_room(*args)
 
         ballast: list[Path] = []
-        outcome.require_room = full
+        export.require_room = full
         meet()
         with pytest.raises(ToolkitError) as caught:
             finetune(Recipe.from_mapping(recipe_of(home, run)))
@@ -79,7 +79,7 @@ def starts(home: Path) -> dict[str, Any]:
     start(4096, is_seen=True)
     start(180_000, is_seen=False)
     checkpoints = [(found.step, found.problem) for found in list_checkpoints(run)]
-    outcome.require_room = require_room
+    export.require_room = require_room
     meet()
     finetune(Recipe.from_mapping(recipe_of(home, run)))
     Trainer.train_step = train_step  # type: ignore[method-assign]

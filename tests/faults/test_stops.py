@@ -41,7 +41,7 @@ def start(
     command: list[str], recipe: Path, *overrides: str, script: tuple[str, ...] = ("recipes/finetune.py",)
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, *script, "--recipe", str(recipe), *overrides],
+        [*command, *script, *(["--recipe"] if script else []), str(recipe), *overrides],
         cwd=ROOT,
         env=clean_environment(OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,

@@ -20,7 +20,6 @@ def slow_on_rank_zero(meeting: str, folder: str) -> float:
     """Loads random weights and exports them, each of which takes rank 0 longer than a collective waits."""
     import torch
     import torch.distributed as dist
-    from accelerate import Accelerator
     from support.tiny import llama
 
     from toolkit import ranks
@@ -41,7 +40,7 @@ def slow_on_rank_zero(meeting: str, folder: str) -> float:
     settings = exports.ExportSettings(torch.float32, 2**30, merge=False)
     tokenizer: Any = mock.Mock(pictures_of=None)
     with mock.patch.object(exports, "write_model_files", slowly):
-        exports.export(Accelerator(cpu=True), model, Fit(), tokenizer, Path(folder), settings)
+        exports.write_export(exports.source_of_run(model, Fit(), tokenizer, settings), Path(folder), settings, "")
     kept = ranks.alone_on_first_rank(lambda: rank)
     assert kept == (0 if rank == 0 else None)
     dist.barrier()
