@@ -251,7 +251,8 @@ class Rollouts:
         self._given_up = ExitStack()
         assert self._section.rewards is not None
         assert self._section.max_new_tokens is not None
-        self._compares = any(reward.compare is not None for reward in self._section.rewards)
+        rewards = self._section.rewards
+        self._compares = any(reward.compare is not None and reward.score is None for reward in rewards)
         self._rewards = Rewards(
             self._section.rewards,
             self._all_rows,
