@@ -150,10 +150,15 @@ def require_same_source(before: str, now: str, field: str, what: str) -> None:
         BadInputError: if the source is another.
     """
     if before != now:
-        raise BadInputError(
-            f"{field}: what it names has changed: SHA-256 {before} {what}, and {now} is there now; bring the first one "
-            "back, or start anew with another training.output_dir"
-        )
+        raise BadInputError(changed_source(before, now, field, what))
+
+
+def changed_source(before: str, now: str, field: str, what: str) -> str:
+    """Returns the error of `require_same_source`, with its arguments."""
+    return (
+        f"{field}: what it names has changed: SHA-256 {before} {what}, and {now} is there now; bring the first one "
+        "back, or start anew with another training.output_dir"
+    )
 
 
 def shown(value: Any) -> str:

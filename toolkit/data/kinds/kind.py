@@ -64,7 +64,6 @@ class RowKind(ABC):
         too_long: why rows beyond these limits are dropped.
         learns_tokens: whether targets are tokens of the row, which the report counts.
         documents: documents of a row, which share a sample and each have the model's positions.
-        keeps_beginning: whether a row that is cut is worth learning from: a text to classify is, an answer is not.
     """
 
     data: DataSection
@@ -77,7 +76,6 @@ class RowKind(ABC):
     limits: ClassVar[tuple[str, ...]] = ("max_length",)
     too_long: ClassVar[str] = TOO_LONG
     learns_tokens: ClassVar[bool] = True
-    keeps_beginning: ClassVar[bool] = False
     documents: ClassVar[int] = 1
 
     # ---- columns ----

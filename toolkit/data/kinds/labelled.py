@@ -161,7 +161,6 @@ class LabelledRows(RowKind):
         "label": ("class", "category", "sentiment", "target", "stars"),
     }
     learns_tokens = False
-    keeps_beginning = True
     mixes_numbers: ClassVar[bool] = True
     """Whether some classes may be called by numbers and others by names, where no source names its numbers."""
 

@@ -15,7 +15,7 @@ from toolkit.run.parts.part import Loop, Read, RunPart
 from toolkit.run.stages.stages import PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.own import GIVEN, Own, OwnExtensions, load_extensions
-from toolkit.user_function import load_function
+from toolkit.user_function import changed_source, load_function
 
 
 def identify_code(recipe: Recipe) -> dict[str, str]:
@@ -47,17 +47,10 @@ def read_of(field: str, digest: str) -> Read:
     if is_extension(field):
         changed = f"{field}: its source has changed since step {{step}}: SHA-256 {{before}}, and now {{now}}"
         return Read(field, digest, changed, unknown="", refuses=False)
-    changed = (
-        f"{field}: what it names has changed: SHA-256 {{before}} ran up to step {{step}}, and {{now}} is there now; "
-        "bring the first one back, or start anew with another training.output_dir"
-    )
+    changed = changed_source("{before}", "{now}", field, "ran up to step {step}")
     # Where it failed it is not in the checkpoint, so that it can be mended.
-    return Read(
-        field,
-        digest,
-        changed,
-        f"{field}: the checkpoint of step {{step}} does not say what it was; now SHA-256 {{now}}",
-    )
+    unknown = f"{field}: the checkpoint of step {{step}} does not say what it was; now SHA-256 {{now}}"
+    return Read(field, digest, changed, unknown)
 
 
 def is_extension(field: str) -> bool:
