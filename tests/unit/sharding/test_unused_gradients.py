@@ -28,7 +28,7 @@ class Record:
 
 
 def group_of(*parameters: nn.Parameter) -> Any:
-    return SimpleNamespace(fsdp_params=list(map(Record, parameters)))
+    return SimpleNamespace(fsdp_params=list(map(Record, parameters)), _partial_reduce_output=None)
 
 
 def pair() -> tuple[nn.Parameter, nn.Parameter]:
