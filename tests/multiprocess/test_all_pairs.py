@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[dict[str, Any]]
         values = recipe_values(
             folder / model_of(row),
             data,
-            folder / f"run-{ranks}-{number}",
+            folder / f"run-{ranks}-{number}-{zlib.crc32(repr(row).encode())}",  # other tests share the folder
             folder / "cache",
             max_steps=STEPS,
             micro_batch_size=ROWS_PER_STEP[ranks] * row["sequence"] * row["tensor"] // ranks // micro_batches,

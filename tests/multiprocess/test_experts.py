@@ -337,7 +337,7 @@ def runs_with_moving_biases(folder: Path, data: Path) -> dict[str, Any]:
     for name in ("whole", "cut"):
         values = recipe_values(folder / "model", data, folder / name, folder / "cache", max_steps=5)
         values["objective"] = {"router_bias_rate": RATE}
-        values["optimizer"] |= {"kind": "muon", "learning_rates": {"*router*": 1e-3}}
+        values["optimizer"] |= {"kind": "muon", "learning_rates": {"*.mlp.gate.weight": 1e-3}}
         values["checkpoint"] = {"every_steps": 2} if name == "cut" else {}
         if name == "cut":
             metrics_of(values, cut=True)

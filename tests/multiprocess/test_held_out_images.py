@@ -92,9 +92,15 @@ def written(folder: Path, kind: str, model: str, number: int) -> str:
         PREFERRED[model] = PREFERRED.get(model, 0) + (int(logits.argmax()) in placeholders)
         logits[placeholders] = -torch.inf
         ids = torch.cat([ids, logits.argmax()[None, None]], dim=1)
-    found = ids[0, start:].tolist()
-    end = next((i for i, token in enumerate(found) if token in tokenizer.all_special_ids), len(found))
-    return str(tokenizer.decode(found[:end]))
+    return text_of(tokenizer, ids[0, start:].tolist())[0]
+
+
+def text_of(tokenizer: Any, ids: list[int]) -> tuple[str, int]:
+    """What is written up to the token that ends an answer, with other special tokens; and the place of that end."""
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", tokenizer.eos_token or "<|im_end|>"])
+    end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    left_out = {tokenizer.bos_token_id, tokenizer.pad_token_id}
+    return tokenizer.decode([token for token in ids[:end] if token not in left_out]), end
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,10 +143,10 @@ def answered(folder: Path, kind: str, number: int) -> tuple[str, bool, int]:
         text=[text], images=[[drawn_image(first + i) for i in range(count)]] if count else None, **TENSORS
     )
     start = inputs["input_ids"].shape[1]
-    ids = model.generate(**inputs, max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=None)[0, start:].tolist()
-    ends = processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", processor.tokenizer.eos_token or "<|im_end|>"])
-    stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
-    return processor.tokenizer.decode(ids[:stop], skip_special_tokens=True), stop < len(ids), stop
+    settings: dict[str, Any] = {"max_new_tokens": ANSWER_TOKENS, "do_sample": False, "eos_token_id": None}
+    ids = model.generate(**inputs, **settings)[0, start:].tolist()
+    found, stop = text_of(processor.tokenizer, ids)
+    return found, stop < len(ids), stop
 
 
 @pytest.mark.parametrize("page", ["report.html", "data_report.html"])

@@ -151,7 +151,7 @@ def test_planned_bytes_of_tensor_groups_are_those_of_real_collectives(num_ranks:
         strategy, accumulation, tied, trained, precision = case
         work = Workload(make_model(tied, trained), Logits, batch_of_tokens, precision, 16, tensor=2)
         probe = Prober(work).probe(2, None)
-        exchanged = accumulation * (probe.forward.exchanged + probe.backward.exchanged)
+        exchanged = accumulation * probe.exchanged
         planned = traffic(
             unit_shapes(work.model_copy(), plan_units(work.model), precision),
             kind_of(strategy),

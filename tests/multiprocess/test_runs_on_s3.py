@@ -96,6 +96,7 @@ def kill_damage_and_go_on(folder: str, place: dict[str, str]) -> dict[str, Any]:
     whole, _ = train(folder, "whole")
     train(folder, "first", cut=True, to=STORE.url)
     meet()
+    dist.barrier()  # rank 0 copies
     saved = [(c.step, c.problem) for c in list_checkpoints(STORE)]
     dist.barrier()
     if dist.get_rank() == 0:

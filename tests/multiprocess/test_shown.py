@@ -157,7 +157,7 @@ def test_the_report_lives_while_the_run_does(found: dict[str, Any], folder: Path
 def test_a_run_that_ended_before_its_time_says_so(found: dict[str, Any], folder: Path) -> None:
     stopped, failed = found["report-stopped"], found["report-failed"]
     assert '<meta name="run-state" content="stopped">' in stopped
-    assert "checkpoint.time_limit_minutes (0.0001) is over; its state is saved" in stopped
+    assert "checkpoint.time_limit_minutes (0.0001) is over" in stopped
     assert "<strong>Failed after step 2 of 4.</strong> <span>ValueError: &lt;the disk&gt; is on fire" in failed
     assert "refresh" not in stopped + failed
     assert "run-state" not in (folder / "failed/report.html").read_text(), "the same command has finished it"

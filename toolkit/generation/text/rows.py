@@ -150,7 +150,7 @@ def _split(column: str, given: Any, fields: dict[str, Any], is_scored: bool) -> 
     from toolkit.data.rows.values import RowProblem, is_judged_bad
 
     try:
-        messages = messages_of(given, column) if isinstance(given, list) and given else []
+        messages = messages_of(given, column, images=True) if isinstance(given, list) and given else []
         answer = learned_answer(fields, messages)
         if answer is None and not is_scored and is_judged_bad(fields):
             raise RowProblem("its completion is labelled false, so it has no reference answer; leave the row out")

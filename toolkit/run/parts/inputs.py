@@ -46,19 +46,22 @@ class Base(RunPart):
     def on_meta(self, on_meta: MetaModel) -> None:
         model, fit = self.recipe.model, on_meta.loaded.fit
         self.reads += _configuration("model.name_or_path", model.name_or_path, model.revision)
-        if on_meta.objective.needs_references:
-            changed = (
-                f"{RESUME}: the reference of the run up to step {{step}} had other weights than model.name_or_path "
-                f"({model.name_or_path!r}) has now; bring them back (of a hub model: set model.revision to their "
-                f"commit), {NEW_FOLDER}"
-            )
-            self.reads.append(Read("base", fit.origin, changed, unknown=""))
-        else:
+        if not on_meta.objective.needs_references:
             changed = (
                 f"{RESUME}: the adapters were trained on other weights than those of model.name_or_path as they are "
                 f"now; name that base, {NEW_FOLDER}"
             )
             self.reads.append(Read("base", fit.fingerprint, changed, unknown=""))
+
+    def prepared(self, run: PreparedRun) -> None:
+        if run.objective.needs_references:
+            changed = (
+                f"{RESUME}: the reference of the run up to step {{step}} had other weights than model.name_or_path "
+                f"({self.recipe.model.name_or_path!r}) has now; bring them back (of a hub model: set model.revision "
+                f"to their commit), {NEW_FOLDER}"
+            )
+            # Known only now: of a base that is trained itself, the files are read with its weights.
+            self.reads.append(Read("base", run.fit.origin, changed, unknown=""))
 
     def facts(self, run: PreparedRun) -> Mapping[str, str]:
         fact = quantised_fact(run.inner)
