@@ -60,7 +60,8 @@ it lies in an answer (`data.targets: assistant`), or ends one. Targets are **bol
 
 $documents
 
-The header of the answer is no target, as the server writes it; `<|im_end|>` is one, so that the model learns to stop.
+The header of the answer is no target: it ends the prompt that a server gives. `<|im_end|>` is one, so that the model
+learns to stop.
 These two columns, `input_ids` and `targets`, are a document. Documents are made once, and cached by the content of
 the rows, the tokenizer and the template. `toolkit data` shows them.
 

@@ -8,6 +8,7 @@ Those of 2025 and 2026 are written afresh: what decides where an answer begins a
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -188,6 +189,26 @@ RECENT = (
     MINIMAX_M2,
 )
 # fmt: on
+
+
+_SPECIAL = re.compile(
+    r"<[|｜][^<>\s'\"{}]+[|｜]>|</?s>|<(?:bos|eos|start_of_turn|end_of_turn|turn\||\|turn|channel\||\|channel)>"
+    r"|<end_of_utterance>|\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
+)
+
+
+def all_of_trl() -> list[ChatTemplate]:
+    """Every template that TRL is installed with, and the special tokens that it names."""
+    found = []
+    for file in sorted(files("trl").joinpath("chat_templates").iterdir(), key=lambda file: file.name):
+        if not file.name.endswith(".jinja"):
+            continue
+        text = file.read_text(encoding="utf-8")
+        special = tuple(sorted(set(_SPECIAL.findall(text)))) or ("<|im_start|>", "<|im_end|>")
+        eos = next((token for token in special if re.search("end|eot|eos|/s", token)), special[0])
+        bos = next((token for token in special if re.search("begin|bos|<s>", token)), None)
+        found.append(ChatTemplate(f"trl {file.name.removesuffix('.jinja')}", text, special, eos, bos, tools=True))
+    return found
 
 
 def of_trl(name: str, like: ChatTemplate) -> ChatTemplate:

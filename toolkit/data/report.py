@@ -18,7 +18,7 @@ from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.registry import LAYOUTS
 from toolkit.data.layouts.row_flags import IN_PARTS
 from toolkit.data.samples.samples import Rows, SeenRows
-from toolkit.data.templates.chat import special_ids
+from toolkit.data.templates.masks import special_ids
 from toolkit.errors import counted
 
 ROWS_NAMED = 20
@@ -95,8 +95,8 @@ class SplitReport(_Part):
         lengths: min, median, mean, p90, p99 and max (tokens).
         length_histogram: `edges` (tokens) and `counts` (rows).
         longest: the `row` and its `tokens`.
-        repeated_tokens: with a sample for each answer (`data.targets: each_turn`), the tokens beyond `tokens`, because
-            what comes before an answer is read again for each.
+        repeated_tokens: with a sample for each answer, the tokens beyond `tokens`, because what comes before an answer
+            is read again for each.
         noted: what is not learned of kept rows -> the rows.
         duplicates: rows equal to an earlier one; not known for a stream.
         also_in_train: rows of validation that are trained on, too.
@@ -234,8 +234,9 @@ def duplicates(rows: Rows, kept: Any) -> Any:
 
 def repeated_tokens(rows: SeenRows, kept: Any) -> dict[str, int]:
     """Returns a field of a `SplitReport`: tokens that samples of answers read more than once."""
-    samples = sum(rows.ends(row)[-1] for row in kept.tolist())
-    return {"repeated_tokens": samples - int(rows.column("length")[kept].sum(dtype=np.int64))}
+    used = set(kept.tolist())
+    repeated = sum(ends[-1] - int(max(np.diff([0, *ends]))) for row, ends in rows.turns().items() if row in used)
+    return {"repeated_tokens": repeated} if repeated else {}
 
 
 def repeated_in(rows: Rows, kept: Any, others: Rows, others_kept: Any) -> int:
@@ -441,8 +442,9 @@ def warnings(splits: dict[str, SplitReport]) -> list[str]:
         if split.repeated_tokens:
             share = split.repeated_tokens / split.tokens
             found.append(
-                f"{name}: data.targets each_turn reads {counted(split.repeated_tokens, 'token')} more than once, "
-                f"{share:.0%} of {split.tokens:,}: what comes before an answer is read again for each"
+                f"{name}: {counted(split.repeated_tokens, 'token')} read more than once, {share:.0%} of "
+                f"{split.tokens:,}: the chat template writes earlier turns otherwise, so each answer is a sample "
+                "of its own with all that comes before it; data.targets=last_turn learns the last one alone"
             )
         if split.also_in_train:
             found.append(f"{name}: {counted(split.also_in_train, 'row')} also in train: the held-out loss is too low")

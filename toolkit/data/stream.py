@@ -148,9 +148,9 @@ class WindowRows:
         document = self.documents[row]
         return document["input_ids"][start:stop], document["targets"][start:stop]
 
-    def ends(self, row: int) -> list[int]:
-        """Returns the position after the last token of each sample of a document."""
-        return ends_of(self.documents[row])
+    def turns(self) -> dict[int, list[int]]:
+        """See `TokenRows`."""
+        return {row: document["ends"] for row, document in enumerate(self.documents) if document.get("ends")}
 
     @property
     def have_images(self) -> bool:
@@ -491,7 +491,7 @@ def describe_stream(
         dropped=counts.dropped,
         long=Found(count=counts.long, rows=[], cut_tokens=counts.cut_tokens),
         **({"noted": counts.noted} if counts.noted else {}),
-        **({"repeated_tokens": counts.repeated_tokens} if stream.kind.by_turn else {}),
+        **({"repeated_tokens": counts.repeated_tokens} if counts.repeated_tokens else {}),
         **{**described, "tokens": counts.tokens, "target_tokens": counts.target_tokens},
         longest={"row": counts.longest[1], "tokens": counts.longest[0]},
         samples=len(samples),

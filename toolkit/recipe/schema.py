@@ -260,7 +260,7 @@ class DataSection(Section):
     targets: Literal["assistant", "last_turn", "all", "each_turn"] | None = Field(
         None,
         description="Learn these parts of a conversation, or of a prompt and its answer; null: assistant. each_turn: "
-        "one sample for each answer, after the text that the chat template writes before it at inference.",
+        "assistant, with a sample for each answer even where one text would have them all.",
     )
     # The longest contexts that models promise are of 10 million tokens; a batch of a billion would be 8 GB a tensor.
     max_length: int = Field(ge=8, le=2**24, description="Limit samples to this many tokens. Rows are packed or padded.")
@@ -342,10 +342,6 @@ class DataSection(Section):
         if self.max_validation_samples is not None and not self.has_validation:
             raise contradiction(
                 "data.max_validation_samples has no effect without data.validation or data.validation_fraction"
-            )
-        if self.targets == "each_turn" and self.long_rows in ("truncate", "split"):
-            raise contradiction(
-                f"data.long_rows {self.long_rows} is not possible with data.targets each_turn; allowed: error, drop"
             )
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise contradiction(

@@ -229,15 +229,6 @@ def _survey(draft: Draft, name: str | None, tell: Callable[[str], None]) -> tupl
             raise
         draft.set("data.columns.prompt", column, "The rows have no column called prompt.")
         return _survey(draft, name, tell)
-    if (rows.earlier_thoughts or rows.other_prompts) and spec.may_pad:
-        told = f"The chat template leaves out thoughts of earlier turns in {counted(rows.earlier_thoughts, 'row')}."
-        why = f"{told} So each answer is learned as it was written, thoughts included."
-        if not rows.earlier_thoughts:
-            told = f"In {counted(rows.other_prompts, 'row')} an answer would not stand behind the prompt of inference."
-            why = f"{told} So each answer is learned behind its own."
-        draft.set("data.targets", "each_turn", why)
-        data = _data_section(draft, spec)
-        rows = measure(data, tokens, _stand_in(spec))
     prompt = first_words(source, layout) if spec.writes_text else ""
     prompt = f"{data.source_prefix or ''}{prompt}" if prompt else ""
     found = look_at(model, tokens, rows, spec.kind)

@@ -23,7 +23,6 @@ from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import Rows as TokenisedRows
 from toolkit.data.samples.samples import SampledPrompts
 from toolkit.data.templates.templates import MARKERS
-from toolkit.data.templates.turns import OF_EARLIER_TURNS, OTHER_PROMPT
 from toolkit.model.attention.positions import num_positions, takes_positions
 from toolkit.model.load import load_without_weights
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
@@ -64,8 +63,6 @@ class Rows:
         longest: tokens of the longest document: of a row, or of one side of a pair.
         labels: names of the classes, or None without classification.
         target_lengths: tokens of targets, or None if targets are not separate.
-        earlier_thoughts: conversations in which the chat template leaves out thoughts of earlier turns.
-        other_prompts: conversations in which an answer does not stand behind the prompt of inference.
         answers: of prompts whose completions the model samples, or None.
     """
 
@@ -73,8 +70,6 @@ class Rows:
     longest: int
     labels: list[str] | None
     target_lengths: Ints | None = None
-    earlier_thoughts: int = 0
-    other_prompts: int = 0
     answers: Answers | None = None
 
     @property
@@ -128,16 +123,11 @@ def measure(data: DataSection, tokenizer: PreTrainedTokenizerBase, objective: Ob
     rows = found.train.rows
     assert isinstance(rows, TokenisedRows), "nothing is streamed"
     usable = np.flatnonzero(rows.column("length"))
-    sizes = (found.train.lengths(),) if data.targets == "each_turn" else kind.sizes(rows, usable)
+    sizes = (found.train.lengths(),) if rows.turns() else kind.sizes(rows, usable)
     lengths, *targets = (size.astype(np.int64) for size in sizes)
-    noted = found.report.train.noted if found.report.train is not None else {}
-    earlier = max((rows.count for what, rows in noted.items() if what.endswith(OF_EARLIER_TURNS)), default=0)
-    other = noted[OTHER_PROMPT].count if OTHER_PROMPT in noted else 0
     asked = found.train.asked_of_itself
     answers = None if asked is None else _answers_of(asked, tokenizer)
-    return Rows(
-        lengths, found.train.longest, found.label_names, targets[0] if targets else None, earlier, other, answers
-    )
+    return Rows(lengths, found.train.longest, found.label_names, targets[0] if targets else None, answers)
 
 
 def _answers_of(asked: SampledPrompts, tokenizer: PreTrainedTokenizerBase) -> Answers:

@@ -67,8 +67,8 @@ def samples_of(rows: list[tuple[list[int], list[int]]]) -> TextSamples:
             ids, learned = rows[row]
             return np.array(ids)[start:stop], np.isin(np.arange(len(ids)), learned)[start:stop]
 
-        def ends(self, row: int) -> list[int]:
-            return [len(rows[row][0])]
+        def turns(self) -> dict[int, list[int]]:
+            return {}
 
     numbers = np.arange(len(rows))
     lengths = np.array([len(ids) for ids, _ in rows])

@@ -897,7 +897,7 @@ ALL_LONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
         "causal_lm",
         chat({"role": "user", "content": LONG}, {"role": "assistant", "content": "a"}),
         {"targets": "each_turn"},
-        ["drop"],
+        ["drop", "truncate", "split"],
     ),
     "pairs": ("preference", {"prompt": LONG, "chosen": "a", "rejected": "b"}, {}, ["drop"]),
     "judged": ("kto", {"prompt": LONG, "completion": "a", "label": True}, {}, ["drop"]),

@@ -313,7 +313,7 @@ def test_a_row_is_never_cut_inside_an_image(model: Path, folder: Path) -> None:
         ),
         (
             {"targets": "all"},
-            r"targets: all would learn the tokens .*; set data\.targets=assistant, or each_turn",
+            r"targets: all would learn the tokens .*; set data\.targets=assistant",
         ),
     ],
 )

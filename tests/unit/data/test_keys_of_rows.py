@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, ChatTemplate, of_trl, tokenizer_for
+from support.chat_templates import CHATML, QWEN_3, ChatTemplate, of_trl, tokenizer_for
 from support.conversations import in_lists
 
 from toolkit.data import build
@@ -192,13 +192,6 @@ def test_thoughts_are_learned_whatever_they_are_called(template: ChatTemplate) -
         assert written.rstrip().endswith(learned.rstrip()), name
         lacking = encoded({"messages": [ASKED, *thoughts]})
         assert lacking == (f"one{END}", None, "the chat template leaves out reasoning_content"), name
-
-
-def test_thoughts_inside_the_words_that_a_template_leaves_out_are_counted() -> None:
-    row = {"messages": [ASKED, {"role": "assistant", "content": f"<think>{THOUGHT}</think>one"}]}
-    earlier = {"messages": [*row["messages"], ASKED, {"role": "assistant", "content": "two"}]}
-    assert "the chat template leaves out <think>" in encoded(earlier, DEEPSEEK_R1)[2].split("; ")
-    assert encoded(earlier)[2] is None, "ChatML writes words as they are"
 
 
 def test_what_a_template_leaves_out_of_a_conversation_is_counted() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from support.chat_templates import (
-    DEEPSEEK_R1,
     GLM_45,
     GPT_OSS,
     MAGISTRAL,
@@ -196,33 +195,7 @@ def learned(name: str, ids: list[int], targets: list[bool]) -> list[str]:
 def test_answers_are_those_found_by_hand_and_what_a_server_gives(name: str) -> None:
     for kind in CONVERSATIONS:
         if TEMPLATES[name].tools or kind not in KINDS_WITH_TOOLS:
-            marks_are_the_spans_found_by_hand(name, kind)
             every_turn_is_what_a_server_gives_and_the_model_writes(name, kind)
-
-
-def marks_are_the_spans_found_by_hand(name: str, kind: str) -> None:
-    messages = CONVERSATIONS[kind]
-    document = encoded(name, messages, kind, "assistant")
-    if (name, kind) in REFUSED:
-        assert REFUSED[name, kind] in document["problem"]
-        return
-    assert document["problem"] is None, document["problem"]
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    expected = [
-        written(name, messages[i], thought_in(name, messages, i, alone=False), last=i == len(messages) - 1)
-        + stop_of(name, messages, i, alone=False)
-        for i in answers
-    ]
-    if name in ("qwen 3.5", "minimax m2"):  # the prompt opens the block, and the model writes what stands inside
-        expected = [text.removeprefix("<think>\n") for text in expected]
-    assert learned(name, document["input_ids"], document["targets"]) == joined_if_touching(name, messages, expected)
-
-
-def joined_if_touching(name: str, messages: list[Message], expected: list[str]) -> list[str]:
-    """Answers that follow each other without anything between them are one stretch."""
-    if name == "magistral" and messages[-2]["role"] == "assistant":
-        return ["".join(expected)]
-    return [text for text in expected if text]
 
 
 def every_turn_is_what_a_server_gives_and_the_model_writes(name: str, kind: str) -> None:
@@ -233,7 +206,7 @@ def every_turn_is_what_a_server_gives_and_the_model_writes(name: str, kind: str)
         assert REFUSED[name, kind] in document["problem"]
         return
     if name == "gemma 4" and thinking:  # without enable_thinking its prompt closes thoughts
-        assert "cannot be located" in document["problem"]
+        assert "closes them before it" in document["problem"]
         document = encoded(name, messages, kind, "each_turn", chat_template_kwargs={"enable_thinking": True})
     assert document["problem"] is None, document["problem"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -285,21 +258,11 @@ def test_thoughts_that_no_closed_prompt_may_be_followed_by_are_dropped_by_name()
     row = {"chat_template_kwargs": {"enable_thinking": False}}
     document = encoded("qwen 3.5", CONVERSATIONS["thoughts"], "thoughts", "each_turn", **row)
     assert document["problem"] == (
-        "an answer has thoughts, and the generation prompt of the chat template closes them before it"
+        "an answer has thoughts, and the generation prompt of the chat template closes them before it "
+        "(data.template_arguments: {enable_thinking: true} opens them)"
     )
     plain = encoded("qwen 3.5", CONVERSATIONS["one turn"], "one turn", "each_turn", **row)
     assert learned("qwen 3.5", plain["input_ids"], plain["targets"]) == ["four<|im_end|>"]
-
-
-def test_r1_learns_its_thoughts_by_turn_alone() -> None:
-    tokens, messages = new_tokenizer(DEEPSEEK_R1), CONVERSATIONS["thoughts"]
-    whole, by_turn = (
-        in_lists(Encoder(tokens, targets=targets).documents([{"messages": messages}], LAYOUT)[0])
-        for targets in ("assistant", "each_turn")
-    )
-    assert "; the chat template leaves out reasoning_content" in f"; {whole['note']}"
-    shown = [t for t, is_target in zip(by_turn["input_ids"], by_turn["targets"], strict=True) if is_target]
-    assert tokens.decode(shown) == "add them\n</think>\n\nfour<｜end▁of▁sentence｜>"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.chat_templates import CHATML, DEEPSEEK_R1, QWEN_3, RECENT
+from support.chat_templates import CHATML, LLAMA_31, RECENT
 from support.chat_templates import tokenizer_for as new_tokenizer
 from support.conversations import ALL_TEMPLATES, assistant, system, tokenizer_for, user
 
 from toolkit.data.rows.values import RowProblem
-from toolkit.data.templates import chat
-from toolkit.data.templates.chat import NO_WAY, ConversationText, Rendered, render
+from toolkit.data.templates import chat, prompts
+from toolkit.data.templates.chat import ConversationText, Rendered, render
 from toolkit.data.templates.templates import rendered
 
 SAID = [
@@ -46,7 +46,7 @@ def outcome(by: Any, *args: Any) -> tuple[Any, ...]:
         found: Rendered = by(*args)
     except RowProblem as problem:
         return (str(problem),)
-    return found.text, found.spans, found.prompted
+    return found.text, found.spans, found.turns
 
 
 def conversation(chance: random.Random, end: str) -> list[dict[str, Any]]:
@@ -67,25 +67,21 @@ def conversation(chance: random.Random, end: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_answers_are_those_of_renderings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, chance, short = tokenizer_for(TEMPLATES[name]), random.Random(name), 0
+    tokens, chance, short, apart = tokenizer_for(TEMPLATES[name]), random.Random(name), 0, 0
     for number in range(60):
         messages = conversation(chance, TEMPLATES[name].special[-1])
-        targets = chance.choice(["assistant", "last_turn"])
+        targets: Any = chance.choice(["assistant", "last_turn"])
         unlearned = frozenset(i for i in range(len(messages)) if chance.random() < 0.1)
         found = outcome(render, tokens, messages, None, targets, unlearned)
         with monkeypatch.context() as patched:
             patched.setattr(chat, "_by_shape", lambda *_: None)
             expected = outcome(render, tokens, messages, None, targets, unlearned)
-        if expected == (NO_WAY,) and len(found) == 3:
-            # Marks change what this template writes, so short words of others were searched in the answers.
-            said = [message["content"].strip() for message in messages]
-            assert any(one in other for i, one in enumerate(said) for j, other in enumerate(said) if i != j)
-        else:
-            assert found == expected, (number, messages)
-        if len(found) == 3:
+        assert found == expected, (number, messages)
+        if len(found) == 3 and found[2] is None:
             row = ConversationText(tokens, messages, None)
             short += chat._by_shape(row, targets, unlearned) is not None
-    assert short > 10
+        apart += len(found) == 3 and found[2] is not None
+    assert short + apart > 10
 
 
 def test_a_row_is_rendered_once_and_before_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,16 +91,17 @@ def test_a_row_is_rendered_once_and_before_each_answer(monkeypatch: pytest.Monke
         texts.append(rendered(*args, **kwargs))
         return texts[-1]
 
-    monkeypatch.setattr(chat, "rendered", counted)
-    for template in (CHATML, QWEN_3, DEEPSEEK_R1):
+    for room in (chat, prompts):
+        monkeypatch.setattr(room, "rendered", counted)
+    for template in (CHATML, LLAMA_31):
         tokens = new_tokenizer(template)
         for first, second in (("hot", "cold"), ("dry", "wet")):
             texts.clear()
             answers = [assistant(f"<think>\nso {word}\n</think>\n\nit is {word}") for word in (first, second)]
             messages = [user(f"why {first}"), answers[0], user(f"how {second}"), answers[1]]
             text = render(tokens, messages, None, "assistant").text
-        prompts = [rendered(tokens, messages[:count], prompt=True) for count in (1, 3)]
-        assert texts == [text, *prompts], template.name
+        asked = [rendered(tokens, messages[:count], prompt=True) for count in (1, 3)]
+        assert texts == [text, *asked], template.name
 
 
 @pytest.mark.parametrize(
@@ -148,7 +145,8 @@ def test_a_generation_prompt_may_depend_on_words(test: str) -> None:
     asks = "{% if add_generation_prompt %}{% set said = messages[-1].content %}<|im_start|>assistant\n"
     tokens = new_tokenizer(replace(CHATML, template=f"{body}{asks}{{{{ '<think>' if {test} }}}}{{% endif %}}"))
     said = [
-        render(tokens, [user(words), assistant("four")], None, "assistant").prompted for words in ("why", "why /think")
+        render(tokens, [user(words), assistant("four")], None, "assistant").turns is None
+        for words in ("why", "why /think")
     ]
     assert said == [True, False]
 

@@ -263,28 +263,8 @@ def test_answers_are_learned_one_by_one_where_the_template_drops_earlier_thought
     (tmp_path / "config.json").write_text(json.dumps(config))
     machine = Machine(hardware_of("cpu"), 2)
     found = {name: suggest(str(tmp_path), f"{name}.jsonl", machine, overrides=[]) for name in ("twice", "once")}
-    assert (found["twice"].recipe.data.targets, found["once"].recipe.data.targets) == ("each_turn", None)
-    assert (
-        found["twice"]
-        .reasons["data.targets"]
-        .startswith("The chat template leaves out thoughts of earlier turns in 40 rows. So each answer is learned as")
-    )
-    assert len(found["twice"].rows.lengths) == 80, "samples"
-
-
-def test_answers_are_learned_behind_the_prompt_of_inference(tmp_path: Path) -> None:
-    """A generation prompt that opens a thought, which the template does not write before an answer."""
-    tokenizer = AutoTokenizer.from_pretrained("model")
-    turns = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|endoftext|>' }}{% endfor %}"
-    tokenizer.chat_template = turns + "{% if add_generation_prompt %}{{ 'assistant: <think>' }}{% endif %}"
-    save_llama(tmp_path, TEXTS, tied=True, layers=1)
-    tokenizer.save_pretrained(tmp_path)
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    Path("plain.jsonl").write_text("\n".join([json.dumps(row)] * 20), encoding="utf-8")
-    found = suggest(str(tmp_path), "plain.jsonl", Machine(hardware_of("cpu"), 2), overrides=[])
-    assert found.recipe.data.targets == "each_turn"
-    told = "In 20 rows an answer would not stand behind the prompt of inference. So each answer is learned behind its"
-    assert found.reasons["data.targets"].startswith(told)
+    assert (found["twice"].recipe.data.targets, found["once"].recipe.data.targets) == (None, None)
+    assert [len(found[name].rows.lengths) for name in ("twice", "once")] == [80, 40], "samples"
 
 
 def test_what_is_given_stays_and_replaces_its_rival_and_long_rows_are_told() -> None:

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -51,23 +51,23 @@ class ByteTokens:
         backend.encode_special_tokens = getattr(self.tokenizer, "split_special_tokens", False)
         return [np.array(found.ids, np.int32) for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def mask(self, text: str, ids: np.ndarray[Any, Any], spans: Sequence[tuple[int, int]]) -> Any:
-        """Returns which tokens are in the spans (characters; sorted, disjoint), (length,), bool.
+    def places(self, text: str, ids: np.ndarray[Any, Any], edges: Sequence[int]) -> np.ndarray[Any, Any] | None:
+        """Returns the number of the token that begins at each of these characters, (edges,), int64.
 
-        It is None where the bytes of the tokens are not those of the text, or a span begins or ends inside a token.
+        It is None where the bytes of the tokens are not those of the text, or an edge is inside a token.
+
+        Args:
+            edges: rising; the length of the text is the number behind the last token.
         """
         if self.is_composed and not unicodedata.is_normalized("NFC", text):
             return None
-        cuts = [0, *chain.from_iterable(spans), len(text)]
+        cuts = [0, *edges, len(text)]
         places = [0, *accumulate(len(text[start:end].encode()) for start, end in pairwise(cuts))]
-        edges = np.concatenate([[0], np.cumsum(self.widths[ids])])  # before each token, and the end
-        found = np.searchsorted(edges, places)
-        if edges[-1] != places[-1] or (edges[found] != places).any():
+        bounds = np.concatenate([[0], np.cumsum(self.widths[ids])])  # before each token, and the end
+        found = np.searchsorted(bounds, places)
+        if bounds[-1] != places[-1] or (bounds[found] != places).any():
             return None
-        inside = np.zeros(len(ids), dtype=bool)
-        for start, end in found[1:-1].reshape(-1, 2):
-            inside[start:end] = True
-        return inside
+        return found[1:-1]
 
 
 @lru_cache(maxsize=4)  # large vocabularies take a tenth of a second

@@ -86,11 +86,13 @@ class Documents:
         """Returns a column of numbers, (rows,)."""
         return self.table.column(name).to_numpy()  # type: ignore[no-any-return]
 
-    def ends(self, row: int) -> list[int]:
-        """Returns the position after the last token of each sample of a row."""
+    def turns(self) -> dict[int, list[int]]:
+        """Returns, for each row with a sample for each answer, the position after the last token of each."""
         if "ends" not in self.table.column_names:
-            return [int(self.table.column("length")[row].as_py())]
-        return self.table.column("ends")[row].as_py()  # type: ignore[no-any-return]
+            return {}
+        ends = self.table.column("ends")
+        rows = np.flatnonzero(pc.list_value_length(ends).to_numpy())
+        return {int(row): ends[int(row)].as_py() for row in rows}
 
     def problems(self) -> dict[int, str]:
         """Returns why rows cannot be used, by row."""

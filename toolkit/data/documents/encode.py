@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,29 +17,18 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.documents.byte_tokens import ByteTokens
 from toolkit.data.images.images import Images, parse
 from toolkit.data.layouts.layout import Layout
-from toolkit.data.layouts.messages import ONLY_ASSISTANTS, left_out_of
+from toolkit.data.layouts.left_out import NO_TOOLS, left_out_of
+from toolkit.data.layouts.messages import ONLY_ASSISTANTS
 from toolkit.data.layouts.row_flags import Span, without
 from toolkit.data.layouts.template_arguments import date_of, note_of, require_taken, takes_tools
-from toolkit.data.layouts.thoughts import THOUGHTS, left_out
+from toolkit.data.layouts.thoughts import THOUGHTS
 from toolkit.data.rows.examples import Answer, Conversation, Example, Message, Text
 from toolkit.data.rows.image_places import MARK, PLACE, WITH_IMAGES
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
-from toolkit.data.templates.chat import ALL_UNLEARNED, Targets, render, spans_array, special_ids, target_mask
+from toolkit.data.templates.chat import GREETING, Rendered, Targets, Turn, render
+from toolkit.data.templates.masks import PLAIN, holds_prompt, spans_array, target_mask
 from toolkit.data.templates.stops import NextTurn, end_texts
-from toolkit.data.templates.turns import (
-    ASKED_OTHERWISE,
-    GREETING,
-    OF_EARLIER_TURNS,
-    OTHER_PROMPT,
-    Turn,
-    encode_turns,
-    has_thoughts_at_inference,
-    is_asked_otherwise,
-    parts_in,
-    parts_in_turn,
-    turns_of,
-)
 from toolkit.errors import DataError, first_line
 from toolkit.recipe.objectives.registry import SPECS
 
@@ -46,9 +36,11 @@ NOTE_END = "; "
 """Separator of two notes about a row."""
 
 EACH_TURN: Final = "each_turn"
-"""`data.targets` for a sample of each answer."""
+"""`data.targets` for a text of each answer, even where one text would have them all."""
 
-NO_TOOLS = "the chat template leaves out tools"
+NOT_ONCE = "a message with train_detail does not stand in what the chat template renders, or twice"
+
+JOINED = "the beginning of an answer and the end of its prompt are one token"
 
 ENDS_INSIDE = "an answer holds {}, which ends it: the model learns to stop there"
 
@@ -66,8 +58,8 @@ STARTS_OF_IMAGES = "picture_starts"
 
 _Numbers = Sequence[int] | np.ndarray[Any, Any]
 
-_Tokens = tuple[_Numbers, _Numbers, bool]
-"""Tokens of a text, which of them are targets, and whether a token begins where each answer does."""
+_Tokens = tuple[_Numbers, _Numbers, list[int]]
+"""Tokens of a text, which of them are targets, and the number of the first one of each answer."""
 
 ColumnType = str | list[str]
 """Name of a type as `datasets` has it, or a list of one. Plans have no need of `datasets`: 0.4 s of CPU."""
@@ -91,25 +83,24 @@ FEATURES: dict[str, ColumnType] = {
 class _Prepared:
     """Text to tokenise: what is learned, whether begin and end of text are added, and what was left out.
 
-    `starts` are the characters where learned answers begin, each behind a generation prompt.
+    `starts` are the characters where learned answers begin, each behind its prompt; `example` is their conversation.
     """
 
     text: str
-    spans: list[tuple[int, int]]
+    spans: list[Span]
     whole: bool
     note: str | None = None
     images: tuple[str, ...] = ()
     starts: tuple[int, ...] = ()
+    example: Conversation | None = None
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """Answers to tokenise, each with what comes before it, its parts that are not learned, and records of images."""
+    """Answers to tokenise, each behind its prompt in a text of its own."""
 
-    turns: list[Turn]
-    cuts: list[list[Span]]
+    texts: list[_Prepared]
     note: str | None
-    images: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -133,7 +124,7 @@ class Encoder:
     many_pieces: ClassVar[bool] = False
 
     tokenizer: PreTrainedTokenizerBase
-    targets: Targets | Literal["each_turn"] = "assistant"
+    targets: Targets = "assistant"
     objective: str = "causal_lm"
     truncate_to: int | None = None
     bos_id: int | None = None
@@ -147,14 +138,20 @@ class Encoder:
         """Columns of its documents besides `FEATURES`: the type of each, and its value for a row that cannot be used.
 
         `pictures` are the records of a row's images, in the order of their places. `ends` are one after the last token
-        of each of its samples, if each answer is one; `length` is the longest one's then.
+        of each of its samples, if each answer is one, else none; `length` is the longest one's then.
         """
         strings: ColumnType = ["string"]
         numbers: ColumnType = ["int32"]
         images: Columns = {} if self.images is None else {"pictures": (strings, [])}
-        if images and (self.many_pieces or self.targets == EACH_TURN):
+        if images and (self.many_pieces or self.makes_turns):
             images[STARTS_OF_IMAGES] = (numbers, [])
-        return {**self.own, **images, **({"ends": (numbers, [0])} if self.targets == EACH_TURN else {})}
+        return {**self.own, **images, **({"ends": (numbers, [])} if self.makes_turns else {})}
+
+    @property
+    def makes_turns(self) -> bool:
+        """Whether a document can have several samples, one for each answer."""
+        spec = SPECS[self.objective]
+        return self.targets in ("assistant", EACH_TURN) and spec.predicts_next_tokens and not spec.samples_itself
 
     def key(self, layout: Layout) -> list[Any]:
         """Returns what decides the documents of rows besides the tokenizer and the layout."""
@@ -169,8 +166,23 @@ class Encoder:
     def own_key(self, layout: Layout) -> list[Any]:
         """Returns the part of the key that few rows have."""
         # A run that learned these prompts as text, or answers behind other prompts, must not resume.
-        prompted = SPECS[self.objective].compares_answers and is_asked_otherwise(self.tokenizer)
-        return [*(["templated"] if layout.templated else []), *(["prompted"] if prompted else [])]
+        templated = ["templated"] if layout.templated else []
+        if not layout.may_have_conversations or self.targets in ("all", EACH_TURN):
+            return templated
+        spec = SPECS[self.objective]
+        if spec.compares_answers:
+            return [*templated, *(["prompted"] if self._needs_turns(TRIALS[:2]) else [])]
+        # Blocks of a template decided what is learned until version 0.2.
+        has_blocks = "endgeneration" in str(getattr(self.tokenizer, "chat_template", None))
+        apart = self.makes_turns and (has_blocks or self._needs_turns(TRIALS))
+        return [*templated, *(["apart"] if apart else [])]
+
+    def _needs_turns(self, trials: Sequence[Conversation]) -> bool:
+        """Returns whether the chat template needs a text of its own for an answer of these conversations."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return False
+        plain = Encoder(self.tokenizer, next_turn=self.next_turn)
+        return any(document.get("ends") for document in plain.encode(trials))
 
     def documents(self, rows: list[Row], layout: Layout) -> list[Document]:
         """Returns a document for each row; that of a row that cannot be used has a reason instead of tokens."""
@@ -196,9 +208,7 @@ class Encoder:
 
     def _prepare_example(self, example: Example) -> _Prepared | _Turns | RowProblem:
         if isinstance(example, Conversation):
-            in_turns = self.targets == EACH_TURN
-            found: _Prepared | _Turns | RowProblem
-            found = _result_or_problem(self._rendered_by_turn if in_turns else self._render_conversation, example)
+            found: _Prepared | _Turns | RowProblem = _result_or_problem(self._conversation, example)
             return found
         if isinstance(example, Answer):
             text = example.prompt + example.completion
@@ -219,12 +229,9 @@ class Encoder:
         if example.arguments:
             require_taken(example.arguments, template)
             notes.append(note_of(example.arguments))
-        if example.tools and not takes_tools(template):
-            notes.append(NO_TOOLS)
         if not example.images and any(MARK in (message.get("content") or "") for message in messages):
             notes.append(f"{MARK} stands in the words of a row without images, and is read as text")
-        if "developer" not in template and any(message["role"] == "developer" for message in messages):
-            notes.append(DEVELOPER)
+        notes += notes_of_template(messages, example.tools, template)
         if any(_is_empty_answer(message) for i, message in enumerate(messages) if i not in example.unlearned):
             notes.append(EMPTY)
         answers = [message["content"] or "" for message in messages if message["role"] == "assistant"]
@@ -237,62 +244,53 @@ class Encoder:
     def _ends(self) -> list[str]:
         return end_texts(self.tokenizer)
 
-    @cached_property
-    def _special(self) -> set[int]:
-        return special_ids(self.tokenizer)
-
-    def _render_conversation(self, example: Conversation) -> _Prepared | _Turns:
+    def _conversation(self, example: Conversation, targets: Targets | None = None) -> _Prepared | _Turns:
+        """Renders a conversation; raises RowProblem."""
+        targets = targets or self.targets
         messages, notes = self._messages_for_template(example)
-        assert self.targets != EACH_TURN
         unlearned = example.unlearned
-        if self.targets != "all":
+        if targets != "all":
             unlearned |= frozenset(range(example.num_asked))
-        rendered = render(self.tokenizer, messages, example.tools, self.targets, unlearned, example.arguments)
-        spec = SPECS[self.objective]
         # A reward model is asked nothing: it reads a conversation as the template writes it.
-        prompted = rendered.prompted or not spec.predicts_next_tokens
-        if not prompted and spec.compares_answers:
-            # Otherwise one half of a pair could stand behind another prompt than the other.
-            return self._rendered_by_turn(example)
-        text, spans = rendered.text, rendered.spans
-        starts = tuple(start for start, _ in spans if start) if prompted and self.targets != "all" else ()
+        is_asked = SPECS[self.objective].predicts_next_tokens
+        found = render(self.tokenizer, messages, example.tools, targets, unlearned, example.arguments, is_asked)
+        notes += [GREETING] if found.greets else []
+        if found.turns is not None:
+            return self._in_turns(example, messages, notes, found.turns)
+        return self._in_one_text(example, messages, notes, found, targets != "all" and is_asked)
+
+    def _in_one_text(
+        self, example: Conversation, messages: list[Message], notes: list[str], found: Rendered, is_asked: bool
+    ) -> _Prepared:
+        text, spans = found.text, found.spans
+        starts = [start for start, _ in spans if start] if is_asked else []
         if self.next_turn is not None:
             text, spans = self.next_turn.stopped(text, spans, messages)
-        spans = without(spans, parts_in(text, messages, example.parts))
-        notes += left_out_of(messages, text)
-        if not prompted:
-            notes.append(OTHER_PROMPT)
-        left = left_out(messages, text)
-        if example.images:
-            assert self.images is not None
-            assert self.image_root is not None
-            shown = self.images.expanded(text, spans, example.images, self.image_root)
-            return _Prepared(shown.text, shown.spans, False, joined_notes([*notes, *left]), shown.records)
-        if left and has_thoughts_at_inference(self.tokenizer, messages, example.tools, example.arguments, text):
-            left = [f"{note} {OF_EARLIER_TURNS}" for note in left]
-        return _Prepared(text, spans, False, joined_notes([*notes, *left]), starts=starts)
+        spans = without([span for span in spans if span[0] < span[1]], _parts_in(text, messages, example.parts))
+        note = joined_notes([*notes, *left_out_of(messages, text, example.tools)])
+        if not example.images:
+            return _Prepared(text, spans, False, note, starts=tuple(starts), example=example)
+        assert self.images is not None
+        assert self.image_root is not None
+        shown = self.images.expanded(text, spans, example.images, self.image_root)
+        return _Prepared(shown.text, shown.spans, False, note, shown.records)
 
-    def _rendered_by_turn(self, example: Conversation) -> _Turns:
-        messages, notes = self._messages_for_template(example)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = [i for i in answers if i not in example.unlearned and i >= example.num_asked]
-        wanted = wanted if self.targets == EACH_TURN else wanted[-1:]
-        turns = turns_of(self.tokenizer, messages, example.tools, wanted, example.arguments)
-        if not turns:
-            raise RowProblem(ALL_UNLEARNED)
+    def _in_turns(self, example: Conversation, messages: list[Message], notes: list[str], turns: list[Turn]) -> _Turns:
         if (following := self.next_turn) is not None:
             turns = [replace(turn, written=turn.written + following.stop(messages, turn.index)) for turn in turns]
-        if wanted[0] == 0:
-            notes.append(GREETING)
-        notes += left_out_of(messages[: turns[-1].index], turns[-1].prompt)
-        cuts = [
-            parts_in_turn(turn, messages[turn.index], example.parts[turn.index]) if turn.index in example.parts else []
-            for turn in turns
-        ]
-        left = [note for turn in turns for note in left_out([messages[turn.index]], turn.written)]
-        shown = [self._shown(turn.prompt, example, messages[: turn.index]) for turn in turns]
-        turns = [replace(turn, prompt=prompt) for turn, (prompt, _) in zip(turns, shown, strict=True)]
-        return _Turns(turns, cuts, joined_notes([*notes, *left]), [records for _, records in shown])
+        own, last = {turn.index for turn in turns}, turns[-1]
+        before = [message for i, message in enumerate(messages[: last.index]) if i not in own]
+        notes += left_out_of(before, last.prompt, example.tools)
+        notes += [note for turn in turns for note in left_out_of([messages[turn.index]], turn.written)]
+        texts = [self._prepared_turn(turn, example, messages) for turn in turns]
+        return _Turns(texts, joined_notes(notes))
+
+    def _prepared_turn(self, turn: Turn, example: Conversation, messages: list[Message]) -> _Prepared:
+        parts = {turn.index: example.parts[turn.index]} if turn.index in example.parts else {}
+        prompt, records = self._shown(turn.prompt, example, messages[: turn.index])
+        learned = without([(0, len(turn.written))], _parts_in(turn.written, messages, parts))
+        spans = [(len(prompt) + start, len(prompt) + end) for start, end in learned]
+        return _Prepared(prompt + turn.written, spans, False, images=tuple(records), starts=(len(prompt),))
 
     def _shown(self, prompt: str, example: Conversation, before: list[Message]) -> tuple[str, list[str]]:
         """Returns the prompt with the images of the messages before an answer expanded, and their records."""
@@ -303,19 +301,42 @@ class Encoder:
         found = self.images.expanded(prompt, [], example.images[:count], self.image_root)
         return found.text, list(found.records)
 
-    def _encode_turns(self, item: _Turns) -> Document:
-        """Returns a document of all answers, each behind what comes before it; raises RowProblem."""
-        found = encode_turns(self.tokenizer, item.turns, item.cuts)
+    def _document_of_turns(self, item: _Turns, tokens: Iterable[_Tokens]) -> Document:
+        """Returns a document of all answers, each behind its prompt; raises RowProblem."""
+        ids: list[int] = []
+        targets: list[bool] = []
+        pieces, ends = [], []
+        for text, (together, mask, firsts) in zip(item.texts, tokens, strict=True):
+            of_turn, learned = list(together), list(mask)
+            if not holds_prompt(self.tokenizer, text.text[: text.starts[0]], of_turn[: firsts[0]]):
+                of_turn, learned = self._tokens_apart(text, of_turn)
+            self._require_places(of_turn, text.images)
+            pieces.append((len(ids), list(text.images)))
+            ids, targets = ids + of_turn, targets + learned
+            ends.append(len(ids))
+        images = with_images(pieces)
+        document = {**document_of(ids, targets, digests_of(images)), "note": item.note}
+        if not self.makes_turns:
+            return {**document, **{name: value for name, value in images.items() if name != STARTS_OF_IMAGES}}
         # A conversation is as long as its longest sample: the last one, unless it omits thoughts of earlier turns.
-        length = int(np.diff([0, *found.ends]).max())
-        starts = [0, *found.ends[:-1]]
-        for start, end, records in zip(starts, found.ends, item.images, strict=True):
-            self._require_places(found.ids[start:end], records)
-        images = with_images(list(zip(starts, item.images, strict=True)))
-        document = {**document_of(found.ids, found.targets, digests_of(images)), "length": length, "note": item.note}
-        if self.targets == EACH_TURN:
-            return {**document, **images, "ends": found.ends}
-        return {**document, **{name: value for name, value in images.items() if name != STARTS_OF_IMAGES}}
+        return {**document, **images, "length": int(np.diff([0, *ends]).max()), "ends": ends}
+
+    def _tokens_apart(self, item: _Prepared, together: list[int]) -> tuple[list[int], list[bool]]:
+        """Returns the tokens of an answer behind those of its prompt, which a server encodes alone.
+
+        Line ends of both may become one token, for example.
+
+        Raises:
+            RowProblem: if they are not the tokens of the text.
+        """
+        start = item.starts[0]
+        prompt = self.tokenizer(item.text[:start], **PLAIN)["input_ids"]
+        answer = self.tokenizer(item.text[start:], return_offsets_mapping=True, **PLAIN)
+        ids = [*prompt, *answer["input_ids"]]
+        if self.tokenizer.decode(ids) != self.tokenizer.decode(together):
+            raise RowProblem(JOINED)
+        offsets = np.vstack([[[0, 0]] * len(prompt), spans_array(answer["offset_mapping"]) + start])
+        return ids, target_mask(item.spans, offsets)
 
     def _require_places(self, ids: _Numbers, records: Sequence[str]) -> None:
         """Raises RowProblem if tokens stand for an image and there is none."""
@@ -323,22 +344,31 @@ class Encoder:
         if not records and image_tokens and not image_tokens.isdisjoint(np.asarray(ids).tolist()):
             raise RowProblem("the text contains the model's image token, but the row has no image")
 
-    def _encode(self, prepared: list[_Prepared]) -> list[Document]:
-        if not prepared:
-            return []
+    def _tokens(self, prepared: list[_Prepared]) -> Iterator[_Tokens]:
+        """Yields the tokens of each text."""
         counted = self._by_bytes(prepared)
-        offsets = iter(self._by_offsets([item for item, found in zip(prepared, counted, strict=True) if not found]))
-        return [self._document(item, *(found or next(offsets))) for item, found in zip(prepared, counted, strict=True)]
+        offsets = self._by_offsets([item for item, found in zip(prepared, counted, strict=True) if not found])
+        for found in counted:
+            yield found or next(offsets)
 
     def _by_bytes(self, prepared: list[_Prepared]) -> list[_Tokens | None]:
         """Returns the tokens of each text, or None for one whose targets only offsets can tell."""
         counting = ByteTokens.of(self.tokenizer)
         if counting is None:
             return [None] * len(prepared)
-        ids = counting.encode([item.text for item in prepared])
-        masks = [counting.mask(item.text, of_item, item.spans) for item, of_item in zip(prepared, ids, strict=True)]
-        # Where a span begins, a token does.
-        return [None if mask is None else (each, mask, True) for each, mask in zip(ids, masks, strict=True)]
+        found: list[_Tokens | None] = []
+        for item, ids in zip(prepared, counting.encode([item.text for item in prepared]), strict=True):
+            edges = sorted({*item.starts, *(edge for span in item.spans for edge in span)})
+            places = counting.places(item.text, ids, edges)
+            if places is None:
+                found.append(None)
+                continue
+            token_at = dict(zip(edges, places.tolist(), strict=True))
+            mask = np.zeros(len(ids), dtype=bool)
+            for start, end in item.spans:
+                mask[token_at[start] : token_at[end]] = True
+            found.append((ids, mask, [token_at[start] for start in item.starts]))
+        return found
 
     def _by_offsets(self, prepared: list[_Prepared]) -> Iterator[_Tokens]:
         if not prepared:
@@ -350,30 +380,26 @@ class Encoder:
                 f"model.tokenizer: {type(self.tokenizer).__name__} does not report where in the text its tokens are, "
                 "so the assistant's cannot be marked; use a model with a fast tokenizer, or data.targets=all"
             )
-        encoded = self.tokenizer(
-            [item.text for item in prepared],
-            # A chat template writes its own special tokens; those of plain text are added in `_document`.
-            add_special_tokens=False,
-            return_offsets_mapping=needs_offsets,
-            return_attention_mask=False,
-            # It would warn of rows longer than the model, before data.long_rows has dealt with them.
-            verbose=False,
-        )
+        encoded = self.tokenizer([item.text for item in prepared], return_offsets_mapping=needs_offsets, **PLAIN)
         if not needs_offsets:
-            yield from ((ids, [True] * len(ids), True) for ids in encoded["input_ids"])
+            yield from ((ids, [True] * len(ids), []) for ids in encoded["input_ids"])
             return
         for item, ids, pairs in zip(prepared, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             offsets = spans_array(pairs)
-            mask, across = target_mask(item.spans, offsets), _across(item.starts, offsets)
-            # The prompt's last token may take the white space behind it, as Phi 3's `<|assistant|>` does.
-            of_prompt = [token for token in across if ids[token] in self._special]
-            for token in of_prompt:
-                mask[token] = False
-            yield ids, mask, len(of_prompt) == len(across)
+            mask, firsts = target_mask(item.spans, offsets), np.searchsorted(offsets[:, 0], item.starts).tolist()
+            for start, first in zip(item.starts, firsts, strict=True):
+                # The prompt's last token may take the white space behind it, as Phi 3's `<|assistant|>` does.
+                if first and offsets[first - 1, 1] > start:
+                    mask[first - 1] = False
+            yield ids, mask, firsts
 
-    def _document(self, item: _Prepared, tokens: _Numbers, targets: _Numbers, begin_tokens: bool) -> Document:
-        """Returns the document of a text; `begin_tokens` says whether a token begins where each answer does."""
-        bos, eos, note = self.bos_id, self.tokenizer.eos_token_id, item.note
+    def _document_of_text(self, item: _Prepared, tokens: _Numbers, targets: _Numbers, firsts: list[int]) -> Document:
+        """Returns the document of a text; `firsts` are the numbers of the first token of each of its `starts`."""
+        for start, first in zip(item.starts, firsts, strict=True):
+            if not holds_prompt(self.tokenizer, item.text[:start], tokens[:first]):
+                document: Document | RowProblem = _result_or_problem(self._apart, item.example)
+                return unusable(document) if isinstance(document, RowProblem) else document
+        bos, eos = self.bos_id, self.tokenizer.eos_token_id
         ids, learned = np.asarray(tokens, dtype=np.int32), np.array(targets, dtype=bool)
         # The text may have the token already.
         if item.whole and bos is not None and ids[:1].tolist() != [bos]:
@@ -384,25 +410,85 @@ class Encoder:
             self._require_places(ids, item.images)
         except RowProblem as problem:
             return unusable(problem)
-        if not begin_tokens:
-            note = joined_notes([note, ASKED_OTHERWISE if SPECS[self.objective].compares_completions else OTHER_PROMPT])
         learned[:1] = False  # nothing precedes the first token
-        images: Document = {"pictures": list(item.images)} if item.images else {}
-        return {**document_of(ids, learned, digests_of(images)), "note": note, **images}
+        images = with_images([(0, list(item.images))])
+        if not self.makes_turns:
+            images.pop(STARTS_OF_IMAGES, None)
+        return {**document_of(ids, learned, digests_of(images)), "note": item.note, **images}
+
+    def _apart(self, example: Conversation) -> Document:
+        """Returns the document of a conversation in whose text a prompt has other tokens than alone."""
+        wanted = "last_turn" if self.targets == "last_turn" else EACH_TURN
+        if wanted == "last_turn":
+            last = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
+            example = replace(example, unlearned=example.unlearned | frozenset(range(last)))
+        item = self._conversation(example, EACH_TURN)
+        assert isinstance(item, _Turns)
+        return self._document_of_turns(item, self._tokens(item.texts))
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         """Returns a document for each example, without `columns` that have the value of a row that cannot be used."""
         prepared = [item if isinstance(item, RowProblem) else self._prepare_example(item) for item in examples]
-        prepared = [
-            _result_or_problem(self._encode_turns, item) if isinstance(item, _Turns) else item for item in prepared
-        ]
-        encoded = iter(self._encode([item for item in prepared if isinstance(item, _Prepared)]))
-        documents = [
-            unusable(item) if isinstance(item, RowProblem) else item if isinstance(item, dict) else next(encoded)
-            for item in prepared
-        ]
-        by_turn = self.targets == EACH_TURN
-        return [{**document, "ends": ends_of(document)} if by_turn else document for document in documents]
+        return self._encode(prepared)
+
+    def _encode(self, prepared: list[_Prepared | _Turns | RowProblem]) -> list[Document]:
+        items = [item for item in prepared if not isinstance(item, RowProblem)]
+        texts = [text for item in items for text in (item.texts if isinstance(item, _Turns) else [item])]
+        tokens = self._tokens(texts)
+        return [self._document(item, tokens) for item in prepared]
+
+    def _document(self, item: _Prepared | _Turns | RowProblem, tokens: Iterator[_Tokens]) -> Document:
+        """Returns the document of an item, whose tokens are the next ones."""
+        if isinstance(item, _Prepared):
+            return self._document_of_text(item, *next(tokens))
+        if isinstance(item, _Turns):
+            of_item = list(islice(tokens, len(item.texts)))
+            item = _result_or_problem(lambda turns: self._document_of_turns(turns, of_item), item)
+        return unusable(item) if isinstance(item, RowProblem) else item  # type: ignore[return-value]
+
+
+_ASKED: list[Message] = [
+    {"role": "user", "content": "What is three plus four?"},
+    {"role": "assistant", "content": "Seven."},
+]
+_THOUGHT: Message = {"role": "assistant", "content": "Five.", THOUGHTS: "I count on."}
+_CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "add", "arguments": {"a": 3}}}
+_CALLED: list[Message] = [
+    _ASKED[0],
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "name": "add", "tool_call_id": "a1b2c3d4e", "content": "7"},
+    _ASKED[1],
+]
+TRIALS = [
+    Conversation(_ASKED),
+    Conversation([{"role": "system", "content": "Be brief."}, *_ASKED]),
+    Conversation([*_ASKED, *_ASKED]),
+    Conversation([_ASKED[0], _THOUGHT, _ASKED[0], _THOUGHT]),
+    Conversation([*_CALLED, *_ASKED]),
+]
+"""Conversations that show whether a chat template lets all answers be in one text."""
+
+
+def _parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ...]]) -> list[Span]:
+    """Returns the places of parts of messages in a text (characters).
+
+    Raises:
+        RowProblem: if a message with parts is not in the text exactly once, word for word.
+    """
+    found = []
+    for number, spans in parts.items():
+        words = messages[number]["content"]
+        if text.count(words) != 1:
+            raise RowProblem(NOT_ONCE)
+        found += [(text.index(words) + start, text.index(words) + end) for start, end in spans]
+    return found
+
+
+def notes_of_template(messages: list[Message], tools: list[dict[str, Any]] | None, template: str) -> list[str]:
+    """Returns notes about a chat template that takes no tools, or has no developer."""
+    notes = [NO_TOOLS] if tools and not takes_tools(template) else []
+    is_read = "developer" in template or all(message["role"] != "developer" for message in messages)
+    return notes if is_read else [*notes, DEVELOPER]
 
 
 def document_of(ids: _Numbers, targets: _Numbers, label: str = "", num_targets: int | None = None) -> Document:
@@ -455,15 +541,6 @@ def digests_of(images: Document) -> str:
 def _is_empty_answer(message: Message) -> bool:
     is_silent = not (message["content"] or "").strip() and not message.get("tool_calls")
     return message["role"] == "assistant" and is_silent and not message.get(THOUGHTS)
-
-
-def _across(starts: tuple[int, ...], offsets: np.ndarray[Any, Any]) -> list[int]:
-    """Returns the tokens that hold the end of a prompt and the beginning of an answer, as of two line ends."""
-    if not starts:
-        return []
-    firsts, lasts = offsets.T
-    before = np.searchsorted(firsts, starts) - 1
-    return before[lasts[before] > starts].tolist()  # type: ignore[no-any-return]
 
 
 def ends_of(document: Document) -> list[int]:

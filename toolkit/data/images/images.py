@@ -359,8 +359,7 @@ def require_built(data: DataSection, source: str) -> None:
     """
     if data.targets == "all":
         raise DataError(
-            f"data.targets: all would learn the tokens that stand for images ({source}); set data.targets=assistant, "
-            "or each_turn"
+            f"data.targets: all would learn the tokens that stand for images ({source}); set data.targets=assistant"
         )
     if data.long_rows in ("truncate", "split"):
         raise DataError(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.documents.encode import EACH_TURN, Encoder
+from toolkit.data.documents.encode import Encoder
 from toolkit.data.images.images import Images
 from toolkit.data.layouts.layout import ColumnLayout, Layout
 from toolkit.data.rows.sources import Source
@@ -122,11 +122,6 @@ class RowKind(ABC):
         return None if spec.padded or spec.compares_completions else self.targets
 
     @property
-    def by_turn(self) -> bool:
-        """Whether each answer is a sample of its own."""
-        return bool(self.targets == EACH_TURN)
-
-    @property
     def cuts_rows(self) -> bool:
         """Whether long rows are cut as they are tokenised, so that the documents have no long ones then."""
         return self.objective.spec.padded
@@ -134,7 +129,7 @@ class RowKind(ABC):
     @property
     def ways(self) -> tuple[str, ...]:
         """The values of `data.long_rows` besides `error` that rows without images support."""
-        if self.objective.spec.compares_completions or self.by_turn:
+        if self.objective.spec.compares_completions:
             return ("drop",)
         return ("drop", "truncate") if self.cuts_rows else ("drop", "truncate", "split")
 

@@ -12,15 +12,23 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.documents.encode import NO_TOOLS, Columns, Document, Encoder, document_of, joined_notes, unusable
+from toolkit.data.documents.encode import (
+    Columns,
+    Document,
+    Encoder,
+    document_of,
+    joined_notes,
+    notes_of_template,
+    unusable,
+)
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import Arrays, BatchSpec, Field
 from toolkit.data.kinds.pairs import COMPLETIONS
 from toolkit.data.kinds.text import TextRows
 from toolkit.data.layouts.answers import learned_answer
 from toolkit.data.layouts.layout import ColumnLayout
-from toolkit.data.layouts.messages import left_out_of, messages_of, tools_of, with_system
-from toolkit.data.layouts.template_arguments import takes_tools
+from toolkit.data.layouts.left_out import left_out_of
+from toolkit.data.layouts.messages import messages_of, tools_of, with_system
 from toolkit.data.rows.examples import Example, Message
 from toolkit.data.rows.values import RowProblem, RowValues, text_of
 from toolkit.data.samples.packing import Ints
@@ -111,8 +119,8 @@ class PromptEncoder(Encoder):
             return prompt_ids(self.tokenizer, asked, self.bos_id), []
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         text = prompt_of(self.tokenizer, messages, tools, example.arguments)
-        no_tools = tools and not takes_tools(self.tokenizer.get_chat_template(tools=tools))
-        notes = [*([NO_TOOLS] if no_tools else []), *left_out_of(messages, text)]
+        template = self.tokenizer.get_chat_template(tools=tools)
+        notes = [*notes_of_template(messages, tools, template), *left_out_of(messages, text, tools)]
         return prompt_ids(self.tokenizer, text, None), notes
 
 

@@ -16,7 +16,7 @@ from toolkit.data.layouts.messages import asked_of, conversation, messages_of, t
 from toolkit.data.rows.examples import Answer, Example, Text
 from toolkit.data.rows.values import JUDGED, RowValues, text_of, yes_or_no
 from toolkit.data.samples.image_samples import ImageSamples
-from toolkit.data.samples.packing import Ints, Pieces, by_sample, of_turns, split, whole
+from toolkit.data.samples.packing import Ints, Pieces, by_sample, samples_of, split, whole
 from toolkit.data.samples.samples import Rows, Samples, TextSamples, TokenRows
 from toolkit.errors import DataError
 
@@ -117,17 +117,15 @@ class TextRows(RowKind):
     }
 
     def pieces(self, rows: TokenRows, order: Ints, lengths: Ints, policy: str) -> tuple[Pieces, int]:
-        if self.by_turn:
-            return of_turns(order, [rows.ends(row) for row in order.tolist()]), 0
-        max_length = self.data.max_length
-        if policy != "split":
-            pieces = whole(order, lengths, max_length)
-            return pieces, int((lengths[order] - pieces.lengths()).sum())
-        pieces = split(order, lengths, max_length)
+        max_length, turns = self.data.max_length, rows.turns()
+        cut = split if policy == "split" else whole
+        pieces = cut(order, lengths, max_length, turns)
+        tokens = int(samples_of(order, lengths, turns).lengths().sum())
+        cut_tokens = 0 if policy == "split" else tokens - int(pieces.lengths().sum())
         of_long = np.flatnonzero(lengths[pieces.row] > max_length).tolist()
         # A long prompt makes pieces without a target. Rows that are not cut have a target, or were dropped before.
         useless = [i for i in of_long if not rows.tokens(*pieces.place(i))[1][1:].any()]
-        return pieces.take(np.setdiff1d(np.arange(len(pieces)), useless)), 0
+        return pieces.take(np.setdiff1d(np.arange(len(pieces)), useless)), cut_tokens
 
     def arrays(self, rows: Rows, order: Ints, policy: str, names: list[str] | None) -> Arrays:
         pieces, cut_tokens = self.pieces(rows, order, rows.column("length").astype(np.int64), policy)

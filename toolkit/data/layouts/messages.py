@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from toolkit.data.layouts.row_flags import (
@@ -61,15 +60,6 @@ SYSTEM = ("system", "developer")
 
 ONLY_ASSISTANTS = "says that it is learned, and only the assistant's are"
 
-NO_CALLS = "the chat template leaves out calls of tools"
-
-LEFT_OUT = {
-    **dict.fromkeys(SYSTEM, "the chat template leaves out the system prompt"),
-    "user": "the chat template leaves out words of the user",
-    "tool": "the chat template leaves out results of tools",
-}
-"""Role -> the note about its words that are not in the text. Of the assistant, see `thoughts.left_out`."""
-
 
 def asked_of(values: RowValues) -> list[Message]:
     """Returns what Alpaca's columns ask: earlier turns (`history`), then the instruction with its input.
@@ -102,33 +92,6 @@ def with_system(messages: list[Message], values: RowValues) -> list[Message]:
     if (messages and messages[0]["role"] in SYSTEM) or is_absent(system := values["system"]):
         return messages
     return [{"role": "system", "content": text_of(system, "system")}, *messages]
-
-
-def left_out_of(messages: list[Message], text: str) -> list[str]:
-    """Returns a note for each kind of message that a chat template leaves out of the text."""
-    notes: dict[str, None] = {}
-    place = 0
-    for message in messages:
-        calls = [str((call.get("function") or call).get("name")) for call in message.get("tool_calls") or ()]
-        # Behind what comes before it: tools that the text lists have these names, too.
-        if NO_CALLS not in notes and any(text.find(name, place) < 0 for name in calls):
-            notes[NO_CALLS] = None
-        note = LEFT_OUT.get(message["role"])
-        for words in (message["content"] or "").split(PLACE) if note not in (None, *notes) else ():
-            found = _found(words.strip(), text, place)
-            if found < 0:
-                notes[str(note)] = None
-            place = max(place, found + len(words.strip()))
-    return list(notes)
-
-
-def _found(words: str, text: str, place: int) -> int:
-    """Returns where words are in a text, as they are or in JSON, searched from a place on and then before it; or -1."""
-    if (found := text.find(words, place)) >= 0:  # as nearly all are
-        return found
-    forms = dict.fromkeys([words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1]])
-    places = (text.find(form, start) for start in (place, 0) for form in forms)
-    return next((found for found in places if found >= 0), -1)
 
 
 def messages_of(value: Any, column: str, images: bool = False) -> list[Message]:

@@ -19,7 +19,6 @@ FIELDS = ("reasoning_content", "thinking", "reasoning")
 THOUGHTS = FIELDS[0]
 """Key of a message's thoughts here."""
 
-INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _READS_PARTS = re.compile(r"""(?:\.type|\[['"]type['"]\])\s*==\s*['"]thinking['"]""")
 CHANNELS = ("analysis", "commentary", "final")
 
@@ -118,14 +117,6 @@ def for_template(messages: list[Message], template: str) -> list[Message]:
 
 
 def thought_of(message: Message) -> str:
-    """Returns a message's thoughts, from its field or inside its words."""
-    inside = INSIDE.search(message.get("content") or "")
-    return message.get(THOUGHTS) or (inside[1] if inside else "")
-
-
-def left_out(messages: list[Message], text: str) -> list[str]:
-    """Returns a sentence for each kind of thoughts that a template leaves out of the text."""
-    fields = [message.get(THOUGHTS) or "" for message in messages]
-    inside = [thought for m in messages if m["role"] == "assistant" for thought in INSIDE.findall(m["content"] or "")]
-    kinds = {f"the chat template leaves out {THOUGHTS}": fields, "the chat template leaves out <think>": inside}
-    return [told for told, thoughts in kinds.items() if any(thought.strip() not in text for thought in thoughts)]
+    """Returns a message's thoughts, from its field or inside its words, which may lack the mark that opens them."""
+    inside, closed, _ = (message.get("content") or "").partition("</think>")
+    return message.get(THOUGHTS) or (inside.rpartition("<think>")[2] if closed else "")

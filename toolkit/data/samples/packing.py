@@ -7,7 +7,9 @@ rows whole, unlike cutting a stream of tokens: Ding et al., arXiv 2404.10830.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,32 +45,42 @@ class Pieces:
         return Pieces(self.row[numbers], self.start[numbers], self.stop[numbers])
 
 
-def whole(rows: Ints, lengths: Ints, max_length: int) -> Pieces:
-    """Returns a piece for each row: its first `max_length` tokens."""
-    return Pieces(rows, np.zeros_like(rows), np.minimum(lengths[rows], max_length))
+Turns = Mapping[int, list[int]]
+"""Number of a row of several samples -> the positions after the last token of each."""
+
+NO_TURNS: Turns = MappingProxyType({})
 
 
-def split(rows: Ints, lengths: Ints, max_length: int) -> Pieces:
-    """Cuts rows into pieces of `max_length` tokens.
-
-    A piece starts with the last token of the piece before, so that its own first token is predicted too:
-    together the pieces hold every target of the row once.
-    """
-    # Pieces share one token, and a row's first token is not a target: L - 1 targets in steps of max_length - 1.
-    stride = max_length - 1
-    counts = np.maximum(1, -(-(lengths[rows] - 1) // stride))
-    first = np.cumsum(counts) - counts
-    start = (np.arange(counts.sum()) - np.repeat(first, counts)) * stride
-    row = np.repeat(rows, counts)
-    return Pieces(row, start, np.minimum(start + max_length, lengths[row]))
-
-
-def of_turns(rows: Ints, ends: list[list[int]]) -> Pieces:
-    """Returns a piece for each answer of each row; `ends` are one after their last tokens."""
+def samples_of(rows: Ints, lengths: Ints, turns: Turns = NO_TURNS) -> Pieces:
+    """Returns a piece for each row, or for each answer of a row in `turns`; `lengths` has all rows, (rows,)."""
+    if not turns:
+        return Pieces(rows, np.zeros_like(rows), lengths[rows])
+    ends = [turns.get(row, [int(lengths[row])]) for row in rows.tolist()]
     starts = [start for of_row in ends for start in (0, *of_row[:-1])]
     stops = [stop for of_row in ends for stop in of_row]
     row = np.repeat(rows, [len(of_row) for of_row in ends])
     return Pieces(row, np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64))
+
+
+def whole(rows: Ints, lengths: Ints, max_length: int, turns: Turns = NO_TURNS) -> Pieces:
+    """Returns a piece for each sample of the rows: its first `max_length` tokens."""
+    pieces = samples_of(rows, lengths, turns)
+    return Pieces(pieces.row, pieces.start, np.minimum(pieces.stop, pieces.start + max_length))
+
+
+def split(rows: Ints, lengths: Ints, max_length: int, turns: Turns = NO_TURNS) -> Pieces:
+    """Cuts the samples of rows into pieces of `max_length` tokens.
+
+    A piece starts with the last token of the piece before, so that its own first token is predicted too:
+    together the pieces hold every target of the sample once.
+    """
+    pieces = samples_of(rows, lengths, turns)
+    # Pieces share one token, and a first token is not a target: L - 1 targets in steps of max_length - 1.
+    stride = max_length - 1
+    counts = np.maximum(1, -(-(pieces.lengths() - 1) // stride))
+    first = np.cumsum(counts) - counts
+    start = np.repeat(pieces.start, counts) + (np.arange(counts.sum()) - np.repeat(first, counts)) * stride
+    return Pieces(np.repeat(pieces.row, counts), start, np.minimum(start + max_length, np.repeat(pieces.stop, counts)))
 
 
 def best_fit(lengths: Ints, capacity: int) -> Ints:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from toolkit.data.documents.documents import Documents
-from toolkit.data.samples.packing import Pieces
+from toolkit.data.samples.packing import Pieces, Turns
 
 IGNORED = -100
 """The label of a token that is not a target; torch's cross-entropy skips it."""
@@ -66,8 +66,8 @@ class TokenRows(Protocol):
     def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
         """Returns `input_ids` and `targets` of a part of a row, each (length,)."""
 
-    def ends(self, row: int) -> list[int]:
-        """Returns the position after each sample's last token; `data.targets: each_turn` makes one of each answer."""
+    def turns(self) -> Turns:
+        """Returns, for each row with a sample for each answer, the position after the last token of each."""
 
 
 class SeenRows(TokenRows, Protocol):
@@ -260,10 +260,10 @@ class Rows:
         source, number = self.where(row)
         return source.tokens(number, start, stop)
 
-    def ends(self, row: int) -> list[int]:
-        """See `Documents.ends`."""
-        source, number = self.where(row)
-        return source.ends(number)
+    def turns(self) -> Turns:
+        """See `TokenRows`."""
+        of_each = zip(self.starts, self.sources, strict=False)
+        return {start + row: ends for start, source in of_each for row, ends in source.turns().items()}
 
     def images(self, row: int, start: int | None = None) -> list[tuple[dict[str, Any], str]]:
         """See `Documents.images`."""

@@ -108,18 +108,15 @@ class Skeleton:
     Attributes:
         whole: the text.
         edges: the beginning and end of each learned part: number of a piece, and a character in it.
-        prompted: as in `Rendered`.
-        prompts: number of each learned message that others precede, and what a server gives the model before it; None
-            if the template refuses that.
+        prompts: number of each learned message that others precede, and what a server gives the model before it.
     """
 
     whole: Places
     edges: tuple[tuple[int, int], ...]
-    prompted: bool
-    prompts: tuple[tuple[int, Places | None], ...]
+    prompts: tuple[tuple[int, Places], ...]
 
     @classmethod
-    def of(cls, text: str, spans: list[Span], prompted: bool, prompts: dict[int, str | None]) -> Skeleton:
+    def of(cls, text: str, spans: list[Span], prompts: dict[int, str]) -> Skeleton:
         """Returns the skeleton of a shape's text, in which the learned spans (characters) are known."""
         places = list(_PLACE.finditer(text))
         starts, ends = [0, *(place.end() for place in places)], [*(place.start() for place in places), len(text)]
@@ -128,10 +125,9 @@ class Skeleton:
             next((i, edge - start) for i, (start, end) in enumerate(zip(starts, ends, strict=True)) if edge <= end)
             for edge in chain.from_iterable(spans)
         ]
-        asked = tuple((i, None if prompt is None else Places.of(prompt)) for i, prompt in prompts.items())
-        return cls(Places.of(text), tuple(edges), prompted, asked)
+        return cls(Places.of(text), tuple(edges), tuple((i, Places.of(prompt)) for i, prompt in prompts.items()))
 
-    def spans_in(self, text: str, words: list[str], prompt_of: Callable[[int], str | None]) -> list[Span] | None:
+    def spans_in(self, text: str, words: list[str], prompt_of: Callable[[int], str]) -> list[Span] | None:
         """Returns the learned spans of a row's text (characters), or None if it is not this one with these words.
 
         Args:
@@ -142,7 +138,7 @@ class Skeleton:
         if "".join(parts) != text:
             return None
         for i, prompt in self.prompts:
-            if prompt_of(i) != (None if prompt is None else "".join(prompt.parts(words))):
+            if prompt_of(i) != "".join(prompt.parts(words)):
                 return None
         starts = [0, *accumulate(map(len, parts))]
         edges = [starts[2 * piece] + place for piece, place in self.edges]
