@@ -367,7 +367,7 @@ class Builder:
             dropped=named_reasons(rows, chosen.dropped),
             **described,
             **({"noted": noted} if (noted := reports.notes(rows, chosen.kept)) else {}),
-            **reports.repeated_tokens(rows, chosen.kept),
+            **({"repeated_tokens": again} if (again := reports.repeated_tokens(rows, chosen.kept)) else {}),
             duplicates=reports.named(rows, reports.duplicates(rows, chosen.kept)),
             sources=reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
             long=reports.named(rows, chosen.long).model_copy(update={"cut_tokens": cut_tokens}),

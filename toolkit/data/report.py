@@ -232,11 +232,10 @@ def duplicates(rows: Rows, kept: Any) -> Any:
     return kept[repeated]
 
 
-def repeated_tokens(rows: SeenRows, kept: Any) -> dict[str, int]:
-    """Returns a field of a `SplitReport`: tokens that samples of answers read more than once."""
+def repeated_tokens(rows: SeenRows, kept: Any) -> int:
+    """Returns how many tokens samples of answers read more than once."""
     used = set(kept.tolist())
-    repeated = sum(ends[-1] - int(max(np.diff([0, *ends]))) for row, ends in rows.turns().items() if row in used)
-    return {"repeated_tokens": repeated} if repeated else {}
+    return sum(ends[-1] - int(max(np.diff([0, *ends]))) for row, ends in rows.turns().items() if row in used)
 
 
 def repeated_in(rows: Rows, kept: Any, others: Rows, others_kept: Any) -> int:

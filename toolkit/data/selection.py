@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.labelled import NO_CLASS
-from toolkit.data.layouts.messages import NO_CALLS
+from toolkit.data.layouts.left_out import NO_CALLS
 from toolkit.data.report import Found, by_reason, named
 from toolkit.data.rows.readers import BLANK
 from toolkit.data.samples.packing import Ints, mixed

@@ -28,7 +28,7 @@ from toolkit.data.rows.readers import Row, Shard
 from toolkit.data.rows.sources import Source, rows_of_shards
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.loader import ahead, first_positions
-from toolkit.data.samples.packing import Ints, by_sample
+from toolkit.data.samples.packing import Ints, by_sample, samples_of
 from toolkit.data.samples.samples import Batch, Samples, SeenRows, TextSamples
 from toolkit.data.samples.sequence_parts import WHOLE, Part
 from toolkit.data.selection import judge, named_reasons, nothing_left, require_few_dropped, require_few_long
@@ -85,7 +85,7 @@ class StreamCounts:
         lengths, targets = rows.column("length")[kept], rows.column("num_targets")[kept]
         self.tokens += int(lengths.sum())
         self.target_tokens += int(targets.sum())
-        self.repeated_tokens += reports.repeated_tokens(rows, kept)["repeated_tokens"]
+        self.repeated_tokens += reports.repeated_tokens(rows, kept)
         room = ROWS_MEASURED - len(self.lengths)
         self.lengths += lengths[:room].tolist()
         self.targets += targets[:room].tolist()
@@ -261,7 +261,8 @@ class Stream:
         kept, dropped, long = judge(self.kind, rows, self.policy)
         counts.add(rows, kept, dropped, long)
         if self.policy == "truncate":
-            counts.cut_tokens += int((rows.column("length")[long] - self.max_length).sum())
+            lengths = samples_of(long, rows.column("length"), rows.turns()).lengths()
+            counts.cut_tokens += int(np.maximum(lengths - self.max_length, 0).sum())
         counts.also_held_out |= self.held_out.intersection(rows.column("digest")[kept].tolist())
         # One long row at the beginning is no error.
         if self.policy == "error" and counts.long > 1:

@@ -1,4 +1,4 @@
-"""The rule of an answer: what the model must write behind the prompt that a server gives it."""
+"""The rule of an answer: what the model must write after the prompt that a server gives it."""
 
 # ruff: noqa: RUF001 (DeepSeek's special tokens are written with the full-width bar)
 
@@ -110,7 +110,7 @@ def asked(template: ChatTemplate, messages: list[Any], tools: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_learned_is_what_a_model_writes_behind_what_it_is_given(name: str) -> None:
+def test_what_is_learned_is_what_a_model_writes_after_what_it_is_given(name: str) -> None:
     template = TEMPLATES[name]
     for kind, messages in KINDS.items():
         tools = TOOLS if kind == "calls" else None
@@ -185,7 +185,7 @@ ROWS: dict[str, tuple[ChatTemplate, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_an_answer_behind_a_prompt_of_its_own(name: str) -> None:
+def test_an_answer_after_a_prompt_of_its_own(name: str) -> None:
     template, answer, written = ROWS[name]
     [(prompt, found)] = shown(template, [user("17 times 3?"), answer])
     assert prompt == prompt_of(tokenizer_for(template), [user("17 times 3?")])
@@ -200,12 +200,12 @@ def test_mistral_with_a_thought_in_the_words_and_a_system_prompt_in_the_last_tur
 
 
 REFUSED = {
-    "thoughts behind a prompt that closes them": (
+    "thoughts after a prompt that closes them": (
         TRL["trl qwen3_5_nothink"],
         [user("a"), thinks("b", "c")],
         "enable_thinking: true",
     ),
-    "thoughts behind a form of its own": (OWN_CLOSE, [user("a"), thinks("b", "c")], "closes them before it"),
+    "thoughts after a form of its own": (OWN_CLOSE, [user("a"), thinks("b", "c")], "closes them before it"),
     "a history that changes": (
         replace(CHATML, template="{{ messages | length }}" + CHATML.template),
         [user("a"), assistant("b")],
@@ -285,7 +285,7 @@ NAMES_ALONE = CHATML.template.replace(
     "message['content']", "(message.tool_calls[0].function.name if message.tool_calls else message.content)"
 )
 LEFT_OUT = {
-    "words beside a call": (LLAMA_31, [user("a"), SEES], "words of the assistant"),
+    "words next to a call": (LLAMA_31, [user("a"), SEES], "words of the assistant"),
     "words of an answer that is not learned": (
         LLAMA_31,
         [user("a"), {**SEES, "weight": 0}, USES_TOOL[2], assistant("b")],
@@ -313,7 +313,7 @@ def test_whatever_is_not_in_what_is_rendered_is_counted(name: str) -> None:
 
 
 @pytest.mark.parametrize("objective", ["preference", "kto", "reward"])
-def test_compared_answers_stand_behind_one_prompt(objective: str) -> None:
+def test_compared_answers_stand_after_one_prompt(objective: str) -> None:
     """Thoughts in the chosen answer alone; a reward model reads what the template writes of both."""
     thought, plain = assistant("<think>\na king\n</think>\n\nso"), assistant("no")
     encoder = kind_for(objective).encodes(tokenizer_for(OPENS), "last_turn", objective)
@@ -329,8 +329,8 @@ def test_compared_answers_stand_behind_one_prompt(objective: str) -> None:
         ids = in_lists(pair)["input_ids"]
         sides = [ids[: pair["split"]], ids[pair["split"] :]]
     prompt = asked(OPENS, [user("why")], None)
-    behind = [side[: len(prompt)] == prompt for side in sides]
-    assert behind == [True, objective != "reward"]
+    after = [side[: len(prompt)] == prompt for side in sides]
+    assert after == [True, objective != "reward"]
 
 
 def built(folder: Path, template: ChatTemplate, rows: list[dict[str, Any]], **settings: Any) -> Any:
@@ -346,7 +346,7 @@ def test_samples_are_answers_and_the_report_says_what_they_cost(tmp_path: Path) 
     expected = [ids for row in rows for ids, _ in samples_of(document_of(QWEN_3, row["messages"]))]
     assert [found.train.documents(number)[0] for number in range(len(found.train))] == expected
     report = found.report.train
-    # A conversation is as long as its longest sample; the samples before it are read beside it.
+    # A conversation is as long as its longest sample; the samples before it are read as well.
     assert (report.read, report.samples, report.tokens) == (2, 3, len(expected[1]) + len(expected[2]))
     assert report.repeated_tokens == len(expected[0])
     [cost] = [warning for warning in found.report.warnings if "more than once" in warning]
@@ -370,6 +370,9 @@ def test_samples_of_a_row_are_cut_one_by_one(policy: str, tmp_path: Path) -> Non
     pieces = [ids[at : at + 16] for ids in whole for at in range(0, max(1, len(ids) - 1), stride)]
     assert [ids for ids in made if ids not in pieces] == []
     assert len(made) <= len(pieces)
+    cut = sum(max(0, len(ids) - 16) for ids in whole) if policy == "truncate" else 0
+    streamed = built(tmp_path, QWEN_3, [{"messages": messages}], long_rows=policy, max_length=16, streaming=True)
+    assert (found.report.train.long.cut_tokens or 0, streamed.report.train.long.cut_tokens or 0) == (cut, cut)
 
 
 def test_a_developer_is_asked_as_it_is_learned() -> None:

@@ -57,7 +57,7 @@ class ByteTokens:
         It is None where the bytes of the tokens are not those of the text, or an edge is inside a token.
 
         Args:
-            edges: rising; the length of the text is the number behind the last token.
+            edges: rising; the length of the text is the number after the last token.
         """
         if self.is_composed and not unicodedata.is_normalized("NFC", text):
             return None

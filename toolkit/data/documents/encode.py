@@ -83,7 +83,7 @@ FEATURES: dict[str, ColumnType] = {
 class _Prepared:
     """Text to tokenise: what is learned, whether begin and end of text are added, and what was left out.
 
-    `starts` are the characters where learned answers begin, each behind its prompt; `example` is their conversation.
+    `starts` are the characters where learned answers begin, each after its prompt; `example` is their conversation.
     """
 
     text: str
@@ -97,7 +97,7 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Turns:
-    """Answers to tokenise, each behind its prompt in a text of its own."""
+    """Answers to tokenise, each after its prompt in a text of its own."""
 
     texts: list[_Prepared]
     note: str | None
@@ -302,7 +302,7 @@ class Encoder:
         return found.text, list(found.records)
 
     def _document_of_turns(self, item: _Turns, tokens: Iterable[_Tokens]) -> Document:
-        """Returns a document of all answers, each behind its prompt; raises RowProblem."""
+        """Returns a document of all answers, each after its prompt; raises RowProblem."""
         ids: list[int] = []
         targets: list[bool] = []
         pieces, ends = [], []
@@ -322,7 +322,7 @@ class Encoder:
         return {**document, **images, "length": int(np.diff([0, *ends]).max()), "ends": ends}
 
     def _tokens_apart(self, item: _Prepared, together: list[int]) -> tuple[list[int], list[bool]]:
-        """Returns the tokens of an answer behind those of its prompt, which a server encodes alone.
+        """Returns the tokens of an answer after those of its prompt, which a server encodes alone.
 
         Line ends of both may become one token, for example.
 
@@ -388,7 +388,7 @@ class Encoder:
             offsets = spans_array(pairs)
             mask, firsts = target_mask(item.spans, offsets), np.searchsorted(offsets[:, 0], item.starts).tolist()
             for start, first in zip(item.starts, firsts, strict=True):
-                # The prompt's last token may take the white space behind it, as Phi 3's `<|assistant|>` does.
+                # The prompt's last token may take the white space after it, as Phi 3's `<|assistant|>` does.
                 if first and offsets[first - 1, 1] > start:
                     mask[first - 1] = False
             yield ids, mask, firsts

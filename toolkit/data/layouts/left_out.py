@@ -33,7 +33,7 @@ def left_out_of(messages: list[Message], text: str, tools: list[dict[str, Any]] 
         ends = [place]
         for what, piece in _pieces(message):
             found = _found(piece, text, place)
-            # Calls come behind what is before them: tools that the text lists have these names, too.
+            # Calls come after what is before them: tools that the text lists have these names, too.
             if found < 0 or (found < place and what == NO_CALLS):
                 notes[what] = None
             ends.append(found + len(piece))

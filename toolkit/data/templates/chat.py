@@ -1,7 +1,7 @@
 """Renders conversations with the tokenizer's chat template: the prompt of each answer, and what the model writes.
 
 The prompt is what a server gives the model before an answer (`prompts.py`). The answer is what the template writes
-behind it, up to and with the special token that ends the turn. Where all prompts and answers are in the text of the
+after it, up to and with the special token that ends the turn. Where all prompts and answers are in the text of the
 whole conversation, this text has them all; otherwise each answer has a text of its own, as at inference.
 """
 
@@ -90,7 +90,7 @@ def render(
         is_asked: whether a model writes the answers. A reward model reads the text as it is.
 
     Raises:
-        RowProblem: if the template refuses the conversation, it has no assistant turn, or what it writes behind a
+        RowProblem: if the template refuses the conversation, it has no assistant turn, or what it writes after a
             prompt is not known.
     """
     assert tokenizer.chat_template is not None, "the caller sees to it that there is a chat template"
@@ -138,7 +138,7 @@ def _skeleton(
 
 
 def _by_turns(row: ConversationText, targets: Targets, unlearned: frozenset[int], is_asked: bool = True) -> Rendered:
-    """Renders the prompt of each answer, and the answer behind it."""
+    """Renders the prompt of each answer, and the answer after it."""
     wanted = row.wanted(targets, unlearned)
     if not is_asked:
         return Rendered(row.text, [row.read(wanted[-1])])
@@ -216,7 +216,7 @@ class ConversationText:
         return Turn(index, prompt, written)
 
     def greeting(self) -> Turn | None:
-        """Returns an answer that nothing comes before, behind what the template writes before its words, or None."""
+        """Returns an answer that nothing comes before, after what the template writes before its words, or None."""
         try:
             text = self._render(self.messages[:1])
             start = self._place_of_words(0, self.messages[:1])
@@ -225,7 +225,7 @@ class ConversationText:
         return Turn(0, text[:start], self._closed(text[start:]))
 
     def _closed(self, text: str) -> str:
-        """Returns a text without the whitespace behind a special token that ends it."""
+        """Returns a text without the whitespace after a special token that ends it."""
         closed = text.rstrip()
         return closed if closed.endswith(self.special) else text
 

@@ -1,6 +1,6 @@
-"""What a model writes behind a prompt with which the text of the conversation does not begin.
+"""What a model writes after a prompt with which the text of the conversation does not begin.
 
-A chat template may write an answer behind other characters than its own generation prompt: blanks, a thought that the
+A chat template may write an answer after other characters than its own generation prompt: blanks, a thought that the
 prompt opens or closes, or a history that changes once the answer follows. Then the answer is what the template writes
 from where the two part. Anything else is refused in the words of its cause.
 """
@@ -45,7 +45,7 @@ def written_otherwise(
     text: str,
     arguments: Mapping[str, Any],
 ) -> str:
-    """Returns what the model writes behind the prompt, for the last of the messages, whose text is `text`.
+    """Returns what the model writes after the prompt, for the last of the messages, whose text is `text`.
 
     Raises:
         RowProblem: if prompt and text part by more than blanks, a thought or the history.
@@ -59,10 +59,10 @@ def written_otherwise(
     marks = rf"({re.escape(opening)}\s*)?({re.escape(between.strip())}\s*)?\Z"
     end = re.search(marks, prompt)
     if end is None or not end[0] or not text.startswith(prompt[: end.start()]):
-        return _behind_history(messages, prompt, text, common)
+        return _after_history(messages, prompt, text, common)
     rest = text[end.start() :]
     if not end[2]:
-        return _behind_opened(messages[-1], rest, opening, between)
+        return _after_opened(messages[-1], rest, opening, between)
     if thought_of(messages[-1]).strip():
         raise RowProblem(f"{CLOSED}{_opened_by(tokenizer, messages, prompt, arguments)}")
     return re.sub(marks.removesuffix(r"\Z"), "", rest, count=1)
@@ -72,7 +72,7 @@ def _usual(prompt: str) -> tuple[str, str]:
     return "<think>", "\n</think>\n\n" if prompt.endswith("\n") else "</think>"
 
 
-def _behind_opened(message: Message, rest: str, opening: str, between: str) -> str:
+def _after_opened(message: Message, rest: str, opening: str, between: str) -> str:
     """Returns an answer that ends the thought that the prompt opened; `rest` is what the template writes of it."""
     closing, words = between.strip(), str(message.get("content") or "")
     if rest.startswith(opening):
@@ -83,11 +83,11 @@ def _behind_opened(message: Message, rest: str, opening: str, between: str) -> s
     thought, rest = thought_of(message), rest.removeprefix(closing)
     if not between.startswith("\n"):
         return thought + between + rest
-    # The words of such a message have line ends behind the thought.
+    # The words of such a message have line ends after the thought.
     return thought.strip("\n") + between + (rest.lstrip("\n") if closed and not message.get(THOUGHTS) else rest)
 
 
-def _behind_history(messages: list[Message], prompt: str, text: str, common: int) -> str:
+def _after_history(messages: list[Message], prompt: str, text: str, common: int) -> str:
     """Returns what follows the end of the prompt, with which the text goes on after leaving out a part of it.
 
     Mistral puts the system text into the last user turn, GPT-OSS leaves out thoughts before a final answer.
@@ -102,7 +102,7 @@ def _behind_history(messages: list[Message], prompt: str, text: str, common: int
 
 @lru_cache(maxsize=64)
 def _around_thought(tokenizer: PreTrainedTokenizerBase, template: str, arguments: str) -> tuple[str, str] | None:
-    """Returns the mark that opens thoughts, and what the template writes between a thought and the words behind it.
+    """Returns the mark that opens thoughts, and what the template writes between a thought and the words after it.
 
     Args:
         template: the tokenizer's.
@@ -113,8 +113,8 @@ def _around_thought(tokenizer: PreTrainedTokenizerBase, template: str, arguments
         text = rendered(tokenizer, [*_ASKED, answer], arguments=json.loads(arguments))
     except Exception:  # a template is a program, and may refuse a conversation in any way
         return None
-    before, _, behind = text.partition(_THOUGHT)
-    between, said, _ = behind.partition(_WORDS)
+    before, _, after = text.partition(_THOUGHT)
+    between, said, _ = after.partition(_WORDS)
     mark = _TAG.search(before)
     return (mark[0].rstrip(), between) if mark and said and between.strip() else None
 

@@ -36,7 +36,7 @@ def target_mask(spans: list[Span], offsets: list[Span] | np.ndarray[Any, Any]) -
         return [False] * len(offsets)
     starts, ends = np.asarray(offsets).T
     span_starts, span_ends = spans_array(spans).T
-    # The first span that ends behind the token's start, or the last span for a token behind all spans.
+    # The first span that ends after the token's start, or the last span for a token after all spans.
     following = np.searchsorted(span_ends, np.minimum(starts, ends - 1), side="right")
     overlaps = span_starts[np.minimum(following, len(spans) - 1)] < ends
     return ((following < len(spans)) & overlaps).tolist()  # type: ignore[no-any-return]
