@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from toolkit.data.layouts.messages import SYSTEM
 from toolkit.data.layouts.thoughts import THOUGHTS
 from toolkit.data.rows.examples import Message
 from toolkit.data.rows.image_places import PLACE
@@ -14,7 +15,6 @@ from toolkit.data.rows.image_places import PLACE
 LEAVES_OUT = "the chat template leaves out "
 NO_CALLS = f"{LEAVES_OUT}calls of tools"
 NO_TOOLS = f"{LEAVES_OUT}tools"
-SYSTEM = ("system", "developer")
 WORDS = {
     **dict.fromkeys(SYSTEM, "the system prompt"),
     "user": "words of the user",

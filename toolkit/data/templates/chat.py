@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.data.layouts.left_out import NO_CALLS, SYSTEM
+from toolkit.data.layouts.left_out import NO_CALLS
+from toolkit.data.layouts.messages import SYSTEM
 from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of
 from toolkit.data.rows.examples import Message
 from toolkit.data.rows.values import RowProblem
