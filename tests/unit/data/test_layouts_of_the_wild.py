@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from support.chat_templates import CHATML, QWEN_3, ChatTemplate, of_trl, tokenizer_for
 
 from toolkit.data import build
@@ -43,6 +44,7 @@ class Wild:
     template: ChatTemplate = CHATML
 
 
+EMPTY = "<think>\n\n</think>\n\n"
 LOOKED = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call><|im_end|>'
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 WILD = {
@@ -178,7 +180,7 @@ WILD = {
             "tools": '[{"name": "look", "description": "", "parameters": {"type": "object"}}]',
         },
         template=QWEN_3_OWN,
-        learned=LOOKED + "<think>\n\n</think>\n\nso<|im_end|>",
+        learned=f"{EMPTY}{LOOKED}{EMPTY}so<|im_end|>",
     ),
     "harmony": Wild(
         "openai/gpt-oss, multilingual thinking",
@@ -272,7 +274,7 @@ def outcome(wild: Wild, folder: Path) -> tuple[str | None, list[str], str]:
         made = build.build(DataSection.model_validate({**data, "packing": False}), tokens, 0, section)
     except DataError as error:
         return None, [], str(error)
-    labels = made.train.batch([0])["labels"]
+    labels = torch.cat([made.train.batch([n])["labels"].flatten() for n in range(len(made.train))])
     return tokens.decode(labels[labels != -100]), sorted(made.report.to_dict()["train"].get("noted", {})), ""
 
 
