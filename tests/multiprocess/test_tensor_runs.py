@@ -238,7 +238,7 @@ def test_what_is_not_right_is_refused(on_2_ranks: dict[str, Any]) -> None:
     told = on_2_ranks["refused"]
     assert "sharding.tensor is not possible with training.compile" in told["compile"]
     assert "groups of 3 do not divide the 2 ranks of a node" in told["by three"]
-    assert "LlamaForCausalLM does not compute the same with matrices that ranks cut (its logits" in told["wrong"]
+    assert "LlamaForCausalLM does not compute the same with matrices that ranks cut (" in told["wrong"]
 
 
 RUNS_ON_4: dict[str, Changes] = {
