@@ -20,6 +20,7 @@ from support.chat_templates import (
     MINIMAX_M2,
     MISTRAL_V1,
     MISTRAL_V3,
+    PHI_3,
     QWEN_3,
     RECENT,
     ChatTemplate,
@@ -45,7 +46,7 @@ from toolkit.data.documents.encode import Encoder
 from toolkit.data.kinds.registry import LAYOUTS, kind_for
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.templates.prompts import prompt_ids, prompt_of
-from toolkit.data.templates.stops import next_turn_of
+from toolkit.data.templates.stops import next_turn_of, turn_ends
 from toolkit.recipe.schema import DataSection
 
 TRL = {template.name: template for template in all_of_trl()}
@@ -128,6 +129,8 @@ def test_what_is_learned_is_what_a_model_writes_after_what_it_is_given(name: str
             assert not targets[len(prompt) - 1], (kind, i)
             end = next((k for k in range(len(prompt), len(ids)) if not targets[k]), len(ids))
             assert end > len(prompt), (kind, i)
+            if next_turn_of(tokenizer_for(template)):  # GLM ends an answer with what begins the next turn
+                assert ids[end - 1] in turn_ends(tokenizer_for(template)), (kind, i)
             if apart:
                 assert targets == [False] * len(prompt) + [True] * (len(ids) - len(prompt)), (kind, i)
             says_it(template, ids[len(prompt) : end], messages[i], str(document["note"]), f"{kind} {i}")
@@ -240,6 +243,13 @@ def test_each_answer_has_its_own_thoughts_and_not_those_of_earlier_ones() -> Non
     assert [text for text, _ in shown(QWEN_3, inside, targets="last_turn")] == [second]
 
 
+def of_rules(rules: dict[str, Any], template: ChatTemplate) -> Any:
+    changed = Tokenizer.from_str(json.dumps(rules))
+    tokens = PreTrainedTokenizerFast(tokenizer_object=changed, bos_token=template.bos, eos_token=template.eos)
+    tokens.chat_template = template.template
+    return tokens
+
+
 def test_line_ends_at_the_end_of_a_prompt_are_tokens_as_a_server_has_them() -> None:
     """GPT-2 splits two line ends before a word, and not at the end of a text."""
     tokens = new_tokenizer(LLAMA_31)
@@ -247,10 +257,7 @@ def test_line_ends_at_the_end_of_a_prompt_are_tokens_as_a_server_has_them() -> N
     rules["model"]["vocab"]["ĊĊ"] = len(tokens)
     rules["model"]["merges"].append(["Ċ", "Ċ"])
     rules["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    tokens = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(rules)), bos_token=LLAMA_31.bos, eos_token=LLAMA_31.eos
-    )
-    tokens.chat_template = LLAMA_31.template
+    tokens = of_rules(rules, LLAMA_31)
     assert len(prompt_ids(tokens, "\n\n", None)) == 1, "line ends are merged"
     messages = [user("one"), assistant("first"), user("two"), assistant("second")]
     document = in_lists(Encoder(tokens).documents([{"messages": messages}], MESSAGES)[0])
@@ -258,6 +265,17 @@ def test_line_ends_at_the_end_of_a_prompt_are_tokens_as_a_server_has_them() -> N
         prompt = prompt_ids(tokens, prompt_of(tokens, messages[:i]), None)
         assert ids[: len(prompt)] == prompt
         assert targets.index(True) == len(prompt)
+
+
+def test_a_mark_that_takes_the_white_space_of_an_answer_is_not_learned() -> None:
+    """Phi 3's <|assistant|> takes all that follows it."""
+    rules = json.loads(new_tokenizer(PHI_3).backend_tokenizer.to_str())
+    for token in rules["added_tokens"]:
+        token["rstrip"] = token["content"] == "<|assistant|>"
+    tokens = of_rules(rules, PHI_3)
+    document = in_lists(Encoder(tokens).documents([{"messages": [user("a"), assistant("  yes")]}], MESSAGES)[0])
+    learned = [t for t, on in zip(document["input_ids"], document["targets"], strict=True) if on]
+    assert tokens.decode(learned).startswith("yes<|end|>")
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN_3, MISTRAL_V1], ids=lambda template: template.name)
@@ -372,7 +390,8 @@ def test_samples_of_a_row_are_cut_one_by_one(policy: str, tmp_path: Path) -> Non
     assert len(made) <= len(pieces)
     cut = sum(max(0, len(ids) - 16) for ids in whole) if policy == "truncate" else 0
     streamed = built(tmp_path, QWEN_3, [{"messages": messages}], long_rows=policy, max_length=16, streaming=True)
-    assert (found.report.train.long.cut_tokens or 0, streamed.report.train.long.cut_tokens or 0) == (cut, cut)
+    assert found.report.train.long.cut_tokens == cut
+    assert streamed.report.train.long.cut_tokens == cut * streamed.report.train.read, "a stream reads it again"
 
 
 def test_a_developer_is_asked_as_it_is_learned() -> None:
