@@ -314,7 +314,7 @@ REFUSALS = (
     ),
     ("no shift", "needs a model that shifts labels|shifts targets to the right", "It is no encoder-decoder for text."),
     ("experts in lists", "holds its experts as stacked parameters", "The experts can't be spread over ranks."),
-    ("positions mixed up", "relative positions transformers mixes up", "Labels leak, by a fault of transformers 5.23."),
+    ("positions mixed up", "relative positions transformers mixes up", "Labels leak, by a fault of transformers 5.24."),
     (
         "sizes for 4 bits",
         "adapter.quantize: nf4 needs matrices|no linear layer that can be quantised",

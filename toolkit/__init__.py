@@ -13,6 +13,7 @@ Names are loaded on first use: importing the package imports no torch.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
     from toolkit.training.extension import Extension
 
 __version__ = "0.2.0"
+
+_NOISE = {
+    "torch.utils._pytree": "is an Enum subclass and is now natively supported",
+    "torchao": "Failed to load ",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+}
+"""Logger -> what it says when it is imported, by transformers or peft, and its library does not suit this machine."""
+
+for _logger, _text in _NOISE.items():
+    logging.getLogger(_logger).addFilter(lambda record, text=_text: text not in record.getMessage())
 
 _HOMES = {
     "Extension": "toolkit.training.extension",

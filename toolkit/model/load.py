@@ -298,7 +298,7 @@ def _build(auto: Any, config: PretrainedConfig, settings: dict[str, Any], field:
         if isinstance(error, ImportError):  # of the attention, or of a tower
             require_library(error, config.model_type, field)
         attention = settings.get("attn_implementation")
-        if isinstance(error, ImportError) or (attention and "attention implementation" in str(error)):
+        if isinstance(error, ImportError) or (attention and "attention" in str(error).lower()):
             install = "install it, or " if isinstance(error, ImportError) else ""
             raise BadInputError(
                 f"model.attention: {attention} cannot be used: {first_line(error)}; {install}set model.attention=auto"

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from toolkit.errors import BadInputError, UnplannableError, in_words
 from toolkit.model.attention.positions import num_positions
-from toolkit.model.structure.fake_tensors import grouped_products, lacks_products, without_logs
+from toolkit.model.structure.fake_tensors import grouped_products, without_logs
 from toolkit.objectives.teacher import teacher_units
 from toolkit.optim.build import block_matrices
 from toolkit.planning.hardware import Hardware
@@ -20,7 +20,6 @@ from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape, tea
 from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.blocks.checkpointing import Checkpointing, num_in_chunks
-from toolkit.sharding.plan.units import stacked_experts
 
 
 class ProbedModel:
@@ -101,11 +100,9 @@ class ProbedModel:
         except BadInputError:
             raise
         except Exception as error:  # a model may do anything
-            hampered = lacks_products() and stacked_experts(self.workload.model)
-            cure = "; experts in float32 are planned with transformers 5.23 or later" if hampered else ""
             raise UnplannableError(
                 f"{type(self.workload.model).__name__} cannot run on tensors without values, so it cannot be "
-                f"planned: {in_words(error)}{cure}"
+                f"planned: {in_words(error)}"
             ) from error
 
     def _probe_key(self, setup: Setup) -> tuple[bool, int, Checkpointing | None]:

@@ -43,6 +43,18 @@ def test_warnings_of_these_libraries_are_left_out_and_errors_are_not() -> None:
     assert (lines.count("noise"), lines.count("trouble"), lines.count("mine")) == (0, len(TOLD_BY), 1), lines
 
 
+def test_a_program_of_ones_own_sees_all_but_what_they_say_of_this_machine() -> None:
+    """In a loop of one's own and in a notebook, whose other warnings are the user's."""
+    code = (
+        "import logging, sys, toolkit, torchao, bitsandbytes\n"
+        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU gemm_4bit_forward from x')\n"
+        f"for name in {TOLD_BY}:\n    logging.getLogger(name).warning('mine')"
+    )
+    lines = told("-c", code)
+    assert lines.count("mine") == len(TOLD_BY)
+    assert NOISE.findall(re.sub("W.*mine", "", lines)) == []
+
+
 @pytest.mark.slow
 def test_a_command_that_imports_them_prints_none_of_their_words(tmp_path: Path) -> None:
     output = f"training.output_dir={tmp_path / 'run'}"

@@ -177,6 +177,9 @@ def test_a_head_for_other_classes_is_drawn_anew_if_that_is_meant(folder: Path) -
         assert different == found.fit.drawn == ["score.weight"] * is_new
 
 
-def test_an_attention_that_a_type_does_not_have_is_blamed_on_its_field() -> None:
-    with pytest.raises(BadInputError, match=r"^model\.attention: sdpa cannot be used: .*; set model\.attention=auto$"):
-        _build(AutoModelForCausalLM, tiny_config("gemma2"), {"attn_implementation": "sdpa"}, "model.name_or_path")
+@pytest.mark.parametrize(("kind", "asked"), [("gemma2", "sdpa"), ("bloom", "flash_attention_2")])
+def test_an_attention_that_a_type_does_not_have_is_blamed_on_its_field(kind: str, asked: str) -> None:
+    with pytest.raises(
+        BadInputError, match=rf"^model\.attention: {asked} cannot be used: .*; set model\.attention=auto$"
+    ):
+        _build(AutoModelForCausalLM, tiny_config(kind), {"attn_implementation": asked}, "model.name_or_path")

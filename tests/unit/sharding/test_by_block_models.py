@@ -97,9 +97,9 @@ def test_the_check_asks_for_no_cache() -> None:
     """As training does: the cache of `qwen4_exp` lacks a state that its blocks would keep there."""
     given: list[Any] = []
 
-    def forward(_number: int, own: Any, hidden: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
-        given.append(past_key_values)
-        return own(hidden, past_key_values=past_key_values, **kwargs)
+    def forward(_number: int, own: Any, hidden: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any:
+        given.append(cache)
+        return own(hidden, cache=cache, **kwargs)
 
     model = around_blocks(llama(num_hidden_layers=3, use_cache=True), forward)
     runner = by_block(model)

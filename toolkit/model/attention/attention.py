@@ -16,10 +16,9 @@ from torch.nn.attention import SDPBackend
 from transformers import PreTrainedModel, masking_utils
 from transformers.utils import import_utils
 
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import first_line
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.document_attention import BY_DOCUMENT, register_by_document
-from toolkit.model.attention.image_masks import TAKE_SPANS, sees_in_spans
 from toolkit.sharding.parallel.sequence_parallel import rows_under_way
 
 TRIED_TOKENS = 128
@@ -58,8 +57,8 @@ def mask_by_what_is_known() -> None:
     """Makes transformers build masks from `known_packing` and the rows under way. A second call changes nothing."""
     # The module's own names, which its functions look up at each call.
     masking_utils.find_packed_sequence_indices = _indices
-    if _masked is not None:
-        masking_utils.packed_sequence_compatibility_function = _mask_of_documents
+    masking_utils.remap_positions_for_packed_sequence = _at_positions
+    masking_utils.chunked_causal_mask_function = _chunked
 
 
 class _ForwardFacts(threading.local):
@@ -70,8 +69,8 @@ class _ForwardFacts(threading.local):
 
 _here = _ForwardFacts()
 _asked: Callable[[torch.Tensor], torch.Tensor | None] = masking_utils.find_packed_sequence_indices
-_masked: Callable[..., Any] | None = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-"""None before transformers 5.23, whose masks only ask for the documents."""
+_remapped: Callable[..., Any] = masking_utils.remap_positions_for_packed_sequence
+_of_chunks: Callable[..., Any] = masking_utils.chunked_causal_mask_function
 
 
 def _whole_row_positions(position_ids: torch.Tensor) -> torch.Tensor:
@@ -80,9 +79,19 @@ def _whole_row_positions(position_ids: torch.Tensor) -> torch.Tensor:
     return position_ids if rows is None else rows.positions
 
 
-def _mask_of_documents(mask: Callable[..., Any], position_ids: torch.Tensor, documents: torch.Tensor) -> Any:
-    assert _masked is not None  # otherwise this is called by nobody
-    return _masked(mask, _whole_row_positions(position_ids), documents)
+def _chunked(*args: Any) -> Any:
+    mask = _of_chunks(*args)
+    mask.by_position = True
+    return mask
+
+
+def _at_positions(mask: Any, position_ids: torch.Tensor) -> Any:
+    """Returns a mask that asks `mask` for positions in documents, as only chunks need; others for places in a row.
+
+    Inside a document a window is the same in both. transformers 5.24 asks for positions always, also whether they are
+    of one image, which Gemma 3 and 4 know by places.
+    """
+    return _remapped(mask, _whole_row_positions(position_ids)) if hasattr(mask, "by_position") else mask
 
 
 def _indices(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -99,7 +108,6 @@ def settle_attention(
     in_16_bits: bool,
     packed: bool,
     compiled: bool,
-    has_images: bool = False,
 ) -> str:
     """Gives `model` the best attention if `asked` is auto. Returns which it has, and why.
 
@@ -110,22 +118,10 @@ def settle_attention(
     Args:
         packed: whether documents share rows.
         compiled: whether blocks are compiled, for one shape; documents have many.
-        has_images: whether rows have images, and the model sees them.
-
-    Raises:
-        BadInputError: if `asked` cannot let the tokens of an image see each other, as they do in this model.
     """
-    needs_masks = has_images and sees_in_spans(model)
-    if needs_masks and asked not in ("auto", *TAKE_SPANS):
-        raise BadInputError(
-            f"model.attention: {asked} takes no mask, and in {type(model).__name__} the tokens of an image see each "
-            f"other; set it to auto, or to one of {', '.join(TAKE_SPANS)}"
-        )
     if asked != "auto":
         return f"{_described(model, device, in_16_bits, packed)} (model.attention)"
     wanted, why = best_flash(model, device, in_16_bits)
-    if needs_masks:
-        wanted, why = None, "the tokens of an image see each other, which takes a mask"
     if device.type == "cpu" and packed and not compiled and attention_of(model) == "sdpa":
         register_by_document()
         wanted = BY_DOCUMENT

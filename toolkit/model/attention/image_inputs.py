@@ -14,7 +14,6 @@ from torch import nn
 from toolkit.data.samples.image_samples import COUNTS, KINDS_OF_TOKENS, images_in
 from toolkit.data.samples.samples import Batch
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.attention.image_masks import masks_of, sees_in_spans
 
 AXES = "positions_of_axes"
 """Batch key of positions of text, time, height and width, (4, B, T), which restart with each document."""
@@ -52,7 +51,7 @@ class Sight:
         self._rope = getattr(inner, "get_rope_index", None)
         config = getattr(base, "config", None)
         self._hides_documents = getattr(config, "model_type", None) in HIDE_DOCUMENTS
-        self._base, self._has_spans = base, sees_in_spans(base)
+        self._base = base
 
     def on_host(self, batch: Batch) -> dict[str, Any]:
         """Adds positions of three axes, if the model wants them: computed on the host, document by document."""
@@ -96,8 +95,6 @@ class Sight:
         found = self.shown(batch, kinds.view(1, -1) if in_one_row else kinds)
         if AXES in batch:
             found["position_ids"] = batch[AXES].view(4, 1, -1) if in_one_row else batch[AXES]
-        if self._has_spans:
-            found["attention_mask"] = masks_of(self._base, kinds, batch["position_ids"])
         return found
 
     def shown(self, batch: Batch, kinds: torch.Tensor) -> dict[str, Any]:

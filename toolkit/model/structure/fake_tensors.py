@@ -23,7 +23,6 @@ __all__ = [
     "FakeTensorMode",
     "grouped_products",
     "has_values",
-    "lacks_products",
     "unset_fake_temporarily",
     "without_logs",
 ]
@@ -54,11 +53,6 @@ def grouped_products() -> Iterator[None]:
         yield
     finally:
         experts._can_use_grouped_mm = can_use
-
-
-def lacks_products() -> bool:
-    """Tells whether `grouped_products` has no backward: before transformers 5.23 it reads the numbers of tokens."""
-    return not hasattr(experts, "_grouped_mm_fallback_backward_fake")
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -19,10 +19,14 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.fsdp2.unused import has_branches
+
+# transformers 5.24.0's Llama 4 reads this of the output of its language model, which lacks it: all forwards fail.
+MoeCausalLMOutputWithPast.image_outputs = None
 
 WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 """Auto classes of models that read more than text."""

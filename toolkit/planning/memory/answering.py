@@ -15,9 +15,6 @@ from toolkit.planning.memory.fake import Ledger, give_parameters
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.apply import PRECISIONS
 
-CACHES = ("past_key_values", "cache_params")
-"""Names of a model's cache, in its outputs and among its arguments."""
-
 
 @dataclass(frozen=True)
 class Answering:
@@ -87,7 +84,7 @@ def _empty_ids(rows: int, tokens: int) -> torch.Tensor:
 
 
 def _cache_after(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the cache after a forward, by its name; empty if the model has none."""
+    """Returns the cache after a forward, by its name among arguments; empty if the model has none."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    out = model(**inputs, **last, use_cache=True)
-    return {name: out[name] for name in CACHES if out.get(name) is not None}
+    cache = model(**inputs, **last, use_cache=True).get("cache")
+    return {} if cache is None else {"cache": cache}

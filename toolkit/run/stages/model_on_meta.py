@@ -69,7 +69,7 @@ def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
     data, padded = fitting(recipe, tokens, rows.data, model)
     require_room(model, tokens, recipe, data)
     packed, label_counts = data.report.packing, data.report.label_counts
-    attention = _choose_attention(opened, model, packed, data.train.has_images)
+    attention = _choose_attention(opened, model, packed)
     teacher = asked_teacher(opened.accelerator, recipe, tokens, packed, data.train.has_images)
     models = [model] if teacher is None else [model, teacher.model]
     share_rows(recipe.sharding.sequence, recipe.data.max_length, *models)
@@ -111,7 +111,7 @@ def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> LoadedModel:
     return loaded
 
 
-def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool, has_images: bool) -> str:
+def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool) -> str:
     """Gives the model the attention of the run; returns which one it is, and why."""
     asked, compiled = opened.recipe.model.attention, opened.recipe.training.compile
-    return settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled, has_images)
+    return settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled)

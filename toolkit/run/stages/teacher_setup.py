@@ -30,7 +30,7 @@ def asked_teacher(
     teacher = load_teacher(recipe, tokens, accelerator.mixed_precision, has_images)
     if teacher is not None:
         in_16_bits, device = accelerator.mixed_precision != "no" or recipe.model.dtype != "float32", accelerator.device
-        settle_attention(teacher.model, recipe.model.attention, device, in_16_bits, packed, False, has_images)
+        settle_attention(teacher.model, recipe.model.attention, device, in_16_bits, packed, False)
     return teacher
 
 

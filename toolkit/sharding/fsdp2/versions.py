@@ -23,8 +23,8 @@ from toolkit.ranks import rank
 SUPPORTED_VERSIONS = {
     "torch": ">=2.11,<2.16",
     "accelerate": ">=1.13,<1.16",
-    "transformers": ">=5.20,<5.24",
-    "datasets": ">=4.0,<5.3",
+    "transformers": ">=5.23,<5.25",
+    "datasets": ">=4.7,<5.3",
     "peft": ">=0.21.2,<0.22",
 }
 """The versions that this package is tested with, as in pyproject.toml; of peft, that has no upper limit."""
@@ -247,6 +247,14 @@ PRIVATE_NAMES = (
     PrivateName("transformers:PretrainedConfig._experts_implementation.fget"),
     PrivateName(
         "transformers.masking_utils:_preprocess_mask_arguments", ("find_packed_sequence_indices(position_ids)",)
+    ),
+    *(
+        PrivateName(f"transformers.masking_utils:{make}", ("remap_positions_for_packed_sequence(\n",))
+        for make in ("create_causal_mask", "create_sliding_window_causal_mask")
+    ),
+    PrivateName(
+        "transformers.masking_utils:create_chunked_causal_mask",
+        ("chunked_causal_mask_function(chunk_size,", "remap_positions_for_packed_sequence(\n"),
     ),
     # model/structure/fake_tensors.py: which product of experts a plan runs.
     PrivateName("transformers.integrations.moe:_can_use_grouped_mm", ("input", "weight", "offs")),

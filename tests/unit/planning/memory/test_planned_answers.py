@@ -91,7 +91,7 @@ def written(config: Any, dtype: torch.dtype) -> tuple[int, int]:
             do_sample=False,
             return_dict_in_generate=True,
         )
-    cache = out.get("past_key_values") or out.get("cache_params")
+    cache = out.get("cache")
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors(cache)}
     sizes = list(storages.values())
     if config.is_encoder_decoder:

@@ -8,7 +8,6 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
-from toolkit.model.structure.fake_tensors import lacks_products
 from toolkit.paths import GIB
 from toolkit.planning.hardware import presets
 from toolkit.planning.memory.fake import fake_ranks
@@ -44,7 +43,6 @@ def recipe(**sharding: object) -> Recipe:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(lacks_products(), reason="experts in float32 are planned with transformers 5.23 or later")
 def test_a_table_has_what_spread_experts_can_run_with() -> None:
     found = plan(recipe(experts=4), presets()["h100_sxm"], 8)
     assert {row.setup.strategy.name for row in found.rows} == {"zero1", "zero2", "zero3", "hybrid"}

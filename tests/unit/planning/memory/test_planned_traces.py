@@ -12,7 +12,7 @@ from support.planned import Planned
 from support.planning_models import build, config_of, workload
 
 from toolkit.model.adapters.adapters import add_adapter, base_of, quantise
-from toolkit.model.structure.fake_tensors import grouped_products, lacks_products
+from toolkit.model.structure.fake_tensors import grouped_products
 from toolkit.planning.memory.probe import Prober
 from toolkit.planning.memory.state_bytes import MemoryLayout, held_unit, rounded
 from toolkit.planning.traffic import traffic
@@ -78,15 +78,12 @@ def case(
     checkpointing: Checkpointing | None = None,
     *,
     rel: float = 0.02,
-    mark: Any = None,
     **more: Any,
 ) -> Any:
     tier = [] if name in FIRST else [pytest.mark.slow if name in SLOW else pytest.mark.grid]
-    marks = [*tier, *([mark] if mark else [])]
-    return pytest.param(work, (strategy, mesh, checkpointing), more, rel, id=name, marks=marks)
+    return pytest.param(work, (strategy, mesh, checkpointing), more, rel, id=name, marks=tier)
 
 
-FLOAT32 = pytest.mark.skipif(lacks_products(), reason="transformers before 5.23 looks at the numbers of tokens")
 FIRST = ("stacks zero2", "stacks by block", "experts of 2 ranks", "attention adapted", "int8 zero2")
 """Cases of the first tier."""
 
@@ -111,7 +108,7 @@ CASES = [
     case("experts adapted", lambda: mixtral(16, 2048, 2, "all-linear"), "zero3", FOUR, EVERY, accumulation=2),
     case("attention adapted", lambda: mixtral(160, 2048, 2, ["q_proj", "v_proj"]), "zero3", FOUR, EVERY),
     case("one block adapted", lambda: mixtral(16, 2048, 2, ONE_BLOCK), accumulation=2),
-    case("float32", lambda: mixtral(16, mixed_precision="no"), accumulation=2, mark=FLOAT32),
+    case("float32", lambda: mixtral(16, mixed_precision="no"), accumulation=2),
     case("float32 islands zero3", ernie),
     case("float32 islands zero2", ernie, "zero2", MeshShape(1, 2), accumulation=2),
     case("float32 islands zero1", ernie, "zero1", MeshShape(1, 1), accumulation=2),
