@@ -70,6 +70,7 @@ def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: 
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["split"] == "eval"]
+    require_as_planned(out)
     assert losses[-1] < fall * losses[0], losses
     assert f"{losses[0]:.4f} -> {losses[-1]:.4f}" in done.stderr
     shown = re.findall(r"^(.+)\n  before: (.*)\n  after: (.*)\n(  in the data: )?", done.stderr, re.MULTILINE)
@@ -116,11 +117,21 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 
 
 def test_torchrun_starts_two_ranks(tmp_path: Path, cache: Path) -> None:
-    recipe = ["--recipe", "recipes/quickstart.yaml"]
-    done = start([*TWO_RANKS, *recipe, *SHORT, f"training.output_dir={tmp_path / 'run'}"], cache)
+    recipe = ["--recipe", "recipes/quickstart.yaml", "data.max_length=512"]
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+    larger = [f"model.config.{name}={size}" for name, size in sizes.items()]
+    done = start([*TWO_RANKS, *recipe, *larger, *SHORT, f"training.output_dir={tmp_path / 'run'}"], cache)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ranks: 2 on" in done.stderr
     assert (tmp_path / "run/export/config.json").exists()
+    require_as_planned(tmp_path / "run")
+
+
+def require_as_planned(run: Path) -> None:
+    """The peak of a CPU rank's whole process, Python and its libraries included, is within a tenth of the plan's."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    peaks = [(record["planned_peak_bytes"], record["peak_host_bytes"]) for record in records if "mfu" in record]
+    assert peaks[0][0] == pytest.approx(max(taken for _, taken in peaks), rel=0.1)
 
 
 def losses(run: Path) -> list[float]:
@@ -143,17 +154,6 @@ def test_a_resolved_recipe_gives_the_same_run(tmp_path: Path, one_rank: Path, ca
     arguments = ["--recipe", str(one_rank / "recipe.yaml"), f"training.output_dir={tmp_path / 'again'}"]
     assert run_on_ranks(finetune_by_command, 1, arguments, environment(cache)) == [0]
     assert losses(tmp_path / "again") == losses(one_rank)
-
-
-def test_bad_input_under_a_launcher(tmp_path: Path, cache: Path) -> None:
-    """The ranks exit with 2; the launcher makes that 1 and adds its own words."""
-    command = ["accelerate", "launch", "--config_file", "accelerate_configs/cpu_2.yaml", "recipes/finetune.py"]
-    done = start([*command, "data.train=nowhere.jsonl", f"training.output_dir={tmp_path / 'run'}"], cache)
-    assert done.returncode != 0
-    assert done.stderr.count("error: data.train: there is no file 'nowhere.jsonl'") == 1
-    assert "exitcode  : 2" in done.stderr
-    assert str(ROOT / "toolkit") not in done.stderr, "a traceback of ours"
-    assert not (tmp_path / "run").exists()
 
 
 def test_bad_input_under_toolkit_train(tmp_path: Path, cache: Path) -> None:

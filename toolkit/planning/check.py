@@ -25,6 +25,9 @@ from toolkit.sharding.offload.host import free_host_bytes
 from toolkit.sharding.plan.strategy import MeshShape, Strategy
 from toolkit.terminal import format_bytes
 
+KERNEL_BYTES = 24 * 2**20
+"""Bytes of torch's own code that a CPU rank reads from its file in the first step."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -38,7 +41,7 @@ class Planned:
             if that fits and sends less.
         why: the reason for the choice of `auto`.
         problem: why the model cannot be probed.
-        process: bytes that a CPU rank's process held before the run's state: Python, libraries and data.
+        process: bytes of a CPU rank's process besides its tensors: Python, libraries and data; 0 for a device.
         gathers_whole: whether completions are sampled with the whole model on each rank, as there is room for it.
     """
 
@@ -54,17 +57,19 @@ class Planned:
     @property
     def peak_bytes(self) -> int | None:
         """The planned figure to compare with the measured one: the device's, or a CPU rank's whole process."""
-        return None if self.peak is None else self.process + self.peak.total
+        if self.peak is None:
+            return None
+        # malloc keeps freed pages between tensors of other sizes, as CUDA's allocator reserves more than it hands out.
+        return self.process + int(self.peak.total * (HEADROOM["fits"] if self.process else 1))
 
     def describe(self) -> str:
         """Describes the peak, its largest part and the room."""
-        if self.peak is None:
+        if self.peak is None or self.peak_bytes is None:
             return f"not planned: {self.problem}"
         kind, num_bytes = self.peak.largest
         most = f"in {self.peak.moment} ({kind} {format_bytes(num_bytes)})"
         process = f"; {format_bytes(self.process)} of it Python, libraries and data" if self.process else ""
-        whole, room = format_bytes(self.process + self.peak.total), format_bytes(self.room)
-        return f"peak {whole} of {room} a rank, {most}{process}"
+        return f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.room)} a rank, {most}{process}"
 
 
 def plan_run(
@@ -98,19 +103,18 @@ def plan_run(
     *others, last = checkpointings
     size, accumulation = training.micro_batch_size, training.gradient_accumulation_steps
     setup, why = Setup(strategy, mesh, offload, last, size, accumulation, recipe.sharding.accumulate == "by_block"), ""
-    process = psutil.Process().memory_info().rss if device.type == "cpu" else 0
-    room = process + _room_bytes(device)
+    room = _room_bytes(device)
     try:
         # Fewest checkpoints first: with every n-th block checkpointed a step takes up to 1 / 3n longer.
         for checkpointing in others:
             lighter = replace(setup, checkpointing=checkpointing)
-            if _fits_well(planner.peak(lighter), lighter, room - process, device):
+            if _fits_well(planner.peak(lighter), lighter, room, device):
                 setup = lighter
                 break
         if recipe.sharding.accumulate == "auto":
-            setup, why = settle(planner, setup, lambda row: _fits_well(row.peak, row.setup, room - process, device))
+            setup, why = settle(planner, setup, lambda row: _fits_well(row.peak, row.setup, room, device))
         whole = planner.rollout(setup)
-        gathers_whole = whole is not None and _fits_well(whole, setup, room - process, device)
+        gathers_whole = whole is not None and _fits_well(whole, setup, room, device)
         peak = max(
             [planner.peak(setup), *([whole] if whole and gathers_whole else [])], key=lambda moment: moment.total
         )
@@ -118,12 +122,14 @@ def plan_run(
             _require_host_memory(planner.state.of_rank(setup))
     except UnplannableError as error:  # a model that cannot be planned may still train
         return Planned(None, room, last, setup.by_block, "not planned", first_line(error))
+    # After the probe, which loads what a step needs.
+    process = psutil.Process().memory_info().rss + KERNEL_BYTES if device.type == "cpu" else 0
     planned = Planned(
-        peak, room, setup.checkpointing, setup.by_block, why, process=process, gathers_whole=gathers_whole
+        peak, process + room, setup.checkpointing, setup.by_block, why, process=process, gathers_whole=gathers_whole
     )
     # Without headroom: only what is impossible is refused; a tight run is reported and tried.
-    if process + peak.total > room:
-        raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, room - process)}")
+    if peak.total > room:
+        raise BadInputError(f"this run cannot fit: {planned.describe()}. {_advice(planner, setup, room)}")
     return planned
 
 

@@ -499,7 +499,7 @@ def test_a_run_that_cannot_fit_is_stopped_with_what_would_help(monkeypatch: pyte
     planner = Planner(recipe(), workload_of(recipe(), "no"), hardware_of("cpu"))
     assert found.peak.total == max(m.total for m in planner.moments(_asked())) > 10**6
     assert found.peak_bytes is not None
-    assert found.peak_bytes - found.peak.total == found.process > 10**8, "Python and its libraries"
+    assert found.peak_bytes - int(1.25 * found.peak.total) == found.process > 10**8, "Python and its libraries"
     assert "loss" in found.describe() or "head" in found.describe()
     with pytest.raises(BadInputError, match=r"cannot fit.*It would with: .*activation_checkpointing"):
         planned(found.peak.total - 1, monkeypatch)

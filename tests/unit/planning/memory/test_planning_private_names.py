@@ -11,7 +11,6 @@ import weakref
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 MEND = "see toolkit/model/structure/fake_tensors.py and toolkit/planning/memory/fake.py"
 
@@ -50,24 +49,6 @@ def test_fake_tensors_without_memory() -> None:
     assert tensor.untyped_storage().nbytes() == 2**42, MEND
 
 
-def test_dispatch_modes_and_trees() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_iter, tree_map_only
-
-    class Counts(TorchDispatchMode):
-        number = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            self.number += 1
-            return func(*args, **(kwargs or {}))
-
-    with Counts() as mode:
-        torch.ones(2) + 1
-    assert mode.number == 2, MEND
-    assert list(tree_iter(({"a": 1}, [2]))) == [1, 2], MEND
-    assert tree_map_only(int, lambda number: -number, {"a": 1, "b": "x"}) == {"a": -1, "b": "x"}, MEND
-
-
 def test_storages_have_an_identity_and_can_be_watched() -> None:
     tensor = torch.ones(3)
     storage = tensor.untyped_storage()
@@ -92,16 +73,6 @@ def test_a_dtensor_has_its_local_tensor() -> None:
     from torch.distributed.tensor import DTensor
 
     assert "_local_tensor" in DTensor.__slots__, MEND
-
-
-def test_a_process_group_of_ranks_that_are_not_there() -> None:
-    dist.init_process_group("fake", rank=0, world_size=4096)
-    try:
-        assert dist.get_world_size() == 4096, MEND
-        gathered = torch.empty(4096)
-        dist.all_gather_into_tensor(gathered, torch.ones(1))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_what_dropout_and_host_copies_replace() -> None:
