@@ -16,6 +16,7 @@ from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal
 from toolkit.training.durable_writes import LinesFile
 from toolkit.training.progress import Progress
+from toolkit.training.step import with_figures
 
 SHARES = {
     "accuracy": "accuracy",
@@ -81,12 +82,13 @@ class Metrics:
 
     def train(self, record: dict[str, Any]) -> None:
         """Writes the record of an optimizer step; adds `split` and the keys of the plan to it."""
-        self._write({"split": "train", **record, "planned_peak_bytes": self._planned_peak_bytes})
+        record = with_figures(record, {"planned_peak_bytes": self._planned_peak_bytes})
+        self._write(with_figures({"split": "train"}, record))
         self.progress.show(record["step"], _step_figures(record, self._unit))
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Writes the record of an evaluation: `step`, other figures, and `loss` if there are held-out rows."""
-        self._write({"split": "eval", **record})
+        self._write(with_figures({"split": "eval"}, record))
         loss = [f"held-out loss {record['loss']:.4f}"] if "loss" in record else []
         if figures := [*loss, *_share_figures(record), *_source_figures(record)]:
             self.progress.line(record["step"], *figures)

@@ -231,7 +231,7 @@ class Trainer:
         skipped = self._step_optimizer(step.grad_norm)
         metrics: dict[str, Any] = {}
         for extension in self.extensions:
-            metrics |= extension.after_update(self.global_step + 1, skipped)
+            metrics = with_figures(metrics, extension.after_update(self.global_step + 1, skipped))
         if not skipped:
             self.balance.move_biases()
         return replace(step, skipped=skipped, metrics=metrics)
@@ -449,7 +449,7 @@ class Trainer:
             parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]
             figures: dict[str, Any] = {}
             for extension in self.extensions:
-                figures |= extension.at_evaluation(self)
+                figures = with_figures(figures, extension.at_evaluation(self))
         self.enter_phase(Phase.COLLECTIVE)
         of_rows: dict[str, Any] = {}
         if parts:

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from toolkit import Extension, Recipe, finetune
 from toolkit.errors import BadInputError, RecipeError, StoppedError, TrainingError
 from toolkit.optim.schedule import changed_rate
+from toolkit.recipe.schema import LoggingSection
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.extensions.own import Own, OwnExtensions, load_extensions
-from toolkit.training.step import with_figures
+from toolkit.training.metrics import Metrics
 
 FILE = """
 import math
@@ -213,9 +214,19 @@ def test_a_changed_rate_is_that_of_a_loop_by_hand(fused: bool) -> None:
 
 
 def test_figures_do_not_replace_those_of_the_run() -> None:
-    assert with_figures({"loss": 1.0}, {"mine": 2.0}) == {"loss": 1.0, "mine": 2.0}
-    with pytest.raises(TrainingError, match="figure has the name 'loss', which the run's own has; rename it"):
-        with_figures({"loss": 1.0}, {"loss": 2.0})
+    """Neither those of its records nor those of its own extensions, whichever comes first."""
+    trainer, _ = built([1.0], False, None)
+    trainer.evaluation = lambda: ()
+    try:
+        for mine in (Wrong(after_update={"reward": 1.0}), Wrong(at_evaluation={"reward": 1.0})):
+            for pair in ([mine, owned(mine)], [owned(mine), mine]):
+                trainer.extensions = [*trainer.extensions[:1], *pair]
+                with pytest.raises(TrainingError, match="figure has the name 'reward', which the run's own has"):
+                    trainer.fit()
+        with pytest.raises(TrainingError, match="figure has the name 'split'"):
+            Metrics(trainer.accelerator, Path("m"), LoggingSection(), 1).evaluation({"step": 1, "split": 1.0})
+    finally:
+        reset_accelerate()
 
 
 def test_two_extensions_have_no_figure_of_one_name() -> None:
@@ -281,6 +292,9 @@ class Wrong(Extension):
 
     def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
         return self.returned.get("after_update", {})  # type: ignore[no-any-return]
+
+    def at_evaluation(self, trainer: Any) -> dict[str, Any]:
+        return self.returned.get("at_evaluation", {})  # type: ignore[no-any-return]
 
     def rate_factor(self, step: int) -> float:
         return self.returned.get("rate_factor", 1.0)  # type: ignore[no-any-return]
