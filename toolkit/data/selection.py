@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,7 +12,6 @@ import numpy as np
 
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.labelled import NO_CLASS
-from toolkit.data.layouts.left_out import NO_CALLS
 from toolkit.data.report import Found, by_reason, named
 from toolkit.data.rows.readers import BLANK
 from toolkit.data.samples.packing import Ints, mixed
@@ -135,10 +135,9 @@ def nothing_left(what: str, reasons: Reasons) -> str:
 
 
 def _mend(reasons: Reasons) -> str | None:
-    """Returns what helps where a chat template leaves out calls of tools, or None for other reasons."""
-    if NO_CALLS not in reasons:
-        return None
-    return "Set data.chat_template=chatml, or alpaca if the vocabulary lacks its markers: both write tools and calls"
+    """Returns the setting that a reason names, which was tried on its rows; None if none does."""
+    found = (re.search(r"data\.chat_template=\w+", reason) for reason in reasons)
+    return next((f"Set {setting[0]}" for setting in found if setting), None)
 
 
 def reasons_in_words(reasons: Reasons) -> str:

@@ -17,8 +17,10 @@ from toolkit.data.documents.encode import VERBATIM, Encoder
 from toolkit.data.kinds.recognise import recognise
 from toolkit.data.kinds.registry import LAYOUTS, kind_for
 from toolkit.data.layouts.layout import Layout
+from toolkit.data.report import Found
 from toolkit.data.rows.sources import open_source
-from toolkit.data.templates.templates import use_template
+from toolkit.data.selection import nothing_left
+from toolkit.data.templates.templates import TEMPLATES, use_template
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ColumnsSection, DataSection, SourceSection
 
@@ -209,7 +211,7 @@ def test_what_a_template_leaves_out_of_a_conversation_is_counted() -> None:
     assert by_turn["note"] == no_system
 
 
-def test_turns_that_a_template_leaves_out_are_counted() -> None:
+def test_turns_that_a_template_leaves_out_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes no results of tools, nor calls: an answer behind them is learned without them, a call not at all."""
     silent = replace(CHATML, template=CHATML.template.replace("messages %}", "messages if message.role != 'tool' %}"))
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "the moon"}}}
@@ -222,7 +224,12 @@ def test_turns_that_a_template_leaves_out_are_counted() -> None:
     assert encoded({"messages": turns}, silent)[2].split("; ")[1:] == [no_calls, no_results]
     by_turn = in_lists(Encoder(tokenizer(silent), "each_turn").documents([{"messages": turns}], MESSAGES)[0])
     assert by_turn["note"].split("; ")[1:] == [no_calls, no_results]
-    assert encoded({"messages": [ASKED, called]}, silent)[1] == no_calls
+    for name in (*TEMPLATES, ""):  # the first of ours that writes the calls of this row is advised
+        problem = encoded({"messages": [ASKED, called]}, silent)[1]
+        assert problem == no_calls + (name and f" (data.chat_template={name} writes them)")
+        mend = nothing_left("", {problem: Found(count=1, rows=["rows.jsonl:1"])}).partition("1). ")[2]
+        assert mend.startswith(f"Set data.chat_template={name}" if name else "Correct them")
+        monkeypatch.setitem(TEMPLATES, name, silent.template)
     listed = {"tools": [{"type": "function", "function": {"name": "look"}}]}
     assert encoded({"messages": [ASKED, called], **listed}, LFM2)[1] == no_calls, "the tools have the name, too"
     assert no_calls in encoded({"messages": turns, **listed}, LFM2)[2]

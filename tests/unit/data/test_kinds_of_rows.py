@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from dataclasses import replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from support.sights import save_seeing
 from support.texts import make_texts
 
@@ -236,19 +239,24 @@ def test_a_prompt_leaves_room_for_its_completion(tmp_path: Path) -> None:
         ({"prompt": "who is it", "completion": "a king"}, "a king"),
         ({"prompt": "who is it", "completion": "a king", "answer": "a fox"}, "a fox"),
         ({"prompt": "who is it", "completion": "a king", "label": False}, None),
+        ({"prompt": "who is it", "answer": "a fox", "when": date(2024, 2, 9), "score": math.nan}, "a fox"),
+        ({"prompt": "who is it", "answer": 7.0, "when": datetime(2024, 2, 9, 1)}, 7.0),
     ],
 )
 def test_the_answer_of_a_training_row_is_what_completions_are_compared_with(
-    row: dict[str, Any], answer: str | None, tmp_path: Path
+    row: dict[str, Any], answer: str | float | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    given = {"train": str(tmp_path / "rows.jsonl"), "max_length": 64, "cache_dir": str(tmp_path)}
+    """Dates and NaN in a column that no reward reads leave the row as it is."""
+    Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    given = {"train": str(tmp_path / "rows.parquet"), "max_length": 64, "cache_dir": str(tmp_path)}
     rewards = [{"name": "any", "match": "a"}]
     section = ObjectiveSection.model_validate({"kind": "grpo", "rewards": rewards, "max_new_tokens": 8})
     tokens = tokenizer._train_byte_pairs(iter(()), 260, MARKERS["chatml"])
     use_template(tokens, "chatml")
     found = build.build(DataSection.model_validate(given), tokens, 0, section).train.asked_of_itself
-    assert found.prompt(0)[2]["row"].get("answer") == answer
+    kept = found.prompt(0)[2]["row"]
+    assert kept.get("answer") == answer
+    assert (kept.get("when") or "2024-02-09").startswith("2024-02-09")
 
 
 def test_no_two_kinds_have_a_layout_of_one_name() -> None:

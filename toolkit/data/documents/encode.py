@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.documents.byte_tokens import ByteTokens
 from toolkit.data.images.images import Images, parse
 from toolkit.data.layouts.layout import Layout
-from toolkit.data.layouts.left_out import NO_TOOLS, left_out_of
+from toolkit.data.layouts.left_out import NO_CALLS, NO_TOOLS, left_out_of
 from toolkit.data.layouts.messages import ONLY_ASSISTANTS
 from toolkit.data.layouts.row_flags import Span, without
 from toolkit.data.layouts.template_arguments import date_of, note_of, require_taken, takes_tools
@@ -28,7 +28,8 @@ from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.chat import GREETING, Rendered, Targets, Turn, render
 from toolkit.data.templates.masks import PLAIN, holds_prompt, spans_array, target_mask
-from toolkit.data.templates.stops import NextTurn, end_texts
+from toolkit.data.templates.stops import NextTurn, end_texts, next_turn_of
+from toolkit.data.templates.templates import template_that
 from toolkit.errors import DataError, first_line
 from toolkit.recipe.objectives.registry import SPECS
 
@@ -191,8 +192,19 @@ class Encoder:
         for document, item in zip(documents, read, strict=True):
             if document["problem"] is None and (unread := item[1]):
                 document["note"] = joined_notes([document["note"], *unread])
+            elif document["problem"] == NO_CALLS and (name := self._template_for(item[0])) is not None:
+                document["problem"] = f"{NO_CALLS} (data.chat_template={name} writes them)"
         blank = {name: value for name, (_, value) in self.columns.items()}
         return [{**blank, **document} for document in documents]
+
+    def _template_for(self, example: Example) -> str | None:
+        """Returns the template of ours with which a row can be used, tried on the row itself; None without one."""
+
+        def helps(tokenizer: PreTrainedTokenizerBase) -> bool:
+            other = replace(self, tokenizer=tokenizer, next_turn=next_turn_of(tokenizer))
+            return other.encode([example])[0]["problem"] is None
+
+        return template_that(helps, self.tokenizer)
 
     def _documents_or_data_error(self, examples: list[Example | RowProblem]) -> list[Document]:
         """Runs `encode`; a panic of a tokenizer's Rust code, as for an endless expression, is a DataError."""

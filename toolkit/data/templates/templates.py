@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -109,6 +110,16 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     # chatml begins each turn with a mark that is the bos of some tokenizers, such as SmolLM2's.
     marked = tokenizer.bos_token in MARKERS[name]
     tokenizer.chat_template = TEMPLATES[name].replace(_BEGIN, "") if marked else TEMPLATES[name]
+
+
+def template_that(helps: Callable[[PreTrainedTokenizerBase], bool], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Returns the first template of ours with which a copy of the tokenizer does what is asked for, or None."""
+    for name in TEMPLATES:
+        other = copy.copy(tokenizer)
+        use_template(other, name)
+        if helps(other):
+            return name
+    return None
 
 
 def rendered(
