@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import save_llama
-from transformers import AutoTokenizer, GenerationConfig, RwkvConfig, RwkvForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling.fresh import FreshSample, draw
@@ -60,20 +67,24 @@ def test_a_draw_depends_on_its_row_and_number_and_not_on_its_batch(tmp_path: Pat
 def test_a_model_that_mixes_up_the_rows_of_a_batch_draws_one_by_one_or_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RWKV has no attention mask: padding enters its state."""
+    """Padding enters the state of RWKV, and of RecurrentGemma."""
     loaded = loaded_from(tmp_path, {2})
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 128}
-    model = RwkvForCausalLM(RwkvConfig(vocab_size=len(loaded.tokenizer), **sizes)).eval()
-    model.generation_config = GenerationConfig()
-    for parameter in model.parameters():
-        parameter.data.mul_(8 if parameter.dim() > 1 else 1)
-    prompts = [Prompt([5, 6, 7, 8] * (1 + row % 3), [], row=row) for row in range(4)]
+    gemma = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 8, "lru_width": 32}
+    rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=len(loaded.tokenizer), **sizes)).eval()
+    recurrent = RecurrentGemmaConfig(vocab_size=len(loaded.tokenizer), num_hidden_layers=3, **gemma)
+    mixing = [replace(loaded, model=model) for model in (rwkv, RecurrentGemmaForCausalLM(recurrent).eval())]
+    for each in mixing:
+        each.model.generation_config = GenerationConfig()
+        for parameter in each.model.parameters():
+            parameter.data.mul_(8 if parameter.dim() > 1 else 1)
+    prompts = [Prompt([5, 6, 7, 8] * (1 + row % 3 * (row > 3)), [], row=row) for row in range(8)]  # the second batch
     recipe: Any = SimpleNamespace(
         objective=SimpleNamespace(rollout_batch_size=None, max_new_tokens=6),
         training=SimpleNamespace(micro_batch_size=4, seed=0),
     )
-    for each, size in ((loaded, 4), (replace(loaded, model=model), 1)):
+    for each, size in ((loaded, 4), *((each, 1) for each in mixing)):
         told: list[str] = []
         assert batch_size_of(recipe, each, prompts, True, told.append) == size
         assert ["one by one" in line for line in told] == [True] * (size == 1)

@@ -131,7 +131,7 @@ def batch_size_of(
 ) -> int:
     """Returns how many completions are drawn at a time: one by one if the model mixes up the rows of a batch.
 
-    The first batch of a step is tried, by all ranks at once. Collective.
+    The batch of a step whose prompts differ most in length is tried, by all ranks at once. Collective.
 
     Args:
         exact: whether the model computes in float32.
@@ -143,7 +143,8 @@ def batch_size_of(
     size = section.rollout_batch_size or recipe.training.micro_batch_size
     limit = LARGEST_GAP if exact else LARGEST_GAP_IN_16_BITS
     most = min(TRIED, section.max_new_tokens or TRIED)
-    batch = sorted(prompts[:size], key=lambda prompt: len(prompt.ids))
+    by_length = [sorted(batch, key=lambda prompt: len(prompt.ids)) for batch in batches_of(prompts, size)]
+    batch = max(by_length, key=lambda batch: len(batch[-1].ids) - len(batch[0].ids))  # where padding would show
 
     def gap_of(trial: list[Prompt]) -> float:
         with torch.no_grad():
@@ -166,10 +167,13 @@ def batch_size_of(
     return 1
 
 
+def batches_of(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
+    return [prompts[first : first + size] for first in range(0, len(prompts), size)]
+
+
 def drawn_in_batches(recipe: Recipe, loaded: Loaded, prompts: list[Prompt], size: int) -> list[FreshSample]:
     """Draws completions in batches that do not depend on the ranks, which share them. Collective."""
-    section = recipe.objective
-    batches = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+    section, batches = recipe.objective, batches_of(prompts, size)
     assert section.max_new_tokens is not None
     work = partial(draw, loaded, max_new_tokens=section.max_new_tokens, seed=recipe.training.seed)
     with torch.no_grad():
