@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.four_bits import as_dequantised
 from support.peft_by_hand import adapted
 from support.ranks import meet, run_on_ranks
@@ -294,16 +295,25 @@ def test_a_run_goes_on_from_any_step_bit_for_bit(folder: Path) -> None:
 def run_of(folder: Path, output: str) -> None:
     from toolkit import Recipe, finetune
 
-    finetune(Recipe.from_mapping(values_of(folder, output)))
+    values = values_of(folder, output)
+    values["objective"]["rewards"].append({"name": "taste", "model": str(folder / "judge")})
+    finetune(Recipe.from_mapping(values))
 
 
 def test_a_run_on_two_ranks_that_is_killed_goes_on_as_if_it_had_not_been(folder: Path) -> None:
+    """And not with another reward model."""
     run_on_ranks(run_of, 2, folder, "unharmed")
     (folder / "armed").touch()
     with pytest.raises(AssertionError, match="died without a word"):
         run_on_ranks(run_of, 2, folder, "killed")
     steps = [json.loads(line)["step"] for line in (folder / "killed/metrics.jsonl").read_text().splitlines()]
     assert max(steps) == 3
+    judge = folder / "judge/export/model.safetensors"
+    before = judge.read_bytes()
+    save_file({name: -tensor for name, tensor in load_file(judge).items()}, judge, {"format": "pt"})
+    with pytest.raises(AssertionError, match=r"is of another run:.*objective\.rewards\.taste"):
+        run_on_ranks(run_of, 2, folder, "killed")
+    judge.write_bytes(before)
     run_on_ranks(run_of, 2, folder, "killed")
     unharmed, killed = ((folder / name / "export/model.safetensors").read_bytes() for name in ("unharmed", "killed"))
     assert unharmed == killed

@@ -75,6 +75,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
         with pytest.raises(toolkit.errors.ToolkitError, match="the power is out"):
             toolkit.finetune(recipe, extensions=[cut])
         toolkit.finetune(recipe, extensions=[cut])
+        written = [path.read_text() for path in folder.glob("checkpoints/*/manifest.json")]
+        assert written
+        assert not any("tracker_settings" in text for text in written), "they may hold a key"
         return folder
 
     return start

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS
+from support.texts import make_texts
+from support.tiny import save_llama
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[3]
 TOLD_BY = ("torchao", "torch.utils._pytree", "torch.utils.cpp_extension", "bitsandbytes.backends.cpu.ops")
@@ -56,8 +61,20 @@ def test_a_program_of_ones_own_sees_all_but_what_they_say_of_this_machine() -> N
 
 
 @pytest.mark.slow
-def test_a_command_that_imports_them_prints_none_of_their_words(tmp_path: Path) -> None:
-    output = f"training.output_dir={tmp_path / 'run'}"
-    lines = told("recipes/finetune.py", "quickstart", output, "data.max_validation_samples=8", "--dry-run")
+def test_commands_print_none_of_the_words_of_libraries(tmp_path: Path) -> None:
+    texts = make_texts(40)
+    base = str(save_llama(tmp_path / "base", texts, tied=False))
+    rows, adapter, recipe = (str(tmp_path / name) for name in ("rows.jsonl", "adapter", "mine.yaml"))
+    Path(rows).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
+    command = str(Path(sys.executable).with_name("toolkit"))
+    for words in (
+        [command, "init", base, rows, "--method", "lora", "--cpu", "2", "--to", recipe],
+        [command, "plan", recipe, "--hardware", "cpu"],
+        [command, "merge", adapter, "--to", str(tmp_path / "merged")],
+        ["recipes/finetune.py", recipe, f"training.output_dir={tmp_path / 'run'}", "--dry-run"],
+    ):
+        lines = told(*words)
+        assert NOISE.findall(lines) == [], words
     assert "LlamaForCausalLM" in lines
-    assert NOISE.findall(lines) == []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jinja2
 import pytest
@@ -29,6 +31,8 @@ given = sys.argv[1:]
 folder, to = pathlib.Path(given[0]), pathlib.Path(given[given.index("--outfile") + 1])
 if "refuse" in (folder / "tokenizer_config.json").read_text():
     sys.exit("INFO: reading\\nModel OwnForCausalLM is not supported")
+if "import" in (folder / "tokenizer_config.json").read_text():
+    import sentencepieces
 to.write_text(json.dumps(given))
 """
 """In place of llama.cpp's converter: writes what it was asked."""
@@ -252,10 +256,14 @@ def test_what_cannot_be_converted_is_said(
     base: Path, llama_cpp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("toolkit.serving.llama_cpp.write_modelfile", Mock(side_effect=full))
     odd = tmp_path / "odd"
     odd.mkdir()
     (odd / "config.json").write_text("{}")
     (odd / "tokenizer_config.json").write_text('"refuse"')
+    shutil.copytree(odd, tmp_path / "lacking")
+    (tmp_path / "lacking/tokenizer_config.json").write_text('"import"')
     adapter = save_adapter(tmp_path / "adapter", base)
     shutil.copytree(base, tmp_path / "run/export")
     there = ["--llama-cpp", str(llama_cpp)]
@@ -267,6 +275,12 @@ def test_what_cannot_be_converted_is_said(
         (base, ["--format", "gguf", "--llama-cpp", str(base)], "has no convert_hf_to_gguf.py"),
         (base, ["--format", "gguf", *there, "--checkpoint", "3"], "--checkpoint has no effect on an export"),
         (odd, ["--format", "gguf", *there], "refuses it: Model OwnForCausalLM is not supported. transformers, vLLM"),
+        (tmp_path / "lacking", ["--format", "gguf", *there], "needs: pip install sentencepieces"),
+        (
+            base,
+            ["--format", "ollama", *there],
+            "to' cannot be written: No space left on device; make room",
+        ),
         (
             tmp_path / "run",
             ["--format", "gguf", *there],
@@ -277,4 +291,4 @@ def test_what_cannot_be_converted_is_said(
     for source, options, said in cases:
         assert run_export(monkeypatch, str(source), "--to", str(tmp_path / "to"), *options) in (1, 2)
         assert said in " ".join(capsys.readouterr().err.split()), options
-        assert not (tmp_path / "to").exists()
+        assert not list(tmp_path.glob("*to*"))
