@@ -229,7 +229,7 @@ def test_turns_that_a_template_leaves_out_are_counted(monkeypatch: pytest.Monkey
         assert problem == no_calls + (name and f" (data.chat_template={name} writes them)")
         mend = nothing_left("", {problem: Found(count=1, rows=["rows.jsonl:1"])}).partition("1). ")[2]
         assert mend.startswith(f"Set data.chat_template={name}" if name else "Correct them")
-        monkeypatch.setitem(TEMPLATES, name, silent.template)
+        monkeypatch.setitem(TEMPLATES, name or "chatml", silent.template)
     listed = {"tools": [{"type": "function", "function": {"name": "look"}}]}
     assert encoded({"messages": [ASKED, called], **listed}, LFM2)[1] == no_calls, "the tools have the name, too"
     assert no_calls in encoded({"messages": turns, **listed}, LFM2)[2]
