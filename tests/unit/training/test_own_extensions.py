@@ -220,7 +220,7 @@ def test_figures_do_not_replace_those_of_the_run() -> None:
     try:
         for mine in (Wrong(after_update={"reward": 1.0}), Wrong(at_evaluation={"reward": 1.0})):
             for pair in ([mine, owned(mine)], [owned(mine), mine]):
-                trainer.extensions = [*trainer.extensions[:1], *pair]
+                trainer.extensions = pair
                 with pytest.raises(TrainingError, match="figure has the name 'reward', which the run's own has"):
                     trainer.fit()
         with pytest.raises(TrainingError, match="figure has the name 'split'"):
