@@ -16,7 +16,6 @@ from typer.main import get_command
 
 from toolkit.cli.app import app
 from toolkit.recipe.combinations import COMBINATIONS, Combination, Reason
-from toolkit.recipe.features import FEATURES
 from toolkit.recipe.objectives.section import Section
 from toolkit.recipe.problems import allowed_values, section_of
 from toolkit.recipe.recipe import Recipe
@@ -218,9 +217,7 @@ Every feature works with every other one, except for the pairs on this page. The
 `toolkit init` refuse these pairs with the same sentence. The page is written from the table that they all use,
 `toolkit/recipe/combinations.py`.
 
-Settings of one section that contradict each other are not here: the recipe names both.
-
-An x marks a pair that cannot be combined, a dot one that can. The second matrix is about single fields.
+The matrix has the pairs of `sharding`: an x marks one that cannot be combined, a dot one that can. The tables have all.
 """
 
 REASONS = {
@@ -231,14 +228,12 @@ REASONS = {
 
 
 def combinations() -> str:
-    pairs = [found.names for found in COMBINATIONS if len(found.names) == 2]
-    of_fields = [pair for pair in pairs if FEATURES[pair[0]].fields]
-    matrices = [_matrix([pair for pair in pairs if pair not in of_fields]), _matrix(of_fields)]
+    pairs = [(found.first.name, found.last.name) for found in COMBINATIONS if found.first.name.startswith("sharding.")]
     tables = [f"## {title}\n\n{_combined(reason)}" for reason, title in REASONS.items()]
-    return "\n".join([COMBINED_HEAD, *matrices, *tables])
+    return "\n".join([COMBINED_HEAD, _matrix(pairs), *tables])
 
 
-def _matrix(pairs: list[tuple[str, ...]]) -> str:
+def _matrix(pairs: list[tuple[str, str]]) -> str:
     """Rows are what cannot go with others, columns what the others are."""
     firsts, lasts = (list(dict.fromkeys(pair[place] for pair in pairs)) for place in (0, 1))
     lines = ["| | " + " | ".join(lasts) + " |", "|---|" + "---|" * len(lasts)]
@@ -252,8 +247,7 @@ def _combined(reason: Reason) -> str:
     lines = ["| this | cannot go with | reason | instead |", "|---|---|---|---|"]
     for found in COMBINATIONS:
         if found.reason is reason:
-            others = " and ".join(found.names[1:])
-            lines.append(f"| {found.names[0]} | {others} | {_clause(found)} | {found.mend} |")
+            lines.append(f"| {found.first.name} | {found.last.name} | {_clause(found)} | {found.mend} |")
     return "\n".join(lines) + "\n"
 
 

@@ -24,8 +24,9 @@ from support.tiny import VOCAB_SIZE, recipe_values, save_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.recipe.combinations import refusals
-from toolkit.recipe.features import Settings
-from toolkit.recipe.objectives.registry import SPECS
+from toolkit.recipe.features import Surroundings, settings_of_backend
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.recipe.schema import AdapterSection, OptimizerSection, Sections, ShardingSection
 
 STEPS, LEARNING_RATE, DECAY = 3, 2e-3, 0.1
 ROWS_PER_STEP = {2: 4, 4: 8}
@@ -72,26 +73,22 @@ WITH_OBJECTIVES = {
 }
 
 
-def settings_of(row: Row) -> Settings:
-    return Settings(
-        objective=SPECS[row.get("objective", "causal_lm")],
-        adapter=row.get("adapter", "none") != "none",
-        is_quantised=row.get("adapter") == "nf4",
+def settings_of(row: Row) -> Sections:
+    adapter, kind = row.get("adapter", "none"), row.get("objective", "causal_lm")
+    count = 1 if row["accumulate"] == "one" else 2
+    made = settings_of_backend(
         compiled=row.get("compile", False),
-        optimizer=row.get("optimizer", "adamw"),
-        strategy=row["strategy"],
-        offload=row["offload"] == "optimizer",
         accumulate="by_block" if row["accumulate"] == "by_block" else "by_micro_batch",
-        micro_batches=1 if row["accumulate"] == "one" else 2,
-        checkpointing=row["activation_checkpointing"],
-        offload_checkpoints=row["offload_checkpoints"],
-        chunk_tokens=row["chunk_tokens"] is not None,
-        experts=row["experts"] > 1,
-        sequence=row["sequence"] > 1,
-        tensor=row["tensor"] > 1,
-        reshard_after_forward=row.get("reshard_after_forward"),
-        prefetch=row["prefetch"] is not None,
+        experts=row["experts"] or 1,
+        **{key: row[key] for key in ShardingSection.model_fields if key in row.keys() - {"accumulate", "experts"}},
     )
+    sections = {
+        "objective": ObjectiveSection.model_construct(kind=kind),
+        "adapter": AdapterSection(kind="none" if adapter == "none" else "lora"),
+        "optimizer": OptimizerSection(kind=row.get("optimizer", "adamw"), learning_rate=1.0),
+        "training": made.training.model_copy(update={"gradient_accumulation_steps": count}),
+    }
+    return made.model_copy(update=sections)
 
 
 def is_allowed(row: Row) -> bool:
@@ -99,7 +96,11 @@ def is_allowed(row: Row) -> bool:
     is_idle = row["experts"] and (row["chunk_tokens"] or row["tied"] or row.get("objective") == "seq2seq")
     # Nor are mixtures cut; and four ranks in groups of two have no two replicas of two.
     is_uncut = row["tensor"] > 1 and (row["experts"] or row["strategy"] == "hybrid")
-    return not refusals(settings_of(row)) and not is_idle and not is_uncut
+    return (
+        not refusals(settings_of(row), Surroundings(is_quantised=row.get("adapter") == "nf4"))
+        and not is_idle
+        and not is_uncut
+    )
 
 
 def plain_losses(folder: Path, rows: torch.Tensor, size: int, max_norm: float | None) -> Trained:

@@ -73,7 +73,7 @@ class Grpo(OfCompletions):
         assert section.max_new_tokens is not None, "the section checks it"
         apart = of.apart or not of.packed
         return cls(
-            of.model, section.policy_loss, section.beta or 0.0, section.max_new_tokens, apart, of.continued, of.teacher
+            of.model, section.chosen_loss, section.beta or 0.0, section.max_new_tokens, apart, of.continued, of.teacher
         )
 
     @property

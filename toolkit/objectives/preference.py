@@ -45,7 +45,7 @@ class Preference(OfCompletions):
     @classmethod
     def build(cls, of: Ingredients) -> Objective:
         given = {key: getattr(of.section, key) for key in ("beta", "label_smoothing", "gamma", "odds_weight")}
-        return cls(of.model, LOSSES[of.section.preference_loss], given, of.apart, of.continued)
+        return cls(of.model, LOSSES[of.section.chosen_loss], given, of.apart, of.continued)
 
     @property
     def needs_references(self) -> bool:

@@ -11,7 +11,7 @@ from toolkit.planning.hardware import Hardware
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import Plan
-from toolkit.recipe.schema import OFFLOAD_DETAILS, ShardingSection
+from toolkit.recipe.schema import ShardingSection
 from toolkit.sharding.accelerate_config import AccelerateConfig, hybrid_options, read_accelerate_config
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.plan.strategy import OFFLOAD, parse_strategy
@@ -85,7 +85,11 @@ def _row_settings(found: Plan, setup: Setup) -> dict[str, str]:
     elif section.offload == "optimizer" and not setup.offload:
         settings["sharding.offload"] = "none"
     if not setup.offload:
-        settings |= {f"sharding.{key}": "null" for key in OFFLOAD_DETAILS if getattr(section, key) is not None}
+        settings |= {
+            f"sharding.{key}": "null"
+            for key in ("offload_executor", "device_state_gib")
+            if getattr(section, key) is not None
+        }
     return settings
 
 

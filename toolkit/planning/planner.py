@@ -14,10 +14,10 @@ from toolkit.planning.memory.replay import OPTIMIZER_STEP, Memory, replay
 from toolkit.planning.probed import ProbedModel
 from toolkit.planning.setup import Setup, settings_of
 from toolkit.planning.traffic import Traffic, traffic, with_teacher
-from toolkit.planning.workload.workload import Workload, shared_by, with_matrices_of, with_rows_of
+from toolkit.planning.workload.workload import Workload, with_matrices_of, with_rows_of
 from toolkit.recipe.combinations import Refusal, refusals
-from toolkit.recipe.features import Settings
-from toolkit.recipe.recipe import Recipe, with_tensor
+from toolkit.recipe.features import Surroundings
+from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
 from toolkit.sharding.parallel.expert_parallel import expert_placement
 
@@ -96,22 +96,27 @@ class Planner:
         if (sequence, tensor) == (self.workload.sequence, self.workload.tensor):
             return self
         if (sequence, tensor) not in self._others:
-            recipe = with_tensor(shared_by(self.recipe, sequence), tensor)
+            recipe = self.recipe.changed(sharding={"sequence": sequence, "tensor": tensor})
             workload = with_matrices_of(with_rows_of(self.workload, recipe), recipe)
             self._others[sequence, tensor] = Planner(recipe, workload, self.hardware)
         return self._others[sequence, tensor]
 
-    def settings(self, setup: Setup) -> Settings:
-        """Returns what the table of combinations checks if the recipe runs with this setup."""
-        settings = settings_of(self.recipe, setup, self.workload.mixed_precision)
+    @cached_property
+    def surroundings(self) -> Surroundings:
+        """What decides, besides settings, which of them can go together."""
         first = next((unit.name for unit in self.model.units if unit.trains_float32), None)
         torch_sums, device = autograd_sums_gradients(), self.hardware.device_type
-        seen = self.workload.has_images
-        return replace(settings, device=device, keeps_float32=first, sums_in_autograd=torch_sums, has_images=seen)
+        return Surroundings(
+            device, keeps_float32=first, sums_in_autograd=torch_sums, has_images=self.workload.has_images
+        )
+
+    def settings(self, setup: Setup) -> Recipe:
+        """Returns the recipe as it runs with this setup."""
+        return settings_of(self.recipe, setup, self.workload.mixed_precision)
 
     def refusals(self, setup: Setup) -> list[Refusal]:
         """Returns why a run refuses a setup; empty if it does not."""
-        return refusals(self.settings(setup))
+        return refusals(self.settings(setup), self.surroundings)
 
     def moments(self, setup: Setup) -> list[Memory]:
         """Returns what a rank holds during a step, over all batches of the workload, while it saves and answers."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from toolkit.errors import BadInputError
 from toolkit.planning.hardware import Hardware
 from toolkit.recipe.combinations import refusals
-from toolkit.recipe.features import Settings
-from toolkit.recipe.recipe import Recipe, settings_of_recipe
+from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ShardingSection
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.chunks import CHUNK_TOKENS
@@ -139,23 +138,23 @@ def require_ranks(ranks: int, hardware: Hardware) -> None:
         )
 
 
-def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Settings:
-    """Returns what the table of combinations checks if the recipe runs with this setup."""
+def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Recipe:
+    """Returns the recipe as it runs with this setup, for the table of combinations."""
     checkpointing = setup.checkpointing
-    return replace(
-        settings_of_recipe(recipe),
-        strategy=setup.strategy.name,
-        offload=setup.offload,
-        given=frozenset(),  # the launch command removes settings that a row does not use
-        accumulate="by_block" if setup.by_block else "by_micro_batch",
-        micro_batches=setup.accumulation,
-        checkpointing=None if checkpointing is None else checkpointing.every,
-        offload_checkpoints=checkpointing is not None and checkpointing.offload,
-        chunk_tokens=checkpointing is not None and checkpointing.chunk_tokens is not None,
-        precision=mixed_precision,
-        sequence=(setup.sequence or recipe.sharding.sequence) > 1,
-        reshard_after_forward=setup.mesh.reshard_after_forward,
-        tensor=setup.mesh.tensor > 1,
+    return recipe.changed(
+        sharding={
+            "strategy": setup.strategy.name,
+            # The launch command removes the details of an offload that a row does not use.
+            "offload": "optimizer" if setup.offload else None,
+            "accumulate": "by_block" if setup.by_block else "by_micro_batch",
+            "activation_checkpointing": None if checkpointing is None else checkpointing.every,
+            "offload_checkpoints": checkpointing is not None and checkpointing.offload,
+            "chunk_tokens": None if checkpointing is None else checkpointing.chunk_tokens,
+            "sequence": setup.sequence or recipe.sharding.sequence,
+            "reshard_after_forward": setup.mesh.reshard_after_forward,
+            "tensor": setup.mesh.tensor,
+        },
+        training={"gradient_accumulation_steps": setup.accumulation, "mixed_precision": mixed_precision},
     )
 
 

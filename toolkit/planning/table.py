@@ -20,8 +20,8 @@ from toolkit.planning.setup import Setup, asked_setup, factors, mesh_of, require
 from toolkit.planning.workload.image_workload import workload_on_rows
 from toolkit.planning.workload.workload import Workload, with_rows_of
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.recipe import Recipe, settings_of_recipe
-from toolkit.recipe.schema import AdapterSection, ShardingSection, TrainingSection
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import ShardingSection, TrainingSection
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.parallel.expert_parallel import require_experts
 from toolkit.sharding.parallel.sequence_parallel import require_groups
@@ -122,7 +122,9 @@ def plan(
     asked = asked_setup(recipe, ranks, hardware, strategy, offload, shard_size)
     settings = planner.settings(asked)
     # Without an Accelerate config, one that has offload may come later.
-    refuse(settings if strategy is None else replace(settings, given=settings_of_recipe(recipe).given))
+    if strategy is not None and not asked.offload:
+        settings = settings.changed(sharding={"offload": "none"})
+    refuse(settings, planner.surroundings)
     _require_spreadable(planner, asked)
     if recipe.sharding.accumulate == "auto":
         asked, _ = settle(planner, asked, lambda row: row.verdict == "fits")
@@ -348,12 +350,12 @@ def _other_recipes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callab
         return lambda: Planner(changed, workload, planner.hardware).row(setup)
 
     if recipe.adapter.kind == "none" and not recipe.objective.spec.has_classes:
-        adapted = recipe.model_copy(update={"adapter": AdapterSection(kind="lora")})
+        adapted = recipe.changed(adapter={"kind": "lora"})
         yield "adapter.kind=lora", with_recipe(adapted, workload_on_rows(adapted, planner.workload.mixed_precision))
     if recipe.answers.file is not None and recipe.answers.batch_size > 1:
-        fewer = recipe.model_copy(update={"answers": recipe.answers.model_copy(update={"batch_size": 1})})
+        fewer = recipe.changed(answers={"batch_size": 1})
         yield "answers.batch_size=1", with_recipe(fewer, planner.workload)
     half = recipe.data.max_length // 2
     if half >= 8 and not planner.workload.has_images:  # a row with an image is never cut
-        shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": half})})
+        shorter = recipe.changed(data={"max_length": half})
         yield f"data.max_length={half}", with_recipe(shorter, with_rows_of(planner.workload, shorter))

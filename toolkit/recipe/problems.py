@@ -10,15 +10,17 @@ import math
 import re
 from collections.abc import Sequence
 from datetime import date
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from toolkit.errors import did_you_mean
+from toolkit.recipe.combinations import refusals
 from toolkit.recipe.gone import GONE_KEYS, gone_sentence
 from toolkit.recipe.objectives.section import Section
+from toolkit.recipe.schema import Sections
 
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -51,9 +53,7 @@ def problems_of(root: type[Section], errors: list[ErrorDetails], values: dict[st
 
 
 def _hidden_contradictions(root: type[Section], values: dict[str, Any], unknown: list[Location]) -> list[str]:
-    """Returns the contradictions that pydantic does not look for in a section with an unknown key."""
-    if not unknown:
-        return []
+    """Returns the contradictions that pydantic does not look for while other fields are wrong."""
     values = copy.deepcopy(values)
     for location in unknown:
         node: Any = values
@@ -61,12 +61,14 @@ def _hidden_contradictions(root: type[Section], values: dict[str, Any], unknown:
             # A bare mapping stands for a list of one.
             node = node if part == 0 and isinstance(node, dict) else node[part]
         del node[location[-1]]
-    try:
-        root.model_validate(values)
-    except ValidationError as error:
-        found = [str(details["msg"]) for details in error.errors() if details["type"] == "contradiction"]
-        return [line for text in found for line in text.splitlines()]
-    return []
+    right, found = SimpleNamespace(), []
+    for name, field in root.model_fields.items():
+        if (kind := section_of(field.annotation)) is not None:
+            try:
+                setattr(right, name, kind.model_validate(values.get(name, {})))
+            except ValidationError as error:
+                found += [str(details["msg"]) for details in error.errors() if details["type"] == "contradiction"]
+    return found + list(map(str, refusals(cast(Sections, right))))
 
 
 def _describe(root: type[Section], details: ErrorDetails, listed: set[str]) -> str:

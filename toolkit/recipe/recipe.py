@@ -7,16 +7,14 @@ checks everything and reports every wrong field together. A loaded recipe is fro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import PrivateAttr, ValidationError, model_validator
 
 from toolkit.errors import RecipeError
 from toolkit.recipe.adapter_file import CONFIG, fill_from_file
 from toolkit.recipe.combinations import refusals
-from toolkit.recipe.features import OFFLOAD_SETTINGS, Settings
 from toolkit.recipe.gone import drop_idle
 from toolkit.recipe.load import (
     OVERRIDE,
@@ -29,52 +27,29 @@ from toolkit.recipe.load import (
     sections_of,
     text_of,
 )
-from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.section import Comparison, Section, contradiction
 from toolkit.recipe.problems import problems_of
 from toolkit.recipe.schema import (
     AdapterSection,
     AnswersSection,
-    CheckpointSection,
-    DataSection,
     ExportSection,
-    LoggingSection,
-    ModelSection,
-    OptimizerSection,
-    ScheduleSection,
-    ShardingSection,
+    Sections,
     SourceSection,
-    TrainingSection,
 )
 from toolkit.recipe.yaml_values import lines_of_keys, yaml_text
 
 EXTENSIONS = "training.extensions"
 
 
-class Recipe(Section):
+class Recipe(Sections):
     """The settings of a whole run, for example `Recipe.load("quickstart", ["training.max_steps=50"])`."""
-
-    description: str = Field("", description="One line that `toolkit recipes` shows.")
-    model: ModelSection
-    data: DataSection
-    objective: ObjectiveSection = ObjectiveSection()
-    adapter: AdapterSection = AdapterSection()
-    sharding: ShardingSection = ShardingSection()
-    optimizer: OptimizerSection
-    schedule: ScheduleSection = ScheduleSection()
-    training: TrainingSection
-    answers: AnswersSection = AnswersSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    logging: LoggingSection = LoggingSection()
-    export: ExportSection = ExportSection()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        # Sections check their own settings; settings of several sections are compared by the table alone.
-        if found := refusals(settings_of_recipe(self)):
+        if found := refusals(self):
             raise contradiction("\n".join(map(str, found)))
         return self
 
@@ -178,10 +153,10 @@ class Recipe(Section):
         named |= {f"{EXTENSIONS}.{name.rpartition(':')[2]}": name for name in self.training.extensions}
         return {field: name for field, name in named.items() if name is not None}
 
-    def on_day(self, day: date | None) -> Recipe:
-        """Returns this recipe with `day` as the date in chat templates that write one."""
-        data = self.data.model_copy(update={"template_date": day})
-        return self.model_copy(update={"data": data})
+    def changed(self, **sections: Mapping[str, Any]) -> Recipe:
+        """Returns this recipe with other values of fields, `sharding={"tensor": 2}`. Nothing is checked."""
+        changed = {name: getattr(self, name).model_copy(update=fields) for name, fields in sections.items()}
+        return self.model_copy(update=changed)
 
     def to_yaml(self) -> str:
         """Returns the resolved recipe as text; loading it gives an equal recipe."""
@@ -215,76 +190,3 @@ def _is_conditional(section: Section, name: str) -> bool:
     if isinstance(section, AnswersSection):
         return name != "file" and section.file is None
     return isinstance(section, ExportSection) and name != "enabled" and not section.enabled
-
-
-def with_tensor(recipe: Recipe, size: int) -> Recipe:
-    """Returns the recipe with matrices that `size` ranks cut."""
-    return recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update={"tensor": size})})
-
-
-def settings_of_recipe(recipe: Recipe) -> Settings:
-    """Returns the settings of a recipe, before an Accelerate config adds to them."""
-    section, training = recipe.sharding, recipe.training
-    return Settings(
-        objective=recipe.objective.spec,
-        strategy=section.strategy,
-        offload=None if section.offload is None else section.offload == "optimizer",
-        accumulate=section.accumulate,
-        micro_batches=training.gradient_accumulation_steps,
-        checkpointing=section.activation_checkpointing,
-        offload_checkpoints=section.offload_checkpoints,
-        chunk_tokens=section.chunk_tokens is not None,
-        precision=training.mixed_precision,
-        optimizer=recipe.optimizer.kind,
-        adapter=recipe.adapter.kind != "none",
-        is_quantised=recipe.adapter.quantize != "none",
-        compiled=training.compile,
-        experts=section.experts > 1,
-        sequence=section.sequence > 1,
-        tensor=section.tensor > 1,
-        reshard_after_forward=section.reshard_after_forward,
-        prefetch=section.prefetch is not None,
-        moves_biases=bool(recipe.objective.router_bias_rate),
-        eval_steps=training.eval_every_steps,
-        save_steps=recipe.checkpoint.every_steps,
-        given=_fields_set(recipe),
-    )
-
-
-def _fields_set(recipe: Recipe) -> frozenset[str]:
-    data, columns, training, logging = recipe.data, recipe.data.columns, recipe.training, recipe.logging
-    is_given = {
-        "model.config": recipe.model.config is not None,
-        "model.add_tokens": recipe.model.add_tokens is not None,
-        "data.validation": data.validation is not None,
-        "data.validation_fraction": data.validation_fraction is not None,
-        "data.packing": data.packing is True,
-        "data.streaming": data.streaming,
-        f"data.long_rows {data.long_rows}": data.long_rows is not None,
-        "data.add_bos": data.add_bos is not None,
-        "data.targets": data.targets is not None,
-        "data.chat_template": data.chat_template is not None,
-        "data.template_arguments": bool(data.template_arguments),
-        "data.max_target_length": data.max_target_length is not None,
-        "data.source_prefix": data.source_prefix is not None,
-        "data.columns.source": columns.source is not None,
-        "data.columns.target": columns.target is not None,
-        "data.columns.margin": columns.margin is not None,
-        "data.train: name": any(source.name for source in data.train),
-        "data.validation: name": any(source.name for source in data.validation or []),
-        "adapter.dropout": recipe.adapter.dropout > 0,
-        "adapter.start_from": recipe.adapter.start_from is not None,
-        "answers.file": recipe.answers.file is not None,
-        "training.num_epochs": training.num_epochs is not None,
-        "training.eval_every_steps": training.eval_every_steps is not None,
-        "training.patience": training.patience is not None,
-        "training.best_by answers": training.best_by == "answers",
-        "checkpoint.keep_best": recipe.checkpoint.keep_best,
-        "objective.beta": recipe.objective.beta is not None,
-        "objective.loss of your own": recipe.objective.own_loss is not None,
-        "export.enabled: false": not recipe.export.enabled,
-        "export.merge": recipe.export.merge,
-        "logging.held_out_samples": bool(logging.held_out_samples),
-        **{key: getattr(recipe.sharding, key.partition(".")[2]) is not None for key in OFFLOAD_SETTINGS},
-    }
-    return frozenset(key for key, is_set in is_given.items() if is_set)

@@ -17,17 +17,18 @@ from urllib.parse import parse_qsl
 from pydantic import Field, field_validator, model_validator
 
 from toolkit.paths import STORES, is_file_source, is_store
+from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.section import (
     COMPARED,
     Beta,
     Compare,
     Fraction,
+    FunctionName,
     OpenFraction,
     PositiveFloat,
     PositiveInt,
     Section,
     contradiction,
-    function_problem,
 )
 
 RIVALS = (
@@ -42,19 +43,9 @@ member, with the settings that belong to it."""
 
 
 def _require_one(section: Section, first: str, second: str, where: str) -> None:
-    """Raises `contradiction` unless exactly one of two settings of the section is set."""
+    """Raises `contradiction` if neither of two settings of the section is set."""
     if getattr(section, first) is None and getattr(section, second) is None:
         raise contradiction(f"{where}.{first} or {where}.{second} must be set")
-    _forbid_both(section, first, second, where)
-
-
-def _forbid_both(section: Section, first: str, second: str, where: str) -> None:
-    """Raises `contradiction` if both of two settings that exclude each other are set."""
-    if getattr(section, first) is not None and getattr(section, second) is not None:
-        raise contradiction(
-            f"{where}.{first} and {where}.{second} are both set and exclude each other; remove one of them, "
-            f"or set it to null"
-        )
 
 
 class NewToken(Section):
@@ -122,15 +113,6 @@ class ModelSection(Section):
         _require_one(self, "name_or_path", "config", "model")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise contradiction("model.config.model_type: missing or not text; needs a name, for example llama")
-        if self.config is not None and self.revision is not None:
-            raise contradiction("model.revision has no effect with model.config; remove one of them")
-        _forbid_both(self, "tokenizer", "train_tokenizer_vocab_size", "model")
-        if self.add_tokens is not None and self.train_tokenizer_vocab_size is not None:
-            raise contradiction("model.add_tokens has no effect with model.train_tokenizer_vocab_size; remove it")
-        if self.config is not None and self.tokenizer is None and self.train_tokenizer_vocab_size is None:
-            raise contradiction(
-                "a model from model.config brings no tokenizer; set model.tokenizer or model.train_tokenizer_vocab_size"
-            )
         return self
 
 
@@ -237,7 +219,7 @@ class DataSection(Section):
     validation_fraction: OpenFraction | None = Field(
         None, description="Hold out this share of data.train's rows, chosen by training.seed."
     )
-    map: str | None = Field(
+    map: FunctionName | None = Field(
         None,
         description="Make each row with this function (file.py:function, or module:function on Python's path), which "
         "takes the row as it is stored and returns the row to use, both as a dict. The file's code is run.",
@@ -334,41 +316,6 @@ class DataSection(Section):
             return date.fromisoformat(value) if is_day else value
         return value
 
-    @model_validator(mode="after")
-    def _consistent(self) -> DataSection:
-        _forbid_both(self, "validation", "validation_fraction", "data")
-        if self.map is not None and (problem := function_problem(self.map)):
-            raise contradiction(f"data.map: {problem}")
-        if self.max_validation_samples is not None and not self.has_validation:
-            raise contradiction(
-                "data.max_validation_samples has no effect without data.validation or data.validation_fraction"
-            )
-        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
-            raise contradiction(
-                f"data.min_pixels ({self.min_pixels}) is more than data.max_pixels ({self.max_pixels}); exchange them"
-            )
-        self._check_weights()
-        self._check_streaming()
-        return self
-
-    def _check_weights(self) -> None:
-        weighted = [source.weight is not None for source in self.train]
-        if any(weighted) and not all(weighted):
-            raise contradiction("data.train: give every source a weight, or none")
-        if weighted == [True]:
-            raise contradiction("data.train.0.weight has no effect on a single source; remove it")
-        if any(source.weight is not None for source in self.validation or []):
-            raise contradiction("data.validation: weights have no effect, each row is evaluated once; remove them")
-
-    def _check_streaming(self) -> None:
-        if self.streaming and self.validation_fraction is not None:
-            raise contradiction(
-                "data.validation_fraction is not possible with data.streaming, whose rows are not known in advance; "
-                "name held-out rows in data.validation"
-            )
-        if self.streaming and self.num_proc not in ("auto", 1):
-            raise contradiction("data.num_proc has no effect with data.streaming; remove one of them")
-
     @property
     def source_names(self) -> tuple[str, ...]:
         """Names of the sources for training and validation, each once; empty if no source has a name."""
@@ -428,21 +375,6 @@ class AdapterSection(Section):
     double_quantization: bool = Field(
         False, description="Hold the scales of nf4 in 8 bits, too: 0.52 instead of 0.56 bytes a weight."
     )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> AdapterSection:
-        if self.kind == "none" and (idle := sorted(self.model_fields_set - {"kind"})):
-            raise contradiction(f"adapter.{idle[0]} has no effect with adapter.kind none; set adapter.kind=lora")
-        if self.double_quantization and self.quantize != "nf4":
-            raise contradiction(
-                f"adapter.double_quantization has no effect with adapter.quantize {self.quantize}; set "
-                "adapter.quantize=nf4, or remove it"
-            )
-        return self
-
-
-OFFLOAD_DETAILS = ("offload_executor", "device_state_gib")
-"""Fields of the sharding section that say how state is offloaded."""
 
 
 class ShardingSection(Section):
@@ -548,12 +480,6 @@ class OptimizerSection(Section):
         "{'*vision_tower*': 2e-6}; the first that matches counts, and 0 freezes.",
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> OptimizerSection:
-        if self.momentum is not None and self.kind != "muon":
-            raise contradiction(f"optimizer.momentum has no effect with optimizer.kind {self.kind}; remove it")
-        return self
-
 
 class ScheduleSection(Section):
     """The learning rate over the optimizer steps, as a factor of its peak."""
@@ -567,17 +493,6 @@ class ScheduleSection(Section):
     decay_fraction: Fraction | None = Field(
         None, description="Decay over this last share of all steps (warmup_stable_decay only); null: 0.1."
     )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ScheduleSection:
-        _forbid_both(self, "warmup_steps", "warmup_fraction", "schedule")
-        if self.kind != "warmup_stable_decay" and self.decay_fraction is not None:
-            raise contradiction(f"schedule.decay_fraction has no effect with schedule.kind {self.kind}; remove it")
-        if self.kind == "constant" and self.min_factor != 0.0:
-            raise contradiction("schedule.min_factor has no effect with schedule.kind constant; remove it")
-        if (self.warmup_fraction or 0.0) + (self.decay_fraction or 0.0) > 1.0:
-            raise contradiction("schedule.warmup_fraction and schedule.decay_fraction together exceed 1; lower one")
-        return self
 
 
 MOST_PROFILED_STEPS = 20
@@ -626,7 +541,7 @@ class TrainingSection(Section):
         description="Average the weights over the steps with this decay, for example 0.999, in float32; evaluate and "
         "export the averages. null: do not.",
     )
-    extensions: list[str] = Field(
+    extensions: list[FunctionName] = Field(
         default_factory=list,
         description="Call these extensions of the loop (file.py:Class, or module:Class on Python's path). The files' "
         "code is run.",
@@ -651,8 +566,6 @@ class TrainingSection(Section):
     @model_validator(mode="after")
     def _check_length(self) -> TrainingSection:
         _require_one(self, "max_steps", "num_epochs", "training")
-        if problem := next(filter(None, map(function_problem, self.extensions)), ""):
-            raise contradiction(f"training.extensions: {problem}")
         classes = [name.rpartition(":")[2] for name in self.extensions]
         if twice := next((name for name in classes if classes.count(name) > 1), None):
             raise contradiction(f"training.extensions: {twice} is named twice; rename one, or remove it")
@@ -667,10 +580,6 @@ class TrainingSection(Section):
             raise contradiction(
                 f"training.profile_steps: found {self.profile_steps}; needs the first and the last step, at most "
                 f"{MOST_PROFILED_STEPS} of them, for example [3, 5]"
-            )
-        if self.max_steps is not None and last > self.max_steps:
-            raise contradiction(
-                f"training.profile_steps: the last step is {last}, but training.max_steps is {self.max_steps}; lower it"
             )
 
 
@@ -696,14 +605,6 @@ class AnswersSection(Section):
         "(file.py:function, or module:function on Python's path), which gets the answer and its row and returns True, "
         "False or a number from 0 to 1; the file's code is run. null: text.",
     )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> AnswersSection:
-        if self.file is None and (idle := sorted(self.model_fields_set - {"file"})):
-            raise contradiction(f"answers.{idle[0]} has no effect without answers.file; set that, or remove it")
-        if self.raw and self.system is not None:
-            raise contradiction("answers.system has no effect with answers.raw: it needs the chat template; remove one")
-        return self
 
 
 DEFAULT_MINUTES = 30.0
@@ -750,12 +651,6 @@ class CheckpointSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointSection:
-        if self.keep_best and self.keep_last is None:
-            raise contradiction(
-                "checkpoint.keep_best has no effect with checkpoint.keep_last: null, which keeps all; remove it"
-            )
-        if self.keep_best and self.every_steps is None:
-            raise contradiction("checkpoint.keep_best has no effect without checkpoint.every_steps; set that, too")
         for key in ("to", "resume"):
             value = getattr(self, key)
             if value is not None and (key == "to" or is_store(value)):
@@ -837,15 +732,6 @@ class LoggingSection(Section):
         "training, at up to four evaluations, and after it. Each of these moments costs up to 40 forwards.",
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> LoggingSection:
-        if idle := sorted(self.tracker_settings.keys() - set(self.trackers)):
-            raise contradiction(
-                f"logging.tracker_settings.{idle[0]} has no effect without {idle[0]} in logging.trackers; add it "
-                "there, or remove the settings"
-            )
-        return self
-
 
 LARGEST_SHARD_GIB = 1e6
 """Of an exported file of weights: no file system holds a larger file."""
@@ -877,15 +763,11 @@ class ExportSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ExportSection:
-        if not self.enabled and self.model_fields_set - {"enabled"}:
-            raise contradiction("settings of export have no effect with export.enabled: false; remove them")
         if self.push_to_hub is not None and not _is_repository(self.push_to_hub):
             raise contradiction(
                 f"export.push_to_hub: found {self.push_to_hub!r}; needs NAMESPACE/NAME of letters, digits, '-', '_' "
                 "and '.', for example my-team/my-model"
             )
-        if self.push_to_hub is None and not self.hub_private:
-            raise contradiction("export.hub_private has no effect without export.push_to_hub; remove it")
         return self
 
 
@@ -894,6 +776,24 @@ def _is_repository(name: str) -> bool:
     return re.fullmatch(r"(\w[\w.-]{0,94}\w|\w)/(\w[\w.-]{0,94}\w|\w)", name, flags=re.ASCII) is not None and not (
         "--" in name or ".." in name or name.endswith(".git")
     )
+
+
+class Sections(Section):
+    """The sections of a recipe."""
+
+    description: str = Field("", description="One line that `toolkit recipes` shows.")
+    model: ModelSection
+    data: DataSection
+    objective: ObjectiveSection = ObjectiveSection()
+    adapter: AdapterSection = AdapterSection()
+    sharding: ShardingSection = ShardingSection()
+    optimizer: OptimizerSection
+    schedule: ScheduleSection = ScheduleSection()
+    training: TrainingSection
+    answers: AnswersSection = AnswersSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
+    export: ExportSection = ExportSection()
 
 
 def steps_of_run(training: TrainingSection, num_samples: int, samples_per_step: int) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.features import Settings
+from toolkit.recipe.features import Surroundings, settings_of_backend
 from toolkit.sharding.blocks.by_block import in_window
 from toolkit.sharding.blocks.checkpointing import Checkpointing, checkpoint_blocks
 from toolkit.sharding.blocks.compiling import Compilation, compile_blocks
@@ -271,7 +271,8 @@ def _require_one_type(model: nn.Module, kept: Sequence[str], is_spread: bool) ->
     """Raises BadInputError if trainable parameters stay in float32 in a configuration that is untested."""
     first = next(iter(_trained(model, kept)), None)
     torch_sums = autograd_sums_gradients()
-    refuse(Settings(offload=True, experts=is_spread, sums_in_autograd=torch_sums, keeps_float32=first))
+    settings = settings_of_backend(offload="optimizer", experts=2 if is_spread else 1)
+    refuse(settings, Surroundings(sums_in_autograd=torch_sums, keeps_float32=first))
 
 
 def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:

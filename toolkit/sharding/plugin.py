@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.features import Settings
+from toolkit.recipe.features import Surroundings, settings_of_backend
 from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
 from toolkit.sharding.apply import KeepsMasters, LoadsWeights, apply, precision_policies
 from toolkit.sharding.blocks.checkpointing import Checkpointing
@@ -167,21 +167,18 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         asked = Checkpointing(every=1, offload=getattr(self, "activation_checkpointing_offload", False))
         self.checkpointing = checkpointing or (asked if self.activation_checkpointing else None)  # type: ignore[has-type]
         self.activation_checkpointing = False
-        refuse(self._settings())
-
-    def _settings(self) -> Settings:
-        """Returns the settings to check against the table of combinations. A recipe has been checked before."""
-        return Settings(
-            strategy=self.strategy.name,
-            offload=self.offload is not None,
-            checkpointing=None if self.checkpointing is None else self.checkpointing.every,
+        # A recipe has been checked before.
+        settings = settings_of_backend(
             compiled=self.compilation is not None,
-            experts=self.experts > 1,
-            reshard_after_forward=self.reshard_ranks,
-            tensor=self.tensor > 1,
-            prefetch=self.prefetch is not None,
-            own_loop=True,
+            strategy=self.strategy.name,
+            offload="none" if self.offload is None else "optimizer",
+            activation_checkpointing=None if self.checkpointing is None else self.checkpointing.every,
+            experts=experts,
+            reshard_after_forward=reshard_after_forward,
+            tensor=self.tensor,
+            prefetch=prefetch,
         )
+        refuse(settings, Surroundings(own_loop=True))
 
     def set_mixed_precision(self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False) -> None:
         """Replaces stock Accelerate's policy, which reduces gradients and returns the loss in 16 bits."""

@@ -80,7 +80,7 @@ def verify(
         plain = run_plain(recipe, launch, steps)
         if plain.padded is not None:
             # The ranks use the plain side's rows, whatever their own check of packing would say.
-            recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"packing": False})})
+            recipe = recipe.changed(data={"packing": False})
         if plain.drawn is not None:
             write(folder, plain.drawn)
         tell(f"sharded: {counted(launch.num_processes, 'CPU rank' if launch.on_cpu else 'GPU rank')}")
@@ -138,6 +138,4 @@ def _state_restored() -> Iterator[None]:
 
 def _without_traces(recipe: Recipe, folder: Path) -> Recipe:
     """Returns the recipe with a temporary output folder and without trackers."""
-    training = recipe.training.model_copy(update={"output_dir": str(folder / "run")})
-    logging = recipe.logging.model_copy(update={"trackers": []})
-    return recipe.model_copy(update={"training": training, "logging": logging})
+    return recipe.changed(training={"output_dir": str(folder / "run")}, logging={"trackers": []})

@@ -18,7 +18,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.ranks import free_port
-from toolkit.recipe.recipe import Recipe, with_tensor
+from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
 from toolkit.sharding.parallel.sequence_parallel import require_groups
 from toolkit.sharding.plan.strategy import DEFAULT_STRATEGY, MeshShape, agreed_tensor, parse_strategy, tensor_shape
@@ -71,7 +71,7 @@ def read_launch(path: Path | None, recipe: Recipe, cpu: int | None = None) -> La
     if num_processes is None:
         raise config.error("num_processes is not set; needs a number of at least 1")
     tensor = agreed_tensor(recipe.sharding.tensor, config.tensor_size)
-    shape = _shape_of(config, num_processes, with_tensor(recipe, tensor))
+    shape = _shape_of(config, num_processes, recipe.changed(sharding={"tensor": tensor}))
     require_groups("sharding.sequence", recipe.sharding.sequence, num_processes)
     require_groups("sharding.experts", recipe.sharding.experts, shape.shard)
     on_cpu = bool(config.values.get("use_cpu")) or torch.cuda.device_count() < num_processes

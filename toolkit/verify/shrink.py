@@ -36,7 +36,7 @@ def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recip
         fields = dict(section.config)
         shrink(fields, _build_config(fields), layers)
         origin = f"random, as the recipe says; the first {counted(layers, 'block')}"
-        return _with_model(recipe, {"config": fields}), origin
+        return recipe.changed(model={"config": fields}), origin
     source, shrunk = source_folder(section), folder / "model-cut"
     _copy_model(source, shrunk, layers, section)
     name = section.name_or_path
@@ -48,11 +48,7 @@ def with_layers(recipe: Recipe, layers: int | None, folder: Path) -> tuple[Recip
         _write_random_weights(auto, shrunk, section, recipe.training.seed)
         origin = f"random: {name} holds no weights that fit its first {layers} blocks"
     # The files also hold the blocks that were cut off, which have no place now.
-    return _with_model(recipe, {"name_or_path": str(shrunk), "revision": None, "allow_new_weights": ["*"]}), origin
-
-
-def _with_model(recipe: Recipe, update: dict[str, Any]) -> Recipe:
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
+    return recipe.changed(model={"name_or_path": str(shrunk), "revision": None, "allow_new_weights": ["*"]}), origin
 
 
 def _build_config(fields: dict[str, Any]) -> PretrainedConfig:

@@ -150,8 +150,8 @@ OVERRIDES = {
     "training..max_steps=3": "training.",
     "training=3": "training",
     "training={}": "training.output_dir",
-    "model={name_or_path: a, config: {model_type: llama}}": "model.name_or_path and model.config",
-    "schedule={warmup_steps: 3, warmup_fraction: 0.1}": "schedule.warmup_steps and schedule.warmup_fraction",
+    "model={name_or_path: a, config: {model_type: llama}}": "model.name_or_path is not possible with model.config",
+    "schedule={warmup_steps: 3, warmup_fraction: 0.1}": "schedule.warmup_fraction",
     "TRAINING.MAX_STEPS=3": "TRAINING",
 }
 """What stands for an override -> what the error names."""

@@ -294,9 +294,9 @@ def test_recipes_name_it_where_it_has_an_effect(tmp_path: Path) -> None:
     (tmp_path / "dpo.yaml").write_text(Recipe.load("dpo").to_yaml().replace("loss: null", "loss: dpo"))
     assert Recipe.load(tmp_path / "dpo.yaml").objective.loss in (None, "dpo")
     for words, told in (
-        (["quickstart", "objective.loss=dpo"], "objective.loss dpo has no effect with objective.kind causal_lm"),
+        (["quickstart", "objective.loss=dpo"], "objective.loss dpo is not possible with objective.kind causal_lm"),
         (["quickstart", "objective.loss=a b:c"], "objective.loss: 'a b:c' names no function"),
-        (["dpo", "objective.loss=mine.py:loss"], "is a function, which objective.kind causal_lm takes; allowed: dpo"),
+        (["dpo", "objective.loss=mine.py:loss"], "not possible with objective.kind preference, which takes dpo"),
         (["kto", "objective.loss=mine.py:loss"], "objective.loss has no effect with objective.kind kto"),
         (["dpo", "objective.loss=dpa"], "objective.loss: found 'dpa'"),
         (["quickstart", "objective.loss=a.py:b", "sharding.sequence=2"], "objective.loss of your own"),

@@ -261,7 +261,7 @@ def test_names_that_fit_twice_are_left_to_the_recipe(tmp_path: Path) -> None:
         ("seq2seq", "data.packing=true", "data.packing is not possible with objective.kind seq2seq"),
         ("seq2seq", "data.long_rows=split", "data.long_rows split is not possible with objective.kind seq2seq"),
         ("seq2seq", "data.streaming=true", "data.streaming is not possible with objective.kind seq2seq"),
-        ("seq2seq", "sharding.accumulate=by_block", "sharding.accumulate=by_block is not possible"),
+        ("seq2seq", "sharding.accumulate=by_block", "sharding.accumulate by_block is not possible"),
         ("seq2seq", "sharding.chunk_tokens=64", "sharding.chunk_tokens is not possible with objective.kind seq2seq"),
         ("seq2seq", "sharding.sequence=2", "sharding.sequence is not possible with objective.kind seq2seq"),
         ("quickstart", "data.source_prefix=x", "data.source_prefix has no effect with objective.kind causal_lm"),

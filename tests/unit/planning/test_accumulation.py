@@ -67,10 +67,15 @@ def test_it_is_by_block_where_a_rank_then_sends_less() -> None:
             recipe(training={"gradient_accumulation_steps": 1}),
             "bf16",
             "zero3",
-            "sharding.accumulate=by_block has no effect with training.gradient_accumulation_steps 1",
+            "sharding.accumulate by_block has no effect with training.gradient_accumulation_steps 1",
         ),
-        (recipe(), "bf16", "zero2", "sharding.accumulate=by_block has no effect with strategy zero2, which gathers"),
-        (recipe(), "fp16", "zero3", "mixed_precision fp16 is not possible with sharding.accumulate=by_block"),
+        (
+            recipe(),
+            "bf16",
+            "zero2",
+            "sharding.accumulate by_block has no effect with sharding.strategy zero2",
+        ),
+        (recipe(), "fp16", "zero3", "training.mixed_precision fp16 is not possible with sharding.accumulate by_block"),
         (recipe(EXPERTS), "bf16", "zero3", "the balance loss of experts would be over the whole step"),
     ],
 )

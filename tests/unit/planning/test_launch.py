@@ -17,7 +17,7 @@ from toolkit.planning.launch import launch_of
 from toolkit.planning.setup import Setup, asked_setup
 from toolkit.planning.table import Plan, plan, precision_of
 from toolkit.recipe.combinations import refusals
-from toolkit.recipe.recipe import Recipe, settings_of_recipe
+from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.plan.strategy import asks_for_offload, parse_strategy
 
 ROOT = Path(__file__).parents[3]
@@ -38,9 +38,8 @@ def read_back(found: Plan, command: str) -> tuple[Setup, str]:
     assert recipe.sharding.strategy in (None, strategy), "a run refuses it"
     assert recipe.training.mixed_precision is None or precision in ("no", recipe.training.mixed_precision)
     assert not (offload and recipe.sharding.offload == "none"), "a run refuses it"
-    settings = replace(
-        settings_of_recipe(recipe), strategy=strategy, offload=offload or recipe.sharding.offload == "optimizer"
-    )
+    offloaded = "optimizer" if offload or recipe.sharding.offload == "optimizer" else "none"
+    settings = recipe.changed(sharding={"strategy": strategy, "offload": offloaded})
     assert refusals(settings) == [], "a run refuses it"
     ranks = int(flags.get("--num_processes") or flags.get("--gpus") or flags["--cpu"])
     shard = None

@@ -145,16 +145,6 @@ def test_an_override_replaces_its_rival(
             assert origins[key][1].startswith("replaced by "), key
 
 
-def test_rivals_in_one_place_are_an_error(tmp_path: Path) -> None:
-    both = {**MINIMAL, "training": {**MINIMAL["training"], "num_epochs": 2}}
-    (problem,) = problems(tmp_path, both)
-    assert problem == (
-        "training.max_steps and training.num_epochs are both set and exclude each other; remove one of them, "
-        "or set it to null"
-    )
-    assert Recipe.load(write(tmp_path / "r.yaml", MINIMAL), ["training.num_epochs=null"]).notes == ()
-
-
 def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -> None:
     values = yaml.safe_load(yaml.safe_dump(MINIMAL))
     values["training"]["max_step"] = 3
@@ -174,36 +164,19 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
 
 
 CONTRADICTIONS = [
-    (["training.num_epochs=1", "training.max_steps=5"], "training.max_steps and training.num_epochs are both set"),
     (["training.max_steps=null"], "training.max_steps or training.num_epochs must be set"),
-    (["model.config={model_type: llama}", "model.name_or_path=x"], "model.name_or_path and model.config are both"),
-    (["schedule.decay_fraction=0.1"], "schedule.decay_fraction has no effect with schedule.kind cosine"),
     (["data.train={path: a.jsonl, split: train}"], "no effect on the files"),
-    (["export.enabled=false", "export.dtype=float16"], "no effect with export.enabled: false"),
-    (["data.train=[{path: a.jsonl, weight: 2.0}, b.jsonl]"], "give every source a weight, or none"),
-    (["data.train={path: a.jsonl, weight: 2.0}"], "weight has no effect on a single source"),
-    (["data.validation={path: b.jsonl, weight: 2.0}"], "weights have no effect, each row is evaluated once"),
     (["data.train=[{path: a.jsonl, weight: 0.0}, b.jsonl]"], "data.train.0.weight: found 0.0"),
     (
         ["data.train=[{path: a.jsonl, weigth: 1.0}]"],
         "data.train.0.weigth: unknown key (did you mean 'weight'?); allowed here: ",
     ),
-    (["data.streaming=true", "data.num_proc=2"], "data.num_proc has no effect with data.streaming"),
-    (["adapter.r=8"], "adapter.r has no effect with adapter.kind none"),
-    (["objective.labels=[a, b]"], "objective.labels has no effect with objective.kind causal_lm"),
     (["objective={kind: sequence_classification, labels: [a, a]}"], "needs two names or more, all different"),
-    (["objective.beta=0.2"], "objective.beta has no effect with objective.kind causal_lm"),
-    (["objective={kind: preference, loss: simpo, label_smoothing: 0.1}"], "which takes beta, gamma; remove it"),
     (["objective={kind: preference, loss: kto}"], "allowed: dpo, ipo, simpo, orpo"),
-    (["objective={kind: kto, loss: dpo}"], "objective.loss has no effect with objective.kind kto"),
-    (["objective={kind: reward, beta: 0.1}"], "objective.beta has no effect with objective.kind reward"),
     (["objective.kind=distillation"], "objective.teacher: must be set with objective.kind distillation"),
-    (["objective.teacher=a/b"], "objective.teacher has no effect with objective.kind causal_lm"),
-    (["objective={kind: distillation, teacher: a/b, beta: 0.1}"], "no effect with objective.divergence forward_kl"),
-    (["objective={kind: distillation, teacher: a/b, divergence: jsd, beta: 1.0}"], "set objective.divergence=rev"),
     (["objective={kind: distillation, teacher: a/b, kd_ratio: 0.0}"], "objective.kd_ratio"),
 ]
-"""Overrides, and what the error says. Pairs of two sections are in tests/unit/recipe/test_combinations.py."""
+"""Overrides, and what the error says. Pairs of settings are in tests/unit/recipe/test_combinations.py."""
 
 
 def test_contradictions_and_settings_without_effect(tmp_path: Path) -> None:
@@ -267,18 +240,8 @@ def test_importing_the_package_or_a_recipe_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_optimizers_and_what_has_no_effect_with_them(tmp_path: Path) -> None:
-    found = problems(tmp_path, MINIMAL, "optimizer.momentum=0.9")
-    assert found == ["optimizer.momentum has no effect with optimizer.kind adamw; remove it"]
-    (problem,) = problems(tmp_path, MINIMAL, "optimizer.kind=muon", "sharding.offload=optimizer")
-    assert "offload is not possible with optimizer.kind muon; set optimizer.kind=adamw" in problem
-    (problem,) = problems(tmp_path, MINIMAL, "optimizer.kind=lion")
-    assert "adamw, adamw_8bit, adamw_4bit, adamw_fp8, muon" in problem
-    assert Recipe.load(tmp_path / "r.yaml", ["optimizer.kind=muon", "optimizer.momentum=0.9"]).optimizer.momentum == 0.9
-
-
 def test_steps_to_profile(tmp_path: Path) -> None:
-    for steps in ("[3]", "[5, 4]", "[1, 40]", "[9, 11]"):
+    for steps in ("[3]", "[5, 4]", "[1, 40]"):
         (problem,) = problems(tmp_path, MINIMAL, f"training.profile_steps={steps}")
         assert problem.startswith("training.profile_steps: "), problem
     assert Recipe.load(tmp_path / "r.yaml", ["training.profile_steps=[3, 5]"]).training.profile_steps == [3, 5]

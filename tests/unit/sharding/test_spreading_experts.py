@@ -54,7 +54,7 @@ def test_experts_with_a_parameter_for_all_are_refused() -> None:
 
 
 def test_what_a_plugin_cannot_do_with_spread_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadInputError, match=r"sharding.experts is not possible with strategy ddp"):
+    with pytest.raises(BadInputError, match=r"sharding.experts is not possible with sharding.strategy ddp"):
         ShardingPlugin("ddp", experts=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(BadInputError, match=r"sharding.experts: 3 does not divide the 4 ranks .*one of 1, 2, 4"):

@@ -191,7 +191,7 @@ def _as_configured(recipe: Recipe, accelerated: Accelerated) -> Recipe:
     update: dict[str, Any] = {"tensor": agreed_tensor(recipe.sharding.tensor, accelerated.tensor)}
     if accelerated.checkpoints and recipe.sharding.activation_checkpointing is None:
         update |= {"activation_checkpointing": 1, "offload_checkpoints": accelerated.offloads_checkpoints}
-    return recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update=update)})
+    return recipe.changed(sharding=update)
 
 
 def _print_plan(found: Plan, name: str, overrides: list[str], every_row: bool, explain: bool, as_json: bool) -> None:

@@ -206,11 +206,6 @@ def workload_of_model(
     )
 
 
-def shared_by(recipe: Recipe, sequence: int) -> Recipe:
-    """Returns the recipe with rows that `sequence` ranks share."""
-    return recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update={"sequence": sequence})})
-
-
 def with_rows_of(workload: Workload, recipe: Recipe) -> Workload:
     """Returns the workload with the rows of a recipe that differs in its data, or in how many ranks share them.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
-from toolkit.recipe.objectives.section import contradiction, function_problem
-from toolkit.recipe.objectives.spec import ObjectiveSettings, ObjectiveSpec
+from toolkit.recipe.objectives.spec import ObjectiveSpec
 
 _LORA = Method(
     "lora",
@@ -51,19 +50,7 @@ _PRETRAIN = Method(
 )
 
 
-@dataclass(frozen=True)
-class _CausalLM(ObjectiveSpec):
-    def check(self, section: ObjectiveSettings) -> None:
-        if section.loss is not None and section.own_loss is None:
-            raise contradiction(
-                f"objective.loss {section.loss} has no effect with objective.kind {self.kind}; remove it, or name a "
-                "function of your own, as in mine.py:loss"
-            )
-        if section.own_loss is not None and (problem := function_problem(section.own_loss)):
-            raise contradiction(f"objective.loss: {problem}")
-
-
-CAUSAL_LM = _CausalLM(
+CAUSAL_LM = ObjectiveSpec(
     "causal_lm",
     about="next-token cross-entropy",
     rows="text",

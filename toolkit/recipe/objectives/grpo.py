@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from pydantic import Field, model_validator
 
 from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
 from toolkit.recipe.objectives.section import COMPARED, Compare, Comparison, PositiveInt, Section, contradiction
-from toolkit.recipe.objectives.spec import ObjectiveSettings, ObjectiveSpec
+from toolkit.recipe.objectives.spec import ObjectiveSpec
 
 SOURCES = ("compare", "match", "model", "overlong")
 """Fields of which a reward has exactly one."""
@@ -65,26 +64,7 @@ class RewardSection(Section):
         return None if self.compare is None else Comparison.of(self.compare).score
 
 
-@dataclass(frozen=True)
-class _Grpo(ObjectiveSpec):
-    def check(self, section: ObjectiveSettings) -> None:
-        if not section.rewards:
-            raise contradiction(
-                "objective.rewards: must be set with objective.kind grpo, for example [{name: right, compare: numeric}]"
-            )
-        names = [reward.name for reward in section.rewards]
-        if len(set(names)) < len(names):
-            raise contradiction("objective.rewards: two have the same name; give each its own")
-        if section.max_new_tokens is None:
-            raise contradiction("objective.max_new_tokens: must be set with objective.kind grpo, for example 256")
-        if section.loss is not None and section.loss not in ("dapo", "grpo", "dr_grpo"):
-            raise contradiction(
-                f"objective.loss: {section.loss} compares given pairs; allowed with objective.kind grpo: dapo, grpo, "
-                "dr_grpo"
-            )
-
-
-GRPO = _Grpo(
+GRPO = ObjectiveSpec(
     "grpo",
     about="learn from completions that the model samples and rewards score",
     rows="prompts",
@@ -98,6 +78,8 @@ GRPO = _Grpo(
         "scale_rewards",
         "mask_truncated",
     ),
+    losses={"dapo": (), "grpo": (), "dr_grpo": ()},
+    required={"rewards": "for example [{name: right, compare: numeric}]", "max_new_tokens": "for example 256"},
     methods=(
         Method(
             "grpo",

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from toolkit.recipe.objectives.grpo import RewardSection
 from toolkit.recipe.objectives.registry import SPECS
-from toolkit.recipe.objectives.section import PositiveFloat, PositiveInt, Section, contradiction
+from toolkit.recipe.objectives.section import PositiveFloat, PositiveInt, Section, contradiction, function_problem
 from toolkit.recipe.objectives.spec import ObjectiveSpec
 
 if TYPE_CHECKING:
@@ -127,10 +127,14 @@ class ObjectiveSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ObjectiveSection:
-        for key in {key for spec in SPECS.values() for key in spec.settings}:
-            if getattr(self, key) is not None and key not in self.spec.settings:
-                raise contradiction(f"objective.{key} has no effect with objective.kind {self.kind}; remove it")
-        self.spec.check(self)
+        for key, what in self.spec.required.items():
+            if getattr(self, key) is None:
+                raise contradiction(f"objective.{key}: must be set with objective.kind {self.kind}: {what}")
+        if self.own_loss is not None and (problem := function_problem(self.own_loss)):
+            raise contradiction(f"objective.loss: {problem}")
+        names = [reward.name for reward in self.rewards or []]
+        if len(set(names)) < len(names):
+            raise contradiction("objective.rewards: two have the same name; give each its own")
         if self.labels is not None and (len(set(self.labels)) < 2 or len(set(self.labels)) < len(self.labels)):
             raise contradiction("objective.labels: needs two names or more, all different")
         return self
@@ -146,16 +150,11 @@ class ObjectiveSection(Section):
         return self.loss if self.loss is not None and ":" in self.loss else None
 
     @property
-    def preference_loss(self) -> str:
-        """`loss` of pairs, or its default."""
-        return self.loss or "dpo"
+    def chosen_loss(self) -> str:
+        """`loss`, or its default."""
+        return self.loss or next(iter(self.spec.losses), "")
 
     @property
     def completions_per_prompt(self) -> int:
         """`group_size`, or its default."""
         return self.group_size or 8
-
-    @property
-    def policy_loss(self) -> str:
-        """`loss` of sampled completions, or its default."""
-        return self.loss or "dapo"

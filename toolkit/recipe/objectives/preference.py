@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
-from toolkit.recipe.objectives.section import contradiction
-from toolkit.recipe.objectives.spec import ObjectiveSettings, ObjectiveSpec
+from toolkit.recipe.objectives.spec import ObjectiveSpec
 
 SETTINGS_OF_LOSSES = {
     "dpo": ("beta", "label_smoothing"),
@@ -15,23 +14,6 @@ SETTINGS_OF_LOSSES = {
     "orpo": ("odds_weight",),
 }
 """Preference loss -> the settings that have an effect on it; their defaults stand beside the losses."""
-
-
-@dataclass(frozen=True)
-class _Preference(ObjectiveSpec):
-    def check(self, section: ObjectiveSettings) -> None:
-        loss = section.preference_loss
-        if loss not in SETTINGS_OF_LOSSES:
-            other = "is a function, which objective.kind causal_lm takes"
-            if section.own_loss is None:
-                other = "learns from sampled completions (objective.kind grpo)"
-            raise contradiction(f"objective.loss: {loss!r} {other}; allowed: {', '.join(SETTINGS_OF_LOSSES)}")
-        for key in self.settings[1:]:
-            if getattr(section, key) is not None and key not in SETTINGS_OF_LOSSES[loss]:
-                raise contradiction(
-                    f"objective.{key} has no effect with objective.loss {loss}, which takes "
-                    f"{', '.join(SETTINGS_OF_LOSSES[loss])}; remove it"
-                )
 
 
 _RATES = (
@@ -87,11 +69,12 @@ _METHODS = (
     ),
 )
 
-PREFERENCE = _Preference(
+PREFERENCE = ObjectiveSpec(
     "preference",
     about="prefer chosen completions to rejected ones",
     rows="pairs",
     settings=("loss", "beta", "label_smoothing", "gamma", "odds_weight"),
+    losses=SETTINGS_OF_LOSSES,
     methods=_METHODS,
     trained_turns="last_turn",
     sees_images=True,

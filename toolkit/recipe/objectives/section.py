@@ -100,6 +100,16 @@ def _checked(text: str) -> str:
 Compare = Annotated[str, AfterValidator(_checked)]
 """A comparison in a recipe."""
 
+
+def _named(function: str) -> str:
+    if problem := function_problem(function):
+        raise PydanticCustomError("impossible", "{message}", {"message": problem})
+    return function
+
+
+FunctionName = Annotated[str, AfterValidator(_named)]
+"""A user's function in a recipe."""
+
 COMPARED = (
     "text, without regard to case and whitespace; strict, as it is; numeric, the last number; structured, as JSON. "
     "Each may go on with =REGEX: then its last match is compared, or the first group of that."

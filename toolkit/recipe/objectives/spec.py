@@ -2,46 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from toolkit.recipe.objectives.method import Method
-
-
-class NamedReward(Protocol):
-    """What the checks read of a reward."""
-
-    @property
-    def name(self) -> str: ...
-
-
-class ObjectiveSettings(Protocol):
-    """The settings that the checks of single objectives read. `ObjectiveSection` has them."""
-
-    @property
-    def beta(self) -> float | None: ...
-
-    @property
-    def teacher(self) -> str | None: ...
-
-    @property
-    def divergence(self) -> str | None: ...
-
-    @property
-    def loss(self) -> str | None: ...
-
-    @property
-    def own_loss(self) -> str | None: ...
-
-    @property
-    def preference_loss(self) -> str: ...
-
-    @property
-    def rewards(self) -> Sequence[NamedReward] | None: ...
-
-    @property
-    def max_new_tokens(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +19,9 @@ class ObjectiveSpec:
         rows: the kind of rows that it learns from, a name in `toolkit.data.kinds.registry`.
         pipeline_task: the hub's name of its models' task, for the model card.
         settings: fields of `ObjectiveSection` that have an effect.
+        losses: what `objective.loss` may be, each with the settings that have an effect on it alone; the first is the
+            default. Empty: a user's function, if `loss` is a setting.
+        required: settings that must be given, and what.
         auto_class: transformers' class of the model. If it is None, the configuration decides which class writes text.
         peft_task: peft's name of an adapted model's task.
         head_names: fixed names of the outputs of a new head; empty: the data's classes, or no new head.
@@ -76,6 +44,8 @@ class ObjectiveSpec:
     rows: str
     pipeline_task: str = "text-generation"
     settings: tuple[str, ...] = ()
+    losses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    required: Mapping[str, str] = field(default_factory=dict)
     auto_class: str | None = None
     peft_task: str = "CAUSAL_LM"
     head_names: tuple[str, ...] = ()
@@ -106,10 +76,3 @@ class ObjectiveSpec:
     def compares_answers(self) -> bool:
         """Whether these completions are answers of a model that writes; a reward model reads what is written."""
         return self.compares_completions and self.predicts_next_tokens
-
-    def check(self, section: ObjectiveSettings) -> None:
-        """Checks that the objective's own settings fit each other.
-
-        Raises:
-            PydanticCustomError: if they do not; see `contradiction`.
-        """

@@ -217,12 +217,14 @@ def is_same_and_finished(output_dir: Path, recipe: Recipe) -> bool:
         saved = Recipe.load(output_dir / "recipe.yaml")
     except (OSError, BadInputError):
         return False
-    return text == recipe.on_day(recipe.data.template_date or saved.data.template_date).to_yaml()
+    return (
+        text == recipe.changed(data={"template_date": recipe.data.template_date or saved.data.template_date}).to_yaml()
+    )
 
 
 def with_day(opened: OpenedRun, run: PreparedRun) -> OpenedRun:
     """Adds the day that the chat template writes, if any, to the run's recipe, in its folder too."""
-    recipe = opened.recipe.on_day(date_of(run.tokenizer))
+    recipe = opened.recipe.changed(data={"template_date": date_of(run.tokenizer)})
     if recipe != opened.recipe:
         ranks.on_first_rank(lambda: atomic_write(opened.output_dir / "recipe.yaml", recipe.to_yaml()))
     return replace(opened, recipe=recipe)

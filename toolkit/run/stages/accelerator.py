@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from accelerate.tracking import get_available_trackers
 from toolkit import ranks
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.recipe import Recipe, settings_of_recipe, with_tensor
+from toolkit.recipe.features import Surroundings
+from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import refuse_dynamo
 from toolkit.sharding.apply import PRECISIONS
 from toolkit.sharding.blocks.checkpointing import Checkpointing
@@ -40,7 +40,7 @@ def settled(recipe: Recipe) -> Recipe:
         BadInputError: if the recipe and the Accelerate config contradict each other.
     """
     tensor = resolve_tensor(recipe.sharding.tensor)
-    return with_tensor(recipe, tensor)
+    return recipe.changed(sharding={"tensor": tensor})
 
 
 def build_plugins(recipe: Recipe) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
     strategy = resolve_strategy(section.strategy)
     sharded = strategy.sharded
     offload = resolve_offload(section.strategy, section.offload) is not None
-    refuse(replace(settings_of_recipe(recipe), strategy=strategy.name, offload=offload))
+    refuse(_resolved(recipe, strategy.name, offload))
     return sharding_kwargs(
         section.strategy,
         unit_classes=section.unit_classes,
@@ -63,6 +63,11 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
         reshard_after_forward=section.reshard_after_forward,
         tensor=section.tensor,
     )
+
+
+def _resolved(recipe: Recipe, strategy: str, offload: bool) -> Recipe:
+    """Returns the recipe with what the Accelerate config says."""
+    return recipe.changed(sharding={"strategy": strategy, "offload": "optimizer" if offload else "none"})
 
 
 def compilation_of(recipe: Recipe) -> Compilation | None:
@@ -131,15 +136,8 @@ def build_accelerator(recipe: Recipe, plugins: dict[str, Any], output_dir: Path)
     if precision not in PRECISIONS:
         raise BadInputError(f"mixed_precision {precision} is not possible; allowed: {', '.join(PRECISIONS)}")
     plugin = plugins["fsdp_plugin"]
-    refuse(
-        replace(
-            settings_of_recipe(recipe),
-            strategy=plugin.strategy.name,
-            offload=plugin.offload is not None,
-            precision=precision,
-            device=device,
-        )
-    )
+    settings = _resolved(recipe, plugin.strategy.name, plugin.offload is not None)
+    refuse(settings.changed(training={"mixed_precision": precision}), Surroundings(device))
     if precision == "bf16" and device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         Terminal(quiet=ranks.rank() != 0).warn(
             f"mixed_precision bf16: {torch.cuda.get_device_name()} has no bf16 and emulates it, which is slow; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import date
 
 from transformers import PreTrainedModel
@@ -27,7 +26,7 @@ from toolkit.model.structure.model_parts import asked_parts, sees
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.losses.balance import build_balance
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.recipe import settings_of_recipe
+from toolkit.recipe.features import Surroundings
 from toolkit.run.checks.sequence_check import share_rows
 from toolkit.run.stages.rows import fitting, require_room
 from toolkit.run.stages.stages import MetaModel, OpenedRun, TokenisedRows
@@ -107,7 +106,7 @@ def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> LoadedModel:
     if recipe.model.name_or_path is not None:
         require_new_rows_trained(model, rows.tokenizer.convert_ids_to_tokens(tokenizer.new_ids(rows.tokenizer)))
     quantised = any(quantised_layers(model))
-    refuse(replace(settings_of_recipe(recipe), is_quantised=quantised, has_images=has_images))
+    refuse(recipe, Surroundings(is_quantised=quantised, has_images=has_images))
     return loaded
 
 

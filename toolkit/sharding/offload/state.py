@@ -10,7 +10,7 @@ from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.paths import GIB
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.features import Settings
+from toolkit.recipe.features import settings_of_backend
 from toolkit.sharding.offload.host import HostPlan, Slabs, plan_host, require_host_memory
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 
@@ -158,7 +158,7 @@ def require_types(units: Sequence[OffloadedUnit], mixed_precision: str) -> None:
     Raises:
         BadInputError: if offload does not support the precision, or a parameter is not float32 without mixed precision.
     """
-    refuse(Settings(offload=True, precision=mixed_precision))
+    refuse(settings_of_backend(mixed_precision, offload="optimizer"))
     for unit in units:
         for slot in unit.slots:
             if mixed_precision == "no" and slot.parameter.dtype != torch.float32:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
-from toolkit.recipe.features import Settings
+from toolkit.recipe.features import settings_of_backend
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def with_reshard_after_forward(
     """
     if num_ranks is None:
         return shape
-    refuse(Settings(strategy=strategy.name, reshard_after_forward=num_ranks))
+    refuse(settings_of_backend(strategy=strategy.name, reshard_after_forward=num_ranks))
     # Not all ranks: that would change nothing.
     sizes = range(2, min(ranks_per_node, shape.shard - 1) + 1)
     allowed = [size for size in sizes if shape.shard % size == 0 == ranks_per_node % size]
