@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from toolkit.model.attention.attention import known_packing
 
-WIDTH = 6
+WIDTH = 7
 """Tokens of a window, and of a chunk."""
 
 # Two documents: one ends in an image that is longer than the window, the other begins with one.
