@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -78,9 +78,11 @@ class Terminal(Console):
     Attributes:
         with_bar: the console of the bar below what this process prints to stderr, or None without a bar. All others
             print by it: their lines would begin after the bar's last word.
+        on_warning: gets each warning that is shown, or None.
     """
 
     with_bar: ClassVar[Console | None] = None
+    on_warning: ClassVar[Callable[[str], None] | None] = None
 
     def __init__(self, stderr: bool = True, quiet: bool = False, soft_wrap: bool = True) -> None:
         # rich would make a cell output for every line. In a forked rank it would be a message that never arrives:
@@ -113,11 +115,23 @@ class Terminal(Console):
 
     def warn(self, message: str) -> None:
         """Prints a warning."""
+        if Terminal.on_warning is not None and not self.quiet:
+            Terminal.on_warning(message)
         self.print(Text.assemble(("warning:", "yellow"), " ", harmless(message)), soft_wrap=True)
 
     def fail(self, message: str) -> None:
         """Prints an error."""
         self.print(Text.assemble(("error:", "bold red"), " ", harmless(message)), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def warnings_heard(hear: Callable[[str], None]) -> Iterator[None]:
+    """While entered, `hear` gets each warning that this process shows."""
+    before, Terminal.on_warning = Terminal.on_warning, hear
+    try:
+        yield
+    finally:
+        Terminal.on_warning = before
 
 
 def clock(seconds: float) -> str:

@@ -42,6 +42,7 @@ from toolkit.checkpoint.manifest import (
     place_of,
     step_folder,
 )
+from toolkit.checkpoint.rotation import best_of
 from toolkit.checkpoint.state import MODEL, first_failure
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
@@ -241,7 +242,7 @@ class Exported:
 def export_run(
     run: str | Path,
     to: str | Path,
-    checkpoint: int | None = None,
+    checkpoint: int | str | None = None,
     dtype: str = "float32",
     verify: bool = True,
     max_shard_gib: float = ExportSection().max_shard_gib,
@@ -254,7 +255,7 @@ def export_run(
     Args:
         run: the output folder, or the run's URL in a store (s3://bucket/runs/first).
         to: the new folder.
-        checkpoint: the step of the checkpoint. None takes the last one that was finished.
+        checkpoint: the step; `best` by `training.best_by`; None or `last` for the last one that was finished.
         dtype: the dtype of the weights: float32, bfloat16 or float16.
         verify: whether to reload the folder and compare its logits.
         max_shard_gib: the size of the largest file of weights (GiB).
@@ -280,7 +281,7 @@ def export_run(
 
 
 def _export_from_store(
-    store: StorePath, to: Path, step: int | None, dtype: str, verify: bool, max_shard_gib: float, average: bool
+    store: StorePath, to: Path, step: int | str | None, dtype: str, verify: bool, max_shard_gib: float, average: bool
 ) -> Exported:
     """Exports a checkpoint from a store. Copies it to a temporary folder with the layout of a run's."""
     chosen, manifest, unfinished = _choose(store, step)
@@ -306,13 +307,19 @@ def _get_folder(folder: StorePath, to: Path) -> None:
             path.get(to / path.name)
 
 
-def _choose(run: P, step: int | None) -> tuple[int, Manifest, int | None]:
+def _choose(run: P, step: int | str | None) -> tuple[int, Manifest, int | None]:
     """Returns the step and the manifest of the checkpoint to export, and the step of a later unfinished one.
 
     Raises:
         BadInputError: if there is none, or if the one of `step`, or the last, is damaged.
     """
-    if step is not None:
+    if step == "best":
+        if (best := best_of(list_checkpoints(run))) is None:
+            raise BadInputError(f"--checkpoint best: no checkpoint of {str(run)!r} was evaluated; name a step, or last")
+        return best[1].step, best[1], None
+    if isinstance(step, str) and step != "last":
+        raise BadInputError(f"--checkpoint: found {step!r}; allowed: best, last, or the number of a step")
+    if isinstance(step, int):
         chosen, unfinished = look_at(step_folder(run, step)), None
         if chosen.unfinished and not chosen.folder.is_dir():
             shown = f"name another (`toolkit checkpoints {shlex.quote(str(run))}` lists them)"

@@ -89,6 +89,7 @@ class Manifest:
         extensions: the states of the user's own extensions, by their fields.
         rewards: the fingerprint of the source of each function that rewards completions, by the reward's name.
         non_finite: what is not finite in it, in words, or None if its weights and its step are finite.
+        story: the record of the run up to it, or None if an older version wrote it.
         loads: the number of steps since the last record of expert loads, and their sums. None without experts.
         tensors: the dtype and the whole shape of each tensor, by name.
         files: the size and checksum of each file, by name.
@@ -118,6 +119,7 @@ class Manifest:
     non_finite: str | None = None
     loads: tuple[int, list[list[float]]] | None = None
     merit: float | None = None
+    story: dict[str, Any] | None = None
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     format: int = FORMAT

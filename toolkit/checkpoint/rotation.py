@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from toolkit.checkpoint.manifest import Checkpoint, Manifest
 from toolkit.recipe.schema import CheckpointSection
 
@@ -17,11 +20,23 @@ def superseded(found: list[Checkpoint], settings: CheckpointSection) -> list[Che
         return []
     broken = [checkpoint for checkpoint in found if checkpoint.manifest and checkpoint.manifest.non_finite is not None]
     kept = {checkpoint.step for checkpoint in whole[-settings.num_kept :]}
-    if settings.keep_best:
-        merits = {c.step: _merit(c.manifest) for c in whole if c.manifest is not None}
-        known = {step: merit for step, merit in merits.items() if merit is not None}
-        kept |= {max(known, key=known.__getitem__)} if known else set()
+    if settings.keep_best and (best := best_of(found)) is not None:
+        kept.add(best[1].step)
     return [checkpoint for checkpoint in whole if checkpoint.step not in kept] + broken[:-1]
+
+
+def best_of(found: Sequence[Checkpoint], recipe: dict[str, Any] | None = None) -> tuple[float, Manifest] | None:
+    """Returns merit and manifest of the best checkpoint that counts, the first of equals, or None if none has a merit.
+
+    Args:
+        recipe: leave out those that were judged by another figure (`training.best_by`) than this recipe's.
+    """
+    whole = [one.manifest for one in found if one.manifest is not None and one.problem is None]
+    judged = [(merit, manifest) for manifest in whole if (merit := _merit(manifest)) is not None]
+    if recipe is not None:
+        by = recipe["training"]["best_by"]
+        judged = [one for one in judged if one[1].recipe["training"].get("best_by", "loss") == by]
+    return max(judged, key=lambda one: one[0]) if judged else None
 
 
 def _merit(manifest: Manifest) -> float | None:

@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from toolkit import ranks
 from toolkit.checkpoint import reader
 from toolkit.checkpoint.fetch import clear_incoming
-from toolkit.checkpoint.manifest import DIGESTS, Manifest
+from toolkit.checkpoint.manifest import DIGESTS, Manifest, check_files, list_checkpoints, step_folder
+from toolkit.checkpoint.rotation import best_of
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Save, clear_unfinished
@@ -29,7 +30,7 @@ from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.tensor.copies import require_alike
 from toolkit.training.durable_writes import PATIENCE_SECONDS
 from toolkit.training.extension import Extension
-from toolkit.training.extensions.early_stopping import merit_of
+from toolkit.training.extensions.best import merit_at
 from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.loop_state import LoopState
 from toolkit.training.metrics import Metrics
@@ -186,7 +187,7 @@ class RunCheckpoints(Extension):
         scaler = self._accelerator.scaler
         step = trainer.global_step
         evals = [r for r in self._metrics.records if r["split"] == "eval" and r["step"] == step]
-        merit = merit_of(evals[-1], self._identity.recipe["training"]["best_by"]) if evals else -math.inf
+        merit = self._merit(step)
         samples = trainer.windows.samples_at(trainer.global_step)
         fields: dict[str, Any] = {name: self._identity.digests.get(name) for name in DIGESTS}
         manifest = Manifest(
@@ -213,6 +214,30 @@ class RunCheckpoints(Extension):
         parameters = [name for name, _ in self._model.named_parameters()]
         job = Save(manifest, tensors, parameters, random_states(), self._metrics.records)
         return self._checkpointer.save(job, wait) and (not wait or self._is_copied())
+
+    def _merit(self, step: int) -> float:
+        best_by = self._identity.recipe["training"]["best_by"]
+        return merit_at(self._metrics.records, step, best_by, self._section.every_steps or 1)
+
+    def restore_best(self, trainer: LoopState) -> Manifest | None:
+        """Puts the best checkpoint's weights into the model if they are better than the last ones. Collective.
+
+        Returns:
+            The manifest of that checkpoint, or None if the last weights stay.
+        """
+        self._checkpointer.wait()
+        best = ranks.on_first_rank(lambda: best_of(list_checkpoints(self._run), self._identity.recipe))
+        if best is None or best[0] <= self._merit(trainer.global_step):
+            return None
+        manifest = best[1]
+        folder = step_folder(self._run, manifest.step)
+        mine = sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
+        problems = ranks.on_every_rank(lambda: check_files(folder, manifest, mine), "read a checkpoint")
+        if problem := next(filter(None, problems), None):
+            self._metrics.warn(f"{folder.name}, the best checkpoint, is damaged ({problem}); the last weights are left")
+            return None
+        reader.load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))
+        return manifest
 
     def seconds_to_save(self) -> float | None:
         """Returns how long the longest save and the longest copy to the store took, or None before the first."""

@@ -5,7 +5,10 @@ Reference: Mitchell et al., "Model Cards for Model Reporting", arXiv 1810.03993.
 
 from __future__ import annotations
 
+import copy
 import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from toolkit.data.layouts.template_arguments import OF_ROW
 from toolkit.errors import listed
 from toolkit.pages.parts.charts import polylines
 from toolkit.pages.parts.run_metrics import split_lines
-from toolkit.pages.run_page import main_chart
+from toolkit.pages.parts.story import with_limits
+from toolkit.pages.run_page import RunSummary, main_chart
 from toolkit.paths import is_file_source, is_hub_name, source_name
 from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, compares, read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
@@ -30,36 +34,19 @@ MAX_EVALUATIONS = 12
 """The most rows of the table of evaluations; of more, it has the first, the last and evenly spaced ones."""
 
 
-def write_card(
-    folder: Path,
-    recipe: Recipe,
-    facts: dict[str, str],
-    metrics: list[dict[str, Any]],
-    data_report: dict[str, Any],
-    versions: dict[str, str],
-    loading: str = "",
-    serving: str = "",
-) -> None:
+def write_card(folder: Path, recipe: Recipe, summary: RunSummary, loading: str = "", serving: str = "") -> None:
     """Writes the card and the curve into an exported folder.
 
     Args:
         loading: Python that loads the model, if it is known.
         serving: a command that serves it, if one does.
     """
-    _draw_curve(folder / CURVE, metrics)
-    text = render_card(recipe, facts, metrics, data_report, versions, loading, serving)
+    _draw_curve(folder / CURVE, summary.metrics)
+    text = render_card(recipe, summary, loading, serving)
     (folder / CARD).write_text(harmless(text), encoding="utf-8", errors="replace")
 
 
-def render_card(
-    recipe: Recipe,
-    facts: dict[str, str],
-    metrics: list[dict[str, Any]],
-    data_report: dict[str, Any],
-    versions: dict[str, str],
-    loading: str = "",
-    serving: str = "",
-) -> str:
+def render_card(recipe: Recipe, summary: RunSummary, loading: str = "", serving: str = "") -> str:
     """Returns the card as Markdown. It names folders and files without their paths."""
     name = Path(recipe.training.output_dir).name
     base = _base_model_name(recipe)
@@ -71,10 +58,11 @@ def render_card(
         f"## Use\n\n```python\n{loading}\n```\n" if loading else "",
         f"```bash\n{serving}\n```\n" if serving else "",
         "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
-        _evaluations(metrics),
-        f"## Data\n\n{_data_table(data_report)}",
-        f"## Training\n\n{_table(['', ''], [[key, value] for key, value in facts.items()])}\n{AGAIN}\n",
-        f"## Versions\n\n{_table(['', ''], [[key, value] for key, value in versions.items()])}",
+        _evaluations(summary.metrics, summary.limits),
+        _warnings(summary.doubts),
+        f"## Data\n\n{_data_table(summary.data_report)}",
+        f"## Training\n\n{_table(['', ''], [[key, value] for key, value in summary.facts.items()])}\n{AGAIN}\n",
+        f"## Versions\n\n{_table(['', ''], [[key, value] for key, value in summary.versions.items()])}",
         f"## Recipe\n\n````yaml\n{recipe_for_readers(recipe)}````\n",
     ]
     return "\n".join(part for part in parts if part)
@@ -120,7 +108,7 @@ def model_and_data(recipe: Recipe, class_name: str, is_done: bool = True) -> str
     return f"{base} fine-tuned on {data}" if base else f"{class_name} trained on {data} from random weights"
 
 
-def _evaluations(metrics: list[dict[str, Any]]) -> str:
+def _evaluations(metrics: list[dict[str, Any]], limits: Sequence[str]) -> str:
     lines = [record for record in metrics if record["split"] == "eval"]
     if not lines:
         return "No held-out data.\n"
@@ -129,7 +117,18 @@ def _evaluations(metrics: list[dict[str, Any]]) -> str:
     step = max(1, math.ceil(len(lines) / MAX_EVALUATIONS))
     shown = [*lines[:-1:step], lines[-1]]
     rows = [[_metric_cell(record.get(column)) for column in columns] for record in shown]
-    return "On held-out data:\n\n" + _table([column.replace("_", " ") for column in columns], rows)
+    table = _table([column.replace("_", " ") for column in columns], rows)
+    return f"{with_limits('On held-out data', limits)}:\n\n{table}"
+
+
+def _warnings(doubts: Sequence[str]) -> str:
+    listed = "".join(f"- {_plain(without_paths(text))}\n" for text in doubts)
+    return f"## Warnings\n\n{listed}" if listed else ""
+
+
+def without_paths(text: str) -> str:
+    """Returns a text whose paths are names of files alone, because folders show where a user keeps them."""
+    return re.sub(r"(?<![\w.:/])(?:~|/|[A-Za-z]:\\)[^\s'\"`,;()]*[/\\](?=[^\s/\\])", "", text)
 
 
 def _metric_cell(value: Any) -> str:
@@ -180,12 +179,18 @@ def published(recipe: Recipe) -> dict[str, Any]:
     Files and folders have their names alone, since paths show where a user keeps them. Trackers' settings are left out,
     since a key may be among them.
     """
-    values = yaml.safe_load(recipe.to_yaml())
+    return _without_nulls(published_values(yaml.safe_load(recipe.to_yaml())))
+
+
+def published_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections of a recipe as `published` does, with their nulls; an older version may lack some."""
+    values = copy.deepcopy(dict(recipe))
     for section, keys in (*NAMES_OF_FILES, *PLACES):
-        values[section] |= {key: _source_names(values[section].get(key), key) for key in keys}
+        known = values.get(section, {})
+        known |= {key: _source_names(known[key], key) for key in keys if key in known}
     values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
-    del values["logging"]["tracker_settings"]
-    return _without_nulls(values)
+    values["logging"].pop("tracker_settings", None)
+    return values
 
 
 PLACES = (("data", ("cache_dir",)), ("checkpoint", ("to", "resume")))

@@ -10,6 +10,7 @@ from toolkit.pages.parts.charts import polylines
 from toolkit.pages.parts.number_text import finite
 from toolkit.pages.parts.page import render
 from toolkit.pages.parts.run_metrics import Metrics, column, samples_itself, split_lines
+from toolkit.pages.parts.story import read_story
 from toolkit.pages.run_page import lead_of, main_chart
 from toolkit.terminal import clock
 
@@ -55,8 +56,10 @@ def progress_output(
 def result_output(
     metrics: Metrics, output_dir: Path, export_dir: Path | None, doubts: Sequence[str], summary: str = ""
 ) -> Output:
-    """Returns the result of a run: its losses, and the paths of report and export."""
-    lead = lead_of(split_lines(metrics, "train"), split_lines(metrics, "eval"))
+    """Returns the result of a run: its losses, warnings, and the paths of report and export."""
+    story = read_story(output_dir)
+    doubts = list(dict.fromkeys([*doubts, *story.told()]))
+    lead = lead_of(split_lines(metrics, "train"), split_lines(metrics, "eval"), story.limits)
     places = [("report", str(output_dir / "report.html")), ("model", str(export_dir or ""))]
     found = [(name, path) for name, path in places if path]
     text = "\n".join(filter(None, [lead, *doubts, *(f"{name}: {path}" for name, path in found)]))

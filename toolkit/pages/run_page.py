@@ -28,7 +28,7 @@ from toolkit.pages.parts.charts import (
     evenly_spaced,
     smoothed,
 )
-from toolkit.pages.parts.figures import confusion_table, figure_charts, figure_tile, figures_of
+from toolkit.pages.parts.figures import confusion_table, figure_charts, figure_tile, figures_of, written
 from toolkit.pages.parts.number_text import (
     MISSING,
     finite,
@@ -40,9 +40,11 @@ from toolkit.pages.parts.number_text import (
 from toolkit.pages.parts.page import ChartCard, Note, Table, Tile, render, script, script_policy, write_page
 from toolkit.pages.parts.run_metrics import Metrics, NonFinite, column, non_finite, samples_itself, split_lines
 from toolkit.pages.parts.side_by_side import SideBySide, prompts_and_answers
+from toolkit.pages.parts.story import with_limits
 from toolkit.pages.samples_page import SampledPrompt, best_first
 from toolkit.pages.status import SCRIPT as STATUS_SCRIPT
 from toolkit.pages.status import Status, status_head, status_note
+from toolkit.recipe.figures import ANSWERS, KNOWN, REWARD, steering
 from toolkit.terminal import format_bytes, format_time
 
 MAX_LISTED_STEPS = 20
@@ -68,7 +70,8 @@ class RunSummary:
     versions: dict[str, str]
     side_by_side: Sequence[SideBySide] = ()
     sampled: tuple[int, Sequence[SampledPrompt]] | None = None  # a step, and some of its own samples with rewards
-    doubts: Sequence[str] = ()  # warnings about the losses
+    doubts: Sequence[str] = ()  # warnings about the losses, and those of the run
+    limits: Sequence[str] = ()  # what limits the figures of held-out rows
     status: Status | None = None  # None if the run is finished
     folder: str = ""  # name of the run's folder
     command: str = ""  # starts the run again
@@ -88,7 +91,7 @@ def render_report(summary: RunSummary) -> str:
     return render(
         "run.html.jinja",
         it=summary,
-        lead=lead_of(train, evals),
+        lead=lead_of(train, evals, summary.limits),
         written="" if summary.written is None else format_time(summary.written),
         status_head="" if status is None else status_head(status),
         status_note="" if status is None else status_note(status),
@@ -116,7 +119,31 @@ def render_report(summary: RunSummary) -> str:
 # ---- headline ----
 
 
-def lead_of(train: Metrics, evals: Metrics) -> str:
+def headline(metrics: Metrics, best_by: str = "loss") -> str:
+    """Returns the outcome of a run in figures, each from its first to its last value, or an empty text.
+
+    They are the shares of its objective and of answers, the figure that judges evaluations, and the held-out loss.
+    """
+    train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
+    told = []
+    if len(ends := _median_ends(column(train, "reward"))) == 2:
+        told.append(f"{REWARD.name} {ends[0]:.3f} -> {ends[1]:.3f}")
+    asked = steering(best_by)
+    for figure in dict.fromkeys([*HEADLINES, *([asked] if asked.field != "loss" else [])]):
+        values = finite(column(evals, figure.field))
+        if values:
+            told.append(f"{figure.name} {' -> '.join(map(figure.in_short, _first_and_last(values)))}")
+    losses = finite(column(evals, "loss"))
+    if len(losses) > 1:
+        told.append(f"held-out loss {losses[0]:.4f} -> {losses[-1]:.4f} ({losses[-1] / losses[0] - 1:+.1%})")
+    return ", ".join(told)
+
+
+HEADLINES = (KNOWN["accuracy"], KNOWN["f1_macro"], KNOWN["f1"], ANSWERS)
+"""Figures that say what came of a run, in the words of its objective."""
+
+
+def lead_of(train: Metrics, evals: Metrics, limits: Sequence[str] = ()) -> str:
     """Returns the result of the run in a sentence, or an empty text if nothing was logged."""
     field, what, ends = "the loss", "in training", _median_ends(column(train, "loss"))
     if samples_itself(train):
@@ -134,7 +161,8 @@ def lead_of(train: Metrics, evals: Metrics) -> str:
         told = f"went from {before} to {after}"
     steps, tokens = counted(train[-1]["step"], "step"), number(train[-1].get("tokens"))
     on = f" on {format_short(tokens)} tokens" if math.isfinite(tokens) else ""
-    return f"In {steps}{on}, {field} {what} {told}."
+    limited = limits if evals and not samples_itself(train) else ()
+    return f"{with_limits(f'In {steps}{on}, {field} {what} {told}', limited)}."
 
 
 def _first_and_last(values: Sequence[float]) -> list[float]:
@@ -152,8 +180,8 @@ def _median_ends(losses: Sequence[float]) -> list[float]:
 def _tiles(train: Metrics, evals: Metrics, summary: RunSummary) -> list[Tile | None]:
     held_out = "no evaluation yet" if summary.data_report.get("validation") else "no held-out data"
     return [
-        _main_tile(train, evals, held_out),
-        figure_tile(evals),
+        _main_tile(train, evals, held_out, summary.limits),
+        figure_tile(evals, summary.limits),
         _tokens_tile(train),
         _duration_tile(train, summary.facts),
         _throughput_tile(train),
@@ -161,17 +189,17 @@ def _tiles(train: Metrics, evals: Metrics, summary: RunSummary) -> list[Tile | N
     ]
 
 
-def _main_tile(train: Metrics, evals: Metrics, held_out: str) -> Tile:
+def _main_tile(train: Metrics, evals: Metrics, held_out: str, limits: Sequence[str]) -> Tile:
     if samples_itself(train):
         values = [f"{reward:.3f}" for reward in _median_ends(column(train, "reward"))] or [MISSING]
         return Tile("tile-reward", "Reward", values, "of the model's own samples; higher is better")
-    return _eval_loss_tile(evals) if evals else _train_loss_tile(train, held_out)
+    return _eval_loss_tile(evals, limits) if evals else _train_loss_tile(train, held_out)
 
 
-def _eval_loss_tile(evals: Metrics) -> Tile:
+def _eval_loss_tile(evals: Metrics, limits: Sequence[str]) -> Tile:
     losses = column(evals, "loss")
     values = [_format_loss(loss) for loss in losses]
-    plain = "on rows that are not trained on; lower is better"
+    plain = f"{'; '.join(limits) or 'on rows that are not trained on'}; lower is better"
     return Tile("tile-loss", "Held-out loss", values, plain, _eval_note(evals, losses), _change(losses))
 
 
@@ -425,7 +453,7 @@ def _evaluations_table(evals: Metrics) -> Table:
         (
             f"{line['step']:,}",
             *([_format_loss(number(line.get("loss")))] if has_loss else []),
-            *(figure.written(number(line.get(figure.field))) for figure in figures),
+            *(written(figure, number(line.get(figure.field))) for figure in figures),
         )
         for line in evenly_spaced(evals, MAX_TABLE_ROWS)
     ]

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl
 from pydantic import Field, field_validator, model_validator
 
 from toolkit.paths import STORES, is_file_source, is_store
+from toolkit.recipe.figures import steering
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.section import (
     COMPARED,
@@ -528,13 +529,14 @@ class TrainingSection(Section):
     )
     patience: PositiveInt | None = Field(
         None,
-        description="End the run, with exit code 0, after N evaluations in a row without a lower held-out loss; null: "
-        "never. The last weights are exported; checkpoint.keep_best keeps the best ones.",
+        description="End the run, with exit code 0, after N evaluations in a row without a better figure (best_by); "
+        "null: never. The last weights are exported; with checkpoint.keep_best the best ones.",
     )
-    best_by: Literal["loss", "answers"] = Field(
+    best_by: str = Field(
         "loss",
-        description="Judge evaluations by this figure, for training.patience and checkpoint.keep_best. loss: the "
-        "held-out loss. answers: the share of right answers (answers.file).",
+        description="Judge evaluations by this figure of their records, for training.patience and "
+        "checkpoint.keep_best: loss, accuracy, f1_macro, answers (the share of right answers, answers.file). For a "
+        "figure of your own say which is better: higher NAME, or lower NAME.",
     )
     ema: OpenFraction | None = Field(
         None,
@@ -569,6 +571,7 @@ class TrainingSection(Section):
         classes = [name.rpartition(":")[2] for name in self.extensions]
         if twice := next((name for name in classes if classes.count(name) > 1), None):
             raise contradiction(f"training.extensions: {twice} is named twice; rename one, or remove it")
+        steering(self.best_by)
         self._check_profile()
         return self
 
@@ -627,7 +630,9 @@ class CheckpointSection(Section):
     )
     keep_last: PositiveInt | None = Field(2, description="Keep the last N checkpoints; null: all.")
     keep_best: bool = Field(
-        False, description="Also keep the checkpoint with the lowest held-out loss, or as training.best_by says."
+        False,
+        description="Also keep the checkpoint with the lowest held-out loss, or as training.best_by says, and export "
+        "it if it is better than the last one.",
     )
     asynchronous: bool | None = Field(
         None,

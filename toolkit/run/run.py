@@ -113,8 +113,6 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
         output = notebook_output(run.num_steps)
         with output.holding(console) if output is not None else nullcontext():
             print_run_summary(opened, run, facts)
-        if found.start is not None:
-            facts["resumed"] = f"after step {found.start[1].step:,}; the duration is that of the rest"
         live = _live_report(opened, run, facts, started, output)
         with ended_in(live):
             if found.start is not None:
@@ -132,7 +130,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
         if output is not None:
             output.finish(result)
         else:
-            print_result(console, opened.recipe, result, run.shown.side_by_side)
+            print_result(console, opened.recipe, result, opened.story, run.shown.side_by_side)
         if fitted.missing is not None:
             console.warn(fitted.missing)
         ranks.on_first_rank(lambda: forget_starts(output_dir))
@@ -197,6 +195,7 @@ def _live_report(
     def summary(records: list[dict[str, Any]]) -> RunSummary:
         result = result_of(opened.output_dir, records, None, seconds=time.perf_counter() - started)
         title = model_and_data(opened.recipe, run.inner.config.architectures[0], is_done=False)
-        return replace(summary_of(opened, run, facts, result), title=title, doubts=())  # it may get better yet
+        told = opened.story.told()  # not of the losses, which may get better yet
+        return replace(summary_of(opened, run, facts, result), title=title, doubts=told)
 
     return LiveReport(opened.output_dir / REPORT, summary, run.num_steps, output)

@@ -12,20 +12,12 @@ from typing import Any
 from accelerate import Accelerator
 
 from toolkit.paths import GIB
+from toolkit.recipe.figures import figure_of
 from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal
 from toolkit.training.durable_writes import LinesFile
 from toolkit.training.progress import Progress
 from toolkit.training.step import with_figures
-
-SHARES = {
-    "accuracy": "accuracy",
-    "f1_macro": "F1",
-    "f1": "F1 of entities",
-    "answer_accuracy": "answers right",
-    "answer_stopped": "answers that stop",
-}
-"""Maps the figures of an evaluation that are shares to their names on the console."""
 
 
 class Metrics:
@@ -140,8 +132,11 @@ def _step_figures(record: dict[str, Any], unit: str) -> list[str]:
     ]
 
 
-def _share_figures(record: dict[str, Any]) -> list[str]:
-    return [f"{name} {record[key]:.1%}" for key, name in SHARES.items() if key in record]
+def _share_figures(record: dict[str, Any], steered_by: str = "") -> list[str]:
+    """Returns the figures that are shares, and the one that judges evaluations."""
+    known = [figure_of(key) for key, value in record.items() if isinstance(value, int | float)]
+    shown = [figure for figure in known if figure.form == "share" or figure.field == steered_by]
+    return [f"{figure.name} {figure.in_short(record[figure.field])}" for figure in shown if figure.field != "loss"]
 
 
 def _source_figures(record: dict[str, Any]) -> list[str]:

@@ -114,7 +114,7 @@ sharding.prefetch: 0
 sharding.sequence: 0
 sharding.strategy: zero4 | zero3+offload
 sharding.unit_classes: LlamaDecoderLayer
-training.best_by: answer_accuracy
+training.best_by: my_figure
 training.compile: max-autotune
 training.ema: 1 | -0.1
 training.epochs: 3

@@ -114,7 +114,7 @@ def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None
     told = shown(tmp_path)
     assert told.exit_code == 0
     lines = told.stdout.splitlines()
-    assert lines[0] == "finished: 7 steps, held-out loss 3.2500 -> 2.5000"
+    assert lines[0] == "finished: 7 steps, held-out loss 3.2500 -> 2.5000 (-23.1%)"
     assert lines[-1] == f"report: {tmp_path / 'report.html'}", "it has neither export nor checkpoint"
     (tmp_path / "recipe.yaml").write_text("checkpoint: {to: 's3://bucket/first'}")
     assert shown(tmp_path).stdout.splitlines()[-1] == "next: toolkit export s3://bucket/first --to FOLDER"

@@ -16,6 +16,8 @@ from support.tiny import save_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from toolkit.pages.card import recipe_for_readers, render_card, write_card
+from toolkit.pages.parts.run_metrics import Metrics
+from toolkit.pages.run_page import RunSummary
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts.trackers import config_of
 from toolkit.run.shown.outcome import _how_to_use
@@ -32,8 +34,13 @@ METRICS: list[dict[str, Any]] = [
 ]
 
 
+def of_run(metrics: Metrics, report: dict[str, Any] | None = None, name: str = "model", **more: Any) -> RunSummary:
+    """A run with a fact and a version of this name."""
+    return RunSummary("", "", metrics, report or {}, [], {name: name}, {name: name}, **more)
+
+
 def test_the_card_is_written_with_its_curve(tmp_path: Path) -> None:
-    write_card(tmp_path, Recipe.load("quickstart"), {"model": "a llama"}, METRICS, {}, {"torch": "2"})
+    write_card(tmp_path, Recipe.load("quickstart"), of_run(METRICS))
     assert "![Loss over the optimizer steps](curve.png)" in (tmp_path / "README.md").read_text()
     picture = np.asarray(Image.open(tmp_path / "curve.png"))
     assert picture.shape == (384, 840, 3)
@@ -57,7 +64,11 @@ def test_neither_paths_nor_keys_are_published(tmp_path: Path) -> None:
         more += ["logging.trackers=[wandb]", f"logging.tracker_settings.wandb.api_key={secret}"]
         recipe = Recipe.load(name, [one.replace("IT", str(tmp_path)) for one in [*overrides, *more]])
         planned: Any = SimpleNamespace(room=1, peak_bytes=None)
-        texts = [recipe_for_readers(recipe), render_card(recipe, {}, [], {}, {}), str(config_of(recipe, planned, {}))]
+        texts = [
+            recipe_for_readers(recipe),
+            render_card(recipe, of_run([], doubts=[f"passed over {tmp_path}/run/step_3: bad"])),
+            str(config_of(recipe, planned, {})),
+        ]
         wrong |= {(name, text): text for text in texts if str(tmp_path) in text or secret in text}
         assert "x.py:X" in texts[0], "names stay"
     assert not wrong
@@ -75,7 +86,7 @@ def test_the_card_says_how_to_load_and_serve_it(
         peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
         AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     recipe = Recipe.load("quickstart", {"model.name_or_path": str(base)})
-    write_card(folder, recipe, {}, METRICS, {}, {}, *_how_to_use(folder, recipe, AutoConfig.from_pretrained(base)))
+    write_card(folder, recipe, of_run(METRICS), *_how_to_use(folder, recipe, AutoConfig.from_pretrained(base)))
     text = (folder / "README.md").read_text()
     assert str(tmp_path) not in text
     assert ("```bash\nvllm serve .\n```" in text) == (not is_adapter), "the base is a folder that others do not have"
@@ -127,7 +138,7 @@ def test_no_code_of_a_terminal_or_of_the_direction_of_text_gets_into_a_card(tmp_
     recipe = Recipe.from_mapping({**values, "description": HOSTILE})
     source = {"source": HOSTILE, "kept": 1}
     counts = {"kept": 1, "tokens": 3, "dropped": {HOSTILE: {"count": 1}}, "sources": [source], "noted": {}}
-    write_card(tmp_path, recipe, {HOSTILE: HOSTILE}, METRICS, {"train": counts}, {HOSTILE: HOSTILE})
+    write_card(tmp_path, recipe, of_run(METRICS, {"train": counts}, HOSTILE, doubts=[HOSTILE], limits=[HOSTILE]))
     text = (tmp_path / "README.md").read_text()
     assert text.count("b\u241b") > 6, "what is written in their place"
     codes = [code for code in text if (code < " " and code != "\n") or "\x7f" <= code <= "\x9f"]

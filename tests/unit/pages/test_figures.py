@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from test_card import of_run
 
 from toolkit.pages.card import recipe_for_readers, render_card
 from toolkit.pages.parts.figures import figure_charts, figures_of
@@ -101,10 +102,10 @@ def test_the_recipe_for_readers_has_neither_nulls_nor_places() -> None:
     assert "rope_scaling: null" in text
     assert "  train:\n  - rows.jsonl\n" in text
     assert "output_dir: mine" in text
-    card = render_card(recipe, {}, lines(CLASSES), {}, {})
+    card = render_card(recipe, of_run(lines(CLASSES)))
     assert "of somebody else" in card
     shipped = Recipe.load("quickstart")
-    assert shipped.description not in render_card(shipped, {}, [], {}, {}), "a copy is of another model and other data"
+    assert shipped.description not in render_card(shipped, of_run([])), "a copy is of another model and other data"
     assert "confusion" not in card
     assert "| 0.7 | 0.6875 |" in card
 

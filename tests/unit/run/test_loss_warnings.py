@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
+from toolkit.pages.parts.story import Story
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.shown.outcome import print_result, result_of
@@ -83,7 +84,7 @@ def test_without_a_guess_only_held_out_losses_speak() -> None:
 
 def test_the_last_lines_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = result_of(tmp_path, records(BURST, (7.0, 9.0)), None, guess=TOKENS)
-    print_result(Terminal(), Recipe.load("quickstart"), result)
+    print_result(Terminal(), Recipe.load("quickstart"), result, Story())
     told = capsys.readouterr()
     assert [line.partition(":")[0] for line in told.err.splitlines() if ":" in line][-2:] == ["warning", "warning"]
     assert told.out == f"run: {tmp_path}\nreport: {tmp_path / 'report.html'}\n"
@@ -114,7 +115,7 @@ def test_the_last_lines_have_answers_before_and_after(tmp_path: Path, capsys: py
     right = SideBySide("<|user|>\nuser asks", "yes", before="no\n\x1b[2J", after="yes ")
     wrong = SideBySide("Why?", "so", before="", after="x" * 500)
     result = result_of(tmp_path, records(FALLING), None)
-    print_result(Terminal(), Recipe.load("quickstart"), result, [right, wrong, right, right])
+    print_result(Terminal(), Recipe.load("quickstart"), result, Story(), [right, wrong, right, right])
     lines = capsys.readouterr().err.splitlines()
     assert lines[:4] == ["asks", "  before: no \u241b[2J", "  after: yes", "Why?"]
     assert lines[5] == f"  after: {'x' * 160} …"

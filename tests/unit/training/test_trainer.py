@@ -23,7 +23,7 @@ from toolkit.errors import TrainingError
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.extension import Extension
-from toolkit.training.extensions.early_stopping import EarlyStopping
+from toolkit.training.extensions.best import BestEvaluation
 from toolkit.training.extensions.non_finite import NonFiniteSteps, require_some_steps
 from toolkit.training.extensions.records import Records
 from toolkit.training.loop_state import Counters
@@ -112,7 +112,7 @@ def built(gradients: list[float], fused: bool, scale: float | None, **settings: 
     windows: Any = Steps(gradients)
     extensions: list[Extension] = [Records(told), NonFiniteSteps(told, section.max_non_finite_steps)]
     if section.patience is not None:
-        extensions.append(EarlyStopping(section, told))
+        extensions.append(BestEvaluation(section, told))
     trainer = Trainer(accelerator, model, prepared, schedule, objective, section, windows, extensions=extensions)
     return trainer, told
 
@@ -300,7 +300,7 @@ def test_extensions_are_closed_after_an_error() -> None:
     assert notes[-1] == "close"
 
 
-@pytest.mark.parametrize("left_out", [Records, NonFiniteSteps, EarlyStopping])
+@pytest.mark.parametrize("left_out", [Records, NonFiniteSteps, BestEvaluation])
 def test_each_extension_can_be_left_out_alone(left_out: type[Extension]) -> None:
     gradients = [1.0, float("inf"), 1.0, 1.0]
     trainer, told = built(gradients, False, None, eval_every_steps=1, patience=9)

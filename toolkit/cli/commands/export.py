@@ -32,7 +32,8 @@ def export(
     ],
     to: Annotated[Path, typer.Option(help="New folder, which `from_pretrained` loads.")],
     checkpoint: Annotated[
-        int | None, typer.Option(help="Export the checkpoint of this step. By default the last.")
+        str | None,
+        typer.Option(help="Export this checkpoint: best, last, or its step.", show_default="last"),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="Store the weights in this type: float32, bfloat16 (bf16) or float16 (fp16).")
@@ -80,7 +81,8 @@ def export(
     place = place_named(run)
     if not place.is_dir():  # before torch is imported
         raise BadInputError(f"there is no folder {run!r}; name the training.output_dir or the store of a run")
-    how = {"checkpoint": checkpoint, "verify": check, "max_shard_gib": max_shard_gib, "average": average}
+    chosen: str | int | None = int(checkpoint) if checkpoint is not None and checkpoint.isdigit() else checkpoint
+    how = {"checkpoint": chosen, "verify": check, "max_shard_gib": max_shard_gib, "average": average}
     if file_format == FORMATS[0]:
         _export(str(place), to, type_name, how, as_json)
     else:

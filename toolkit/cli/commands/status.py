@@ -94,13 +94,16 @@ def _print_progress(found: RunState) -> None:
 
 def _print_result(run: Path, found: RunState) -> None:
     """Prints the result of a run that is done, its folder, and what to do next."""
+    from toolkit.pages.parts.story import read_story, with_limits
+    from toolkit.pages.run_page import headline
     from toolkit.run.shown.loss_warnings import doubts_of
 
-    values = [record.get("loss") for record in found.evals]
-    losses = [f"{loss:.4f}" for loss in (values[0], values[-1]) if loss is not None] if values else []
-    held_out = f", held-out loss {' -> '.join(losses)}" if losses else ""
-    print(f"finished: {counted(found.step, 'step')}{held_out}")
-    for doubt in doubts_of(found.metrics, None):
+    story = read_story(run)
+    told = with_limits(headline(found.metrics, str(found.recipe.get("training.best_by", "loss"))), story.limits)
+    print(", ".join(filter(None, [f"finished: {counted(found.step, 'step')}", told])))
+    if story.exported:
+        print(f"exported: {story.exported}")
+    for doubt in dict.fromkeys([*doubts_of(found.metrics, None), *story.told()]):
         print(f"beware: {doubt}")
     print(f"report: {run / 'report.html'}")
     if (run / "export").is_dir():

@@ -3,77 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from toolkit.pages.parts.charts import Chart, Series, drawable
 from toolkit.pages.parts.number_text import finite, format_percent, format_short
 from toolkit.pages.parts.page import Table, Tile
 from toolkit.pages.parts.run_metrics import Metrics, column
+from toolkit.recipe.figures import FIGURES, KNOWN, Figure, figure_of
 from toolkit.terminal import three_digits
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A metric of an evaluation: its title, its format, and what it is in plain words.
-
-    Attributes:
-        better: lower or higher, or empty if neither is better.
-    """
-
-    field: str
-    title: str
-    written: Callable[[float], str]
-    plain: str = ""
-    better: str = ""
-
-
-def format_perplexity(value: float) -> str:
-    """Formats a perplexity with three digits, or as `not finite`."""
-    if not math.isfinite(value):
-        return "not finite"
-    return three_digits(value) if value < 1000 else format_short(value)
-
-
-def _format_share(value: float) -> str:
-    return format_percent(value) if math.isfinite(value) else "not finite"
-
-
-def _signed_number(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else "not finite"
-
-
-FIGURES = (
-    Figure(
-        "perplexity",
-        "Perplexity",
-        format_perplexity,
-        "as many equally likely tokens would be as hard to predict",
-        "lower",
-    ),
-    Figure("accuracy", "Accuracy", _format_share, "share of right answers", "higher"),
-    Figure("f1_macro", "F1", _format_share, "rare classes count as much as frequent ones", "higher"),
-    Figure("f1", "F1 of entities", _format_share, "entities that are found and right", "higher"),
-    Figure("precision", "Precision", _format_share, better="higher"),
-    Figure("recall", "Recall", _format_share, better="higher"),
-    Figure("margin", "Margin", _signed_number, "how clearly the chosen answer is preferred", "higher"),
-    Figure("chosen_reward", "Chosen reward", _signed_number),
-    Figure("rejected_reward", "Rejected reward", _signed_number),
-    Figure("kl", "KL estimate", _signed_number),
-    Figure(
-        "divergence",
-        "Divergence from the teacher",
-        _signed_number,
-        "how far the model's predictions are from its teacher's",
-        "lower",
-    ),
-    Figure("cross_entropy", "Cross-entropy", _signed_number, better="lower"),
-    Figure("answer_accuracy", "Answers right", _format_share, "share of right answers to held-out prompts", "higher"),
-    Figure("answer_stopped", "Answers that stop", _format_share, better="higher"),
-    Figure("answer_mean_tokens", "Tokens of an answer", _signed_number),
-)
-"""Metrics of all objectives, in the order in which they are shown; an evaluation has those of its objective."""
 
 CHARTS = (
     ("shares", "Accuracy", (("accuracy", "accuracy"), ("f1_macro", "F1"), ("f1", "F1 of entities"))),
@@ -95,24 +33,46 @@ CHARTS = (
 """Name and title of a chart, and its curves: field and name. Perplexity has none, because it repeats the loss."""
 
 
-BY_SOURCE = "loss/"
-"""Prefix of the field of a named source's loss."""
+OF_THE_RUN = frozenset(
+    {
+        *("step", "epoch", "samples", "tokens", "target_tokens", "rows", "pairs", "loss", "rate_factor", "grad_norm"),
+        *("learning_rate", "step_seconds", "peak_device_bytes", "peak_host_bytes", "planned_peak_bytes", "mfu"),
+        *("non_finite", "dead_experts", "max_expert_load", "reward_std", "abstained", "answer_accuracy_normalised"),
+        *KNOWN,
+        *(field for _, _, curves in CHARTS for field, _ in curves),
+    }
+)
+"""Keys of records that are shown elsewhere on the page, or nowhere."""
 
 
 def figures_of(evals: Metrics) -> list[Figure]:
-    """Returns the metrics that the evaluations have."""
-    by_source = [
-        Figure(field, f"Loss of {name}", _signed_number, better="lower") for field, name in sources_of(evals).items()
-    ]
-    return [figure for figure in FIGURES if any(figure.field in line for line in evals)] + by_source
+    """Returns the figures that the evaluations have besides the loss: those of the table, then by source, then own."""
+    return [figure for figure in FIGURES if any(figure.field in line for line in evals)] + _others(evals)
 
 
-def sources_of(lines: Metrics) -> dict[str, str]:
-    """Returns the names of sources by the fields of their losses."""
-    return {field: field.removeprefix(BY_SOURCE) for line in lines for field in line if field.startswith(BY_SOURCE)}
+def _others(lines: Metrics) -> list[Figure]:
+    """Returns the losses of named sources, and the figures that only the user's extensions know."""
+    fields = dict.fromkeys(
+        field
+        for line in lines
+        for field, value in line.items()
+        if isinstance(value, int | float) and field not in OF_THE_RUN and not field.startswith("reward/")
+    )
+    return [figure_of(field) for field in fields if not field.endswith(("_per_second", "_seconds"))]
 
 
-def figure_tile(evals: Metrics) -> Tile | None:
+def written(figure: Figure, value: float) -> str:
+    """Returns a value of a figure as pages show it."""
+    if not math.isfinite(value):
+        return "not finite"
+    if figure.form == "share":
+        return format_percent(value)
+    if figure.form == "perplexity":
+        return three_digits(value) if value < 1000 else format_short(value)
+    return f"{value:.3g}"
+
+
+def figure_tile(evals: Metrics, limits: Sequence[str] = ()) -> Tile | None:
     """Returns a tile of the first metric, with the others' last values as its detail, or None without metrics."""
     figures = figures_of(evals)
     if not figures:
@@ -120,19 +80,17 @@ def figure_tile(evals: Metrics) -> Tile | None:
     first, *others = figures
     # The rewards have a chart of their own; the tile has their difference, the margin.
     last = {figure.title: finite(column(evals, figure.field))[-1:] for figure in others if "reward" not in figure.field}
-    told = [f"{figure.title} {figure.written(*last[figure.title])}" for figure in others if last.get(figure.title)]
-    values = [first.written(value) for value in column(evals, first.field)]
+    told = [f"{figure.title} {written(figure, *last[figure.title])}" for figure in others if last.get(figure.title)]
+    values = [written(first, value) for value in column(evals, first.field)]
     plain = f"{first.plain}; {first.better} is better" if first.plain and first.better else first.plain
-    return Tile(f"tile-{first.field}", first.title, values, plain, "; ".join(["on held-out data", *told]))
+    return Tile(f"tile-{first.field}", first.title, values, plain, "; ".join(["on held-out data", *limits, *told]))
 
 
 def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> list[Chart]:
     """Returns charts of the metrics over the steps: those of evaluations, and faint ones of training steps if any."""
     charts = []
-    by_source = [
-        (f"loss-of-{name}", f"Loss of {name}", ((field, ""),)) for field, name in sources_of([*train, *evals]).items()
-    ]
-    for name, title, curves in (*CHARTS, *by_source):
+    others = [(_chart_name(other), other.title, ((other.field, ""),)) for other in _others([*train, *evals])]
+    for name, title, curves in (*CHARTS, *others):
         series = []
         for (field, label), color in zip(curves, ("chart-1", "chart-2"), strict=False):
             series += _series(train, field, f"{label} in training".strip(), color, "faint")
@@ -140,6 +98,11 @@ def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> l
         if series:
             charts.append(Chart(name, title, series, [], x_range))
     return charts
+
+
+def _chart_name(figure: Figure) -> str:
+    """Returns the name of a figure's own chart, which is an attribute in HTML."""
+    return figure.field.replace("loss/", "loss-of-")
 
 
 def _series(lines: Metrics, field: str, name: str, color: str, kind: str) -> list[Series]:

@@ -31,9 +31,11 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.weights.weights import Fit
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
+from toolkit.pages.parts.story import RUN_JSON
 from toolkit.paths import CHECKPOINTS, atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder import finished
+from toolkit.run.folder.finished import FINISHED
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.supervise.lease import LEASE, let_go
 from toolkit.supervise.output_place import unwritable
@@ -45,11 +47,12 @@ from toolkit.training.profile import FOLDER as PROFILE_FOLDER
 RUN_FILES = (
     "recipe.yaml",
     "metrics.jsonl",
+    RUN_JSON,
     "data_report.json",
     DATA_PAGE,
     MODEL_FILES,
     REPORT,
-    finished.FINISHED,
+    FINISHED,
     PROFILE_FOLDER,
     "samples.json",
     "export",
@@ -98,7 +101,7 @@ def _may_write_to(output_dir: Path, recipe: Recipe, found: Resumption) -> bool:
 def _claim(output_dir: Path, recipe: Recipe, goes_on: bool) -> None:
     if require_unfinished(output_dir, recipe, goes_on):
         # A run that was killed before its first checkpoint left these; the new one starts from the beginning.
-        for name in ("metrics.jsonl", "data_report.json", DATA_PAGE, "samples.json", REPORT, finished.FINISHED):
+        for name in ("metrics.jsonl", RUN_JSON, "data_report.json", DATA_PAGE, "samples.json", REPORT, FINISHED):
             (output_dir / name).unlink(missing_ok=True)
         shutil.rmtree(output_dir / PROFILE_FOLDER, ignore_errors=True)
     clear_interrupted_writes(output_dir)
@@ -264,7 +267,7 @@ def write_beginning(
         BadInputError: if the disk is full or read-only.
     """
     try:
-        (output_dir / finished.FINISHED).unlink(missing_ok=True)  # the run is trained further
+        (output_dir / FINISHED).unlink(missing_ok=True)  # the run is trained further
         write_data_report(output_dir, recipe, report)
         (output_dir / MODEL_FILES).mkdir(exist_ok=True)
         dtype = getattr(torch, recipe.model.dtype)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from toolkit.checkpoint.manifest import DIGESTS
-from toolkit.pages.card import recipe_for_readers
+from toolkit.pages.card import recipe_for_readers, without_paths
+from toolkit.pages.run_page import RunSummary
 from toolkit.paths import ORIGIN, shipped_folder, shown_path
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 
+PACKAGES = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
+
 
 def write_origin(
-    export: Path, opened: OpenedRun, run: PreparedRun, reads: dict[str, str | None], versions: dict[str, str]
+    export: Path, opened: OpenedRun, run: PreparedRun, reads: dict[str, str | None], summary: RunSummary
 ) -> None:
     """Writes the recipe into an export, and what it was trained from: ranks, versions, and hashes of all that it read.
 
@@ -27,12 +34,24 @@ def write_origin(
         "device": "cpu" if opened.device.type == "cpu" else "cuda",
         "strategy": opened.plugin.text,
         "precision": opened.accelerator.mixed_precision,
-        "versions": versions,
+        "versions": summary.versions,
         **{name: reads.get(name) for name in DIGESTS},
         "base": run.fit.origin,
+        "starts": opened.story.values()["starts"],
+        "warnings": [without_paths(text) for text in summary.doubts],
+        "limits": list(summary.limits),
+        "exported": opened.story.exported,
         "code": {name: digest for name, digest in reads.items() if name not in DIGESTS},
     }
     (export / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages, and the machine."""
+    machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.get_device_name()}"
+    return {**{package: version(package) for package in PACKAGES}, "machine": machine}
 
 
 def own_command(opened: OpenedRun) -> str:

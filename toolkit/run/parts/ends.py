@@ -1,11 +1,12 @@
-"""What ends a run early: its job's allocation, and evaluations that no longer get better (`training.patience`)."""
+"""What the end of a run depends on: its job's allocation, and its best evaluation (`training.best_by`)."""
 
 from __future__ import annotations
 
 from toolkit.run.parts.part import Loop, RunPart
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.allocation import AllocationEnd, seconds_left
-from toolkit.training.extensions.early_stopping import EarlyStopping
+from toolkit.training.extensions.best import BestEvaluation
+from toolkit.training.loop_state import LoopState
 
 
 class Allocation(RunPart):
@@ -14,8 +15,16 @@ class Allocation(RunPart):
         return None if seconds is None else AllocationEnd(seconds, loop.checkpoints.seconds_to_save)
 
 
-class Patience(RunPart):
+class Best(RunPart):
+    """Evaluations that get no better end the run (`patience`); the best one may be what is exported (`keep_best`)."""
+
     def extension(self, loop: Loop) -> Extension | None:
-        if self.recipe.training.patience is None:
+        training, keeps = self.recipe.training, self.recipe.checkpoint.keep_best
+        if training.patience is None and not keeps:
             return None
-        return EarlyStopping(self.recipe.training, loop.metrics, loop.save)
+
+        def restore(trainer: LoopState) -> None:
+            if keeps and (best := loop.checkpoints.restore_best(trainer)) is not None:
+                loop.run.shown.exported_step = best.step
+
+        return BestEvaluation(training, loop.metrics, loop.save, restore)

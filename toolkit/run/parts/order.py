@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from toolkit.run.parts.answers import AskedWhileTraining
 from toolkit.run.parts.averages import Averages
-from toolkit.run.parts.ends import Allocation, Patience
+from toolkit.run.parts.ends import Allocation, Best
 from toolkit.run.parts.experts import Experts
 from toolkit.run.parts.held_out_samples import HeldOutTexts
 from toolkit.run.parts.inputs import Base, Rows, StartedAdapter, Teacher
@@ -14,20 +14,22 @@ from toolkit.run.parts.own_code import OwnCode
 from toolkit.run.parts.part import RunPart
 from toolkit.run.parts.profile import Profile
 from toolkit.run.parts.rollouts import OwnSamples
+from toolkit.run.parts.story import Recorded
 from toolkit.run.parts.trackers import Tracked
 from toolkit.run.stages.stages import OpenedRun
 from toolkit.training.extension import Extension
 
 PARTS: tuple[type[RunPart], ...] = (
+    Recorded,
     Rows,
     Base,
     StartedAdapter,
     Teacher,
+    Best,  # before averages, which go on from its weights
     Averages,
     Experts,
     AskedWhileTraining,
     Allocation,
-    Patience,
     OwnCode,
     Profile,
     OwnSamples,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from toolkit.checkpoint.writer import clear_unfinished
@@ -21,18 +18,20 @@ from toolkit.pages.card import model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
 from toolkit.pages.parts.run_metrics import damage_in_words, parse_metrics
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
-from toolkit.pages.run_page import RunSummary, write_report
+from toolkit.pages.parts.story import Story, with_limits
+from toolkit.pages.run_page import RunSummary, headline, write_report
 from toolkit.paths import is_hub_name, read_foreign
+from toolkit.recipe.figures import steering
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.finished import write_finished
-from toolkit.run.folder.origin import own_command, write_origin
+from toolkit.run.folder.origin import own_command, versions, write_origin
 from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.serving.servers import ADAPTER, adapter_problem, vllm_command
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.supervise.rank_status import REPORT
 from toolkit.terminal import Terminal, format_bytes, harmless
-from toolkit.training.extensions.early_stopping import patience_is_over
+from toolkit.training.extensions.best import patience_is_over
 
 MOST_SHOWN = 160
 """Characters of a prompt, or of an answer to it, in the last lines of a run."""
@@ -109,30 +108,49 @@ def write_pages(
         reads: digests of what the run reads, by name.
     """
     clear_unfinished(result.output_dir)  # leftovers of saves that a full disk interrupted
+    opened.story.reads = reads
+    opened.story.exported = exported_fact(result.metrics, run.shown.exported_step, opened.recipe)
+    opened.story.write(result.output_dir)
     summary = summary_of(opened, run, facts, result)
     if result.export_dir is not None:
-        report, versions = summary.data_report, summary.versions
         use = _how_to_use(result.export_dir, opened.recipe, base_of(run.inner).config)
-        write_card(result.export_dir, opened.recipe, summary.facts, result.metrics, report, versions, *use)
-        write_origin(result.export_dir, opened, run, reads, versions)
+        write_card(result.export_dir, opened.recipe, summary, *use)
+        write_origin(result.export_dir, opened, run, reads, summary)
     write_report(result.output_dir / REPORT, summary)
     write_finished(result.output_dir, result.export_dir)
 
 
+def exported_fact(metrics: list[dict[str, Any]], step: int | None, recipe: Recipe) -> str:
+    """Says which step's weights the run leaves, if they are not the last ones.
+
+    Args:
+        step: that step, or None for the last one.
+    """
+    if step is None:
+        return ""
+    figure, last = steering(recipe.training.best_by), max(record["step"] for record in metrics)
+    having = [record for record in metrics if record.get(figure.field) is not None]
+    judged = [record for record in having if record["split"] == "eval"] or having
+    of_steps = {record["step"]: figure.in_short(record[figure.field]) for record in judged}
+    told = f"step {step:,} of {last:,}, whose {figure.name} is {of_steps.get(step, 'not known')}"
+    return f"{told}; the last is {of_steps[judged[-1]['step']]}" if judged else told
+
+
 def print_result(
-    console: Terminal, recipe: Recipe, result: FinetuneResult, side_by_side: Sequence[SideBySide] = ()
+    console: Terminal, recipe: Recipe, result: FinetuneResult, story: Story, side_by_side: Sequence[SideBySide] = ()
 ) -> None:
-    """Prints the last lines: the held-out loss, answers, and the paths of report and export."""
-    if result.initial_eval_loss is not None and result.final_eval_loss is not None:
-        change = result.final_eval_loss / result.initial_eval_loss - 1
-        console.print(
-            f"held-out loss {result.initial_eval_loss:.4f} -> {result.final_eval_loss:.4f} ({change:+.1%}) "
-            f"in {result.seconds:.0f} s"
-        )
+    """Prints the last lines: the outcome in figures, answers, and the paths of report and export."""
+    if told := headline(result.metrics, recipe.training.best_by):
+        facts = story.facts()
+        console.print(f"{with_limits(told, story.limits)} in {facts['duration']}", markup=False)
+        if story.exported:
+            console.print(f"exported: {story.exported}", markup=False)
     for doubt in result.doubts:
         console.warn(doubt)
     for sample in side_by_side[:3]:
         _print_answers(console, sample)
+    if story.warnings:
+        console.print(f"{counted(len(story.warnings), 'warning')}: the report lists them")
     if console.quiet:
         return
     # On stdout, for programs; everything else is for people and goes to stderr.
@@ -222,7 +240,8 @@ def _auto_class_of(export_dir: Path, recipe: Recipe) -> str:
 def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:
     """Collects what the report shows of a run so far."""
     recipe = opened.recipe
-    facts = {**facts, "duration": f"{result.seconds:.0f} s"}
+    opened.story.values()  # takes the time
+    facts = {**facts, **opened.story.facts()}
     facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
     if run.sharded.compilation is not None:
         facts["compute"] = run.sharded.compilation.describe()  # it may have failed in the first step
@@ -232,10 +251,6 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         facts["ended early"] = ended
     if result.doubts:
         facts["outcome"] = "; ".join(result.doubts)
-    packages = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
-    machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    if torch.cuda.is_available():
-        machine += f", {torch.cuda.get_device_name()}"
     return RunSummary(
         title=model_and_data(recipe, run.inner.config.architectures[0]),
         recipe_yaml=recipe_for_readers(recipe),
@@ -243,10 +258,11 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         data_report=run.shown.data_report.to_dict(),
         units=_unit_rows(opened.plugin.unit_plan),
         facts=facts,
-        versions={**{package: version(package) for package in packages}, "machine": machine},
+        versions=versions(),
         side_by_side=run.shown.side_by_side,
         sampled=run.shown.sampled,
-        doubts=result.doubts,
+        doubts=list(dict.fromkeys([*result.doubts, *opened.story.told()])),
+        limits=opened.story.limits,
         folder=result.output_dir.name,
         command=own_command(opened),
         written=time.time(),

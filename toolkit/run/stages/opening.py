@@ -27,7 +27,7 @@ from toolkit.sharding.launched import require_launcher
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.supervise.parent_death import ended_with_launcher
 from toolkit.supervise.rendezvous import timed_rendezvous
-from toolkit.terminal import Terminal
+from toolkit.terminal import Terminal, warnings_heard
 from toolkit.training.usage import forget_peaks
 
 
@@ -80,4 +80,6 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
     console = Terminal(quiet=not accelerator.is_main_process)
     with released_at_last(accelerator, plugin), ended_with_launcher():
         ranks.on_first_rank(lambda: require_login(recipe.export))
-        yield OpenedRun(recipe, accelerator, plugin, output_dir, console)
+        opened = OpenedRun(recipe, accelerator, plugin, output_dir, console)
+        with warnings_heard(opened.story.warn):
+            yield opened

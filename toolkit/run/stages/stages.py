@@ -12,7 +12,7 @@ prepare_run      ../prepare.py       OpenedRun, its parts          PreparedRun: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from toolkit.model.weights.weights import Fit
 from toolkit.objectives.losses.balance import Balance
 from toolkit.objectives.objective import Objective
 from toolkit.pages.parts.side_by_side import SideBySide
+from toolkit.pages.parts.story import Story
 from toolkit.pages.samples_page import SampledPrompt
 from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
@@ -45,6 +46,7 @@ class OpenedRun:
 
     Attributes:
         console: prints on rank 0 only.
+        story: the record of the run, which goes on where its checkpoint does.
     """
 
     recipe: Recipe
@@ -52,6 +54,7 @@ class OpenedRun:
     plugin: ShardingPlugin
     output_dir: Path
     console: Terminal
+    story: Story = field(default_factory=Story)
 
     @property
     def device(self) -> torch.device:
@@ -161,11 +164,13 @@ class ReportExtras:
         data_report: report of the rows; for a stream, of those that were read so far.
         side_by_side: what the model writes after held-out prompts, if the recipe asks for that.
         sampled: the last step whose own samples were learned, and some of them; None if there are none.
+        exported_step: the step whose weights the run leaves, if they are not the last ones.
     """
 
     data_report: DataReport
     side_by_side: list[SideBySide]
     sampled: tuple[int, list[SampledPrompt]] | None = None
+    exported_step: int | None = None
 
 
 @dataclass(frozen=True)

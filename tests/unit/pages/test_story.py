@@ -1,0 +1,105 @@
+"""The record of a run: what it keeps, and where what limits a figure is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_card import METRICS, of_run
+
+from toolkit.pages.card import render_card, without_paths
+from toolkit.pages.notebook_output import result_output
+from toolkit.pages.parts.story import RUN_JSON, Start, Story, limits_of, read_story
+from toolkit.pages.run_page import headline, render_report
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.parts.story import changes
+from toolkit.terminal import Terminal, warnings_heard
+
+LIMIT = "43 of 107 held-out rows are also in train"
+
+
+def told() -> Story:
+    story = Story()
+    with warnings_heard(story.warn):
+        Terminal(quiet=True).warn("of another rank")
+        for text in ("step 3: no finite loss", "step 1,004: no finite loss", "another"):
+            Terminal().warn(text)
+    return story
+
+
+def test_warnings_are_kept_with_their_number(tmp_path: Path) -> None:
+    story = told()
+    Terminal().warn("after the run")
+    assert story.told() == ["step 3: no finite loss (2 times)", "another"]
+    story.begin(Start(0, 2, "zero3", {}), None)
+    later = Story()
+    later.warn("later")
+    later.begin(Start(4, 1, "ddp", {}, [["optimizer.learning_rate", "0.1", "0.2"]]), story.values())
+    later.limits = [LIMIT]
+    later.write(tmp_path)
+    found = read_story(tmp_path)
+    assert list(found.warnings) == ["step 3: no finite loss", "another", "later"]
+    assert found.limits == [LIMIT]
+    assert found.facts()["starts"] == (
+        "from step 0 on 2 ranks; from step 4 on 1 rank with optimizer.learning_rate 0.1 -> 0.2"
+    )
+    assert found.facts()["duration"].endswith(" s in 2 starts")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", json.dumps({"starts": [{"wrong": 1}]})])
+def test_a_record_that_cannot_be_read_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / RUN_JSON).write_text(content)
+    assert read_story(tmp_path) == Story()
+
+
+def test_a_limit_stands_beside_each_figure_that_it_limits(tmp_path: Path) -> None:
+    report = {"validation": {"kept": 107, "also_in_train": 43}}
+    assert limits_of(report) == [LIMIT]
+    assert limits_of({}) == limits_of({"validation": {"kept": 3, "also_in_train": 0}}) == []
+    metrics: list[dict[str, Any]] = [{**record, "accuracy": 1.0} for record in METRICS]
+    run = of_run(metrics, limits=[LIMIT], doubts=["a warning"])
+    page = render_report(run)
+    assert page.count(LIMIT) == 3, "the sentence at the top, the loss and the accuracy"
+    assert "on rows that are not trained on" not in page
+    assert "a warning" in page
+    card = render_card(Recipe.load("quickstart"), run)
+    assert f"On held-out data (but {LIMIT}):" in card
+    assert "## Warnings\n\n- a warning\n" in card
+    story = told()
+    story.limits = [LIMIT]
+    story.write(tmp_path)
+    assert LIMIT in result_output(metrics, tmp_path, None, ())["text/plain"]
+
+
+def test_the_headline_is_in_the_words_of_the_objective() -> None:
+    evals = [{"split": "eval", "step": step, "accuracy": step / 8, "mine": 3.0 * step} for step in (2, 4)]
+    rewards = [{"split": "train", "step": step, "reward": float(step)} for step in range(1, 4)]
+    assert headline(METRICS) == "held-out loss 5.0000 -> 3.2500 (-35.0%)"
+    assert headline(evals) == "accuracy 25.0% -> 50.0%"
+    assert headline([*rewards, *evals], "higher mine") == (
+        "mean reward 1.000 -> 3.000, accuracy 25.0% -> 50.0%, mine 6 -> 12"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "published"),
+    [
+        ("passed over /home/me/run/step_3: bad", "passed over step_3: bad"),
+        ("'~/data/a.jsonl' and C:\\me\\b.txt", "'a.jsonl' and b.txt"),
+        ("1/2 of s3://bucket/runs, org/model and a/b.jsonl", "1/2 of s3://bucket/runs, org/model and a/b.jsonl"),
+    ],
+)
+def test_paths_are_not_published(text: str, published: str) -> None:
+    assert without_paths(text) == published
+
+
+def test_a_changed_setting_is_told_as_it_may_be_published() -> None:
+    names = ["data.train=/home/me/a.jsonl", "optimizer.learning_rate=0.1", "training.output_dir=/home/me/x"]
+    before = Recipe.load("quickstart", names).model_dump(mode="json")
+    now = [one.replace("0.1", "0.2").replace("a.jsonl", "b.jsonl").replace("/x", "/y") for one in names]
+    found = {key: (old, new) for key, old, new in changes(before, Recipe.load("quickstart", now))}
+    assert found.pop("optimizer.learning_rate") == ("0.1", "0.2")
+    (sources,) = found.values()
+    assert ["a.jsonl" in sources[0], "b.jsonl" in sources[1], "home" in str(sources)] == [True, True, False]

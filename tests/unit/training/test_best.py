@@ -1,0 +1,130 @@
+"""Which evaluation is the best one, and when they get no better."""
+
+from __future__ import annotations
+
+import functools
+import re
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from toolkit.errors import BadInputError
+from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import Tracker, TrainingSection
+from toolkit.training.extensions.best import BestEvaluation, merit_at, patience_is_over
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "over"),
+    [
+        ([3, 2, 1], 1, False),
+        ([3, 3], 1, True),
+        ([3, 2, 2.5], 2, False),
+        ([3, 2, 2.5, 2.2], 2, True),
+        ([3, 2, 2.5, 1.9, 2.2], 2, False),
+        ([3, None, 2], 2, False),
+        ([3, None, None], 2, True),
+        ([None, None], 2, True),
+        ([3, 4, 5, 6], None, False),
+        ([3], 1, False),
+    ],
+)
+def test_the_run_ends_after_so_many_evaluations_without_a_lower_loss(
+    losses: list[float | None], patience: int | None, over: bool
+) -> None:
+    records = [{"split": "eval", "step": 10 * number, "loss": loss} for number, loss in enumerate(losses)]
+    steps = [{"split": "train", "step": 5, "loss": 100.0}] * 9
+    assert (patience_is_over([*steps, *records], training(patience)) is not None) == over
+
+
+def training(patience: int | None, **fields: Any) -> TrainingSection:
+    return TrainingSection(output_dir="run", max_steps=9, patience=patience, **fields)
+
+
+def test_it_says_where_the_lowest_was() -> None:
+    records = [{"split": "eval", "step": step, "loss": loss} for step, loss in ((0, 3), (10, 2), (20, 2.5))]
+    assert patience_is_over(records, training(1)) == (
+        "no lower held-out loss in 1 evaluation (training.patience); the lowest is 2, at step 10"
+    )
+
+
+def test_by_the_answers_it_is_the_share_of_right_ones_that_decides() -> None:
+    """The loss falls in the first case, where the answers get no better, and rises in the second."""
+    falling, rising = ((3.0, 0.2), (2.0, 0.5), (1.0, 0.5), (0.5, 0.4)), ((1.0, 0.2), (2.0, 0.3), (3.0, 0.4))
+    records = [
+        [
+            {"split": "eval", "step": 10 * n, "loss": loss, "answer_accuracy": right}
+            for n, (loss, right) in enumerate(run)
+        ]
+        for run in (falling, rising)
+    ]
+    assert patience_is_over(records[0], training(2, best_by="answers")) == (
+        "no higher share of right answers in 2 evaluations (training.patience); the highest is 50.0%, at step 10"
+    )
+    assert patience_is_over(records[1], training(1, best_by="answers")) is None
+    assert patience_is_over(records[0], training(2)) is None
+
+
+@pytest.mark.parametrize(
+    ("best_by", "record", "merit"),
+    [
+        ("loss", {"loss": 2.0}, -2.0),
+        ("f1_macro", {"loss": 2.0, "f1_macro": 0.5}, 0.5),
+        ("lower divergence", {"divergence": 0.25}, -0.25),
+        ("higher mine", {"mine": -3.0}, -3.0),
+        ("lower mine", {"mine": -3.0}, 3.0),
+        ("loss/code", {"loss/code": 1.5}, -1.5),
+        ("answers", {"answer_accuracy": None}, -float("inf")),
+    ],
+)
+def test_any_figure_of_the_evaluations_may_decide(best_by: str, record: dict[str, Any], merit: float) -> None:
+    assert merit_at([{"split": "eval", "step": 3, **record}], 3, training(None, best_by=best_by).best_by, 1) == merit
+
+
+def test_a_reward_counts_as_its_mean_over_the_steps_between_two_saves() -> None:
+    records = [{"split": "train", "step": step, "reward": reward} for step, reward in enumerate((9, 1, 2, 6, 9))]
+    assert merit_at(records, 3, "reward", 3) == 3.0
+    answered = [*records, {"split": "eval", "step": 2, "reward": 7.0}]
+    assert merit_at(answered, 3, "reward", 3) == -float("inf"), "evaluations have it, and there is none of this step"
+
+
+@pytest.mark.parametrize(
+    ("best_by", "told"),
+    [
+        ("acuracy", "(did you mean 'accuracy'?); write higher acuracy, or lower acuracy"),
+        ("mine", "whether more of 'mine' is better is not known (did you mean 'margin'?); write higher mine"),
+        ("higher loss", "of loss, lower is better; write loss"),
+        ("best of all", "is not the name of a figure"),
+        ("", "is not the name of a figure"),
+    ],
+)
+def test_a_figure_that_cannot_decide_is_refused(best_by: str, told: str) -> None:
+    with pytest.raises(BadInputError, match=re.escape(told)):
+        Recipe.load("quickstart", {"training.best_by": best_by})
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_figure_that_the_run_does_not_have_is_refused_before_the_first_step(fresh: bool) -> None:
+    """A run that samples itself has figures of training, so that its first step is waited for."""
+    asked = BestEvaluation(training(None, best_by="accuracy"), None)  # type: ignore[arg-type]
+    objective = SimpleNamespace(training_record=lambda figures: {})
+    trainer: Any = SimpleNamespace(windows=SimpleNamespace(fresh=fresh), objective=objective)
+    told = r"no figure 'accuracy' \(did you mean 'answer_accuracy'\?\); they have: answer_accuracy"
+    record = {"step": 0, "answer_accuracy": 0.5}
+    if fresh:
+        asked.after_evaluation(trainer, record)
+    step: Any = SimpleNamespace(figures=[], metrics=record)
+    look = functools.partial(asked.after_step if fresh else asked.after_evaluation, trainer)
+    with pytest.raises(BadInputError, match=told):
+        look(step if fresh else record)
+
+
+def test_without_evaluations_it_has_no_effect() -> None:
+    with pytest.raises(BadInputError, match=r"training\.patience has no effect without training\.eval_every_steps"):
+        Recipe.load("quickstart", ["training.patience=2", "training.eval_every_steps=null"])
+
+
+def test_the_trackers_are_accelerates() -> None:
+    assert sorted(get_args(Tracker)) == sorted(LOGGER_TYPE_TO_CLASS)

@@ -1,0 +1,61 @@
+"""The record of a run (`run.json`): its starts and what they changed, its warnings, and what limits its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit import ranks
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.pages.card import published_values
+from toolkit.pages.parts.story import Start, Story, limits_of
+from toolkit.recipe.load import dotted
+from toolkit.recipe.recipe import Recipe
+from toolkit.run.folder.origin import versions
+from toolkit.run.parts.part import Loop, RunPart
+from toolkit.run.stages.stages import PreparedRun
+from toolkit.training.extension import Extension
+
+UNLIKE_ANYWAY = ("training.output_dir", "checkpoint.resume", "logging.tracker_settings")
+"""Settings that say nothing about what was trained."""
+
+
+class Recorded(RunPart):
+    """Keeps the record; the first part, so that others find it."""
+
+    def before_rows(self, resumed: Manifest | None) -> None:
+        opened = self.opened
+        changed = [] if resumed is None else list(changes(resumed.recipe, self.recipe))
+        step = 0 if resumed is None else resumed.step
+        start = Start(step, opened.accelerator.num_processes, opened.plugin.text, versions(), changed)
+        opened.story.begin(start, None if resumed is None else resumed.story)
+
+    def prepared(self, run: PreparedRun) -> None:
+        report = run.data.report.to_dict()
+        self.opened.story.limits = limits_of(report)
+        for text in report["warnings"]:
+            self.opened.story.warn(text)
+
+    def start(self, run: PreparedRun, facts: Mapping[str, str], is_resumed: bool) -> None:
+        ranks.on_first_rank(lambda: self.opened.story.write(self.opened.output_dir))
+
+    def extension(self, loop: Loop) -> Extension | None:
+        return StoryInCheckpoints(self.opened.story)
+
+
+class StoryInCheckpoints(Extension):
+    def __init__(self, story: Story) -> None:
+        self._story = story
+
+    def state(self) -> dict[str, Any]:
+        return {"story": self._story.values()}
+
+
+def changes(before: Mapping[str, Any], recipe: Recipe) -> Iterator[list[str]]:
+    """Yields key, old and new value of each setting that is not as in a checkpoint's recipe, as it may be published."""
+    old, new = dotted(before), dotted(recipe.model_dump(mode="json"))
+    shown = [dotted(published_values(values)) for values in (before, recipe.model_dump(mode="json"))]
+    for key in new:
+        # A setting that an older version did not have had its default.
+        if key in old and old[key] != new[key] and not key.startswith(UNLIKE_ANYWAY):
+            yield [key, *(str(values.get(key)) for values in shown)]

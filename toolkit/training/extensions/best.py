@@ -1,0 +1,130 @@
+"""What the best evaluation decides: when a run ends (`training.patience`), and which weights it leaves.
+
+Early stopping: Prechelt, "Early Stopping - But When?", 1998.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toolkit import ranks
+from toolkit.errors import BadInputError, counted, did_you_mean
+from toolkit.recipe.figures import steering
+from toolkit.recipe.schema import TrainingSection
+from toolkit.training.extension import Extension
+from toolkit.training.metrics import Metrics
+
+if TYPE_CHECKING:
+    from toolkit.training.loop_state import LoopState
+    from toolkit.training.step import Step
+
+
+class BestEvaluation(Extension):
+    """Ends the run when its evaluations stop improving, all ranks alike, and at the end puts the best weights back.
+
+    Args:
+        settings: the run's, with a patience or None.
+        save: saves the state of the trainer before the run ends.
+        restore: puts the weights of the best checkpoint into the model, if they are better than the last ones.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingSection,
+        metrics: Metrics,
+        save: Callable[[LoopState], Any] = lambda trainer: None,
+        restore: Callable[[LoopState], Any] = lambda trainer: None,
+    ) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._save = save
+        self._restore = restore
+        self._is_known = False
+        self._trainer: LoopState | None = None
+
+    def before_training(self, trainer: LoopState) -> None:
+        self._trainer = trainer
+
+    def after_evaluation(self, trainer: LoopState, record: dict[str, Any]) -> None:
+        self._look_for_figure(record, is_last=not trainer.windows.fresh)
+
+    def after_step(self, trainer: LoopState, step: Step) -> None:
+        if trainer.windows.fresh:  # its rewards are figures of training
+            self._look_for_figure({**trainer.objective.training_record(step.figures), **step.metrics}, is_last=True)
+
+    def _look_for_figure(self, record: Mapping[str, Any], is_last: bool) -> None:
+        """Raises BadInputError if the first records do not have the figure that `training.best_by` names."""
+        field = steering(self._settings.best_by).field
+        self._is_known = self._is_known or field in record
+        if self._is_known or not is_last:
+            return
+        known = [key for key, value in record.items() if isinstance(value, int | float) and key != "step"]
+        raise BadInputError(
+            f"training.best_by: this run's evaluations have no figure {field!r}{did_you_mean(field, known)}; they "
+            f"have: {', '.join(known)}"
+        )
+
+    def ends_run(self, trainer: LoopState) -> bool:
+        why = ranks.gather_objects(patience_is_over(self._metrics.records, self._settings))[0]
+        if why is None:
+            return False
+        self._metrics.tell(f"ended after step {trainer.global_step}: {why}")
+        self._save(trainer)
+        return True
+
+    def after_last_step(self) -> None:
+        assert self._trainer is not None, "training has begun"
+        self._restore(self._trainer)
+
+
+def patience_is_over(records: Iterable[dict[str, Any]], settings: TrainingSection) -> str | None:
+    """Returns why a run ends after its last evaluation, or None if it goes on.
+
+    Only the records decide, so a resumed run decides as if it had never stopped.
+
+    Args:
+        records: those of metrics.jsonl.
+        settings: `patience` is the number of evaluations in a row without a better figure (`best_by`) after which a
+            run ends, or None.
+    """
+    if settings.patience is None:
+        return None
+    best, best_step, since = -math.inf, 0, 0
+    for record in records:
+        if record["split"] == "eval":
+            merit = merit_of(record, settings.best_by)
+            if merit > best:
+                best, best_step, since = merit, record["step"], 0
+            else:
+                since += 1
+    if since < settings.patience:
+        return None
+    figure = steering(settings.best_by)
+    top = "lowest" if figure.better == "lower" else "highest"
+    told = f"the {top} is {figure.in_short(figure.merit(best))}, at step {best_step:,}"
+    if not math.isfinite(best):
+        told = "none was finite"
+    return f"no {figure.better} {figure.name} in {counted(since, 'evaluation')} (training.patience); {told}"
+
+
+def merit_of(record: Mapping[str, Any], best_by: str) -> float:
+    """Returns a number that is larger for better records by `training.best_by`; -inf if the figure is not known."""
+    figure = steering(best_by)
+    value = record.get(figure.field)
+    return -math.inf if value is None else figure.merit(float(value))
+
+
+def merit_at(records: Sequence[Mapping[str, Any]], step: int, best_by: str, every: int) -> float:
+    """Returns the merit of the weights after a step: that of its evaluation, or -inf if it has none.
+
+    A figure that only training has, such as the reward of a run that samples itself, counts as its mean over the last
+    `every` steps, because single steps are noisy.
+    """
+    field = steering(best_by).field
+    found = [record for record in records if record["split"] == "eval" and record["step"] == step]
+    if field != "loss" and not any(field in record for record in records if record["split"] == "eval"):
+        found = [record for record in records if record["split"] == "train" and step - every < record["step"] <= step]
+    merits = [merit_of(record, best_by) for record in found]
+    return sum(merits) / len(merits) if merits else -math.inf
