@@ -189,8 +189,8 @@ def _folder_problem(store: TCPStore, place: Place, folder: Path) -> str:
     with contextlib.suppress(OSError):
         mine.unlink(missing_ok=True)
     _exchange(store, place, "removed", None)
-    with contextlib.suppress(OSError):
-        for each in made:
+    for each in made:  # another node may have removed one, but not the folders above it
+        with contextlib.suppress(OSError):
             each.rmdir()
     return problem or (f"does not see files of node {', '.join(unseen)}" if unseen else "")
 
