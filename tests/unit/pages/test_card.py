@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +77,7 @@ def test_neither_paths_nor_keys_are_published(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_adapter", [False, True])
 def test_the_card_says_how_to_load_and_serve_it(
-    is_adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = save_llama(tmp_path / "base", make_texts(5), tied=False)
     folder = base
@@ -92,8 +93,11 @@ def test_the_card_says_how_to_load_and_serve_it(
     assert ("```bash\nvllm serve .\n```" in text) == (not is_adapter), "the base is a folder that others do not have"
     code = text.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(folder)
-    loaded: dict[str, Any] = {"BASE": str(base)}
+    if is_adapter:
+        (folder / "base").symlink_to(base)  # the program names it
+    loaded: dict[str, Any] = {}
     exec(code, loaded)
+    assert "generated_text" in capsys.readouterr().out
     assert loaded["model"].get_input_embeddings().weight.shape[0] == len(loaded["tokenizer"])
     assert isinstance(loaded["model"], peft.PeftModel) == is_adapter
     if is_adapter:
@@ -108,12 +112,13 @@ def test_the_card_says_how_to_load_and_serve_it(
 
 
 def test_the_card_says_what_a_base_needs_that_its_own_files_do_not_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The classes of a classifier, whose adapter has no names for them, and the commit and the code of a base."""
     base, folder = save_llama(tmp_path / "base", make_texts(5), tied=False), tmp_path / "adapter"
     labels = {"id2label": {0: "no", 1: "it's ```", 2: "yes"}, "pad_token_id": 1}
     model = AutoModelForSequenceClassification.from_pretrained(base, **labels)
+    model.config.architectures = [type(model).__name__]
     peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])).save_pretrained(folder)
     AutoTokenizer.from_pretrained(base).save_pretrained(folder)
     own = {"model.config": None, "model.train_tokenizer_vocab_size": None, "model.name_or_path": "org/base"}
@@ -124,6 +129,7 @@ def test_the_card_says_what_a_base_needs_that_its_own_files_do_not_say(
     monkeypatch.chdir(folder)
     loaded: dict[str, Any] = {"BASE": str(base)}
     exec(code, loaded)
+    assert re.search(r"'label': ['\"](no|it's ```|yes)['\"], 'score': 0\.", capsys.readouterr().out)
     found = loaded["model"].config
     assert {name: getattr(found, name) for name in labels} == labels
     pinned = Recipe.load("quickstart", {**own, "model.revision": "v2", "model.trust_remote_code": True})

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.errors import counted, first_line
 from toolkit.model.adapters.adapters import base_of
+from toolkit.model.beside_weights.base_files import CHAT_TEMPLATE
 from toolkit.model.load import auto_class
 from toolkit.pages.card import model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
@@ -176,7 +177,7 @@ def _print_answers(console: Terminal, sample: SideBySide) -> None:
 
 
 def _how_to_use(export_dir: Path, recipe: Recipe, config: PretrainedConfig) -> tuple[str, str]:
-    """Returns Python that loads the export, and vLLM's command; both name no folder of this machine.
+    """Returns Python that loads the export and uses it, and vLLM's command; both name no folder of this machine.
 
     Args:
         config: the configuration of the trained model.
@@ -195,6 +196,8 @@ def _how_to_use(export_dir: Path, recipe: Recipe, config: PretrainedConfig) -> t
             f"from transformers import {auto}, AutoTokenizer\n",
             f"base = {_loaded(auto, shown, with_base)}  # the model that was fine-tuned",
         ]
+        if not known_base:
+            lines.insert(2, f"BASE = {Path(base or '').name!r}  # its folder")
         if (export_dir / "generation_config.json").is_file():  # the ends of an answer that training taught
             lines[1] = lines[1].replace("AutoTokenizer", "AutoTokenizer, GenerationConfig")
             lines.append(f"base.generation_config = GenerationConfig.from_pretrained({own})")
@@ -203,6 +206,11 @@ def _how_to_use(export_dir: Path, recipe: Recipe, config: PretrainedConfig) -> t
         lines = [f"from transformers import {auto}, AutoTokenizer\n", f"model = {_loaded(auto, own, trusted)}"]
     lines.append(f"tokenizer = {_loaded('AutoTokenizer', own, trusted)}")
     spec = recipe.objective.spec
+    if auto == AutoModelForCausalLM.__name__ or not spec.writes_text:
+        lines[0] = f"from transformers import pipeline\n{lines[0]}"
+        asks = spec.writes_text and (export_dir / CHAT_TEMPLATE).is_file()
+        asked = '[{"role": "user", "content": "Hello!"}], max_new_tokens=64' if asks else '"Hello!"'
+        lines.append(f'print(pipeline("{spec.pipeline_task}", model=model, tokenizer=tokenizer)({asked}))')
     is_served = spec.writes_text and not spec.encoder_decoder and adapter_problem(export_dir) is None
     is_served = is_served and (known_base or not is_adapter)
     served = vllm_command(export_dir).replace(str(export_dir), name) if is_served else ""
