@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,8 +36,13 @@ _NOISE = {
 }
 """Logger -> what it says when it is imported, by transformers or peft, and its library does not suit this machine."""
 
+
+def _without(text: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: text not in record.getMessage()
+
+
 for _logger, _text in _NOISE.items():
-    logging.getLogger(_logger).addFilter(lambda record, text=_text: text not in record.getMessage())
+    logging.getLogger(_logger).addFilter(_without(_text))
 
 _HOMES = {
     "Extension": "toolkit.training.extension",

@@ -9,7 +9,6 @@ import pytest
 from test_card import of_run
 
 from toolkit.pages.card import recipe_for_readers, render_card
-from toolkit.pages.parts.figures import figure_charts, figures_of
 from toolkit.pages.run_page import RunSummary, render_report
 from toolkit.recipe.recipe import Recipe
 
@@ -108,42 +107,3 @@ def test_the_recipe_for_readers_has_neither_nulls_nor_places() -> None:
     assert shipped.description not in render_card(shipped, of_run([])), "a copy is of another model and other data"
     assert "confusion" not in card
     assert "| 0.7 | 0.6875 |" in card
-
-
-def test_named_sources_have_a_figure_and_a_curve_each() -> None:
-    evals = [{"step": step, "loss": 2.0, "loss/chat": 3.0 - step, "loss/code": 1.0} for step in (0, 1)]
-    train = [{"step": 1, "loss": 2.0, "loss/chat": 2.5}]
-    assert [(figure.field, figure.title) for figure in figures_of(evals)] == [
-        ("loss/chat", "Loss of chat"),
-        ("loss/code", "Loss of code"),
-    ]
-    charts = {
-        chart.name: [(series.name, list(series.ys)) for series in chart.series]
-        for chart in figure_charts(train, evals, (0, 1))
-    }
-    assert charts == {
-        "loss-of-chat": [("in training", [2.5]), ("held out", [3.0, 2.0])],
-        "loss-of-code": [("held out", [1.0, 1.0])],
-    }
-
-
-def test_a_recipe_for_readers_tells_no_folder_of_this_machine() -> None:
-    place = "/home/me/work"
-    values = {
-        "model": {"name_or_path": f"{place}/llama", "tokenizer": f"{place}/tokenizer"},
-        "data": {
-            "train": [{"path": f"{place}/rows.jsonl"}, f"{place}/more.jsonl"],
-            "validation": f"{place}/held_out.jsonl",
-            "max_length": 64,
-            "cache_dir": f"{place}/cache",
-            "image_root": f"{place}/images",
-        },
-        "optimizer": {"learning_rate": 1e-3},
-        "training": {"output_dir": f"{place}/out", "max_steps": 1, "eval_every_steps": 1},
-        "answers": {"file": f"{place}/asked.jsonl"},
-        "checkpoint": {"to": f"file://{place}/runs", "resume": f"{place}/old"},
-    }
-    told = recipe_for_readers(Recipe.from_mapping(values))
-    assert place not in told
-    for name in ("llama", "rows.jsonl", "more.jsonl", "held_out.jsonl", "images", "asked.jsonl", "runs", "old"):
-        assert name in told
