@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,8 @@ class Recorded(RunPart):
             self.opened.story.warn(text)
 
     def start(self, run: PreparedRun, facts: Mapping[str, str], is_resumed: bool) -> None:
-        ranks.on_first_rank(lambda: self.opened.story.write(self.opened.output_dir))
+        with contextlib.suppress(OSError):  # a full disk is told by what must be written
+            ranks.on_first_rank(lambda: self.opened.story.write(self.opened.output_dir))
 
     def extension(self, loop: Loop) -> Extension | None:
         return StoryInCheckpoints(self.opened.story)
