@@ -139,7 +139,7 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[dict[str, Any]]
         values = recipe_values(
             folder / model_of(row),
             data,
-            folder / f"run-{ranks}-{number}-{zlib.crc32(repr(row).encode())}",  # other tests share the folder
+            run_folder(folder, ranks, number, row),
             folder / "cache",
             max_steps=STEPS,
             micro_batch_size=ROWS_PER_STEP[ranks] * row["sequence"] * row["tensor"] // ranks // micro_batches,
@@ -165,6 +165,11 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[dict[str, Any]]
         }
         found.append(finetune(Recipe.from_mapping(values)).metrics)
     return found
+
+
+def run_folder(folder: Path, ranks: int, number: int, row: Row) -> Path:
+    """Of a row's run, in a folder that other tests share."""
+    return folder / f"run-{ranks}-{number}-{zlib.crc32(repr(row).encode())}"
 
 
 def add_objective(values: dict[str, Any], folder: Path, row: Row) -> None:
@@ -241,7 +246,7 @@ def test_every_allowed_pair_is_the_plain_loop(
         assert [step["loss"] for step in steps] == pytest.approx(expected.losses, rel=2e-6), row
         assert [step["grad_norm"] for step in steps] == pytest.approx(expected.norms, rel=1e-5), row
         if row["ema"] is None:
-            require_exported(folder / f"run-{ranks}-{number}", expected, row)
+            require_exported(run_folder(folder, ranks, number, row), expected, row)
 
 
 def require_exported(run: Path, expected: Trained, row: Row) -> None:

@@ -78,10 +78,11 @@ def case(
     checkpointing: Checkpointing | None = None,
     *,
     rel: float = 0.02,
+    mark: Any = None,
     **more: Any,
 ) -> Any:
     tier = [] if name in FIRST else [pytest.mark.slow if name in SLOW else pytest.mark.grid]
-    return pytest.param(work, (strategy, mesh, checkpointing), more, rel, id=name, marks=tier)
+    return pytest.param(work, (strategy, mesh, checkpointing), more, rel, id=name, marks=[*tier, *filter(None, [mark])])
 
 
 FIRST = ("stacks zero2", "stacks by block", "experts of 2 ranks", "attention adapted", "int8 zero2")
