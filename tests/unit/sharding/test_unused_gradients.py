@@ -53,13 +53,15 @@ def used_in_a_step(*groups: Any) -> UsedParameters:
     return found
 
 
-def test_what_no_rank_used_is_neither_stepped_nor_decayed() -> None:
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_what_no_rank_used_is_neither_stepped_nor_decayed(penalty: float) -> None:
     used, unused = pair()
     found = used_in_a_step(group_of(used, unused))
+    unused.grad += penalty  # the backward of a loss of the parameter itself, after the model's
     optimizer = torch.optim.AdamW([used, unused], lr=0.1, weight_decay=0.5)
     drop_unused_gradients(optimizer, found)
     optimizer.step()
-    assert unused.tolist() == [1.0, 1.0]
+    assert (unused.tolist() == [1.0, 1.0]) == (penalty == 0.0)
     assert used.tolist() != [1.0] * 3
 
 

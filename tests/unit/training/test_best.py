@@ -72,8 +72,6 @@ def test_by_the_answers_it_is_the_share_of_right_ones_that_decides() -> None:
     [
         ("loss", {"loss": 2.0}, -2.0),
         ("f1_macro", {"loss": 2.0, "f1_macro": 0.5}, 0.5),
-        ("lower divergence", {"divergence": 0.25}, -0.25),
-        ("higher mine", {"mine": -3.0}, -3.0),
         ("lower mine", {"mine": -3.0}, 3.0),
         ("loss/code", {"loss/code": 1.5}, -1.5),
         ("answers", {"answer_accuracy": None}, -float("inf")),

@@ -71,7 +71,8 @@ class UsedParameters:
             TrainingError: if the ranks reduced different units, or in a different order, so that they summed the
                 gradients of different parameters.
         """
-        used = [id(parameter) not in self._filled for parameter in parameters]
+        # A loss of the parameters themselves, such as a penalty, adds to the zeros.
+        used = [id(parameter) not in self._filled or _has_values(parameter.grad) for parameter in parameters]
         self._filled.difference_update(map(id, parameters))
         if ranks.world_size() == 1:
             return used
@@ -85,6 +86,10 @@ class UsedParameters:
                 "same parameters; a branch of the model that skips a whole block must be taken by all ranks alike"
             )
         return [bool(value) for value in found[2:].tolist()]
+
+
+def _has_values(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and bool(local_tensor(gradient).any())
 
 
 def drop_unused_gradients(optimizer: torch.optim.Optimizer, used: UsedParameters) -> None:
