@@ -201,7 +201,7 @@ def test_what_somebody_else_has_put_into_the_folder_is_no_traceback_and_no_wait(
         file.write("{\n")
     (damaged / "recipe.yaml").write_bytes(b"\xff model: [")
     result = shown(damaged)
-    assert result.stdout.splitlines()[0] == "finished: 5 steps, held-out loss 3.5000 -> 3.2500"
+    assert result.stdout.splitlines()[0] == "finished: 5 steps, held-out loss 3.5000 -> 3.2500 (-7.1%)"
     assert result.stderr.splitlines() == [
         "warning: recipe.yaml is damaged: it is not readable as YAML",
         "warning: metrics.jsonl is damaged: line 8 cannot be read and is left out",
