@@ -317,10 +317,10 @@ def _choose(run: P, step: int | str | None) -> tuple[int, Manifest, int | None]:
         if (best := best_of(list_checkpoints(run))) is None:
             raise BadInputError(f"--checkpoint best: no checkpoint of {str(run)!r} was evaluated; name a step, or last")
         return best[1].step, best[1], None
-    if isinstance(step, str) and step != "last":
-        raise BadInputError(f"--checkpoint: found {step!r}; allowed: best, last, or the number of a step")
-    if isinstance(step, int):
-        chosen, unfinished = look_at(step_folder(run, step)), None
+    if step not in (None, "last"):
+        if not str(step).isdecimal():
+            raise BadInputError(f"--checkpoint: found {step!r}; allowed: best, last, or the number of a step")
+        chosen, unfinished = look_at(step_folder(run, int(step))), None
         if chosen.unfinished and not chosen.folder.is_dir():
             shown = f"name another (`toolkit checkpoints {shlex.quote(str(run))}` lists them)"
             raise BadInputError(f"there is no checkpoint {str(chosen.folder)!r}; {shown}")

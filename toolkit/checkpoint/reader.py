@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from toolkit import ranks
-from toolkit.checkpoint.manifest import METRICS, Manifest
+from toolkit.checkpoint.manifest import METRICS, Manifest, check_files
 from toolkit.checkpoint.state import (
     MODEL,
     OPTIMIZER,
@@ -217,6 +217,13 @@ def require_consistent(manifest: Manifest, records: list[dict[str, Any]]) -> Non
             f"step {step} and samples {manifest.samples} are not those of the last record, "
             f"{last['step']} and {last['samples']}"
         )
+
+
+def verify_together(folder: Path, manifest: Manifest) -> str | None:
+    """Returns the first damaged file of a checkpoint, in words, or None. Each rank reads its share. Collective."""
+    mine = sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
+    problems = ranks.on_every_rank(lambda: check_files(folder, manifest, mine), "read a checkpoint")
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def read_random_states(folder: Path) -> dict[str, Any]:

@@ -13,14 +13,13 @@ from toolkit.checkpoint.manifest import (
     Checkpoint,
     Manifest,
     Place,
-    check_files,
     latest,
     list_checkpoints,
     look_at,
     place_of,
     read_checkpoint,
 )
-from toolkit.checkpoint.reader import require_same_run, same_recipe
+from toolkit.checkpoint.reader import require_same_run, same_recipe, verify_together
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError
 from toolkit.paths import CHECKPOINTS, STEP_FOLDER
@@ -157,9 +156,7 @@ def _verify_files(run: Path, folder: Place, manifest: Manifest, copies: bool) ->
     if isinstance(folder, StorePath):
         here = incoming(run, manifest.step)
         return here, ranks.on_first_rank(lambda: fetch(folder, manifest, here)) if copies else None
-    mine = sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
-    problems = ranks.on_every_rank(lambda: check_files(folder, manifest, mine), "read a checkpoint")
-    return folder, next((problem for problem in problems if problem is not None), None)
+    return folder, verify_together(folder, manifest)
 
 
 def _require_no_later(run: Path, step: int, store: StorePath | None) -> None:

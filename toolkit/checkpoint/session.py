@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from toolkit import ranks
 from toolkit.checkpoint import reader
 from toolkit.checkpoint.fetch import clear_incoming
-from toolkit.checkpoint.manifest import DIGESTS, Manifest, check_files, list_checkpoints, step_folder
+from toolkit.checkpoint.manifest import DIGESTS, Manifest, list_checkpoints, step_folder
 from toolkit.checkpoint.rotation import best_of
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.store import StorePath
@@ -231,9 +231,7 @@ class RunCheckpoints(Extension):
             return None
         manifest = best[1]
         folder = step_folder(self._run, manifest.step)
-        mine = sorted(manifest.files)[ranks.rank() :: ranks.world_size()]
-        problems = ranks.on_every_rank(lambda: check_files(folder, manifest, mine), "read a checkpoint")
-        if problem := next(filter(None, problems), None):
+        if (problem := reader.verify_together(folder, manifest)) is not None:
             self._metrics.warn(f"{folder.name}, the best checkpoint, is damaged ({problem}); the last weights are left")
             return None
         reader.load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))

@@ -132,11 +132,9 @@ def _step_figures(record: dict[str, Any], unit: str) -> list[str]:
     ]
 
 
-def _share_figures(record: dict[str, Any], steered_by: str = "") -> list[str]:
-    """Returns the figures that are shares, and the one that judges evaluations."""
+def _share_figures(record: dict[str, Any]) -> list[str]:
     known = [figure_of(key) for key, value in record.items() if isinstance(value, int | float)]
-    shown = [figure for figure in known if figure.form == "share" or figure.field == steered_by]
-    return [f"{figure.name} {figure.in_short(record[figure.field])}" for figure in shown if figure.field != "loss"]
+    return [f"{each.name} {each.in_short(record[each.field])}" for each in known if each.form == "share"]
 
 
 def _source_figures(record: dict[str, Any]) -> list[str]:

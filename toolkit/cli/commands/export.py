@@ -81,8 +81,7 @@ def export(
     place = place_named(run)
     if not place.is_dir():  # before torch is imported
         raise BadInputError(f"there is no folder {run!r}; name the training.output_dir or the store of a run")
-    chosen: str | int | None = int(checkpoint or 0) if str(checkpoint).isdigit() else checkpoint
-    how = {"checkpoint": chosen, "verify": check, "max_shard_gib": max_shard_gib, "average": average}
+    how = {"checkpoint": checkpoint, "verify": check, "max_shard_gib": max_shard_gib, "average": average}
     if file_format == FORMATS[0]:
         _export(str(place), to, type_name, how, as_json)
     else:

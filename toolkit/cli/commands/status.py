@@ -103,7 +103,7 @@ def _print_result(run: Path, found: RunState) -> None:
     print(", ".join(filter(None, [f"finished: {counted(found.step, 'step')}", told])))
     if story.exported:
         print(f"exported: {story.exported}")
-    for doubt in dict.fromkeys([*doubts_of(found.metrics, None), *story.told()]):
+    for doubt in story.told(doubts_of(found.metrics, None)):
         print(f"beware: {doubt}")
     print(f"report: {run / 'report.html'}")
     if (run / "export").is_dir():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,10 @@ class Story:
         """Writes `run.json`. Raises OSError if it cannot."""
         atomic_write(run / RUN_JSON, json.dumps(self.values(), indent=1) + "\n")
 
-    def told(self) -> list[str]:
-        """Returns the warnings, with their number if there were several."""
-        return [text if number == 1 else f"{text} ({number} times)" for text, number in self.warnings.items()]
+    def told(self, doubts: Iterable[str] = ()) -> list[str]:
+        """Returns doubts about the losses, then the warnings, with their number if there were several; each once."""
+        warnings = [text if number == 1 else f"{text} ({number} times)" for text, number in self.warnings.items()]
+        return list(dict.fromkeys([*doubts, *warnings]))
 
     def facts(self) -> dict[str, str]:
         """Returns lines for the report and the card: name -> sentence."""

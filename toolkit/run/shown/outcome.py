@@ -269,7 +269,7 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         versions=versions(),
         side_by_side=run.shown.side_by_side,
         sampled=run.shown.sampled,
-        doubts=list(dict.fromkeys([*result.doubts, *opened.story.told()])),
+        doubts=opened.story.told(result.doubts),
         limits=opened.story.limits,
         folder=result.output_dir.name,
         command=own_command(opened),
