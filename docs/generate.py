@@ -318,7 +318,7 @@ REFUSALS = (
     (
         "capacity",
         "experts have a capacity",
-        "A row's loss depends on the rows beside it. Name a model without experts.",
+        "A row's loss depends on the rows next to it. Name a model without experts.",
     ),
     (
         "cannot run",
@@ -334,7 +334,7 @@ REFUSALS = (
 
 
 def models() -> str:
-    """Counts by feature, refusals by reason, and a line for each family."""
+    """Counts by feature, and refusals by reason."""
     tried = _tried_features()
     lines = [MODELS_HEAD, "## Counts\n", "| feature | types | right | refused | other |", "|---|---|---|---|---|"]
     for feature, outcomes in tried.items():
@@ -349,11 +349,6 @@ def models() -> str:
         features = ", ".join(_words(feature) for feature in tried if feature in {feature for _, feature in refused})
         if refused:
             lines.append(f"| {reason} | {features} | {len({kind for kind, _ in refused})} | {meaning} |")
-    lines += ["\n## Families\n", "| family | types | right | refused |", "|---|---|---|---|"]
-    for family, kinds in _families(tried).items():
-        texts = [outcomes[kind] for kind in kinds for outcomes in tried.values() if kind in outcomes]
-        reasons = ", ".join(sorted({_why(text) for text in texts} - {""}))
-        lines.append(f"| {family} | {len(kinds)} | {texts.count('right')} of {len(texts)} | {reasons} |")
     return "\n".join(lines) + "\n"
 
 

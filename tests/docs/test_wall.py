@@ -45,5 +45,5 @@ def test_a_program_prints_the_numbers_of_the_table(name: str) -> None:
     (found,) = PRINTED.findall(done.stdout)
     peer, right, ours = map(float, found)
     assert ours == pytest.approx(right, rel=OURS_WITHIN.get(name, 1e-5))
-    assert abs(peer - right) > 0.004 * right, "the peer has mended it: move the row of docs/wall.md"
+    assert abs(peer - right) > 0.004 * right, "the peer has mended it: take its row out of docs/wall.md"
     assert [peer, right, ours] == pytest.approx(TABLE[name], rel=2e-3, abs=1e-4)

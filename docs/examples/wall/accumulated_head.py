@@ -2,7 +2,7 @@
 
 `Trainer` hands `num_items_in_batch` to every model whose `forward` takes keyword arguments, and then does not divide
 by the micro-batches itself. The heads for classification drop it. Two ranks, four micro-batches of one row: the
-gradient norm of the first step beside that of the mean over the same eight rows.
+gradient norm of the first step next to that of the mean over the same eight rows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `from_pretrained` keeps the checkpoint's type, and `Trainer` trains what it gets. AdamW's step at a rate of 2e-5 is less
 than half the distance between two numbers of bf16 for most weights, so they stay. Thirty steps of eight rows on two
-ranks: the loss of the last step beside that of the same weights held in float32.
+ranks: the loss of the last step next to that of the same weights held in float32.
 """
 
 from __future__ import annotations

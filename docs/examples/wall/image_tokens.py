@@ -28,7 +28,7 @@ OURS = [json.loads(line) for line in (RECIPES / "data/shapes.jsonl").read_text()
 
 
 def theirs() -> list[dict[str, Any]]:
-    """Returns the rows with images as TRL takes them: the words without a mark, and pictures beside them."""
+    """Returns the rows with images as TRL takes them: the words without a mark, and pictures next to them."""
     rows = []
     for row in OURS:
         encoded = row["images"][0].partition(",")[2]

@@ -2,7 +2,7 @@
 
 TRL packs rows by position ids that begin anew. Softmax attention heeds them, the state does not. TRL's warning is about
 FlashAttention, which would not help. (Qwen3.5 refuses packed rows since transformers 5.23.) The loss of eight packed
-rows beside that of the rows one by one. The toolkit compares both before the first step, and pads.
+rows next to that of the rows one by one. The toolkit compares both before the first step, and pads.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `fsdp2_apply_ac` wraps the blocks with `preserve_rng_state=False`, so gradients belong to other masks than the loss.
 (torchtitan had the same, and has mended it.) Accelerate has FSDP on GPUs alone; here its own code runs on CPU ranks,
-told that they are for FSDP. The gradient norm of one step of GPT-2 beside that without checkpointing.
+told that they are for FSDP. The gradient norm of one step of GPT-2 next to that without checkpointing.
 """
 
 from __future__ import annotations

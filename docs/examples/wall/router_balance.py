@@ -1,7 +1,7 @@
 """transformers#48690: the balance loss of a mixture of experts is multiplied by the number of ranks.
 
 `Trainer` multiplies the whole loss by the ranks, to undo DDP's mean of sums that were divided by the tokens of all
-ranks. The balance loss was not divided. Two ranks, four rows each: the gradient norm of the first step beside that of
+ranks. The balance loss was not divided. Two ranks, four rows each: the gradient norm of the first step next to that of
 the eight rows in one batch.
 """
 

@@ -1,8 +1,8 @@
 """transformers 5.23, `ReplicatedWithGradAllReduce`: gradients of norms of heads grow with the micro-batches.
 
 `DistributedConfig(tp_size=)` sums these gradients over the ranks after each backward, what was summed before included.
-The gradient norm of the first block's `q_norm`, over two micro-batches, beside that of one process. The toolkit's ranks
-cut the matrices too (`tensor=2`), and sum these gradients once, after the last backward.
+The gradient norm of the first block's `q_norm`, over two micro-batches, next to that of one process. The toolkit's
+ranks cut the matrices too (`tensor=2`), and sum these gradients once, after the last backward.
 """
 
 from __future__ import annotations
