@@ -1,9 +1,9 @@
-"""The head's loss: from its inputs, against whole logits and torch's own `linear_cross_entropy`.
+"""The head's loss: from its inputs, against full logits and torch's own `linear_cross_entropy`.
 
     python benchmarks/head_loss.py [--rounds 3] [--output benchmarks/results/head_loss.jsonl]
 
 Forward and backward of the head and its loss alone, one thread. The variants take turns; times are ratios of CPU
-time to whole logits, round by round. Peaks are of the resident set in a process each, above what it held before.
+time to full logits, round by round. Peaks are of the resident set in a process each, above what it held before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def of_torch(chunk: int | None) -> Callable[..., torch.Tensor]:
     return loss
 
 
-VARIANTS: dict[str, Callable[..., torch.Tensor]] = {"whole logits": whole, "ours": ours}
+VARIANTS: dict[str, Callable[..., torch.Tensor]] = {"full logits": whole, "ours": ours}
 if hasattr(F, "linear_cross_entropy"):
     VARIANTS |= {"torch": of_torch(None), f"torch, {TORCHS_CHUNK} tokens": of_torch(TORCHS_CHUNK)}
 
@@ -89,7 +89,7 @@ def measure(size: tuple[int, int, int], dtype: str, rounds: int) -> dict[str, An
     given, exact = inputs(*size, dtype), inputs(*size, "float32")
     for tensor, rounded in zip(exact[:2], given[:2], strict=True):
         tensor.data = rounded.detach().float()
-    expected = step("whole logits", exact)
+    expected = step("full logits", exact)
     del exact
     seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     errors: dict[str, list[float]] = {}
@@ -108,8 +108,8 @@ def measure(size: tuple[int, int, int], dtype: str, rounds: int) -> dict[str, An
         "hidden": size[2],
         "dtype": dtype,
         "rounds": rounds,
-        "whole_logits_seconds": round(sorted(seconds["whole logits"])[rounds // 2], 3),
-        "cpu_time_ratio": {name: turns.ratios(taken, seconds["whole logits"]) for name, taken in seconds.items()},
+        "whole_logits_seconds": round(sorted(seconds["full logits"])[rounds // 2], 3),
+        "cpu_time_ratio": {name: turns.ratios(taken, seconds["full logits"]) for name, taken in seconds.items()},
         "peak_mib": {name: peaks[name] // 2**20 for name in VARIANTS},
         "error_of_loss_hidden_weight": errors,
     }

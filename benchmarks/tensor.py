@@ -4,7 +4,7 @@
 
 A Llama of random weights in float32, two rows of that many tokens a step, a thread a rank, over gloo. Under zero3 each
 of the two ranks has a row; with tensor parallelism both have both. transformers' own is `DistributedConfig(tp_size=2)`.
-All three run the same loop: forward, loss over whole logits, backward, torch's AdamW. Variants take turns (see
+All three run the same loop: forward, loss over full logits, backward, torch's AdamW. Variants take turns (see
 turns.py); the ratios are of CPU time, of both ranks together, and of the slower rank's clock.
 """
 

@@ -35,7 +35,7 @@ class RecipeError(BadInputError):
     Attributes:
         origin: where the recipe was read, for the message.
         problems: a line for each wrong field, which starts with the field's dotted path.
-        lines: dotted path -> the line of the file where it stands; for fields that the file has.
+        lines: dotted path -> the line of the file where it is; for fields that the file has.
     """
 
     def __init__(self, origin: str, problems: list[str], lines: Mapping[str, int] | None = None) -> None:
@@ -94,7 +94,7 @@ class RankLostError(ToolkitError):
 
 
 SAVED = "its state is saved"
-"""Stands in the reason of a `StoppedError`, which a report has, if it is true."""
+"""What the reason of a `StoppedError`, which a report shows, says if it is true."""
 
 
 class StoppedError(ToolkitError):

@@ -17,7 +17,7 @@ from toolkit.errors import BadInputError
 
 GIB = 2**30
 CHECKPOINT_FILE_BYTES = GIB // 4
-"""The approximate size of a checkpoint file. Saving holds this much in memory beside the state; planning counts it."""
+"""The approximate size of a checkpoint file. Saving holds this much in memory next to the state; planning counts it."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".tar")
 BASE_FILE = "base.json"
 """The file of an exported adapter with the fingerprint of its base, and how that was quantised."""
@@ -47,7 +47,7 @@ def user_cache() -> Path:
 
 
 def shipped_folder(name: str) -> Path:
-    """Returns the folder `recipes` or `accelerate_configs`: beside the package in a checkout, inside once installed."""
+    """Returns the folder `recipes` or `accelerate_configs`: next to the package in a checkout, else inside."""
     package = Path(__file__).resolve().parent
     installed = package / f"_{name}"
     return installed if installed.is_dir() else package.parent / name

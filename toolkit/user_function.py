@@ -406,7 +406,7 @@ def _run_file(path: Path) -> tuple[types.ModuleType, bytes]:
     module, source = types.ModuleType(name), path.read_bytes()
     module.__file__ = str(path)
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # as for a script: it may import what is beside it
+        sys.path.append(str(path.parent))  # as for a script: it may import what is next to it
     sys.modules[name] = module  # where dataclasses and pickle look for it
     try:
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - the user has named it

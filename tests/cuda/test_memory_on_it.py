@@ -80,7 +80,7 @@ def run(folder: Path, name: str, shape: Shape) -> Found:
     values["sharding"] = {"strategy": "zero3", "activation_checkpointing": None, **shape.sharding}
     values |= {"export": {"enabled": False}, **shape.sections}
     ranks.meet()
-    # Two losses that are not computed differ, and a run would then use whole logits.
+    # Two losses that are not computed differ, and a run would then use full logits.
     unchecked = mock.patch.object(CausalLM, "check_head_loss", return_value="not checked")
     with unchecked, watched() as steps:
         metrics = finetune(Recipe.from_mapping(values)).metrics

@@ -269,7 +269,7 @@ def test_a_disk_that_is_full_stops_nothing_and_is_told(tmp_path: Path, text_file
             "the checkpoint of step 8",
             "the checkpoint of step 12",
         ]
-        assert all("the last whole checkpoint stays" in warning for warning in rank["warnings"])
+        assert all("the last complete one stays" in warning for warning in rank["warnings"])
     run = tmp_path / f"run-{asynchronous}"
     assert [(found.step, found.problem) for found in list_checkpoints(run)] == [(4, None)]
     assert not list((run / "checkpoints").glob(".*"))

@@ -1,4 +1,4 @@
-"""The loss without whole logits on a device: the same as with them, and without their memory."""
+"""The loss without full logits on a device: the same as with them, and without their memory."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_another_base_is_refused(others: dict[str, Any], folder: Path) -> None:
     from toolkit.errors import BadInputError
     from toolkit.generation.text.load import load_model
 
-    with pytest.raises(BadInputError, match="its weights are others"):
+    with pytest.raises(BadInputError, match="its weights differ"):
         load_model(str(folder / "cut"))
 
 

@@ -237,7 +237,7 @@ def test_a_dry_run_has_the_groups_of_the_run(on_2_ranks: dict[str, Any]) -> None
 def test_what_is_not_right_is_refused(on_2_ranks: dict[str, Any]) -> None:
     told = on_2_ranks["refused"]
     assert "sharding.tensor is not possible with training.compile" in told["compile"]
-    assert "groups of 3 do not divide the 2 ranks of a node" in told["by three"]
+    assert "3 does not divide the 2 ranks of a node" in told["by three"]
     assert "LlamaForCausalLM does not compute the same with matrices that ranks cut (" in told["wrong"]
 
 

@@ -1,4 +1,4 @@
-"""The divergence of whole logits, as its definitions are written, and tensors to compute it of."""
+"""The divergence of full logits, as its definitions are written, and tensors to compute it of."""
 
 from __future__ import annotations
 

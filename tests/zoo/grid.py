@@ -112,7 +112,7 @@ def recipe_of(feature: Feature, folder: Path) -> dict[str, Any]:
         "objective": {"kind": feature.objective, "router_aux_coef": 0.0},
         "optimizer": {**SETTINGS, "weight_decay": 0.0},
         "schedule": {"kind": "constant"},
-        # Weights are compared here, and transformers takes these tokenizers for Qwen 2's own beside its config.
+        # Weights are compared here, and transformers takes these tokenizers for Qwen 2's own next to its config.
         "export": {"verify": False},
         "training": {
             "output_dir": str(folder / "run"),

@@ -58,7 +58,7 @@ from toolkit.recipe.schema import LARGEST_SHARD_GIB, AdapterSection, ExportSecti
 EXPORT_TYPES = ("float32", "bfloat16", "float16")
 
 BASE_DIGESTS = "base_files.json"
-"""The file with the SHA-256 of the base's files beside its weights, as they were when training began."""
+"""The file with the SHA-256 of the base's files next to its weights, as they were when training began."""
 
 STORED_NAMES = "stored_names.json"
 """The file with the names of the tensors in the base's files, and the fingerprint of these; nulls if it had none."""
@@ -250,7 +250,7 @@ def export_run(
 ) -> Exported:
     """Converts a run's checkpoint to a folder that `from_pretrained` loads, in one process.
 
-    If the run is in a store, first copies the checkpoint to a folder beside `to`, and deletes that folder afterwards.
+    If the run is in a store, first copies the checkpoint to a folder next to `to`, and deletes that folder afterwards.
 
     Args:
         run: the output folder, or the run's URL in a store (s3://bucket/runs/first).
@@ -344,14 +344,14 @@ def _without_checkpoint(run: Place) -> str:
         mend = f"its model is in {str(export)!r}, which loads as it is, and which --format gguf and ollama take"
     else:
         mend = f"see toolkit checkpoints {shlex.quote(str(run))}"
-    return f"{str(run)!r} has no whole checkpoint; {mend}"
+    return f"{str(run)!r} has no complete checkpoint; {mend}"
 
 
 def _not_whole(run: Place, folder: Place, problem: str) -> BadInputError:
-    """Returns the error about a checkpoint that cannot be exported. It names the last whole one beside it."""
+    """Returns the error about a checkpoint that cannot be exported. It names the last complete one next to it."""
     others = [one.step for one in list_checkpoints(run) if one.problem is None and one.folder != folder]
-    mend = f"export another, for example with --checkpoint {others[-1]}" if others else "the run has no other whole one"
-    return BadInputError(f"{str(folder)!r} is no whole checkpoint: {problem}; {mend}")
+    mend = f"export another, for example with --checkpoint {others[-1]}" if others else "the run has no other"
+    return BadInputError(f"{str(folder)!r} is not a complete checkpoint: {problem}; {mend}")
 
 
 def _empty_model(config: PretrainedConfig, manifest: Manifest, folder: Path) -> PreTrainedModel:
@@ -370,7 +370,7 @@ def _trained_as(manifest: Manifest, folder: Path) -> tuple[AdapterSection, str |
     """Returns what was trained, the base and its revision. Raises BadInputError if the manifest does not say."""
     try:
         model, adapter = manifest.recipe["model"], manifest.recipe["adapter"]
-        # As it was written all settings are set, of which none but this has an effect then.
+        # The stored section has every field set; with kind none all others would be refused.
         section = AdapterSection() if adapter["kind"] == "none" else AdapterSection.model_validate({**adapter})
         return section, model["name_or_path"], model["revision"]
     except (KeyError, TypeError, ValidationError) as error:

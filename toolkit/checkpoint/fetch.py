@@ -33,7 +33,7 @@ def fetch(source: StorePath, manifest: Manifest, to: Path) -> str | None:
     for name, entry in sorted(manifest.files.items()):
         if (to / name).exists() and file_entry(to / name) == entry:
             continue
-        part = to / f".{name}"  # which no reader takes for the file
+        part = to / f".{name}"  # no reader takes it for the file
         try:
             (source / name).get(part)
         except FileNotFoundError:

@@ -236,7 +236,7 @@ def read_checkpoint(folder: Place) -> Manifest:
     if checkpoint.unfinished and not folder.is_dir():
         raise BadInputError(f"there is no checkpoint {str(folder)!r}; name another (`toolkit checkpoints` lists them)")
     if checkpoint.manifest is None or checkpoint.problem is not None:
-        raise BadInputError(f"{str(folder)!r} is no whole checkpoint: {checkpoint.problem}; name another")
+        raise BadInputError(f"{str(folder)!r} is not a complete checkpoint: {checkpoint.problem}; name another")
     return checkpoint.manifest
 
 

@@ -140,7 +140,7 @@ def _candidates(run: Path, resume: str, store: StorePath | None) -> list[Checkpo
         found = list_checkpoints(path)[::-1]
         if found:
             return found
-        raise BadInputError(f"checkpoint.resume: {str(path)!r} has no whole checkpoint (it has none)")
+        raise BadInputError(f"checkpoint.resume: {str(path)!r} has no complete checkpoint (it has none)")
     raise BadInputError(
         f"checkpoint.resume: {str(path)!r} is neither a checkpoint (step_00000100) nor a run's folder; "
         "allowed: auto, never, or such a folder"

@@ -277,7 +277,7 @@ class RunCheckpoints(Extension):
         self._heartbeat.enter_phase(Phase.SAVE)
         if isinstance(error, BadInputError) and not ranks.fails_alone(error):
             self._save_last_step(error)
-        # After an error, too: the save under way may be what the next start goes on from.
+        # After an error, too: the next start may resume from the save that is still being written.
         self._checkpointer.wait()
         if error is None or not ranks.fails_alone(error):
             self._is_copied()
@@ -296,7 +296,7 @@ class RunCheckpoints(Extension):
             manifest: its manifest.
             trainer: the trainer of this run.
             schedule: the schedule of the learning rate.
-            num_positions: the number of samples of the whole run.
+            num_positions: the number of samples of the run.
 
         Raises:
             BadInputError: if the checkpoint does not hold the state of a run.
@@ -306,7 +306,7 @@ class RunCheckpoints(Extension):
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             # Its checksums fit, so another program has written it.
             raise BadInputError(
-                f"{str(folder)!r} holds something else than a run's state: {type(error).__name__}: "
+                f"{str(folder)!r} is not a checkpoint of a run: {type(error).__name__}: "
                 f"{first_line(error)}; move it elsewhere, and the run goes on from the checkpoint before it"
             ) from error
 

@@ -87,7 +87,7 @@ class StorePath:
         """Imports the driver.
 
         Raises:
-            BadInputError: if the driver cannot be imported, or a file stands in place of the folder.
+            BadInputError: if the driver cannot be imported, or a file is in place of the folder.
         """
         with _file_system(self.url) as (_, path):
             if self.url.startswith("file://"):

@@ -83,7 +83,7 @@ class Checkpointer:
     Args:
         run: the run's folder, which all ranks see.
         settings: the settings of checkpoints.
-        warn: called if a save fails. The run goes on, and the last whole checkpoint stays.
+        warn: called if a save fails. The run goes on, and the last complete checkpoint stays.
         store: the store to which rank 0 copies the checkpoints in `run`, or None.
         waits: called while this rank waits for a save that makes progress, so that the wait is not a stall.
         device_type: torch's type of the ranks' devices.
@@ -169,7 +169,7 @@ class Checkpointer:
             # The run cannot go on without the lost rank, whose own error is the one to read.
             why = "another rank has ended" if is_lost_peer(error) else f"{first_line(error)}; the run goes on"
             self._problem = (
-                f"the checkpoint of step {job.manifest.step} was not saved: {why}, and the last whole checkpoint stays"
+                f"the checkpoint of step {job.manifest.step} was not saved: {why}, and the last complete one stays"
             )
             if ranks.rank() == 0 and self._place is not None:
                 shutil.rmtree(self._place, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The `toolkit` command: its commands are put together here, and each has a file of its own.
 
-A command's file imports torch only inside the function that needs it, so that wrong arguments are told at once.
+A command's file imports torch only inside the function that needs it, so that wrong arguments are reported at once.
 """
 
 from __future__ import annotations

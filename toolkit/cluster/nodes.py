@@ -103,7 +103,7 @@ def _meet(place: Place) -> TCPStore:
     limit = timedelta(seconds=MEETING_SECONDS)
     try:
         return TCPStore(place.address, place.port, place.count, place.rank == 0, timeout=limit)
-    except RuntimeError as error:  # torch's own, of which the subclasses differ between versions
+    except RuntimeError as error:  # torch's own; its subclasses differ between versions
         raise ToolkitError(
             f"node {place.rank} of {place.count} ({platform.node()}) did not meet the others at {place.address}:"
             f"{place.port} within {MEETING_SECONDS:.0f} s: {first_line(error)}. Check that all nodes run this command, "

@@ -28,20 +28,20 @@ from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.parallel.sequence_parallel import WholeRows, rows_shared, summed_over_group
 
 HEAD_LOSS_TOLERANCE = {False: 1e-5, True: 1e-2}
-"""The largest relative difference from the loss of whole logits, by whether compute is in 16 bits."""
+"""The largest relative difference from the loss of full logits, by whether compute is in 16 bits."""
 
 
 class CausalLM(Objective):
     """Next-token cross-entropy. `labels` are aligned with `input_ids`, as transformers has them.
 
-    Its losses come from the head's inputs, without whole logits, if the model allows for that.
+    Its losses come from the head's inputs, without full logits, if the model allows for that.
 
     Args:
         packed: whether documents share samples.
         sources: names of the sources whose losses are reported separately; a batch's `sources` (B, T) number them.
 
     Attributes:
-        head_loss: computes the losses from the head's inputs; if whole logits are needed, this is the reason.
+        head_loss: computes the losses from the head's inputs; if full logits are needed, this is the reason.
 
     Raises:
         BadInputError: if samples are packed and the model takes no position_ids.
@@ -202,7 +202,7 @@ class CausalLM(Objective):
 
     @torch.no_grad()
     def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
-        """Tries the loss on a few tokens, and falls back to whole logits if these differ. Every rank calls this.
+        """Tries the loss on a few tokens, and falls back to full logits if these differ. Every rank calls this.
 
         Returns:
             A description of how the loss is computed, for the run summary.
@@ -216,9 +216,9 @@ class CausalLM(Objective):
                 )
             # `not <=`, so that a NaN from the head's inputs is a difference too.
             if math.isfinite(whole) and not abs(found - whole) <= HEAD_LOSS_TOLERANCE[in_16_bits] * abs(whole):
-                self.head_loss = f"on a few tokens the head's inputs give {found:.6g}, and whole logits {whole:.6g}"
+                self.head_loss = f"on a few tokens the head's inputs give {found:.6g}, and full logits {whole:.6g}"
         if isinstance(self.head_loss, str):
-            return f"from whole logits: {self.head_loss}"
+            return f"from full logits: {self.head_loss}"
         return f"from the head's inputs, logits of {self.head_loss.chunk_tokens:,} tokens at a time"
 
     def uniform_guess(self, model: nn.Module, class_weights: object) -> tuple[int, str] | None:

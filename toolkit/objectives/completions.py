@@ -19,7 +19,7 @@ from toolkit.objectives.objective import OF_BASE, Objective, RunsWindows
 
 
 class OfCompletions(Objective):
-    """An objective on a causal model whose `segments` (B, T) are completions behind their prompts.
+    """An objective on a causal model whose `segments` (B, T) are completions after their prompts.
 
     Args:
         apart: whether each completion has a row of its own; otherwise they share rows.

@@ -74,7 +74,7 @@ class Distillation(Objective):
 
     @torch.no_grad()
     def check_head_loss(self, model: nn.Module, device: torch.device, in_16_bits: bool) -> str:
-        """Compares the loss of a few tokens with that of whole logits. Every rank calls this.
+        """Compares the loss of a few tokens with that of full logits. Every rank calls this.
 
         Returns:
             A description of how the loss is computed, for the run summary.

@@ -31,7 +31,7 @@ class Reference:
 class Grpo(OfCompletions):
     """Group-relative policy gradient on fresh samples; the losses of `losses/policy_losses.py` on a causal model.
 
-    A batch holds completions behind their prompts: `segments` (B, T) number them, `advantages` (R,) are theirs, and
+    A batch holds completions after their prompts: `segments` (B, T) number them, `advantages` (R,) are theirs, and
     `drawn` (B, T) is the log-probability (nats) with which each token was sampled. Labels are the learned tokens.
 
     Args:

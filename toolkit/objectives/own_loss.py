@@ -151,7 +151,7 @@ class OwnLoss(CausalLM):
 
     def training_sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if not has_values(batch["input_ids"]):
-            # A plan does not run the user's code; cross-entropy holds whole logits, too, or none.
+            # A plan does not run the user's code; cross-entropy holds full logits, too, or none.
             loss = CausalLM.loss_sum(self, model, batch)
             return loss, loss.new_zeros(0)
         arguments = self.arguments(model, batch)

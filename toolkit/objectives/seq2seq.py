@@ -129,5 +129,5 @@ def _require_exact(base: Any) -> None:
     if getattr(base.config, "num_experts", None):
         raise BadInputError(
             f"objective.kind: seq2seq is not possible with {class_name(base)}, whose experts have a capacity, so "
-            "that a row's loss depends on the rows beside it; use a model without experts"
+            "that a row's loss depends on the rows next to it; use a model without experts"
         )

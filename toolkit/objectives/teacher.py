@@ -1,4 +1,4 @@
-"""Loads and shards the frozen model beside the trained one: a teacher, which it also runs, or a reference."""
+"""Loads and shards the frozen model next to the trained one: a teacher, which it also runs, or a reference."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def teacher_section(section: ObjectiveSection, student: ModelSection, mixed_prec
 
 
 def frozen_section(recipe: Recipe, mixed_precision: str) -> ModelSection | None:
-    """Returns the model that stays frozen beside the trained one as a `model` section, or None if there is none.
+    """Returns the model that stays frozen next to the trained one as a `model` section, or None if there is none.
 
     It is a teacher, or the reference of a model that learns from its own samples with every weight: a second copy of
     the model that training starts from. Under a new adapter the model itself is the reference, with the adapter off.

@@ -27,7 +27,7 @@ class Ema:
 
     Attributes:
         tensors: name of a parameter -> its average, in the parameter's shape; a DTensor if the parameter is one. If
-            optimizer state is offloaded, averages are on the host, beside the float32 masters that they average.
+            optimizer state is offloaded, averages are on the host, next to the float32 masters that they average.
     """
 
     @torch.no_grad()

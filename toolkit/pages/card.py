@@ -1,4 +1,4 @@
-"""Writes the model card, README.md of an exported folder, and the curve of the loss beside it.
+"""Writes the model card, README.md of an exported folder, and the curve of the loss next to it.
 
 Reference: Mitchell et al., "Model Cards for Model Reporting", arXiv 1810.03993. The hub reads the header.
 """

@@ -25,7 +25,7 @@ from toolkit.pages.parts.page import Histogram, Key, Note, Table, Tile, render, 
 Report = dict[str, Any]
 
 DATA_PAGE = "data_report.html"
-"""Name of the page in the folder of a run; `report.html` beside it links there."""
+"""Name of the page in the folder of a run; `report.html` next to it links there."""
 
 SPLITS = ("train", "validation")
 

@@ -71,7 +71,7 @@ class RunSummary:
     side_by_side: Sequence[SideBySide] = ()
     sampled: tuple[int, Sequence[SampledPrompt]] | None = None  # a step, and some of its own samples with rewards
     doubts: Sequence[str] = ()  # warnings about the losses, and those of the run
-    limits: Sequence[str] = ()  # what limits the figures of held-out rows
+    limits: Sequence[str] = ()  # limits of the figures of held-out rows
     status: Status | None = None  # None if the run is finished
     folder: str = ""  # name of the run's folder
     command: str = ""  # starts the run again
@@ -314,7 +314,7 @@ def _charts(train: Metrics, evals: Metrics) -> tuple[ChartCard | None, list[Char
         title = "Loss (of fresh samples only its gradient matters)"
         small.append(_train_chart("own-loss", title, train, "loss", x_range, from_zero=False))
     small = [chart for chart in small if chart.values()]
-    # Two stand side by side; the last of an odd number would leave a hole beside it.
+    # Two are side by side; the last of an odd number would leave a hole next to it.
     wide = [replace(small.pop(), sizes=(WIDE_PX, NARROW_PX))] if len(small) % 2 else []
     loss = chart_card(main_chart(train, evals))
     return loss, [chart_card(chart) for chart in small], [chart_card(chart) for chart in wide]

@@ -55,7 +55,7 @@ def render_samples(title: str, results: Sequence[str], prompts: Sequence[Sampled
 
 
 def best_first(prompts: Sequence[SampledPrompt]) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Returns place and text of each prompt, and its completions, each with what stands above it."""
+    """Returns place and text of each prompt, and its completions, each with what is above it."""
     return [
         (prompt.place, prompt.prompt[-LENGTH_SHOWN:], [_line(*each) for each in _sorted(prompt)]) for prompt in prompts
     ]
@@ -67,7 +67,7 @@ def _sorted(prompt: SampledPrompt) -> list[tuple[float | None, str, bool]]:
 
 
 def _line(score: float | None, text: str, stopped: bool) -> tuple[str, str]:
-    """Returns what stands above a completion, and the text."""
+    """Returns what is above a completion, and the text."""
     facts = "no score" if score is None else f"score {score:.4g}"
     cut = "" if stopped else ", cut"
     return facts + cut, text if len(text) <= LENGTH_SHOWN else f"{text[:LENGTH_SHOWN]} ..."

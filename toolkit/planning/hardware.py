@@ -113,7 +113,7 @@ def _preset(name: str, values: dict[str, Any]) -> Hardware:
 def preset_of_device(device_name: str) -> Hardware | None:
     """Returns the preset of a device by its name from `torch.cuda.get_device_name`, or None if there is none."""
     for name, values in _presets_file().items():
-        # In the order of the file: A100-SXM4-40GB stands before A100, which is part of its name.
+        # In the order of the file: A100-SXM4-40GB is before A100, which is part of its name.
         # Whole words at their end: an L40 is not an L4.
         if any(re.search(rf"{re.escape(part)}(?!\w)", device_name) for part in values["device_names"]):
             return presets()[name]

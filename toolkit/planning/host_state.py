@@ -69,7 +69,7 @@ class HostState:
         return OffloadPlan(sum(own[index] for index in residents) / max(1, sum(own)), self._streams)
 
     def of_node(self, setup: Setup) -> int:
-        """Returns the host memory that the ranks of one node hold beside their devices; 0 for CPU ranks."""
+        """Returns the host memory that the ranks of one node hold in addition to their devices; 0 for CPU ranks."""
         # Each rank pins its own memory; nothing is shared between processes.
         ranks = min(setup.ranks, self._model.hardware.devices_per_node)
         return 0 if self._on_cpu else ranks * self.of_rank(setup)

@@ -214,9 +214,9 @@ class Planner:
 
 
 def standing_bytes(device_type: str, setup: Setup | None) -> int:
-    """Returns a rank's bytes beside its peak: the context and, by block, cuBLAS's workspaces of micro-batch threads.
+    """Returns a rank's bytes on top of its peak: the context and, by block, cuBLAS's workspaces of micro-batch threads.
 
-    The workspaces of the main thread and of autograd's thread are small beside the context.
+    The workspaces of the main thread and of autograd's thread are small compared with the context.
     """
     threads = setup.accumulation if setup is not None and setup.by_block and device_type == "cuda" else 0
     return CONTEXT_BYTES[device_type] + threads * WORKSPACE_BYTES
@@ -226,7 +226,7 @@ def verdict_of(peak: int, host_bytes: int, hardware: Hardware, setup: Setup | No
     """Returns whether a peak fits, what it needs, and what is wrong if it does not.
 
     Args:
-        host_bytes: host memory of a node beside the devices; 0 for CPU ranks, whose peak holds everything.
+        host_bytes: host memory of a node apart from the devices; 0 for CPU ranks, whose peak holds everything.
     """
     # Fragments grow with the peak, the context does not: hence a factor and a sum.
     context = standing_bytes(hardware.device_type, setup)

@@ -13,12 +13,12 @@ from toolkit.recipe.schema import Sections, ShardingSection, TrainingSection
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What else decides whether settings can go together. A default stands for what is not so, or not known yet.
+    """What else decides whether settings can go together. A default means: not so, or not known yet.
 
     Attributes:
         device: torch's name of the devices' type.
         is_quantised: whether the base's files hold frozen layers in few bits.
-        keeps_float32: the first trained parameter that stays in float32 beside 16-bit compute, or None.
+        keeps_float32: the first trained parameter that stays in float32 next to 16-bit compute, or None.
         sums_in_autograd: whether FSDP2 sums gradients of several types itself, as from torch 2.15 on.
         own_loop: whether the backend runs in the user's own loop, without a recipe.
         has_images: whether rows have images, and the model sees them.

@@ -29,7 +29,7 @@ GONE_KEYS = {
     "checkpoint.keep_every": Gone("set keep_last: null to keep all, and delete what you do not need"),
     "logging.sample_max_new_tokens": Gone("set logging.held_out_samples", idle=(80,)),
     "logging.sample_prompt": Gone(
-        "set logging.held_out_samples, which shows what the model writes behind held-out prompts over the run"
+        "set logging.held_out_samples, which shows what the model writes after held-out prompts over the run"
     ),
     "optimizer.projector_learning_rate": Gone("write learning_rates: {'*multi_modal_projector*': RATE}"),
     "optimizer.router_learning_rate": Gone("write learning_rates: {'*router*': RATE}, with the routers' name"),

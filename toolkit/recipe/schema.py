@@ -130,7 +130,7 @@ class SourceSection(Section):
     name: str | None = Field(
         None,
         pattern=r"^[\w.-]{1,64}$",
-        description="Report the loss of its rows under this name, beside that of all rows; sources may share a name.",
+        description="Report the loss of its rows under this name, next to that of all rows; sources may share a name.",
     )
     config: str | None = Field(None, description="Use this configuration of a hub data set.")
     split: str | None = Field(None, description="Use this split of a hub data set; null: train.")
@@ -641,8 +641,8 @@ class CheckpointSection(Section):
     )
     resume: str = Field(
         "auto",
-        description="Choose where to start. auto: the last whole checkpoint of training.output_dir, if any. never: the "
-        "beginning. Otherwise: the folder of a checkpoint or a run, also in a store (s3://...); started "
+        description="Choose where to start. auto: the last complete checkpoint of training.output_dir, if any. "
+        "never: the beginning. Otherwise: the folder of a checkpoint or a run, also in a store (s3://...); started "
         "again, the run goes on from its own.",
     )
     to: str | None = Field(
@@ -690,7 +690,7 @@ SIGNATURE = re.compile(r"(?i)^(sig|signature|policy|auth|authorization|key-pair-
 
 def _refuse_credentials(field: str, url: str) -> None:
     place = url.partition("://")[2]
-    # Behind the name of a file; in a store `?` and `#` may stand in names.
+    # After the name of a file; in a store names may have `?` and `#`.
     names = [name for part in re.split("[?#]", place)[1:] for name, _ in parse_qsl(part, keep_blank_values=True)]
     if signed := next((name for name in names if SIGNATURE.search(name)), None):
         raise contradiction(
@@ -733,7 +733,7 @@ class LoggingSection(Section):
     held_out_samples: int = Field(
         0,
         ge=0,
-        description="Show in the report what the model writes behind N held-out prompts, up to 40 tokens each: before "
+        description="Show in the report what the model writes after N held-out prompts, up to 40 tokens each: before "
         "training, at up to four evaluations, and after it. Each of these moments costs up to 40 forwards.",
     )
 

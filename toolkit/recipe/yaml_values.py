@@ -138,7 +138,7 @@ class _Check:
         if self._values > MOST_VALUES:
             raise _error(node, f"its aliases stand for more than {MOST_VALUES:,} values; write fewer")
         if any(node is other for other in above):
-            raise _error(node, "an alias stands inside what it stands for; write the values out")
+            raise _error(node, "an alias is inside the value that it names; write the values out")
         if node.tag not in _TAGS:
             raise _error(node, f"the tag {node.tag.replace(_TAG, '!!')} is not read; remove it")
         if isinstance(node, yaml.MappingNode):

@@ -43,7 +43,7 @@ from toolkit.training.usage import ModelFlops, model_flops
 
 @dataclass(frozen=True)
 class Fitted:
-    """The results of training beside the model.
+    """The results of training apart from the model.
 
     Attributes:
         records: the records of metrics.jsonl.
@@ -177,7 +177,7 @@ def _resumed_from(found: Resumption, recipe: Recipe) -> str:
 
 
 def _other_ranks(manifest: Manifest, recipe: Recipe) -> str:
-    """Says that other ranks go on than those that wrote a checkpoint, and whether a step has as many samples."""
+    """Describes a change in the number of ranks since the checkpoint, and in the samples of a step."""
     if manifest.world_size == ranks.world_size():
         return ""
     before, now = (

@@ -68,7 +68,7 @@ def finetune(
         recipe: a recipe, or its name or path for `Recipe.load`.
         overrides: overrides of a recipe that is named; see `Recipe.load`.
         num_processes: the number of ranks to start, each in a process of its own, from a notebook or a script.
-        extensions: extensions of the loop, beside those that the recipe names.
+        extensions: extensions of the loop, in addition to those that the recipe names.
 
     A finished run of the same recipe in the folder is not run again: its result is read from there.
 

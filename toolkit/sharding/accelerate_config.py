@@ -86,7 +86,7 @@ def strategy_word(found: Mapping[str, Any]) -> str | None:
 def hybrid_options(replicate: int, shard: int) -> list[str]:
     """Returns options of `accelerate launch` that form `replicate` replicas of `shard` ranks each.
 
-    Without the switch the launcher hands sizes on only if its config has some, too. With it, it wants to be told of
+    Without the switch the launcher hands sizes on only if its config has some, too. With it, it needs to know of
     FSDP 2 before it has read its config.
     """
     sizes = ["--parallelism_config_dp_replicate_size", str(replicate), "--parallelism_config_dp_shard_size", str(shard)]

@@ -234,7 +234,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         for optimizer in optimizers:
             UnitStates(model).free_behind_steps(optimizer)
         for engine in engines:
-            # Behind the optimizers, as the engine looks its parameters up in their groups.
+            # After the optimizers, as the engine looks its parameters up in their groups.
             engine.attach()
             connect(engine, accelerator)
         if not engines and optimizers:

@@ -53,7 +53,7 @@ FEWEST_STEPS = 100
 """Steps have fewer rows if a run would have fewer steps than this, because a schedule needs steps to act."""
 
 EVALUATIONS = 5
-"""Number of evaluations in a run, beside the one before the first step."""
+"""Number of evaluations in a run, not counting the one before the first step."""
 
 MOST_ROWS_PACKED = 100_000
 """The most rows whose packing is tried; of more, a part is tried."""
@@ -290,7 +290,7 @@ def _model_section(draft: Draft) -> ModelSection:
 
 def _data_section(draft: Draft, spec: ObjectiveSpec) -> DataSection:
     """Returns the checked `data` section of the draft, alone, because other sections may lack values yet."""
-    # For other objectives causal_lm stands in, because the rows have not decided the objective yet.
+    # For other objectives causal_lm is used, because the rows have not decided the objective yet.
     kind = spec.kind if spec.encoder_decoder else "causal_lm"
     sections = {"model": draft.section("model"), "data": draft.section("data"), "objective": {"kind": kind}}
     return Recipe.from_mapping({**sections, **NEEDED}).data
@@ -350,7 +350,7 @@ class Chooser:
             draft.set("objective.loss", method.loss, "The loss that compares the two completions of a pair.")
         if method.adapter:
             draft.set("adapter.kind", "lora", f"Method {method.name} trains {method.about}.")
-            if "adapter.start_from" not in draft.given:  # whose rank stays
+            if "adapter.start_from" not in draft.given:  # their rank stays
                 draft.set("adapter.r", 16, "Rank of the adapters; alpha is twice that.")
             if not machine.is_cpu:
                 draft.set("model.dtype", "bfloat16", "The base is frozen, so 16 bits are enough.")

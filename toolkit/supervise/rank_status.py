@@ -141,9 +141,9 @@ def verdict(places: Sequence[RankStatus], limit: float) -> str:
     held = behind(places, limit)
     if not held:
         return (
-            "All ranks stand at the same place: none is behind. Look at the stacks, the network and the devices."
+            "All ranks are at the same place: none is behind. Look at the stacks, the network and the devices."
             if len(places) > 1
-            else "The only rank stands still. Look at its stack."
+            else "The only rank does not move. Look at its stack."
         )
     lines = [
         f"Rank {place.rank} on {place.host} (pid {place.pid}) is behind: {place.where}, for {place.seconds:.0f} s"

@@ -27,7 +27,7 @@ class Metrics:
         path: the JSON-lines file; it is created with the first record.
         num_steps: length of the run, for the progress bar.
         unit: what the objective counts, for the console.
-        planned_peak_bytes: stands in each train record beside the measured peak, or None without a plan.
+        planned_peak_bytes: is in each train record next to the measured peak, or None without a plan.
         on_record: called after each record, with all records and the time left (seconds).
         shows_steps: whether steps are shown on the console; if not, `on_record` shows them.
         to_trackers: called with the split, the numbers and the step of each record.

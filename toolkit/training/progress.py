@@ -88,7 +88,7 @@ class _TerminalBar:
 
 
 class _Figures(ProgressColumn):
-    """A column with as many figures as fit beside the other columns; none is cut."""
+    """A column with as many figures as fit next to the other columns; none is cut."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ class Trainer:
 
         Args:
             samples: samples that the run has trained on.
-            num_positions: samples of the whole run.
+            num_positions: samples of the run.
             windows: the state of the data that `Windows.state_at` returned.
             is_evaluated: whether the evaluation after the last step, if one was due, is done.
         """
@@ -143,7 +143,7 @@ class Trainer:
         return (window for window in self.windows)
 
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
-        # Resumed behind the evaluation that ended it: it was killed before its report. Step 0 is never the end.
+        # The run had finished but was killed before its report: nothing is left to train. Step 0 is never the end.
         if self.global_step > 0 and self._evaluation_due():
             if self._left_evaluation:
                 self.evaluate()

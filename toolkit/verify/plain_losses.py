@@ -1,4 +1,4 @@
-"""Reference losses for `toolkit verify`, written out over whole logits; they share no formula with the objectives."""
+"""Reference losses for `toolkit verify`, written out over full logits; they share no formula with the objectives."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _kl(of: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
 
 
 class PlainGrpo(PlainCausal):
-    """Policy gradients by the formulas of docs/online.md; each completion runs alone, behind its prompt."""
+    """Policy gradients by the formulas of docs/online.md; each completion runs alone, after its prompt."""
 
     def __init__(self, section: ObjectiveSection, adapted: bool) -> None:
         self._kind, self._beta, self._adapted = section.loss or "dapo", section.beta, adapted

@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         [],
         f"{B} are stored as F8_E5M2 in adapter_model.safetensors",
     ),
-    "of other weights": (written("base.json", b'{"fingerprint": "0", "quantization": null}'), [], "weights are others"),
+    "of other weights": (written("base.json", b'{"fingerprint": "0", "quantization": null}'), [], "weights differ"),
     "of another configuration": (of_another_configuration, [], "its config.json says something else, so that the same"),
     "told no base": (written("base.json", b"{}"), [], "base.json cannot be read: it is no object with fingerprint"),
     "told another kind": (

@@ -181,16 +181,16 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "a pickle without weights": (pickled, "are pickled (pytorch_model.bin), and a pickle can run code"),
     "index is a list": (indexed("[]"), "it has no weight_map that names any tensor"),
     "index with a list of names": (indexed('{"weight_map": ["lm_head.weight"]}'), "it has no weight_map"),
-    "index of numbers": (indexed('{"weight_map": {"a": 3}}'), "it names 3, which is not a file beside it"),
+    "index of numbers": (indexed('{"weight_map": {"a": 3}}'), "it names 3, which is not a file next to it"),
     "index of a missing file": (
         indexed('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'),
         "it names 'gone.safetensors', which is not there",
     ),
     "index that leads out": (
         indexed('{"weight_map": {"lm_head.weight": "../model/model.safetensors"}}'),
-        "it names '../model/model.safetensors', which is not a file beside it",
+        "it names '../model/model.safetensors', which is not a file next to it",
     ),
-    "index with a NUL": (indexed('{"weight_map": {"lm_head.weight": "a\\u0000b"}}'), "which is not a file beside it"),
+    "index with a NUL": (indexed('{"weight_map": {"lm_head.weight": "a\\u0000b"}}'), "which is not a file next to it"),
     "index of another file": (indexed('{"weight_map": {"lm_head.weight": "config.json"}}'), "cannot be read"),
     "a tokenizer that never ends": (
         split_by(r"(((((a|b| |[a-z])+)+)+)+)+X"),

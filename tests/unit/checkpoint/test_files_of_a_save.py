@@ -111,6 +111,4 @@ def test_a_save_whose_thread_fails_at_once_does_not_count(tmp_path: Path, monkey
     told: list[str] = []
     job: Any = SimpleNamespace(manifest=SimpleNamespace(step=3))
     assert not Checkpointer(tmp_path, CheckpointSection(asynchronous=False), told.append).save(job)
-    assert told == [
-        "the checkpoint of step 3 was not saved: folder; the run goes on, and the last whole checkpoint stays"
-    ]
+    assert told == ["the checkpoint of step 3 was not saved: folder; the run goes on, and the last complete one stays"]

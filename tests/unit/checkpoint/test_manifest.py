@@ -170,14 +170,14 @@ def test_damage_is_named(kind: str, tmp_path: Path) -> None:
     damage, told = DAMAGE[kind]
     folder = written(tmp_path, 7)
     damage(folder)
-    with pytest.raises(BadInputError, match="is no whole checkpoint") as found:
+    with pytest.raises(BadInputError, match="is not a complete checkpoint") as found:
         read_checkpoint(folder)
     assert told in str(found.value)
     assert latest(tmp_path) is None
 
 
 def test_a_damaged_last_checkpoint_is_not_left_out_of_an_export(tmp_path: Path) -> None:
-    """Of however it is damaged the same sentence, with the step of the whole one before it."""
+    """Of however it is damaged the same sentence, with the step of the complete one before it."""
 
     def flip(folder: Path) -> None:
         (folder / "b.json").write_text("b.json 8")  # of the same size
@@ -195,7 +195,7 @@ def test_a_damaged_last_checkpoint_is_not_left_out_of_an_export(tmp_path: Path) 
         if kind == "marker empty":  # not finished, so it never counted
             is_right = "'model' holds no configuration" in said.replace(f"{run}/", "")
         else:
-            is_right = said.startswith(f"'{last}' is no whole checkpoint: ") and told in said
+            is_right = said.startswith(f"'{last}' is not a complete checkpoint: ") and told in said
             is_right = is_right and said.endswith("; export another, for example with --checkpoint 5")
         if not is_right or (run / "export").exists():
             wrong[kind] = said

@@ -263,7 +263,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
                 {"role": "assistant", "content": [{**SHOWN, "image": "in/0.png"}, text("so")]},
             ]
         },
-        "stands in what the assistant says",
+        "is in what the assistant says",
     ),
     "two columns": ({**LAYOUTS["llama-factory's"][0], "image": "in/0.png"}, "hold images"),
     "a video": ({**GOOD, "video": "in/a.mp4"}, "the row has a video (video), which is not read; leave such rows out"),
@@ -489,7 +489,7 @@ def test_what_nothing_reads_is_refused_by_its_own_name(model: Path, folder: Path
         (
             [{**judged, "label": True}, {**judged, "label": False}, {**judged, "prompt": "who", "completion": "a fox"}],
             {"kind": "kto"},
-            "no place is known for them; write the prompt and its answer as messages",
+            "their position in the text is unknown; write the prompt and its answer as messages",
         ),
     ]
     for rows, settings, problem in cases:

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "parts twice": (
         answers({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}) | {"system": "one"},
-        "a message with train_detail does not stand in what the chat template renders, or twice",
+        "a message with train_detail is not in the rendered text exactly once",
     ),
     "image": (
         answers({}) | {"image": "cat.png"},
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "image of a message": (answers({"images": ["cat.png"]}), "a message has an image (images), "),
     "thoughts that differ": (answers({"reasoning": "a", "thinking": "b"}), "a message has two different thoughts"),
     "thought of numbers": (answers({"thinking": 3}), "a message's thinking is a number, not text"),
-    "channel": (answers({"channel": "aside"}), "a message's channel is none of analysis, commentary, final"),
+    "channel": (answers({"channel": "aside"}), "a message's channel is not one of analysis, commentary, final"),
     "analysis at the end": (answers({}, {"channel": "analysis"}), "a message of the channel analysis has no answer"),
 }
 
@@ -148,7 +148,7 @@ def test_a_place_for_an_image_that_is_not_there_is_said() -> None:
         {"messages": [{"role": "user", "content": "<image>\nwho"}, *answers({})["messages"][1:]]}
     )
     assert (learned, problem) == (f"one{END}", None)
-    assert note == "<image> stands in the words of a row without images, and is read as text"
+    assert note == "<image> is in the words of a row without images, and is read as text"
 
 
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")

@@ -511,7 +511,7 @@ UNFIT: list[tuple[list[dict[str, Any]], str, str]] = [
     ([{"prompt": "?", "answer": "four"}], "numeric", "--compare: the answer of {}:1 holds no number; compare by text"),
     ([{"prompt": "?", "answer": "four"}], "structured", "--compare: the answer of {}:1 is not JSON; compare by text"),
     ([{"prompt": "?", "answer": "four"}], "numeric=(", "--compare: '(' is no regular expression of Python"),
-    ([{"prompt": "?", "answer": "four"}], "text=", "--compare: 'text=' has no regular expression behind ="),
+    ([{"prompt": "?", "answer": "four"}], "text=", "--compare: 'text=' has no regular expression after ="),
     (
         [{"prompt": "?", "answer": "four"}],
         "number",

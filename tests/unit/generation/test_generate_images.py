@@ -87,7 +87,7 @@ def test_what_cannot_be_shown_is_refused(folder: Path, tmp_path: Path) -> None:
         run(options(folder, "llava", 0, prompt="see <image>"))
     with pytest.raises(BadInputError, match="--image and --chat contradict each other: --image belongs to --prompt"):
         Options("none", chat=True, images=(tmp_path,))
-    with pytest.raises(BadInputError, match="an image stands where the chat template says; leave --raw out"):
+    with pytest.raises(BadInputError, match="images go where the chat template says; leave --raw out"):
         Options("none", prompt="a", raw=True, images=(tmp_path,))
     bomb = tmp_path / "text.png"
     bomb.write_text("no image")

@@ -193,7 +193,9 @@ def test_another_setting_is_refused(
 def test_other_prompts_and_odd_files_are_refused(folder: Path, whole: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in reversed(QUESTIONS)))
-    with pytest.raises(BadInputError, match=r"samples.jsonl:7: the sample is of another prompt than .*prompts.jsonl:2"):
+    with pytest.raises(
+        BadInputError, match=r"samples.jsonl:7: the sample belongs to another prompt than .*prompts.jsonl:2"
+    ):
         sampling.sample(SampleOptions(**{**vars(options(folder, whole)), "prompts": prompts}))
     (tmp_path / "samples.jsonl").write_text("{}\n")
     with pytest.raises(BadInputError, match=r"has samples.jsonl without sampling.json"):
@@ -290,7 +292,7 @@ def test_a_reward_model_scores(folder: Path, whole: Path, tmp_path: Path) -> Non
     best = max(usable, key=lambda s: s["score"])["completion"]
     assert rows(tmp_path / "sft.jsonl")[0]["completion"][0]["content"] == best
     assert found.by_reward
-    with pytest.raises(BadInputError, match=r"--reward: .*model' .LlamaForCausalLM. is no reward model"):
+    with pytest.raises(BadInputError, match=r"--reward: .*model' .LlamaForCausalLM. is not a reward model"):
         sampling.sample(options(folder, tmp_path, reward=str(folder / "model")))
 
 

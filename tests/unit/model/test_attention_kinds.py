@@ -151,7 +151,7 @@ def test_the_configuration_decides(kind: str, fields: dict[str, Any], found: boo
 
 
 def test_code_that_is_not_transformers_own_is_not_known() -> None:
-    class Mine(LlamaForCausalLM):  # as a file beside the weights has it
+    class Mine(LlamaForCausalLM):  # as a file next to the weights has it
         pass
 
     model = llama("sdpa")

@@ -1,4 +1,4 @@
-"""Distillation: its loss and gradients against whole logits and TRL, what it refuses, and the teacher's part."""
+"""Distillation: its loss and gradients against full logits and TRL, what it refuses, and the teacher's part."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_check_knows_a_loss_of_other_logits() -> None:
     device = torch.device("cpu")
     assert "heads' inputs" in objective.check_head_loss(student, device, in_16_bits=False)
     objective.teacher.head_loss.after = AfterHead(scale=2.0)
-    with pytest.raises(BadInputError, match="whole logits"):
+    with pytest.raises(BadInputError, match="full logits"):
         objective.check_head_loss(student, device, in_16_bits=False)
 
 

@@ -1,4 +1,4 @@
-"""The loss without whole logits is the loss with them, of every kind of model; and it holds no whole logits."""
+"""The loss without full logits is the loss with them, of every kind of model; and it holds no full logits."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def batch_of(rows: int = 3, tokens: int = 20, masked: float = 0.4) -> dict[str, 
 
 
 def whole(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of whole logits, without the toolkit."""
+    """The loss of full logits, without the toolkit."""
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].float()
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum", ignore_index=-100)
 
@@ -236,7 +236,7 @@ def test_a_model_that_does_more_to_its_logits_goes_by_whole_ones(change: Any) ->
     objective = CausalLM(model, packed=False)
     assert objective.head_loss == "OddLlama does more to its logits than to scale or cap them"
     told = objective.check_head_loss(model, torch.device("cpu"), False)
-    assert told == f"from whole logits: {objective.head_loss}"
+    assert told == f"from full logits: {objective.head_loss}"
 
 
 def test_a_model_that_turns_out_to_give_another_loss_goes_by_whole_logits() -> None:
@@ -247,7 +247,7 @@ def test_a_model_that_turns_out_to_give_another_loss_goes_by_whole_logits() -> N
     # Only in the whole model, where nobody has looked.
     model.register_forward_hook(lambda _module, _args, output: None if torch.is_tensor(output) else scaled(output))
     told = objective.check_head_loss(model, torch.device("cpu"), False)
-    assert told.startswith("from whole logits: on a few tokens the head's inputs give ")
+    assert told.startswith("from full logits: on a few tokens the head's inputs give ")
     require_same(model, objective.loss_sum(model, batch), whole(model, batch))
 
 
@@ -312,7 +312,7 @@ def _real_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_real_chunks")
 def test_whole_logits_are_never_there() -> None:
     weights = 2 * LARGE * 32 * 4  # gradients of embeddings and head
-    assert peak(whole) > 2 * WHOLE_LOGITS + weights, "the ledger sees whole logits where there are some"
+    assert peak(whole) > 2 * WHOLE_LOGITS + weights, "the ledger sees full logits where there are some"
     assert peak(None) < 0.25 * WHOLE_LOGITS + weights
 
 

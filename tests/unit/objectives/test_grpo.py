@@ -1,4 +1,4 @@
-"""Group-relative policy gradients equal the formulas of the papers, written out over whole logits."""
+"""Group-relative policy gradients equal the formulas of the papers, written out over full logits."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_the_loss_is_checked_against_whole_logits() -> None:
     assert "from the head's inputs" in objective.check_head_loss(model, torch.device("cpu"), in_16_bits=False)
     assert isinstance(objective.head_loss, HeadLoss)
     objective.head_loss._biased = False  # as if nobody knew of the numbers that are added
-    assert "whole logits" in objective.check_head_loss(model, torch.device("cpu"), in_16_bits=False)
+    assert "full logits" in objective.check_head_loss(model, torch.device("cpu"), in_16_bits=False)
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
@@ -134,7 +134,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     model, batch = model_of(family), batch_of([(40, 24), (40, 24)])
     model.set_attn_implementation("eager")  # of sdpa on a CPU torch counts nothing
     objective = Seq2Seq(model)
-    objective.head_loss = "torch counts whole logits"
+    objective.head_loss = "torch counts full logits"
     with FlopCounterMode(display=False) as counter:
         objective.loss_sum(model, batch).backward()
     counts = counts_of(batch, objective.count_targets(batch))

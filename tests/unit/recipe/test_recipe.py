@@ -308,7 +308,7 @@ NOT_AS_WRITTEN = {
     "[1, {a: 0100}]": "0100 would be read as 64;",
     "{a: 1, a: 2}": "the key 'a' appears twice",
     "{a: &x {b: 1}, c: {<<: *x, <<: *x}}": "the key '<<' appears twice",
-    "&x [*x]": "an alias stands inside what it stands for",
+    "&x [*x]": "an alias is inside the value that it names",
     "1\t# c": "found character '\\t' that cannot start any token. Use UTF-8, spaces and no tabs",
     "\t1": "found character '\\t'",
 }

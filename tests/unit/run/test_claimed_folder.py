@@ -39,7 +39,7 @@ def test_how_an_export_that_is_gone_can_be_made_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(finished, "latest", lambda _: "a checkpoint")
     told = str(changed_export(tmp_path)).split("`")[1]
     assert shlex.split(told) == ["toolkit", "export", str(tmp_path), "--to", "FOLDER"]
-    assert "no whole checkpoint" in toolkit(*shlex.split(told)[1:-1], str(tmp_path / "new")).told, (
+    assert "no complete checkpoint" in toolkit(*shlex.split(told)[1:-1], str(tmp_path / "new")).told, (
         "its options are right"
     )
 

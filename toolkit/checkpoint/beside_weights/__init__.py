@@ -1,1 +1,1 @@
-"""The files beside an export's weights: configuration, generation settings, tokenizer, processors, licence."""
+"""The files next to an export's weights: configuration, generation settings, tokenizer, processors, licence."""

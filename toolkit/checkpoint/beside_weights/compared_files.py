@@ -1,4 +1,4 @@
-"""Compares the files beside an export's weights with those of its base, key by key."""
+"""Compares the files next to an export's weights with those of its base, key by key."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TABLES = ("added_tokens_decoder.", "id2label.", "label2id.")
 LONGEST = 90
 """Longer changes are shown by their key alone (characters)."""
 
-WITHOUT_CONFIG = "the config.json beside it, by which transformers 5 finds the class, is not there"
+WITHOUT_CONFIG = "the config.json next to it, by which transformers 5 finds the class, is not there"
 """Why `tokenizer_class` may differ."""
 
 MAY_GO = ("*quantization_config*", "_from_model_config", "id2label*", "label2id*", "*min_pixels", "*max_pixels")

@@ -1,4 +1,4 @@
-"""Writes the files beside the weights: configuration, generation settings, tokenizer, processors, licence.
+"""Writes the files next to the weights: configuration, generation settings, tokenizer, processors, licence.
 
 A base's files stay as they are, byte for byte, and only the fields that training changed are set in them, in their own
 names and places: what reads the base reads the export. transformers 5 would write its own names (`rope_parameters`,
@@ -53,7 +53,7 @@ def write_model_files(
     files: BaseFiles,
     config: PretrainedConfig | None = None,
 ) -> None:
-    """Writes everything beside the weights of a whole model.
+    """Writes everything next to the weights of a whole model.
 
     Args:
         model: the model.

@@ -29,7 +29,7 @@ SLIDING = {
 
 
 def with_older_names(fields: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Returns the fields with `torch_dtype`, `rope_theta` and `rope_scaling` beside the new names.
+    """Returns the fields with `torch_dtype`, `rope_theta` and `rope_scaling` next to the new names.
 
     Args:
         fields: what config.json says.

@@ -39,7 +39,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, files: Base
         tokenizer: the tokenizer.
         folder: the folder of the export.
         files: the files that it was loaded from; without any, it is written as transformers 4 and 5 read it.
-        has_config: whether the folder has the config.json that these files were beside. transformers 5 finds the class
+        has_config: whether the folder has the config.json that these files were next to. transformers 5 finds the class
             by it, also where the files name another one.
 
     Raises:

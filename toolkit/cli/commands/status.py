@@ -37,7 +37,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     found = read_run(run)
     silent, gone = min((rank.silent_seconds for rank in ranks), default=0.0), None
     if silent > GONE_SECONDS and found.state == "finished":
-        ranks = []  # killed behind its report: the run is done, and the next start clears these away
+        ranks = []  # killed after its report: the run is done, and the next start clears these away
     elif silent > GONE_SECONDS:
         gone = _killed_since(run, silent)
     late = [rank.rank for rank in late_ranks(ranks, STANDING_SECONDS)]

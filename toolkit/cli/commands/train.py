@@ -63,7 +63,7 @@ def train(
 
     Exit codes: 0 done, 1 failed, 2 bad input, 3 stopped on request with its state saved, 4 a rank stalled.
     """
-    loaded = load_recipe(arguments)  # a wrong recipe is told before any rank starts
+    loaded = load_recipe(arguments)  # reports a wrong recipe before any rank starts
     machines = Machines(num_machines or 1, machine_rank or 0, main_process_ip, main_process_port)
     require_inputs(loaded)
     print(_starting_line(cpu or gpus), file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ ON_CPU = "ACCELERATE_USE_CPU"
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a run, on each of which `toolkit train` starts as many ranks.
+    """The machines of a run; `toolkit train` starts as many ranks on each.
 
     Attributes:
         count: the number of machines.

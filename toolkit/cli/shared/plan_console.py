@@ -54,7 +54,7 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
         console.print(f"and {len(plan.rows) - len(rows)} more (--all)", markup=False)
     asked = plan.asked
     console.print(
-        f"as the recipe stands: {asked.setup.name}, checkpoints {asked.setup.checkpoints}, micro-batch "
+        f"the recipe as it is: {asked.setup.name}, checkpoints {asked.setup.checkpoints}, micro-batch "
         f"{asked.setup.micro_batch_size}: {asked.verdict}, peak {gib(asked.peak.total)} GiB in {said(asked)}"
         + (f" ({asked.problem})" if asked.problem else ""),
         markup=False,

@@ -2,7 +2,7 @@
 
 The tokenizer's own offsets cost half of its time. In byte-level BPE each character of an entry is one byte of the text,
 so the bytes of the tokens before a token say where it begins. What may spoil the count can only leave bytes out (an
-added token that takes the spaces beside it), so a count that gives the length of the text is right.
+added token that takes the spaces next to it), so a count that gives the length of the text is right.
 """
 
 from __future__ import annotations

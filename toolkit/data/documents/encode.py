@@ -39,7 +39,7 @@ NOTE_END = "; "
 EACH_TURN: Final = "each_turn"
 """`data.targets` for a text of each answer, even where one text would have them all."""
 
-NOT_ONCE = "a message with train_detail does not stand in what the chat template renders, or twice"
+NOT_ONCE = "a message with train_detail is not in the rendered text exactly once"
 
 JOINED = "the beginning of an answer and the end of its prompt are one token"
 
@@ -166,7 +166,7 @@ class Encoder:
 
     def own_key(self, layout: Layout) -> list[Any]:
         """Returns the part of the key that few rows have."""
-        # A run that learned these prompts as text, or answers behind other prompts, must not resume.
+        # A run that learned these prompts as text, or answers after other prompts, must not resume.
         templated = ["templated"] if layout.templated else []
         if not layout.may_have_conversations or self.targets in ("all", EACH_TURN):
             return templated
@@ -242,7 +242,7 @@ class Encoder:
             require_taken(example.arguments, template)
             notes.append(note_of(example.arguments))
         if not example.images and any(MARK in (message.get("content") or "") for message in messages):
-            notes.append(f"{MARK} stands in the words of a row without images, and is read as text")
+            notes.append(f"{MARK} is in the words of a row without images, and is read as text")
         notes += notes_of_template(messages, example.tools, template)
         if any(_is_empty_answer(message) for i, message in enumerate(messages) if i not in example.unlearned):
             notes.append(EMPTY)

@@ -68,7 +68,7 @@ def _require_usable(image: Image.Image) -> None:
     """Refuses by the header, before a pixel is decoded."""
     if image.width * image.height > MAX_PIXELS:
         raise RowProblem(_too_large())
-    # A phone's MPO is a photograph with a second view or a depth map behind it, which readers leave out.
+    # A phone's MPO is a photograph with a second view or a depth map after it, which readers leave out.
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise RowProblem("an image of several frames or pages, of which only the first would be read")
     if image.mode in DEEP_MODES:

@@ -229,7 +229,7 @@ class Images:
         expansions = [self.expansion(image) for _, image in found]
         ends = list(accumulate(len(piece) + len(self.token) for piece in pieces[:-1]))
         if any(start < end and last > end - len(self.token) for end in ends for start, last in spans):
-            raise RowProblem("an image stands in what is learned")
+            raise RowProblem("an image is in what is learned")
         longer = [len(expansion) - len(self.token) for expansion in expansions]
         moves = [sum(more for end, more in zip(ends, longer, strict=True) if end <= start) for start, _ in spans]
         moved = [(start + by, end + by) for (start, end), by in zip(spans, moves, strict=True)]
@@ -363,7 +363,7 @@ def require_built(data: DataSection, source: str) -> None:
         )
     if data.long_rows in ("truncate", "split"):
         raise DataError(
-            f"data.long_rows: {data.long_rows} would cut a row inside of an image or behind it ({source}); set "
+            f"data.long_rows: {data.long_rows} would cut a row inside an image or after it ({source}); set "
             "data.long_rows=drop, or raise data.max_length"
         )
 

@@ -89,7 +89,7 @@ class PixelLimits:
                 continue
             content = json.loads(path.read_text(encoding="utf-8"))
             images = content.get("image_processor", content if name == CONFIGURATIONS[0] else {})
-            # Older files have the limits beside `size`, where they are read first.
+            # Older files have the limits next to `size`, where they are read first.
             for older in ("min_pixels", "max_pixels"):
                 images.pop(older, None)
             images["size"] = size

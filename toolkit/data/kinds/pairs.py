@@ -75,7 +75,7 @@ class Pair(Example):
 
 
 def read_pair(values: RowValues) -> Pair:
-    """Returns both completions behind their prompt, which may be the common beginning of two conversations.
+    """Returns both completions after their prompt, which may be the common beginning of two conversations.
 
     Raises:
         RowProblem: if the two are the same, or differ before the last message.

@@ -39,7 +39,7 @@ from toolkit.errors import DataError
 NO_ROOM = "longer than data.max_length less objective.max_new_tokens"
 
 ASKERS = ("user", "tool")
-"""Roles behind which an assistant answers."""
+"""Roles after which an assistant answers."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class PromptEncoder(Encoder):
             ids, notes = self._ids_and_notes(example)
         except RowProblem as problem:
             return unusable(problem)
-        # Every token is a target of the checks before the first step; the completions behind it are what is learned.
+        # Every token is a target of the checks before the first step; the completions after it are what is learned.
         return {**document_of(ids, [True] * len(ids), asked), "asked": asked, "note": joined_notes(notes)}
 
     def _ids_and_notes(self, example: Prompted) -> tuple[list[int], list[str]]:

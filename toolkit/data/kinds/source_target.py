@@ -98,7 +98,7 @@ class SourceTargetEncoder(Encoder):
             return unusable(RowProblem("the source makes no token"))
         end = self.tokenizer.eos_token_id
         # Some tokenizers add the end themselves; with the others the model would not learn to stop. mBART's languages
-        # come behind the end.
+        # come after the end.
         if end not in target:
             room = None if self.truncate_target_to is None else self.truncate_target_to - 1
             target = [*target[:room], end]

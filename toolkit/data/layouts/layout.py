@@ -104,8 +104,8 @@ class Layout:
             raise RowProblem(f"{found}, {self.blind if found.is_image else UNREAD}") from found
         if values.images and not example.is_conversation:
             raise RowProblem(
-                "images beside text that is no conversation, where no place is known for them; write the prompt and "
-                "its answer as messages"
+                "the row has images but is not a conversation, so their position in the text is unknown; write the "
+                "prompt and its answer as messages"
             )
         read = {*values.taken, *(COLUMNS if self.images else ())}
         if example.is_conversation:  # only a chat template takes arguments

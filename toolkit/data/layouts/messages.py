@@ -51,7 +51,7 @@ KNOWN = ("name", "tool_call_id", "channel")
 """Further keys of a message that a template gets."""
 
 READ = {*KNOWN, *FIELDS, *FLAGS, PARTS, *MEDIA, "tool_calls", "function_call"}
-"""Keys of a message that are read, beside its role and content."""
+"""Keys of a message that are read, apart from its role and content."""
 
 OF_ROW = ("unread", "parts", "weight", WITH_IMAGES)
 """Keys of a message that are not for a template."""
@@ -88,7 +88,7 @@ def _history(value: Any, column: str) -> list[Message]:
 
 
 def with_system(messages: list[Message], values: RowValues) -> list[Message]:
-    """Returns the messages behind the row's system prompt, if there is one and they have none."""
+    """Returns the messages after the row's system prompt, if there is one and they have none."""
     if (messages and messages[0]["role"] in SYSTEM) or is_absent(system := values["system"]):
         return messages
     return [{"role": "system", "content": text_of(system, "system")}, *messages]

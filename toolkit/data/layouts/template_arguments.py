@@ -34,7 +34,7 @@ OF_ROW = f"{COLUMN} of the row: "
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Variables that every template gets, beside the special tokens."""
+"""Variables that every template gets, apart from the special tokens."""
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 

@@ -57,7 +57,7 @@ def _thought_in(part: dict[str, Any]) -> str:
 
 
 def in_one_message(messages: list[Message]) -> list[Message]:
-    """Merges Harmony's channels: a message in `analysis` becomes a thought of the message behind it.
+    """Merges Harmony's channels: a message in `analysis` becomes a thought of the message after it.
 
     Raises:
         RowProblem: if a channel is unknown, or no message of the assistant follows an analysis.
@@ -67,19 +67,19 @@ def in_one_message(messages: list[Message]) -> list[Message]:
     for message in messages:
         channel = message.get("channel")
         if channel not in (None, *CHANNELS):
-            raise RowProblem(f"a message's channel is none of {', '.join(CHANNELS)}")
+            raise RowProblem(f"a message's channel is not one of {', '.join(CHANNELS)}")
         plain = {key: value for key, value in message.items() if key != "channel"}
         if channel == "analysis" and not message.get("tool_calls"):
             thought += plain.get("content") or ""
             continue
         if thought and plain["role"] != "assistant":
-            raise RowProblem("a message of the channel analysis has no answer behind it")
+            raise RowProblem("a message of the channel analysis is not followed by an answer")
         if thought and plain.get(THOUGHTS):
             raise RowProblem("a message has two different thoughts")
         found.append({**plain, THOUGHTS: thought} if thought else plain)
         thought = ""
     if thought:
-        raise RowProblem("a message of the channel analysis has no answer behind it")
+        raise RowProblem("a message of the channel analysis is not followed by an answer")
     return found
 
 

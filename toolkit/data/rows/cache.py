@@ -41,7 +41,7 @@ def kept(folder: Path, write: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its final place: a rename is atomic only within one file system.
+        # Next to its final place: a rename is atomic only within one file system.
         unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
     except OSError as error:
         raise BadInputError(

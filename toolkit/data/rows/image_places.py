@@ -79,7 +79,7 @@ def placed(messages: list[Message], of_row: list[Any]) -> tuple[list[Message], l
     rest = iter(of_row)
     found = [next(rest) if reference is OF_ROW else reference for reference in named]
     if any(message["role"] == "assistant" and message.get(WITH_IMAGES) for message in messages):
-        raise RowProblem("an image stands in what the assistant says")
+        raise RowProblem("an image is in what the assistant says")
     return messages, found, notes
 
 
@@ -92,7 +92,7 @@ def _with_marks(message: Message) -> Message:
     if not isinstance(words, str) or MARK not in words or message["role"] == "assistant":
         return message
     if message.get(WITH_IMAGES):
-        raise RowProblem(f"a message has images of its own beside {MARK} in its words")
+        raise RowProblem(f"a message has images of its own next to {MARK} in its words")
     return {**message, "content": words.replace(MARK, PLACE), WITH_IMAGES: [OF_ROW] * words.count(MARK)}
 
 

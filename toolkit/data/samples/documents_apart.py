@@ -17,7 +17,7 @@ FILLING = {
     "drawn": 0.0,
     KINDS_OF_TOKENS: 0,
 }
-"""Values behind a document, which no token of a causal model sees, by the names of tensors (B, T)."""
+"""Values after a document, which no token of a causal model sees, by the names of tensors (B, T)."""
 
 
 def documents_apart(batch: Batch) -> Batch:
@@ -42,7 +42,7 @@ def documents_apart(batch: Batch) -> Batch:
 def _numbers_of_documents(batch: Batch) -> torch.Tensor:
     """Returns the number of each token's document, (B, T); -1 for padding.
 
-    They are the segments, and one more for the small image of a batch without any, which is behind the first row.
+    They are the segments, and one more for the small image of a batch without any, which is after the first row.
     """
     segments, end = batch["segments"], int(batch["lengths"][0])
     if KINDS_OF_TOKENS not in batch or not batch[KINDS_OF_TOKENS][0, end:].any():

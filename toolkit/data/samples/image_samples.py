@@ -25,7 +25,7 @@ COUNTS = "picture_counts"
 class ImageSamples(TextSamples):
     """`TextSamples` with the tensors that the model's processor makes of images, under `PREFIX` and its names.
 
-    A micro-batch without an image gets a small one behind its first sample, in a document of its own without targets,
+    A micro-batch without an image gets a small one after its first sample, in a document of its own without targets,
     so that every rank runs the same units in every micro-batch. T is longer by its tokens then. Its gradients are
     exactly 0, so the step is the same for any number of ranks.
 

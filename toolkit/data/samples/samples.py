@@ -37,7 +37,7 @@ PLAIN_PROMPT = 16
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """Tokens of a row: the prompt, with its images, and the answer behind it, or the target."""
+    """Tokens of a row: the prompt, with its images, and the answer after it, or the target."""
 
     asked: list[int]
     answer: list[int]
@@ -177,7 +177,7 @@ class Samples(ABC):
 
     @property
     def most_answer_tokens(self) -> int | None:
-        """The most tokens of an answer beside any prompt, or None if both share `max_length`."""
+        """The most tokens of an answer next to any prompt, or None if both share `max_length`."""
         return None
 
     def tokens(self, number: int) -> list[tuple[Any, Any]]:

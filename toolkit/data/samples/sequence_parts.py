@@ -63,9 +63,9 @@ class Part:
         return {**batch, **cut}
 
     def _labels_of_part(self, batch: Batch, mine: slice) -> Batch:
-        """Returns the tensors beside the tokens of a batch whose rows, or words, have classes.
+        """Returns the tensors next to the tokens of a batch whose rows, or words, have classes.
 
-        The attention mask is left out: padding is behind the text, where no token of a decoder sees it.
+        The attention mask is left out: padding is after the text, where no token of a decoder sees it.
         """
         labels = batch["labels"]
         if labels.dim() == 2:

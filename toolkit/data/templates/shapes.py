@@ -83,7 +83,7 @@ class Places:
     """A text with places for words.
 
     Attributes:
-        pieces: the texts before, between and behind the places.
+        pieces: the texts before, between and after the places.
         numbers: the number of the words in each place.
     """
 

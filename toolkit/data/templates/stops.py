@@ -88,7 +88,7 @@ def end_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def require_turn_end(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Checks that the chat template puts a special token behind an answer, so that the model can learn to stop.
+    """Checks that the chat template puts a special token after an answer, so that the model can learn to stop.
 
     Args:
         source: the source of conversations, for the error.
@@ -108,7 +108,7 @@ def require_turn_end(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
 
 
 def _behind_answer(tokenizer: PreTrainedTokenizerBase, *following: Message) -> str | None:
-    """Returns what the chat template writes behind an assistant's words, or None if it refuses a plain conversation."""
+    """Returns what the chat template writes after an assistant's words, or None if it refuses a plain conversation."""
     words = "Seven"
     messages = [{"role": "user", "content": "What is three plus four?"}, {"role": "assistant", "content": words}]
     try:

@@ -88,7 +88,7 @@ class _LogProbabilities(LogitsProcessor):  # type: ignore[misc]
             self._of_steps.append(self._last.gather(1, ids).squeeze(1))
 
     def of(self, found: torch.Tensor) -> torch.Tensor:
-        """Returns the log-probabilities of the drawn tokens `found`, (B, tokens); those behind a stop mean nothing."""
+        """Returns the log-probabilities of the drawn tokens `found`, (B, tokens); those after a stop mean nothing."""
         self._take(found[:, -1:])
         self._last = None
         return torch.stack(self._of_steps, dim=1)

@@ -153,7 +153,7 @@ def find_reward_model(source: str, field: str = "--reward") -> str:
         ) from error
     if not architecture.endswith("ForSequenceClassification"):
         raise BadInputError(
-            f"{field}: {source!r} ({architecture}) is no reward model; name an export of the objective reward"
+            f"{field}: {source!r} ({architecture}) is not a reward model; name an export of the objective reward"
         )
     return place.name
 
@@ -181,8 +181,8 @@ def reward_model(source: str, dtype: str, device: str, field: str = "--reward") 
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if config.num_labels != 1:
                 raise BadInputError(
-                    f"{field}: {source!r} is no reward model: it tells {config.num_labels} classes; name an export of "
-                    "the objective reward"
+                    f"{field}: {source!r} is not a reward model: its head has {config.num_labels} classes, not one "
+                    "score; name an export of the objective reward"
                 )
             model = AutoModelForSequenceClassification.from_pretrained(
                 folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False

@@ -120,7 +120,7 @@ def write_rows(
         of_rows[sample.row].append(sample)
     files: dict[str, list[dict[str, Any]]] = {SFT: [], PAIRS: [], LABELS: []}
     for row, drawn in zip(rows, of_rows, strict=True):
-        # Behind the end of a text that was cut, an end would be learned that the model has not written there.
+        # After the end of a text that was cut, an end would be learned that the model has not written there.
         usable = [sample for sample in drawn if sample.stopped and not sample.is_empty]
         for name, made in _rows_of_prompt(row, usable, form, by_reward):
             files[name].append(made)

@@ -171,8 +171,8 @@ def _read_sample(folder: Path, number: int, line: bytes, rows: Sequence[PromptRo
     if row >= len(rows) or (found.row, found.k, found.prompt) != (row, k, rows[row].given):
         what = rows[row].place if row < len(rows) else "no row"
         raise BadInputError(
-            f"{place}: the sample is of another prompt than {what} of the file of prompts; give the prompts that it "
-            "was begun with, perhaps with more behind them, or name another folder with --to"
+            f"{place}: the sample belongs to another prompt than {what}; pass the file of prompts that it was begun "
+            "with (you may append to it), or name another folder with --to"
         )
     return found
 

@@ -215,14 +215,14 @@ def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[
 
 def _room_of(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
     """Returns the most tokens that the completion can have."""
-    # Before a target stands the token that it begins with.
+    # Before a target comes the token that it begins with.
     before = 1 if loaded.encoder_decoder else len(prompt.ids)
     free = math.inf if loaded.positions is None else loaded.positions - before
     return int(min(free, sampling.max_new_tokens))
 
 
 def sees_padding(loaded: Loaded, prompt: Prompt) -> bool:
-    """Tells whether padding beside a prompt changes the completion, as in RWKV, which has no attention mask.
+    """Tells whether padding next to a prompt changes the completion, as in RWKV, which has no attention mask.
 
     It is tried once for each model. The signature does not tell: a model may take a mask and ignore it.
     """
@@ -350,7 +350,7 @@ def _explain_out_of_memory(loaded: Loaded) -> Iterator[None]:
 
 
 def _continuation(loaded: Loaded, context: list[int], ids: list[int]) -> str:
-    """Decodes `ids` behind `context`: decoders drop the space at the beginning of a text."""
+    """Decodes `ids` after `context`: decoders drop the space at the beginning of a text."""
     from toolkit.data.tokens.tokenizer import decode
 
     head, whole = decode(loaded.tokenizer, context), decode(loaded.tokenizer, [*context, *ids])

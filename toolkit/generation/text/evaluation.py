@@ -23,10 +23,10 @@ MISMATCHES_SHOWN = 5
 """Number of wrong answers that are printed."""
 
 MINUS = "\u2212"
-"""The minus of mathematics, which models and data write beside the hyphen."""
+"""The minus of mathematics, which models and data write as well as the hyphen."""
 
 NUMBER = re.compile(
-    r"(?:(?<![A-Za-z0-9_.)\]%])-)?"  # behind a word or a number it is a dash: 3-5
+    r"(?:(?<![A-Za-z0-9_.)\]%])-)?"  # after a word or a number it is a dash: 3-5
     r"(?:(?:\d{1,3}(?:,\d{4})+(?!\d)|\d+(?:,\d{3}(?!\d))*)(?:\.\d+)?|(?<![A-Za-z0-9_.])\.\d+)"
     r"(?:[eE][+-]?\d{1,3}(?![A-Za-z0-9_]))?"
 )

@@ -266,7 +266,7 @@ def adapter_base(place: Place) -> Place:
         raise BadInputError(f"{place.name!r}: the adapter's task is {task} and generates no text; name another one")
     if not isinstance(name, str) or not name:
         raise BadInputError(f"{place.name!r}: adapter_config.json names no base_model_name_or_path; add it")
-    # As the name stands, or as seen from the adapter's folder.
+    # The name as it is, or as seen from the adapter's folder.
     for folder in (Path(name).expanduser(), Path(place.name) / name):
         if (folder / "config.json").is_file():
             return Place(str(folder))

@@ -24,7 +24,7 @@ BELONGS_TO = {
 CONTRADICTIONS = {
     ("--raw", "--chat"): "a conversation needs the chat template",
     ("--raw", "--system"): "a system text needs the chat template",
-    ("--raw", "--image"): "an image stands where the chat template says",
+    ("--raw", "--image"): "images go where the chat template says",
     ("--temperature", "--eval"): "an evaluation takes the most likely token",
     ("--top-p", "--eval"): "an evaluation takes the most likely token",
     ("--seed", "--eval"): "an evaluation takes the most likely token",

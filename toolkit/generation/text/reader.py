@@ -21,7 +21,7 @@ WORDS, THOUGHT = "Wordsofananswer", "Thoughtofananswer"
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads what a model wrote behind prompts that its tokenizer's chat template wrote."""
+    """Reads what a model wrote after prompts that its tokenizer's chat template wrote."""
 
     tokenizer: PreTrainedTokenizerBase
 
@@ -61,7 +61,7 @@ class Reader:
         return is_written and any(_ends_with(completion, each) for each in (text, text.removesuffix(end)))
 
     def _written(self, asked: Sequence[dict[str, Any]], said: dict[str, Any], row: PromptRow) -> str:
-        """Returns what the chat template writes for an answer behind its prompt; nothing if it refuses that."""
+        """Returns what the chat template writes for an answer after its prompt; nothing if it refuses that."""
         from toolkit.data.templates.stops import turn_ends
         from toolkit.data.templates.templates import rendered
         from toolkit.data.tokens.tokenizer import decode

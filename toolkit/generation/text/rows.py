@@ -212,7 +212,7 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
         images = tuple(file_or_content(reference, folder) for reference in example.images)
     except RowProblem as problem:
         raise BadInputError(str(problem)) from None
-    # Without the answer that was put behind it for the check.
+    # Without the answer that was put after it for the check.
     messages = example.messages[:-1]
     if messages[-1]["role"] not in ("user", "tool"):
         raise BadInputError(f"nothing is asked: the last message is the {messages[-1]['role']}'s, and not the user's")
@@ -220,9 +220,9 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
 
 
 def _with_system_or_tools(asked: Any, fields: Mapping[str, Any]) -> Any:
-    """Returns what is asked as messages, behind the system prompt of its row, if the row has one or tools.
+    """Returns what is asked as messages, after the system prompt of its row, if the row has one or tools.
 
-    As in training, a prompt beside a completion has no system prompt, nor has its text tools.
+    As in training, a prompt next to a completion has no system prompt, nor has its text tools.
     """
     from toolkit.data.layouts.messages import SYSTEM
     from toolkit.data.rows.values import is_absent, is_empty
@@ -262,7 +262,7 @@ def _encode_row(loaded: Loaded, row: PromptRow, system: str | None, raw: bool) -
         asked = row.asked(raw or loaded.tokenizer.chat_template is None)
         return encode_prompt(loaded, asked, system, raw, row.tools, row.arguments)
     if raw:
-        raise BadInputError("an image stands where the chat template says; leave --raw out")
+        raise BadInputError("images go where the chat template says; leave --raw out")
     assert isinstance(row.prompt, list)
     return encode_with_images(loaded, row.prompt, row.images, system, row.tools, row.arguments)
 

@@ -115,7 +115,7 @@ def require_one_type(model: nn.Module, dtype: str, mixed_precision: str) -> None
     whole = [name for name, module in model.named_modules() if isinstance(module, AuxiliaryTrainingWrapper)]
     if whole:
         raise BadInputError(
-            f"training.mixed_precision: {base_name(whole[0])} is trained in float32 beside a base in 16 bits; set "
+            f"training.mixed_precision: {base_name(whole[0])} is trained in float32 next to a base in 16 bits; set "
             "training.mixed_precision=bf16, or model.dtype=float32"
         )
 

@@ -41,7 +41,7 @@ class Base:
             fingerprint: that of its weights.
         """
         if self.fingerprint != fingerprint:
-            return "its weights are others"
+            return "its weights differ"
         if self.configuration is not None and self.configuration != configuration_digest(folder):
             return "its config.json says something else, so that the same weights are another model"
         return None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 LEAF = "stacked"
-"""Name of the parameter that stands in the place of peft's `weight`."""
+"""Name of the parameter in the place of peft's `weight`."""
 
 
 class StackedOutputs(nn.Module):

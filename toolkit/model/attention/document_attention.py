@@ -48,7 +48,7 @@ def diagonal_blocks(mask: torch.Tensor) -> list[Block]:
     seen = mask.to(torch.uint8)
     first = seen.argmax(dim=2)
     last = mask.shape[2] - 1 - seen.flip(2).argmax(dim=2)
-    # A block starts at k where nobody from k on sees what is before, and nobody before sees k or what follows.
+    # k starts a block if no token at k or later sees one before k, and none before k sees k or a later one.
     low = first.flip(1).cummin(dim=1).values.flip(1)
     high = last.cummax(dim=1).values
     index = torch.arange(mask.shape[1], device=mask.device)

@@ -1,1 +1,1 @@
-"""Keeps the files of a base that are beside its weights, for the export."""
+"""Keeps the files of a base that are next to its weights, for the export."""

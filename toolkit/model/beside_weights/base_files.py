@@ -1,4 +1,4 @@
-"""Keeps the files beside a base's weights as they were when training began; an export has them, too.
+"""Keeps the files next to a base's weights as they were when training began; an export has them, too.
 
 They are held in memory (some megabytes, most of it the tokenizer), on rank 0: a base that changes or goes while its run
 trains changes nothing in the export.
@@ -60,7 +60,7 @@ BESIDE_WEIGHTS = (CONFIG, GENERATION, *TOKENIZERS, *PROCESSORS, *LICENCES)
 
 @dataclass(frozen=True)
 class BaseFiles:
-    """Files beside the weights of a base.
+    """Files next to the weights of a base.
 
     Attributes:
         contents: the content of each file by its name, which is relative to the folder.
@@ -124,9 +124,9 @@ class BaseFiles:
 
 
 def base_files(model: ModelSection) -> BaseFiles:
-    """Returns the files beside the weights that an export has, too, on rank 0; none on other ranks.
+    """Returns the files next to the weights that an export has, too, on rank 0; none on other ranks.
 
-    They are the base's, with the tokenizer of `model.tokenizer` and, for random weights, the processor beside it.
+    They are the base's, with the tokenizer of `model.tokenizer` and, for random weights, the processor next to it.
 
     Raises:
         BadInputError: if they cannot be downloaded.

@@ -141,7 +141,7 @@ class QuantisedLinear(nn.Linear):
         return [cast(nn.Parameter, self._parameters[name]) for name in PARTS[: 3 if self.quantisation.double else 2]]
 
     def packed(self) -> list[torch.Tensor]:
-        """Returns the same as `_dequantise` takes them."""
+        """Returns the tensors in the order of `_dequantise`'s arguments."""
         return [*self.bytes(), *([self.nested_code] if self.quantisation.double else [])]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

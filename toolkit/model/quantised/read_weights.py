@@ -1,7 +1,7 @@
 """Linear layers whose weights a model's code reads itself, instead of calling the layer.
 
 Mamba multiplies by `self.dt_proj.weight`, the indexers of sparse attention cast to `self.weights_proj.weight.dtype`.
-Whatever stands in the place of such a layer must have its weights, as numbers of the type of compute: a quantised
+Whatever is in the place of such a layer must have its weights, as numbers of the type of compute: a quantised
 layer has bytes. An adapter's product is added by calling the layer, so it is not in the weights that are read.
 
 Some layers are called without gradients: the indexers of sparse attention choose tokens, which nothing is learned from.

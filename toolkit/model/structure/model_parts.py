@@ -1,6 +1,6 @@
 """Parts of a model that reads more than text: its language model, which text rows train, and the rest.
 
-Today's checkpoints are multimodal: a language model beside towers for images or sound, and projectors between them.
+Today's checkpoints are multimodal: a language model next to towers for images or sound, and projectors between them.
 The whole model is loaded, trained in its language part, and exported with the rest as it was.
 """
 

@@ -62,7 +62,7 @@ class FileNames:
     def in_files(self, tensors: Tensors) -> Tensors:
         """Yields the tensors as files hold them; one block of the model is in memory at a time.
 
-        What the base has beside them follows, if there are any: only the first rank has tensors.
+        What the base has next to them follows, if there are any: only the first rank has tensors.
         """
         written: set[str] = set()
         for name, tensor in self._in_blocks(tensors):

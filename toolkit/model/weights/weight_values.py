@@ -51,7 +51,7 @@ class Values:
                 f"model.name_or_path: {len(wrong)} of the weights of {self._source!r} hold numbers that are not "
                 f"finite: {listed(wrong)}; no loss would be a number. Download them again, or name another model"
             )
-        zero = [names for _, names, has_looked in found if has_looked]  # where one rank reads, it speaks for all
+        zero = [names for _, names, has_looked in found if has_looked]  # one rank that reads speaks for all
         return sorted(set.intersection(*zero)) if zero else []
 
 

@@ -45,7 +45,7 @@ class Fit:
         adapter: fingerprint of the adapter that training continues, or None.
         stored: names of the tensors in its files, or None without files.
         folder: the folder of its files, or None without files.
-        files: the files of its base beside the weights, and of its tokenizer; on rank 0.
+        files: the files of its base next to the weights, and of its tokenizer; on rank 0.
         unread: names of tensors in the files that transformers does not load.
     """
 
@@ -440,7 +440,7 @@ def _indexed_files(folder: Path, index: object) -> dict[str, Path]:
     if not isinstance(named, dict) or not named:
         wrong = "it has no weight_map that names any tensor"
     elif odd := [file for file in named.values() if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+", file)]:
-        wrong = f"it names {odd[0]!r}, which is not a file beside it"
+        wrong = f"it names {odd[0]!r}, which is not a file next to it"
     elif missing := [file for file in dict.fromkeys(named.values()) if not (folder / file).is_file()]:
         wrong = f"it names {missing[0]!r}, which is not there"
     if wrong is not None:

@@ -222,7 +222,7 @@ def _description(chart: Chart) -> str:
 def _values_table(chart: Chart) -> Table:
     """Returns a column for each curve, at up to `MAX_TABLE_ROWS` evenly spaced steps of the curve with the fewest."""
     shown = [series for series in chart.series if finite(series.ys)]
-    # Curves of one or two evaluations do not choose the steps: they would hide the curve beside them.
+    # Curves of one or two evaluations do not choose the steps: they would hide the curve next to them.
     long = [series for series in shown if len(series.xs) > 2 or len(shown) == 1]
     steps = min(long, key=lambda series: (len(series.xs), series.kind != "points")).xs if long else []
     values = [dict(zip(series.xs, series.ys, strict=True)) for series in shown]

@@ -1,4 +1,4 @@
-"""The metrics of an evaluation beside its loss, as tile, curves and table, and the confusion matrix."""
+"""The metrics of an evaluation next to its loss, as tile, curves and table, and the confusion matrix."""
 
 from __future__ import annotations
 

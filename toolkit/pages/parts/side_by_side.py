@@ -1,4 +1,4 @@
-"""Shows on the page of a run what the model writes behind held-out prompts."""
+"""Shows on the page of a run what the model writes after held-out prompts."""
 
 from __future__ import annotations
 

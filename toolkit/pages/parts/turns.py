@@ -17,7 +17,7 @@ FAMILIES = (
 
 
 def turns_of(text: str) -> list[tuple[str, str]]:
-    """Returns role and text of each turn; nothing if there are no marks, or any text stands outside of the turns.
+    """Returns role and text of each turn; nothing if there are no marks, or any text is outside of the turns.
 
     A last turn without text, which the model is to write, is left out.
     """

@@ -1,7 +1,7 @@
 """Tensors without memory whose values are known, because they follow from a batch alone and not from weights.
 
 Vision towers read the sizes of grids, and slice and select by them. Each fake tensor that is computed from known ones
-gets real values beside it, for code that reads them; only the fake tensor is counted.
+gets real values next to it, for code that reads them; only the fake tensor is counted.
 """
 
 from __future__ import annotations

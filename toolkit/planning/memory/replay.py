@@ -171,7 +171,7 @@ def _held_units(units: Sequence[UnitShape], layout: MemoryLayout) -> list[HeldUn
         key = (shape.parameters, number in layout.residents)
         if key not in alike:
             alike[key] = held_unit(shape, layout, key[1])
-        found.append(copy.copy(alike[key]))  # what is held of it at present is its own
+        found.append(copy.copy(alike[key]))  # the bytes that are held of it now are its own
     return found
 
 
@@ -188,14 +188,14 @@ class _ShardedRank(_Rank):
         self.held["optimizer"] = sum(unit.optimizer for unit in self._now)
         self._forward_gather = 0  # the output of the last gather of the forward
         self._reduce_input = 0  # the input of the last reduction
-        self._hidden = 0  # of the unit before, while all micro-batches but the last are in a unit's backward
+        self._hidden = 0  # bytes of the unit before, while all micro-batches but the last are in a unit's backward
         self._inside: list[int] = []  # the block that was entered last, and its experts
-        self._left = 0  # its whole bytes, while micro-batches go on to the head and one is still before it
-        self._sums = 0  # of the window, of the unit whose backward is under way, and of the experts in it
-        self._before_last: dict[str, int] | None = None  # what is held then when the last has not reduced the experts
+        self._left = 0  # bytes of the unit that was left, gathered until the last micro-batch has passed it
+        self._sums = 0  # bytes of sums: the window, the unit in backward, and its experts
+        self._before_last: dict[str, int] | None = None  # held bytes before the last pass reduces the experts
         self._leaving: list[int] = []  # gradients on their way to the host
-        self._last: int | None = None  # whose forward was the last
-        self._before: dict[int, list[int | None]] = {}  # whose forward was the one before each of a unit's
+        self._last: int | None = None  # the unit of the last forward
+        self._before: dict[int, list[int | None]] = {}  # unit -> the unit of the forward before each of its own
 
     def on(self, event: ProbeEvent, is_first: bool, is_last: bool) -> None:
         if self.by_block:
@@ -241,7 +241,7 @@ class _ShardedRank(_Rank):
         if self._left and self._moment in HEAD:
             held = sum(self._now[unit].whole_gradients for unit in self._gathered_to_end)
             sums = sum(self._now[unit].whole_sums for unit in self._gathered_to_end) - held
-            gathers = -self._forward_gather  # of which the first has freed the last
+            gathers = -self._forward_gather  # the first of them has freed the last
             self.snap(self._moment, event.peak, gathered=self._left, gradients=-held)
             if self.by_block > 2:
                 self.snap(self._moment, event.peak, gathered=self._left, gradients=sums, communication=gathers)
@@ -448,7 +448,7 @@ class _WholeRank(_Rank):
         self.held["gradients"] = self._buckets
 
     def on(self, event: ProbeEvent, is_first: bool, is_last: bool) -> None:
-        if event.kind == "end" and is_first and not is_last:  # summed beside the buckets until the last micro-batch
+        if event.kind == "end" and is_first and not is_last:  # summed next to the buckets until the last micro-batch
             self.held["gradients"] += self._buckets
 
 

@@ -111,7 +111,7 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     own = shape.trainable_numel(layout.shard)
     # With offload, gradients of parameters that stay in float32 are also cast to the compute dtype.
     cast = sum(p.shard_numel(layout.shard) * ((layout.offload and layout.compute) or p.held) for p in trainable)
-    # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive beside its source.
+    # One rank gathers nothing: FSDP2 casts parameter after parameter, so one copy is alive next to its source.
     casts = [p.numel * c for p, c, k in zip(shape.parameters, computed, kept, strict=True) if c != k]
     # Otherwise FSDP2 reduces two types as they are.
     is_mixed = layout.compute is not None and shape.is_mixed and not autograd_sums_gradients()

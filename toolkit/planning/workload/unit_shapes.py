@@ -30,7 +30,7 @@ class ParameterShape:
             a quantised matrix are gathered without a cast.
         moments: number of moments that the optimizer keeps of it.
         spread: ranks of an expert-parallel group; this is one rank's part, which F / spread ranks shard.
-        joined: ranks of a tensor group that share it beside the F of a shard group, as they do a teacher's parameters.
+        joined: ranks of a tensor group that share it, times the F of a shard group, as they do a teacher's parameters.
         is_partial: whether the ranks of a tensor group sum its gradients, as each has a share of them.
     """
 

@@ -13,7 +13,7 @@ SETTINGS_OF_LOSSES = {
     "simpo": ("beta", "gamma"),
     "orpo": ("odds_weight",),
 }
-"""Preference loss -> the settings that have an effect on it; their defaults stand beside the losses."""
+"""Preference loss -> the settings that have an effect on it; their defaults are next to the losses."""
 
 
 _RATES = (

@@ -79,7 +79,7 @@ class Comparison:
             except re.error as error:
                 raise ValueError(f"{pattern!r} is no regular expression of Python: {error}; correct it") from None
             if equals and not pattern:
-                raise ValueError(f"{text!r} has no regular expression behind =; write one, or leave = out")
+                raise ValueError(f"{text!r} has no regular expression after =; write one, or leave = out")
             return cls(how, pattern or None)
         if text is None or function_problem(text):
             raise ValueError(

@@ -103,7 +103,7 @@ def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) ->
     noise, difference = _largest_difference(again, alone), _largest_difference(together, alone)
     if difference > NOISE * noise:
         raise BadInputError(
-            f"{_refusal(model)}: its blocks hand on something by other ways than arguments and outputs, so that "
+            f"{_refusal(model)}: its blocks pass state other than by arguments and outputs, so that "
             f"micro-batches change each other's logits by {difference:.1e}. {MEND}"
         )
 

@@ -39,8 +39,8 @@ class SightCheck:
 
     Attributes:
         seen: change of a row's logits with its image.
-        leaks: change of the logits of rows beside it; 0 if none shares the sample.
-        alone: the largest difference of a row beside others from the row alone.
+        leaks: change of the logits of rows next to it; 0 if none shares the sample.
+        alone: the largest difference of a row next to others from the row alone.
         shared: whether several rows share the sample.
     """
 
@@ -108,7 +108,7 @@ def _require_features(
 ) -> None:
     """Tries rows with different images alone: transformers refuses one if features and places differ in number.
 
-    Beside others, a row with too many could balance one with too few.
+    Next to others, a row with too many could balance one with too few.
     """
     for number, place in _rows_of_unlike_sizes(samples):
         try:
@@ -165,7 +165,7 @@ def _measure(
     together, changed = (
         _logits(model, objective, samples.batch([number], [images]), device) for images in (seen, others_seen)
     )
-    # The small image of a batch without any is behind all pieces.
+    # The small image of a batch without any is after all pieces.
     alone = [_logits(model, objective, samples.alone(number, place), device)[0] for place in range(len(seen))]
     pairs = list(zip(changed, together, strict=True))[: len(seen)]
     others = [pair for place, pair in enumerate(pairs) if place != first]

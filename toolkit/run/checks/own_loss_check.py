@@ -49,7 +49,7 @@ def check_own_loss(
 
 
 def _check(objective: OwnLoss, found: dict[str, Any]) -> str:
-    """Returns what the summary says beside what divides the sum."""
+    """Returns what the summary says apart from what divides the sum."""
     (whole, count, gradient), (again, *_) = _tried(objective, found), _tried(objective, found)
     objective.settle(count)
     if again != whole:
@@ -89,7 +89,7 @@ def _tried(objective: OwnLoss, arguments: dict[str, Any]) -> tuple[float, int | 
     leaves = {name: arguments[name].detach().requires_grad_() for name in names}
     with torch.enable_grad():
         copies = {name: value.clone() for name, value in {**arguments, **leaves}.items() if hasattr(value, "clone")}
-        total, count = objective.sum_and_count({**arguments, **copies})  # which the function may change in place
+        total, count = objective.sum_and_count({**arguments, **copies})  # the function may change them in place
         where = f"the first batch, of {len(arguments['labels'])} targets"
         if not math.isfinite(total.item()) or not float(count) > 0 or not math.isfinite(float(count)):
             raise objective.wrong((total.item(), float(count)), where, "a finite sum, and a count above 0")

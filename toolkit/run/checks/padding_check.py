@@ -1,4 +1,4 @@
-"""Checks before the first step that a padded row beside another one has the logits that it has alone.
+"""Checks before the first step that a padded row next to another one has the logits that it has alone.
 
 Padding follows a row. A model may mix it into the text, as convolutions, Fourier transforms and landmarks do, or
 take the end of the padding for the end of the row.

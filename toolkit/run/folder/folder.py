@@ -69,7 +69,7 @@ LISTING_SECONDS = 10.0
 def claimed(output_dir: Path, recipe: Recipe, found: Resumption) -> Iterator[list[str]]:
     """Writes the resolved recipe into the output folder, and removes it if the block fails.
 
-    Checkpoints that the run passes over are set aside; the yielded lines say which and why. The recipe stays beside
+    Checkpoints that the run passes over are set aside; the yielded lines say which and why. The recipe stays next to
     files that an earlier run of it left, so that the next start recognises that run.
 
     Raises:
@@ -240,7 +240,7 @@ def clear_killed(output_dir: Path) -> None:
 
 
 def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
-    """Writes `data_report.json` and the page beside it.
+    """Writes `data_report.json` and the page next to it.
 
     Raises:
         BadInputError: if the folder cannot be written.

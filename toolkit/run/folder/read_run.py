@@ -27,10 +27,10 @@ class RunState:
         state: finished, running, stopped, failed, killed, stalled or unfinished.
         metrics: the lines of metrics.jsonl that can be read.
         recipe: key -> value of the settings; empty if no recipe can be read.
-        num_steps: steps of the whole run, if they are known.
+        num_steps: steps of the run, if they are known.
         why: why a run that is not finished ended, if that is known.
         problems: sentences about what is missing or damaged.
-        saved_step: the step of its last whole checkpoint, if it has one.
+        saved_step: the step of its last complete checkpoint, if it has one.
         seconds_per_step: of a running run, with its evaluations and saves, if they are known.
     """
 

@@ -144,7 +144,7 @@ class Answers(Extension):
                 f"{recipe.data.source_prefix!r}; write it into their rows"
             )
         self._prompts = encode_rows(self._loaded, self._rows, FILE, section.system, section.raw)
-        if not self._loaded.encoder_decoder:  # whose answers have all positions, whatever the prompt
+        if not self._loaded.encoder_decoder:  # their answers have all positions, whatever the prompt
             _require_room(self._loaded, self._rows, self._prompts, section)
 
     def state(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def continuations(
     beat: Callable[[], None],
     check_stop: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Returns the most likely tokens behind each prompt, as text. Every rank calls this, and runs the same forwards.
+    """Returns the most likely tokens after each prompt, as text. Every rank calls this, and runs the same forwards.
 
     No random number is drawn, so training is not affected.
 
@@ -117,11 +117,11 @@ class HeldOutTexts(RunPart):
 
 
 class HeldOutSamples(Extension):
-    """Puts what the model writes behind held-out prompts into `run.shown`, and into a file of the run's folder.
+    """Puts what the model writes after held-out prompts into `run.shown`, and into a file of the run's folder.
 
     Args:
         opened, run: the run whose model writes, with the weights that are evaluated.
-        metrics: prints what it writes behind the first prompt.
+        metrics: prints what it writes after the first prompt.
         heartbeat: beats while a write waits for room.
     """
 

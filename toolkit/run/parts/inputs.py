@@ -1,4 +1,4 @@
-"""What a run reads beside code of the user's: rows, the model's files, an adapter that it continues, a teacher."""
+"""What a run reads apart from code of the user's: rows, the model's files, an adapter that it continues, a teacher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rows(RunPart):
     def prepared(self, run: PreparedRun) -> None:
         rows = (
             f"{RESUME}: the content of data.train, or the tokenizer, has changed since, or another version of the "
-            f"toolkit reads the rows otherwise; undo that, {NEW_FOLDER}"
+            f"toolkit tokenises the rows differently; restore the data or that version, {NEW_FOLDER}"
         )
         content = (
             f"{RESUME}: the content of data.train has changed since: images, or files of a stream, under the same "
@@ -94,8 +94,8 @@ class Teacher(RunPart):
         section, teacher = self.recipe.objective, on_meta.teacher
         self.reads += _configuration("objective.teacher", section.teacher, section.teacher_revision)
         changed = (
-            f"{RESUME}: the frozen weights that its run learned from, of objective.teacher or of the model as a "
-            f"reference, are others now; name the same ones, {NEW_FOLDER}"
+            f"{RESUME}: the weights of objective.teacher, or of the model as a reference, have changed since; name the "
+            f"same ones, {NEW_FOLDER}"
         )
         self.reads.append(Read("teacher", None if teacher is None else teacher.fit.fingerprint, changed))
 

@@ -22,7 +22,7 @@ def identify_code(recipe: Recipe) -> dict[str, str]:
     """Returns a fingerprint of each function and reward model that the recipe names, by its field. Collective.
 
     Raises:
-        BadInputError: if one cannot be imported, or is no reward model.
+        BadInputError: if one cannot be imported, or is not a reward model.
     """
     named = recipe.own_code()
     judges = {reward.name: reward.model for reward in recipe.objective.rewards or [] if reward.model is not None}

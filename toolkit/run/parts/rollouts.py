@@ -144,7 +144,7 @@ def batch_size_of(
     limit = LARGEST_GAP if exact else LARGEST_GAP_IN_16_BITS
     most = min(TRIED, section.max_new_tokens or TRIED)
     by_length = [sorted(batch, key=lambda prompt: len(prompt.ids)) for batch in batches_of(prompts, size)]
-    batch = max(by_length, key=lambda batch: len(batch[-1].ids) - len(batch[0].ids))  # where padding would show
+    batch = max(by_length, key=lambda batch: len(batch[-1].ids) - len(batch[0].ids))  # padding would show here
 
     def gap_of(trial: list[Prompt]) -> float:
         with torch.no_grad():
@@ -220,7 +220,7 @@ class Rollouts:
         positions: counts the completions of the run, and says which are this rank's.
         sampler: draws them.
         device: where reward models run.
-        warn: told of rewards and completions from which nothing can be learned.
+        warn: called about rewards and completions from which nothing can be learned.
         wait: called before rewards, which may be slow on rank 0 while the others wait for it.
 
     Attributes:
@@ -334,7 +334,7 @@ class Rollouts:
         return Rollout(prompts, rows, samples, texts, values, rewards, found)
 
     def _batch(self, rollout: Rollout, numbers: range) -> Batch:
-        """Returns completions behind their prompts, packed into one row; see `Grpo`."""
+        """Returns completions after their prompts, packed into one row; see `Grpo`."""
         samples = [rollout.samples[number] for number in numbers]
         asked = [rollout.prompts[number].ids for number in numbers]
         learned = [self._is_learned(rollout, number) for number in numbers]

@@ -38,7 +38,7 @@ class Recorded(RunPart):
             self.opened.story.warn(text)
 
     def start(self, run: PreparedRun, facts: Mapping[str, str], is_resumed: bool) -> None:
-        with contextlib.suppress(OSError):  # a full disk is told by what must be written
+        with contextlib.suppress(OSError):  # what must be written reports a full disk
             ranks.on_first_rank(lambda: self.opened.story.write(self.opened.output_dir))
 
     def extension(self, loop: Loop) -> Extension | None:

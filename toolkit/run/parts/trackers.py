@@ -120,7 +120,7 @@ class Trackers:
                 self._try(tracker, lambda tracker=tracker: tracker.log(named, step=step))  # type: ignore[misc]
 
     def show(self, samples: Sequence[SideBySide], report: Path) -> None:
-        """Gives each tracker the report and what the model wrote behind held-out prompts."""
+        """Gives each tracker the report and what the model wrote after held-out prompts."""
         for tracker in list(self._accelerator.trackers):
             if (give := SHOWN.get(tracker.name)) is not None:
                 self._try(

@@ -31,7 +31,7 @@ class LiveReport:
 
     Args:
         summary_of: returns the summary of the records so far.
-        num_steps: steps of the whole run.
+        num_steps: steps of the run.
         output: the output of the notebook's cell in which the run was started, which shows the same records.
     """
 

@@ -47,7 +47,7 @@ def uniform_guess(objective: Objective, model: nn.Module, class_weights: object)
 
 def doubts_of(metrics: list[dict[str, Any]], guess: Guess | None) -> list[str]:
     """Returns a sentence for each reason to doubt the run; none if it went well."""
-    if samples_itself(metrics):  # whose loss says nothing
+    if samples_itself(metrics):  # its loss says nothing
         return [told] if (told := gamed(metrics)) is not None else []
     train = [_loss(record) for record in metrics if record["split"] == "train"]
     held_out = [_loss(record) for record in metrics if record["split"] == "eval" and "loss" in record]

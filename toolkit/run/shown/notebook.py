@@ -68,7 +68,7 @@ class NotebookOutput:
 
     Args:
         update: replaces the output.
-        num_steps: steps of the whole run.
+        num_steps: steps of the run.
     """
 
     def __init__(self, update: Callable[[Output], None], num_steps: int) -> None:

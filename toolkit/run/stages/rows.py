@@ -57,7 +57,7 @@ def build_windows(
 
 
 def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
-    """Returns the samples of the whole run: whole steps, or exactly the epochs of the recipe.
+    """Returns the samples of the run: whole steps, or exactly the epochs of the recipe.
 
     A step whose samples the model makes is whole in any case, and goes on with the prompts of the next epoch.
     """
@@ -67,11 +67,11 @@ def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
 
 
 def rest_of_run(recipe: Recipe, num_steps: int, size: int, positions: int, manifest: Manifest) -> tuple[int, int]:
-    """Returns steps and samples of the whole run, whose first steps may have been of another size.
+    """Returns steps and samples of the run, whose first steps may have been of another size.
 
     Args:
-        num_steps: steps of the whole run, if all had `size` samples.
-        positions: samples of the whole run in that case.
+        num_steps: steps of the run, if all had `size` samples.
+        positions: samples of the run in that case.
         manifest: the manifest of the checkpoint to resume from.
     """
     # max_steps counts steps of any size; epochs count samples.
@@ -81,7 +81,7 @@ def rest_of_run(recipe: Recipe, num_steps: int, size: int, positions: int, manif
 
 
 def last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int, resumed: Manifest | None) -> int:
-    """Returns the samples of the whole run, in steps of `size`."""
+    """Returns the samples of the run, in steps of `size`."""
     last = num_positions(recipe, len(data.train), num_steps * size)
     return last if resumed is None else rest_of_run(recipe, num_steps, size, last, resumed)[1]
 

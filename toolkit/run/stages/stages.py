@@ -179,8 +179,8 @@ class PreparedRun:
 
     Attributes:
         windows: yields this rank's micro-batches of one optimizer step at a time.
-        num_steps: optimizer steps of the whole run, including those before a checkpoint.
-        num_positions: samples of the whole run.
+        num_steps: optimizer steps of the run, including those before a checkpoint.
+        num_positions: samples of the run.
         accumulation: how the micro-batches of a step run.
         ends: which tokens end what is learned, or None if the model writes no text.
     """

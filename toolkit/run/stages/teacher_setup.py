@@ -1,4 +1,4 @@
-"""Sets up the frozen model that a run learns from, beside the one that it trains."""
+"""Sets up the frozen model that a run learns from, next to the one that it trains."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class ByBlock:
             if not self._is_checked and bypasses(passes, loss):
                 raise BadInputError(
                     f"sharding.accumulate: by_block cannot run {class_name(self._root)}, whose losses or blocks use "
-                    "what is computed inside of a block and is none of its outputs; set "
+                    "what is computed inside a block and is not one of its outputs; set "
                     "sharding.accumulate=by_micro_batch"
                 )
             backward(loss)

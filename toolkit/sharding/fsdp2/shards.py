@@ -138,7 +138,7 @@ def shard_group(parameter: DTensor) -> dist.ProcessGroup:
 
 
 def _shard_axis(parameter: DTensor) -> int:
-    """Returns the axis along which FSDP2 shards: the last one, behind those of replicas and of tensor parallelism."""
+    """Returns the axis along which FSDP2 shards: the last one, after those of replicas and of tensor parallelism."""
     return len(parameter.placements) - 1
 
 

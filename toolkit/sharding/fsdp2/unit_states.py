@@ -19,8 +19,8 @@ This table says what causes a transition:
     transition           ordinary run                          run by block
     gather               FSDP2's hooks before forward and      the same, for the first micro-batch in the unit
                          backward, and its prefetch
-    end forward, free    FSDP2's hook behind forward           the same; freed behind the last micro-batch
-    reduce, free         FSDP2's hook behind backward, as      the same, as `begin_unit_backward` has said
+    end forward, free    FSDP2's hook after forward           the same; freed after the last micro-batch
+    reduce, free         FSDP2's hook after backward, as      the same, as `begin_unit_backward` has said
                          `begin_micro_batch` has said
     end pass             FSDP2, for all units at the end of    `end_passes`, for the units of the pass alone, and the
                          each backward                         end of `window` for what is left

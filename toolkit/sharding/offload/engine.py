@@ -256,7 +256,7 @@ class OffloadEngine:
     def _on_landed(self, unit: OffloadedUnit) -> None:
         if self._clip is not None and self._clip.limits:
             raise BadInputError(
-                "offload: backward was called between clip_grad_norm_ and optimizer.step; clip once, behind the last "
+                "offload: backward was called between clip_grad_norm_ and optimizer.step; clip once, after the last "
                 "backward of the step (under accumulate, if accelerator.sync_gradients)"
             )
         self._agreed, self._clip = False, None

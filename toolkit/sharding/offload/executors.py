@@ -313,7 +313,7 @@ class DeviceStream:
         for chunk in self._chunks[unit]:
             flats = self._lane_buffers(unit, chunk.unit.numel)
             # All of it on the unit's one stream, so that in, step and out keep their order; only units of the other set
-            # of buffers run beside it.
+            # of buffers run next to it.
             flats["gradient"].copy_(chunk.of(step.gradient), non_blocking=True)
             for name, tensor in host.items():
                 flats[name].copy_(chunk.of(tensor), non_blocking=True)

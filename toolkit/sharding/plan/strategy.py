@@ -147,7 +147,7 @@ def _hybrid_shape(world_size: int, replicate: int | None, shard: int | None) -> 
     if not factors:
         raise BadInputError(
             f"strategy hybrid needs equal groups of at least 2 ranks, and at least 2 groups; "
-            f"{world_size} ranks cannot be parted so. Choose zero3"
+            f"{world_size} ranks cannot form such groups. Choose zero3"
         )
     asked = f"dp_replicate_size {replicate or 'unset'} and dp_shard_size {shard or 'unset'}"
     if shard is None and replicate is not None and world_size % replicate == 0:
@@ -190,8 +190,8 @@ def require_tensor_groups(tensor: int, on_node: int) -> None:
     if on_node % tensor:
         allowed = [size for size in range(1, on_node + 1) if on_node % size == 0]
         raise BadInputError(
-            f"sharding.tensor: groups of {tensor} do not divide the {on_node} ranks of a node, inside of which they "
-            f"meet several times a layer; set it to one of {', '.join(map(str, allowed))}"
+            f"sharding.tensor: {tensor} does not divide the {on_node} ranks of a node; the ranks of a group exchange "
+            f"several times a layer and must share a node. Set it to one of {', '.join(map(str, allowed))}"
         )
 
 

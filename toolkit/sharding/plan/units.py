@@ -313,7 +313,7 @@ def _final_norm(tree: _Tree, blocks: list[str], embeddings: str | None) -> str |
     """
     holders = {_list_owner(tree, block): block for block in blocks}
     beside_embeddings = (embeddings or "").rpartition(".")[0]
-    # Kosmos-2 defines its vision tower last: what stands beside the embeddings is the language model.
+    # Kosmos-2 defines its vision tower last: what is next to the embeddings is the language model.
     holder = beside_embeddings if embeddings and beside_embeddings in holders else list(holders)[-1]
     children = {tree.path_of[id(child)]: name for name, child in tree.modules[holder].named_children()}
     position = [holders[holder] in tree.inside(path) for path in children].index(True)

@@ -221,7 +221,7 @@ def _looked_up_whole(
 
 
 def _whole_logits(head: nn.Linear, ranks: TensorRanks, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns whole logits (..., V) of hidden states (..., D)."""
+    """Returns full logits (..., V) of hidden states (..., D)."""
     return ranks.gathered(F.linear(hidden, head.weight, head.bias), head.out_features)
 
 

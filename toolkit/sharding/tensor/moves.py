@@ -82,7 +82,7 @@ class TensorRanks:
         )
 
     def began(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's tokens of hidden states (B, T, D), with zeros behind them if n does not divide T."""
+        """Returns this rank's tokens of hidden states (B, T, D), with zeros after them if n does not divide T."""
         set_tokens_of_row(hidden.shape[1])
         return self._move(hidden, _own_tokens, _gather_tokens, hidden.shape[1])
 

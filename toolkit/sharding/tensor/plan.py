@@ -114,7 +114,7 @@ def _blocks(base: Any, parents: Collection[str]) -> tuple[str, ...]:
 
 
 def _left_out(base: Any, layers: Collection[str], parents: Collection[str]) -> list[str]:
-    """Returns the parameters that the plan does not know: matrices of blocks, and all beside layers that are cut.
+    """Returns the parameters that the plan does not know: matrices of blocks, and all outside of layers that are cut.
 
     What runs on this rank's heads alone has a gradient that is to be summed, which only the plan can tell.
     """
@@ -139,7 +139,7 @@ def _require_vocabulary(base: Any, kind: str, size: int) -> None:
                 "adapter.modules_to_save"
             )
         found = type(odd).__name__
-        raise _refused(kind, f"its embeddings or its head are a {found}, of which only plain ones are cut")
+        raise _refused(kind, f"its embeddings or its head are a {found}; only nn.Embedding and nn.Linear are cut")
     for length in {layer.weight.shape[0] for layer in (table, head) if layer is not None}:
         if size * (size - 1) >= length:
             raise BadInputError(f"{FIELD}: {size} ranks cannot share a vocabulary of {length} tokens; lower it")
