@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "thoughts that differ": (answers({"reasoning": "a", "thinking": "b"}), "a message has two different thoughts"),
     "thought of numbers": (answers({"thinking": 3}), "a message's thinking is a number, not text"),
     "channel": (answers({"channel": "aside"}), "a message's channel is not one of analysis, commentary, final"),
-    "analysis at the end": (answers({}, {"channel": "analysis"}), "a message of the channel analysis has no answer"),
+    "analysis at the end": (answers({}, {"channel": "analysis"}), "channel analysis is not followed by an answer"),
 }
 
 
