@@ -141,7 +141,7 @@ def main() -> None:
 
 
 def _is_by_keyboard(end: BaseException | None) -> bool:
-    """Returns whether this process itself was interrupted, of which typer makes an exit with the same code."""
+    """Returns whether this process itself was interrupted, which typer turns into an exit with the same code."""
     return end is not None and (isinstance(end, KeyboardInterrupt) or _is_by_keyboard(end.__cause__ or end.__context__))
 
 

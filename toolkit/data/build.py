@@ -114,7 +114,7 @@ older versions are made again. Runs of older versions resume, because their fing
 
 
 COLUMNS_OF_KEYS = (*FEATURES, "label", "tags", "split", "margin", "shard")
-"""The columns of all documents in version 0.2, of which the names of their folders are digests, too; they stay."""
+"""The columns of all documents in version 0.2. Names of folders are digests of these, too, so they stay."""
 
 
 LATER = frozenset({"group_size", "max_new_tokens", "rollout_batch_size", "scale_rewards", "mask_truncated"})

@@ -99,7 +99,7 @@ class StreamCounts:
 
 
 def _add(found: dict[str, Found], more: Mapping[str, Found]) -> None:
-    """Adds rows to those that were found before, of which the first keep their names, each once."""
+    """Adds rows to the earlier ones; the first ones keep their names, each once."""
     for what, new in more.items():
         old = found.get(what, Found(count=0, rows=[]))
         names = list(dict.fromkeys([*old.rows, *new.rows]))[:ROWS_NAMED]

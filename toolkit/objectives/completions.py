@@ -60,7 +60,7 @@ class OfCompletions(Objective):
         log_probabilities: Callable[[nn.Module, Batch], torch.Tensor],
     ) -> list[Batch]:
         """Returns the batches with the log-probabilities of the base, which the loss needs."""
-        # For all micro-batches at once: adapters are switched off for the whole process, not for a thread.
+        # For all micro-batches at once: adapters are switched off for the process, not for a thread.
         with self._as_base(model):
             found = run([functools.partial(log_probabilities, model, batch) for batch in batches])
         return [{**batch, OF_BASE: of_base} for batch, of_base in zip(batches, found, strict=True)]

@@ -96,7 +96,7 @@ class Kto(OfCompletions):
         """Returns the batches with the base's log-probabilities, (R, 2), and `window_sums`, (2,)."""
         if self._adapted is not None:
             batches = self._with_base(model, batches, run, lambda *of: self.log_probabilities(*of)[0])
-        # For all micro-batches at once: dropout is switched off for the whole process, not for a thread.
+        # For all micro-batches at once: dropout is switched off for the process, not for a thread.
         with without_dropout(model):
             found = run([functools.partial(self.window_sums, model, batch) for batch in batches])
         return [{**batch, SUMS: sums} for batch, sums in zip(batches, found, strict=True)]

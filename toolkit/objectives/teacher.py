@@ -130,7 +130,7 @@ def load_teacher(
         has_images: whether rows have images.
 
     Raises:
-        BadInputError: if there is no such model, or it reads tokens or images otherwise than the student.
+        BadInputError: if there is no such model, or it reads tokens or images differently from the student.
     """
     section = frozen_section(recipe, mixed_precision)
     if section is None:

@@ -168,7 +168,7 @@ def _parse_overrides(texts: Iterable[str]) -> tuple[list[tuple[str, Any]], list[
             problems.append(f"override {text!r}: expected key.sub=value, for example training.max_steps=50")
             continue
         try:
-            # A glob; for YAML it would be an alias, of which one value has none.
+            # A glob. YAML would read an alias, and a single value has none.
             pairs.append((key, raw if raw.startswith("*") else override_value(raw)))
         except NOT_YAML as error:
             problems.append(f"override {text!r}: {yaml_problem(error)}")

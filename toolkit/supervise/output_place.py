@@ -9,7 +9,7 @@ from toolkit.errors import BadInputError
 from toolkit.paths import CHECKPOINTS
 
 OF_A_RUN = ("recipe.yaml", "metrics.jsonl", "report.html", CHECKPOINTS, "export")
-"""Names of which any one marks a folder as that of a run, whatever else is in it."""
+"""Names, each of which marks a folder as that of a run, whatever else is in it."""
 
 BESIDE_A_RUN = (".yaml", ".yml", ".sh", ".py", ".ipynb", ".log", ".out", ".err", ".md", ".txt")
 """Endings of files that people and batch systems keep in a folder before a run begins."""

@@ -57,7 +57,7 @@ def compare(plain: PlainRun, sharded: ShardedRun, dtype: str) -> list[Row]:
 
 
 def _samples_row(count: int, differ: int | None, mixed: bool) -> Row:
-    """Returns the row of the first step's completions, of which the ranks draw `differ` otherwise."""
+    """Returns the row of the first step's completions; the ranks draw `differ` of them differently."""
     note = f"of the first step's {counted(count, 'completion')} the ranks draw {differ} otherwise"
     if mixed:  # a token changes as soon as two are almost equally likely
         return Row("samples", None, None, NOT_USED, f"{note}; not compared in 16 bits")

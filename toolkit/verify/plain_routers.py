@@ -151,7 +151,7 @@ class PlainRouters:
 
     def _load_share(self, number: int, layer: int) -> torch.Tensor:
         """Returns f_e, (experts,): the choices of each expert per token, as far as this micro-batch knows them."""
-        # Without a coefficient nothing is minimised, and the figure of the whole step is reported. Otherwise
+        # Without a coefficient nothing is minimised, and the figure of the step is reported. Otherwise
         # micro-batches that run at the same time know only themselves and earlier ones, unless they run by block.
         whole = self._whole_step or not self._coefficient
         last = len(self._choices) if whole else (number // self._groups + 1) * self._groups

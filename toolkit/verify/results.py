@@ -112,7 +112,7 @@ class ShardedRun:
         precision: the mixed precision of the run.
         device: the type of device.
         replay: the check of dropout under activation checkpointing, or None without it.
-        differ: completions of the first step that the ranks draw otherwise than the plain model; None without any.
+        differ: completions of the first step that the ranks draw differently from the plain model; None without any.
     """
 
     outcome: Outcome

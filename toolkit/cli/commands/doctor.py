@@ -97,7 +97,7 @@ def doctor(
 def _compare_nodes(
     folder: Path, count: int | None, rank: int | None, address: str | None, port: int, as_json: bool
 ) -> None:
-    """Compares the nodes, of which Slurm tells the number and the first if the options do not. Node 0 prints."""
+    """Compares the nodes; Slurm says how many they are and which is the first if the options do not. Node 0 prints."""
     from toolkit.cluster.nodes import COLUMNS, Place, compare_nodes, rows
 
     count = int(os.environ.get("SLURM_NNODES", "1")) if count is None else count

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import datasets
 
 WRITTEN_BATCHES = 16
-"""Batches of rows that are written as one, of which a table has fewer to look through."""
+"""Batches of rows that are written as one, so that a table has fewer to look through."""
 
 
 class Named(TypedDict):

@@ -257,7 +257,7 @@ class ImagePairSamples(ImageSamples, PairSamples):
 
 
 class PairRows(TextRows):
-    """Pairs, of which both completions are in one sample."""
+    """Pairs; both completions of one are in one sample."""
 
     name = "pairs"
     documents = 2

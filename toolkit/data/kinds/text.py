@@ -1,4 +1,4 @@
-"""Text, answers and conversations, of which a model learns the next tokens."""
+"""Text, answers and conversations, whose next tokens a model learns."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ WITH_IMAGES = "pictured"
 """Key of every message of a conversation with images: the word that stands for one in the chat template."""
 
 OF_REJECTED = "rejected_images"
-"""Column of the images that the rejected completion of a pair sees, if they are others than the chosen one's."""
+"""Column of the images that the rejected completion of a pair sees, if they differ from the chosen one's."""
 
 COLUMNS = ("images", "image", "image_paths", "image_path", "image_urls", "image_url")
 """Columns of a row's images: one image or a list, in the order of their places."""

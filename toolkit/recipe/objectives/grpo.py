@@ -11,7 +11,7 @@ from toolkit.recipe.objectives.section import COMPARED, Compare, Comparison, Pos
 from toolkit.recipe.objectives.spec import ObjectiveSpec
 
 SOURCES = ("compare", "match", "model", "overlong")
-"""Fields of which a reward has exactly one."""
+"""A reward sets exactly one of these fields."""
 
 
 class RewardSection(Section):

@@ -63,7 +63,7 @@ def with_reference(
     known = ranks.on_first_rank(lambda: _load_cached(path, len(samples.rows)))
     missing = [number for number in reached if np.isnan(known[samples.rows_of(number)]).any()]
     kept_at = time.monotonic()
-    # The reference is a fixed model: without dropout, whose masks would be kept for the whole run.
+    # The reference is a fixed model: without dropout, whose masks would be kept for the run.
     with without_dropout(model):
         settings = (micro_batch_size, known, part, copies)
         for done in _compute_missing(accelerator, model, objective, samples, missing, *settings):

@@ -25,7 +25,7 @@ def asked_teacher(
     """Returns the teacher on the meta device, with the attention of the run, or None without one.
 
     Raises:
-        BadInputError: if it cannot be loaded, or reads tokens or images otherwise than the student.
+        BadInputError: if it cannot be loaded, or reads tokens or images differently from the student.
     """
     teacher = load_teacher(recipe, tokens, accelerator.mixed_precision, has_images)
     if teacher is not None:

@@ -81,7 +81,7 @@ def _has_gradient(parameter: Any) -> bool:
 
 
 def pass_over_ungathered_units(model: nn.Module) -> None:
-    """Ends a backward right in units that it has not reached, such as a tower of which no row has use.
+    """Ends a backward right in units that it has not reached, such as a tower that no row uses.
 
     FSDP2 ends a pass in all units. If it reduces, it checks whether a parameter was ever gathered. If it accumulates,
     it does not check, and fails ("no attribute '_unsharded_param'"). If earlier micro-batches have reached a replicated

@@ -47,7 +47,7 @@ _GENERATING: WeakSet[Any] = WeakSet()
 """The models that are generating text now; see `UnitStates.generating`."""
 
 _GATHERED: WeakSet[Any] = WeakSet()
-"""The models of which a forward with gradients may have left units gathered."""
+"""Models whose forward with gradients may have left units gathered."""
 
 _STEPPED: WeakSet[Any] = WeakSet()
 """The models that were stepped during backward, so that what is still gathered is old."""

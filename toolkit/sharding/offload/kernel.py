@@ -147,7 +147,7 @@ def load_kernel() -> AdamWKernel:
 
 def _compiler() -> str:
     """Returns the machine's C++ compiler, or the one that the variable CXX names."""
-    from torch.utils import cpp_extension  # imports setuptools: 0.1 s of CPU, of which most runs and plans have no use
+    from torch.utils import cpp_extension  # imports setuptools: 0.1 s of CPU, which most runs and plans do not need
 
     return cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call, no-any-return]
 

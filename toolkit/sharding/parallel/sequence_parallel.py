@@ -158,7 +158,7 @@ def _as_in_first_forward(rows: WholeRows | None, tokens: int) -> Iterator[None]:
 
 
 def set_tokens_of_row(tokens: int) -> None:
-    """Notes the tokens of a row of the current forward, of which the ranks of a tensor group go on with parts."""
+    """Notes the tokens of a row of the current forward, if the ranks of a tensor group go on with parts of it."""
     _current.tokens = tokens
 
 
