@@ -2,19 +2,25 @@
 
 python .ci/versions.py            a table; exit code 1 if there is a newer version than is allowed
 python .ci/versions.py oldest     constraints for pip: the lowest versions that are allowed
+python .ci/versions.py wall       writes this environment's versions and the date into docs/wall.md, whose programs ran
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+WALL = PROJECT.parent / "docs/wall.md"
+SEEN = re.compile(r"Seen on transformers .*? with torch \d[.\d]*\d", re.DOTALL)
 WATCHED = ("torch", "accelerate", "transformers", "datasets", "peft", "trl")
 
 
@@ -51,5 +57,17 @@ def oldest() -> int:
     return 0
 
 
+def wall() -> int:
+    transformers, accelerate, trl, deepspeed = map(version, ("transformers", "accelerate", "trl", "deepspeed"))
+    seen = (
+        f"Seen on transformers {transformers},\nAccelerate {accelerate}, TRL {trl} and DeepSpeed {deepspeed}, "
+        f"the newest on {datetime.now(UTC).date()}, with torch {version('torch').partition('+')[0]}"
+    )
+    text, count = SEEN.subn(seen, WALL.read_text(encoding="utf-8"))
+    assert count == 1, count
+    WALL.write_text(text, encoding="utf-8")
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(oldest() if sys.argv[1:] == ["oldest"] else table())
+    sys.exit({"oldest": oldest, "wall": wall}[sys.argv[1]]() if sys.argv[1:] else table())

@@ -7,24 +7,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 LEFT_OUT = {
     **dict.fromkeys(
-        [
-            "dots3_note",
-            "emu3",
-            "fuyu",
-            "gemma3",
-            "gemma3n",
-            "gemma4",
-            "gemma4_unified",
-            "git",
-            "got_ocr2",
-            "llama4",
-            "mllama",
-            "moss_transcribe_diarize",
-            "phi4_multimodal",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen4_exp",
-        ],
+        (
+            *("dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2"),
+            *("llama4", "mllama", "moss_transcribe_diarize", "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+        ),
         "text beside images or sound; the text models have names of their own",
     ),
     **dict.fromkeys(("musicgen", "musicgen_melody"), "predicts sound, in several codebooks"),
