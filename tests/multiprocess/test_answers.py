@@ -277,5 +277,5 @@ def test_answers_decide_about_the_end(folder: Path) -> None:
         "step_00000002",
     ]
     page = (folder / "chosen/report.html").read_text()
-    assert "no larger share of right answers in 2 evaluations (training.patience)" in page
+    assert "no higher share of right answers in 2 evaluations (training.patience)" in page
     assert 'id="chart-answers"' in (folder / "zero3/report.html").read_text()

@@ -66,10 +66,16 @@ def test_the_best_weights_are_exported_and_told_everywhere(name: str, folder: Pa
     written = load_file(run / "export/model.safetensors")
     again = load_file(tmp_path / "best/model.safetensors")
     assert all(torch.equal(written[tensor], again[tensor]) for tensor in written)
+    asked = [[str(run), "--checkpoint", "best"], [str(run), "--checkpoint", str(best)], [str(tmp_path / "best")]]
+    how = ["--prompt", "the", "--temperature", "0"]
+    (answer,) = {CliRunner().invoke(app, ["generate", *one, *how]).stdout for one in asked}
+    assert answer, "one answer of all three"
+    assert not list(run.glob(".checkpoint*")), "nothing is left"
     said = f"step {best} of 8, whose held-out loss is {losses[best]:.4g}; the last is {losses[8]:.4g}"
     shown = CliRunner().invoke(app, ["status", str(run)]).output
     texts = [shown, (run / "export/README.md").read_text(), (run / "report.html").read_text()]
     assert [said in text for text in texts] == [True] * 3
+    assert re.search(rf'class="lead">.*Exported: {re.escape(said)}\.</p>', texts[2]), "without a click"
     assert json.loads((run / "export/training.json").read_text())["exported"] == said
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,17 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from toolkit.checkpoint.beside_weights.compared_files import compare_files
 from toolkit.checkpoint.beside_weights.model_files import compared
 from toolkit.checkpoint.export import (
+    EXPORT_TYPES,
     ExportSettings,
     Source,
     compare_logits,
+    dtype_of_export,
     logits_of_random_tokens,
     names_fact,
     write_export,
 )
 from toolkit.checkpoint.fetch import fetch
 from toolkit.checkpoint.manifest import (
-    COMPLETE,
     MANIFEST,
     MODEL_FILES,
     Manifest,
@@ -39,6 +40,7 @@ from toolkit.checkpoint.manifest import (
     check_files,
     list_checkpoints,
     look_at,
+    place_named,
     place_of,
     step_folder,
 )
@@ -55,13 +57,11 @@ from toolkit.optim.ema import AVERAGE
 from toolkit.paths import GIB, fingerprint_of, folder_on_this_machine, parse_json, read_foreign, told_of_checkpoint
 from toolkit.recipe.schema import LARGEST_SHARD_GIB, AdapterSection, ExportSection
 
-EXPORT_TYPES = ("float32", "bfloat16", "float16")
-
 BASE_DIGESTS = "base_files.json"
 """The file with the SHA-256 of the base's files next to its weights, as they were when training began."""
 
 STORED_NAMES = "stored_names.json"
-"""The file with the names of the tensors in the base's files, and the fingerprint of these; nulls if it had none."""
+"""The file with names and fingerprint of the tensors in the base's files, nulls if it had none, and with its dtype."""
 
 
 def export_checkpoint(
@@ -104,7 +104,7 @@ def export_checkpoint(
         read_whole(folder, manifest, settings.max_shard_bytes, settings.average),
         {name for name, _ in model.named_parameters()},
         None if is_adapter else FileNames(model, stored, base),
-        (manifest.base, manifest.named.get("model.name_or_path"), (_base_digests(run) or {}).get(GENERATION)),
+        (manifest.base, manifest.named.get("model.name_or_path"), _told_of_base(run, BASE_DIGESTS).get(GENERATION)),
     )
     difference: float | None = None
     notes: tuple[str, ...] = ()
@@ -135,8 +135,8 @@ def _compare_files(
     inner, is_adapter = base_of(model), has_adapter(model)
     notes = compare_files(compared(inner, BaseFiles.read(run / MODEL_FILES), is_adapter), export)
     _, name, _ = _trained_as(manifest, folder)
-    digests = _base_digests(run)
-    if name is None or digests is None:
+    digests = _told_of_base(run, BASE_DIGESTS)
+    if name is None or not digests:
         return tuple(notes)
     base = _base_on_this_machine(manifest, folder)
     if base is None:
@@ -163,35 +163,20 @@ def _load_configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedToken
         ) from error
 
 
-def _read_json(path: Path) -> Any:
-    """Reads a JSON file. Returns None without one that can be read."""
+def _told_of_base(run: Path, file: str) -> dict[str, Any]:
+    """Reads what a run wrote of its base. Older versions wrote less, and the list of names alone."""
     try:
-        return parse_json(read_foreign(path))
+        found = parse_json(read_foreign(run / MODEL_FILES / file))
     except (OSError, ValueError):
-        return None
-
-
-def _base_digests(run: Path) -> dict[str, str] | None:
-    """Reads the digests of the base's files. Returns None for random weights, and for runs of older versions."""
-    found = _read_json(run / MODEL_FILES / BASE_DIGESTS)
-    return found if isinstance(found, dict) else None
-
-
-def _read_stored_names(path: Path) -> tuple[frozenset[str] | None, str | None]:
-    """Reads the names of the base's tensors, and the fingerprint of its files.
-
-    Returns:
-        None for what a base without files does not have, and runs of older versions did not write.
-    """
-    found = _read_json(path)
-    names, origin = (found.get("names"), found.get("fingerprint")) if isinstance(found, dict) else (found, None)
-    known = frozenset(map(str, names)) if isinstance(names, list) else None
-    return known, origin if isinstance(origin, str) else None
+        return {}
+    return found if isinstance(found, dict) else {"names": found}
 
 
 def _base_as_it_was(run: Path, manifest: Manifest, folder: Path) -> tuple[frozenset[str] | None, Path | None]:
     """Returns the names of the base's tensors, and its folder if that has the weights that training began with."""
-    stored, origin = _read_stored_names(run / MODEL_FILES / STORED_NAMES)
+    told = _told_of_base(run, STORED_NAMES)
+    names, origin = told.get("names"), told.get("fingerprint")
+    stored = frozenset(map(str, names)) if isinstance(names, list) else None
     base = _base_on_this_machine(manifest, folder)
     with suppress(OSError, ValueError):
         if base is not None and origin in (None, fingerprint_of(base)):
@@ -227,6 +212,7 @@ class Exported:
         step: the step of the checkpoint.
         logits_difference: the difference of logits, or None if they were not compared.
         is_adapter: whether it is an adapter without its base, whose logits are not compared.
+        dtype: torch's name of the dtype of the weights.
         unfinished: the step of a later checkpoint that was not finished, or None. It may be being written.
         notes: how its files differ from the base's, or why that was not compared, a sentence each.
     """
@@ -235,6 +221,7 @@ class Exported:
     step: int
     logits_difference: float | None
     is_adapter: bool
+    dtype: str
     unfinished: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -243,7 +230,7 @@ def export_run(
     run: str | Path,
     to: str | Path,
     checkpoint: int | str | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     verify: bool = True,
     max_shard_gib: float = ExportSection().max_shard_gib,
     average: bool = True,
@@ -256,7 +243,7 @@ def export_run(
         run: the output folder, or the run's URL in a store (s3://bucket/runs/first).
         to: the new folder.
         checkpoint: the step; `best` by `training.best_by`; None or `last` for the last one that was finished.
-        dtype: the dtype of the weights: float32, bfloat16 or float16.
+        dtype: the dtype of the weights: float32, bfloat16 or float16. None takes that of the run's own export.
         verify: whether to reload the folder and compare its logits.
         max_shard_gib: the size of the largest file of weights (GiB).
         average: whether to export averaged weights (`training.ema`) if the checkpoint has them.
@@ -269,32 +256,43 @@ def export_run(
     if not 0 < max_shard_gib <= LARGEST_SHARD_GIB:
         allowed = f"a number greater than 0 and up to {LARGEST_SHARD_GIB:g}"
         raise BadInputError(f"--max-shard-gib: found {max_shard_gib:g}; allowed: {allowed}")
-    place = place_of(run)
-    if isinstance(place, StorePath):
-        return _export_from_store(place, to, checkpoint, dtype, verify, max_shard_gib, average)
-    if dtype not in EXPORT_TYPES:
+    if dtype not in (None, *EXPORT_TYPES):
         raise BadInputError(f"dtype: unknown {dtype!r}; allowed: {', '.join(EXPORT_TYPES)}")
+    place: Any = place_of(run)
     step, manifest, unfinished = _choose(place, checkpoint)
-    settings = ExportSettings(getattr(torch, dtype), int(max_shard_gib * GIB), average=average)
-    difference, notes = export_checkpoint(place, step_folder(place, step), manifest, to, settings, verify)
-    return Exported(to, step, difference, manifest.recipe["adapter"]["kind"] != "none", unfinished, notes)
+    is_adapter = _trained_as(manifest, step_folder(place, step))[0].kind != "none"
+    with _on_this_machine(place, step, manifest, to) as found:
+        export, of_base = manifest.recipe.get("export"), _told_of_base(found, STORED_NAMES).get("dtype")
+        asked = dtype or (export.get("dtype") if isinstance(export, dict) else None)
+        written = dtype_of_export(asked, of_base, is_adapter)
+        settings = ExportSettings(written, int(max_shard_gib * GIB), average=average)
+        difference, notes = export_checkpoint(found, step_folder(found, step), manifest, to, settings, verify)
+    return Exported(to, step, difference, is_adapter, str(written).removeprefix("torch."), unfinished, notes)
 
 
-def _export_from_store(
-    store: StorePath, to: Path, step: int | str | None, dtype: str, verify: bool, max_shard_gib: float, average: bool
-) -> Exported:
-    """Exports a checkpoint from a store. Copies it to a temporary folder with the layout of a run's."""
-    chosen, manifest, unfinished = _choose(store, step)
+@contextmanager
+def _on_this_machine(run: Place, step: int, manifest: Manifest, to: Path) -> Iterator[Path]:
+    """Yields the folder of a run; of one in a store a temporary one beside `to`, with this checkpoint."""
+    if not isinstance(run, StorePath):
+        yield run
+        return
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
-        run = Path(folder)
-        problem = fetch(step_folder(store, chosen), manifest, step_folder(run, chosen))
+        copied = Path(folder)
+        problem = fetch(step_folder(run, step), manifest, step_folder(copied, step))
         if problem is not None:
-            raise _not_whole(store, step_folder(store, chosen), problem)
-        _get_folder(store / MODEL_FILES, run / MODEL_FILES)
-        for name in (MANIFEST, COMPLETE):
-            (step_folder(store, chosen) / name).get(step_folder(run, chosen) / name)
-        return replace(export_run(run, to, chosen, dtype, verify, max_shard_gib, average), unfinished=unfinished)
+            raise _not_whole(run, step_folder(run, step), problem)
+        _get_folder(run / MODEL_FILES, copied / MODEL_FILES)
+        yield copied
+
+
+@contextmanager
+def exported_for_now(run: str, checkpoint: str) -> Iterator[Exported]:
+    """Yields an unchecked export of a checkpoint, which is deleted afterwards. Raises as `export_run`."""
+    place = place_named(run)
+    beside = place if isinstance(place, Path) and place.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix=".checkpoint.", dir=beside) as folder:
+        yield export_run(str(place), Path(folder) / "export", checkpoint, verify=False)
 
 
 def _get_folder(folder: StorePath, to: Path) -> None:
@@ -366,7 +364,7 @@ def _empty_model(config: PretrainedConfig, manifest: Manifest, folder: Path) -> 
     return add_adapter(model, section, base, revision, manifest.recipe["model"].get("train") or (LANGUAGE,))
 
 
-def _trained_as(manifest: Manifest, folder: Path) -> tuple[AdapterSection, str | None, str | None]:
+def _trained_as(manifest: Manifest, folder: Place) -> tuple[AdapterSection, str | None, str | None]:
     """Returns what was trained, the base and its revision. Raises BadInputError if the manifest does not say."""
     try:
         model, adapter = manifest.recipe["model"], manifest.recipe["adapter"]
@@ -419,10 +417,10 @@ def _read_group(folder: Path, tensors: dict[str, torch.Tensor]) -> Iterator[tupl
 
 def _logits(folder: Path, manifest: Manifest, config: object, settings: ExportSettings) -> torch.Tensor:
     """Returns the checkpoint's logits of random tokens, (1, 32, vocabulary)."""
-    model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
+    # In the exported dtype, so that its rounding does not count as a difference.
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=settings.dtype, trust_remote_code=False)
     state = dict(read_whole(folder, manifest, 2**62, settings.average))
     # Not strict: tied weights are in a checkpoint once.
     model.load_state_dict(state, strict=False)
     model.tie_weights()
-    # In the exported dtype, so that its rounding does not count as a difference.
-    return logits_of_random_tokens(model.to(settings.dtype).eval())
+    return logits_of_random_tokens(model.eval())

@@ -49,8 +49,20 @@ from toolkit.model.weights.weights import Fit, names_in_files
 from toolkit.paths import GIB, digest_of_configuration, fingerprint_of
 from toolkit.sharding.fsdp2.shards import shard_group, sharded_dim, state_once, tensor_dim, tensor_group, tensor_part
 
+EXPORT_TYPES = ("float32", "bfloat16", "float16")
+
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The largest allowed difference of logits after reloading, as a share of the largest logit, by exported dtype."""
+
+
+def dtype_of_export(asked: str | None, of_base: torch.dtype | str | None, is_adapter: bool) -> torch.dtype:
+    """Returns the dtype of an export: the one asked for, else the base's, and for an adapter that of training, float32.
+
+    Args:
+        of_base: the base's; float32 stands for one that is not known, or that no export has.
+    """
+    name = asked or ("float32" if is_adapter else str(of_base).removeprefix("torch."))
+    return getattr(torch, name if name in EXPORT_TYPES else "float32")  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -470,6 +482,11 @@ def require_close(difference: float, tolerance: float) -> None:
         raise ExportError(
             f"the exported folder gives other logits than the trained model: they differ by {difference:.1e} of the "
             f"largest, more than {tolerance:.0e}; the folder is not to be trusted"
+            + (
+                "; export.dtype: float32, or --dtype float32, rounds nothing"
+                if tolerance > TOLERANCE[torch.float32]
+                else ""
+            )
         )
 
 

@@ -138,7 +138,7 @@ def load(
     auto, config, settings, rows, others = _model_settings(model, tokenizer, label_names, objective)
     stored = take_quantisation(config, adapter, model.name_or_path or "it")
     built = _without_weights(auto, config, settings, rows, _model_field(model), parts)
-    fit, values = Fit(all_drawn=model.name_or_path is None), Values(model.name_or_path or "", built)
+    fit, values = Fit(settings["dtype"], model.name_or_path is None), Values(model.name_or_path or "", built)
     weights: Weights
     if stored is not None:
         quantise_as_stored(built, stored)
@@ -150,7 +150,7 @@ def load(
             weights = QuantisedWeights(weights, built, settings["dtype"])
     weights = with_new_rows(weights, built, model, config, tokenizer, seed)
     if model.name_or_path is not None:
-        fit.take_names(model_folder(model), built)
+        fit.take_names(model_folder(model), built, config.dtype)
         take_generation_settings(built, model.name_or_path, model.revision)
     fit.files, started = base_files(model), None
     if adapter is not None and adapter.kind == "lora":

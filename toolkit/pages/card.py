@@ -21,6 +21,7 @@ from toolkit.pages.parts.run_metrics import split_lines
 from toolkit.pages.parts.story import with_limits
 from toolkit.pages.run_page import RunSummary, main_chart
 from toolkit.paths import is_file_source, is_hub_name, source_name
+from toolkit.recipe.figures import figure_of
 from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, compares, read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.yaml_values import yaml_text
@@ -117,7 +118,7 @@ def _evaluations(metrics: list[dict[str, Any]], limits: Sequence[str]) -> str:
     step = max(1, math.ceil(len(lines) / MAX_EVALUATIONS))
     shown = [*lines[:-1:step], lines[-1]]
     rows = [[_metric_cell(record.get(column)) for column in columns] for record in shown]
-    table = _table([column.replace("_", " ") for column in columns], rows)
+    table = _table([figure_of(column).heading for column in columns], rows)
     return f"{with_limits('On held-out data', limits)}:\n\n{table}"
 
 

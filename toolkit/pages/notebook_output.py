@@ -59,7 +59,7 @@ def result_output(
     """Returns the result of a run: its losses, warnings, and the paths of report and export."""
     story = read_story(output_dir)
     doubts = story.told(doubts)
-    lead = lead_of(split_lines(metrics, "train"), split_lines(metrics, "eval"), story.limits)
+    lead = lead_of(metrics, story.limits)
     places = [("report", str(output_dir / "report.html")), ("model", str(export_dir or ""))]
     found = [(name, path) for name, path in places if path]
     text = "\n".join(filter(None, [lead, *doubts, *(f"{name}: {path}" for name, path in found)]))

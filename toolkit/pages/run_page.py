@@ -72,6 +72,7 @@ class RunSummary:
     sampled: tuple[int, Sequence[SampledPrompt]] | None = None  # a step, and some of its own samples with rewards
     doubts: Sequence[str] = ()  # warnings about the losses, and those of the run
     limits: Sequence[str] = ()  # limits of the figures of held-out rows
+    best_by: str = "loss"  # the figure that judges evaluations, as in `training.best_by`
     status: Status | None = None  # None if the run is finished
     folder: str = ""  # name of the run's folder
     command: str = ""  # starts the run again
@@ -91,7 +92,7 @@ def render_report(summary: RunSummary) -> str:
     return render(
         "run.html.jinja",
         it=summary,
-        lead=lead_of(train, evals, summary.limits),
+        lead=lead_of(summary.metrics, summary.limits, summary.best_by),
         written="" if summary.written is None else format_time(summary.written),
         status_head="" if status is None else status_head(status),
         status_note="" if status is None else status_note(status),
@@ -122,20 +123,23 @@ def render_report(summary: RunSummary) -> str:
 def headline(metrics: Metrics, best_by: str = "loss") -> str:
     """Returns the outcome of a run in figures, each from its first to its last value, or an empty text.
 
-    They are the shares of its objective and of answers, the figure that judges evaluations, and the held-out loss.
+    They are the reward of its own samples, the shares of its objective and of answers, the figure that judges
+    evaluations, and the held-out loss; without held-out rows the training loss.
     """
     train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
-    told = []
-    if len(ends := _median_ends(column(train, "reward"))) == 2:
-        told.append(f"{REWARD.name} {ends[0]:.3f} -> {ends[1]:.3f}")
-    asked = steering(best_by)
-    for figure in dict.fromkeys([*HEADLINES, *([asked] if asked.field != "loss" else [])]):
+    told, losses, whose = [], column([line for line in evals if "loss" in line], "loss"), "held-out"
+    if samples_itself(train):
+        told.append(f"{REWARD.name} {' -> '.join(f'{reward:.3f}' for reward in median_ends(column(train, 'reward')))}")
+    elif not evals:
+        losses, whose = median_ends(column(train, "loss")), "training"
+    for figure in dict.fromkeys([*HEADLINES, steering(best_by)]):
         values = finite(column(evals, figure.field))
-        if values:
+        if values and figure.field != "loss":
             told.append(f"{figure.name} {' -> '.join(map(figure.in_short, _first_and_last(values)))}")
-    losses = finite(column(evals, "loss"))
     if len(losses) > 1:
-        told.append(f"held-out loss {losses[0]:.4f} -> {losses[-1]:.4f} ({losses[-1] / losses[0] - 1:+.1%})")
+        ends = " -> ".join(f"{loss:.4f}" if math.isfinite(loss) else "not finite" for loss in _first_and_last(losses))
+        change = f" ({losses[-1] / losses[0] - 1:+.1%})" if _change(losses) else ""
+        told.append(f"{whose} loss {ends}{change}")
     return ", ".join(told)
 
 
@@ -143,26 +147,15 @@ HEADLINES = (KNOWN["accuracy"], KNOWN["f1_macro"], KNOWN["f1"], ANSWERS)
 """Figures that say what came of a run, in the words of its objective."""
 
 
-def lead_of(train: Metrics, evals: Metrics, limits: Sequence[str] = ()) -> str:
-    """Returns the result of the run in a sentence, or an empty text if nothing was logged."""
-    field, what, ends = "the loss", "in training", _median_ends(column(train, "loss"))
-    if samples_itself(train):
-        field, what, ends = "the mean reward", "of the model's samples", _median_ends(column(train, "reward"))
-    elif evals:
-        what, ends = "on held-out data", _first_and_last(column(evals, "loss"))
-    if not train or len(ends) < 2:
+def lead_of(metrics: Metrics, limits: Sequence[str] = (), best_by: str = "loss") -> str:
+    """Returns the outcome of a run in a sentence, or an empty text if nothing was logged."""
+    train, told = split_lines(metrics, "train"), headline(metrics, best_by)
+    if not train or not told:
         return ""
-    before, after = (_format_loss(loss) for loss in ends)
-    if before == after:
-        told = f"stayed at {after}"
-    elif math.isfinite(sum(ends)):
-        told = f"{'fell' if ends[1] < ends[0] else 'rose'} from {before} to {after}"
-    else:
-        told = f"went from {before} to {after}"
     steps, tokens = counted(train[-1]["step"], "step"), number(train[-1].get("tokens"))
     on = f" on {format_short(tokens)} tokens" if math.isfinite(tokens) else ""
-    limited = limits if evals and not samples_itself(train) else ()
-    return f"{with_limits(f'In {steps}{on}, {field} {what} {told}', limited)}."
+    limited = limits if split_lines(metrics, "eval") else ()
+    return with_limits(f"In {steps}{on}: {told.replace('->', '→')}", limited) + "."
 
 
 def _first_and_last(values: Sequence[float]) -> list[float]:
@@ -170,8 +163,8 @@ def _first_and_last(values: Sequence[float]) -> list[float]:
     return [values[0], values[-1]][: len(values)] if values else []
 
 
-def _median_ends(losses: Sequence[float]) -> list[float]:
-    """Returns medians at both ends of a training loss, because single steps are noisy."""
+def median_ends(losses: Sequence[float]) -> list[float]:
+    """Returns medians of the first and the last tenth of a training loss, because single steps are noisy."""
     known = finite(losses)
     width = max(1, len(known) // 10)
     return [statistics.median(known[:width]), statistics.median(known[-width:])][: len(known)] if known else []
@@ -191,7 +184,7 @@ def _tiles(train: Metrics, evals: Metrics, summary: RunSummary) -> list[Tile | N
 
 def _main_tile(train: Metrics, evals: Metrics, held_out: str, limits: Sequence[str]) -> Tile:
     if samples_itself(train):
-        values = [f"{reward:.3f}" for reward in _median_ends(column(train, "reward"))] or [MISSING]
+        values = [f"{reward:.3f}" for reward in median_ends(column(train, "reward"))] or [MISSING]
         return Tile("tile-reward", "Reward", values, "of the model's own samples; higher is better")
     return _eval_loss_tile(evals, limits) if evals else _train_loss_tile(train, held_out)
 
@@ -206,7 +199,7 @@ def _eval_loss_tile(evals: Metrics, limits: Sequence[str]) -> Tile:
 def _train_loss_tile(train: Metrics, held_out: str) -> Tile:
     """Returns the tile of the training loss, in place of a held-out loss; `held_out` says why there is none."""
     losses = finite(column(train, "loss"))
-    ends, width = _median_ends(losses), max(1, len(losses) // 10)
+    ends, width = median_ends(losses), max(1, len(losses) // 10)
     values = [_format_loss(loss) for loss in ends] or [MISSING]
     note = "no finite value logged" if not losses else "" if width == 1 else f"medians of {width} logged steps"
     return Tile("tile-loss", "Training loss", values, f"{held_out}; lower is better", note, _change(ends))
@@ -256,7 +249,7 @@ def _duration_tile(train: Metrics, facts: dict[str, str]) -> Tile:
     stated = next((value for name, value in facts.items() if name.lower() == "duration"), None)
     steps, seconds = counted(train[-1]["step"] if train else 0, "step"), finite(column(train, "step_seconds"))
     if stated is not None:
-        return Tile("tile-duration", "Duration", [stated], steps)
+        return Tile("tile-duration", "Duration", [stated], steps, facts.get("starts", ""))
     value = format_seconds(sum(seconds)) if seconds else MISSING
     return Tile("tile-duration", "Duration", [value], f"{steps}; sum of the logged ones")
 
@@ -460,7 +453,7 @@ def _evaluations_table(evals: Metrics) -> Table:
     return Table(
         "evaluations",
         "Evaluations",
-        ("Step", *(["Loss"] if has_loss else []), *(figure.title for figure in figures)),
+        ("Step", *(["Loss"] if has_loss else []), *(figure.heading for figure in figures)),
         rows,
     )
 

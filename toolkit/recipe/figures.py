@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.errors import did_you_mean
@@ -20,6 +20,7 @@ class Figure:
         title: its name on pages.
         form: how it is written.
         plain: what it is, in plain words.
+        unit: what it is counted in, if the title does not say so.
         better: which direction is better; empty if neither is.
         said: its name inside a sentence; empty: the title.
     """
@@ -30,6 +31,12 @@ class Figure:
     plain: str = ""
     better: Direction = ""
     said: str = ""
+    unit: str = ""
+
+    @property
+    def heading(self) -> str:
+        """Its title with the unit."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
 
     @property
     def name(self) -> str:
@@ -42,24 +49,17 @@ class Figure:
 
     def in_short(self, value: float) -> str:
         """Returns a value as the console shows it."""
-        return f"{value:.1%}" if self.form == "share" else f"{value:.4g}"
+        return f"{value:.1%}" if self.form == "share" else f"{value:.4g} {self.unit}".rstrip()
 
 
 LOSS = Figure("loss", "Held-out loss", better="lower", said="held-out loss")
-ANSWERS = Figure(
-    "answer_accuracy",
-    "Answers right",
-    "share",
-    "share of right answers to held-out prompts",
-    "higher",
-    "share of right answers",
-)
+ESTIMATED = "estimated on these completions; below 0: they became less likely"
+RIGHT = "share of right answers"
+ANSWERS = Figure("answer_accuracy", "Answers right", "share", f"{RIGHT} to held-out prompts", "higher", RIGHT)
 
 FIGURES = (
-    Figure(
-        "perplexity", "Perplexity", "perplexity", "as many equally likely tokens would be as hard to predict", "lower"
-    ),
-    Figure("accuracy", "Accuracy", "share", "share of right answers", "higher"),
+    Figure("perplexity", "Perplexity", "perplexity", "as hard to predict as so many equally likely tokens", "lower"),
+    Figure("accuracy", "Accuracy", "share", RIGHT, "higher"),
     Figure("f1_macro", "F1", "share", "rare classes count as much as frequent ones", "higher", "F1"),
     Figure("f1", "F1 of entities", "share", "entities that are found and right", "higher", "F1 of entities"),
     Figure("precision", "Precision", "share", better="higher"),
@@ -67,24 +67,32 @@ FIGURES = (
     Figure("margin", "Margin", plain="how clearly the chosen answer is preferred", better="higher"),
     Figure("chosen_reward", "Chosen reward"),
     Figure("rejected_reward", "Rejected reward"),
-    Figure("kl", "KL to the reference", said="KL to the reference"),
-    Figure(
-        "divergence",
-        "Divergence from the teacher",
-        plain="how far the model's predictions are from its teacher's",
-        better="lower",
-    ),
-    Figure("cross_entropy", "Cross-entropy", better="lower"),
+    Figure("kl", "KL to the reference", plain=ESTIMATED, said="KL to the reference"),
+    Figure("divergence", "Divergence from the teacher", plain="how far its predictions are from it", better="lower"),
+    Figure("cross_entropy", "Cross-entropy of the labels", better="lower"),
     ANSWERS,
     Figure("answer_stopped", "Answers that stop", "share", better="higher"),
-    Figure("answer_mean_tokens", "Tokens of an answer"),
+    Figure("answer_mean_tokens", "Tokens of an answer, on average"),
 )
 """Figures of evaluations, in the order in which they are shown; an evaluation has those of its objective."""
 
 REWARD = Figure("reward", "Reward", plain="of the model's own samples", better="higher", said="mean reward")
 """The figure of a run that learns from its own samples; its train records have it."""
 
-KNOWN = {figure.field: figure for figure in (LOSS, REWARD, *FIGURES)}
+OF_STEPS = (
+    REWARD,
+    Figure("cut", "Completions that were cut", "share", better="lower", said="cut"),
+    Figure("groups_without_signal", "Groups whose completions have one reward", "share", "", "lower", "without signal"),
+    Figure("completion_tokens", "Tokens of a completion"),
+    Figure("longest_completion", "Longest completion", unit="tokens"),
+    Figure("entropy", "Entropy of the samples", unit="nats a token"),
+    Figure("sampler_gap", "Log-probabilities, sampler against training", better="lower", unit="nats a token"),
+    Figure("balance_loss", "Balance loss of the experts", better="lower"),
+    Figure("expert_entropy", "Entropy of the experts' load", plain="1: even", better="higher"),
+)
+"""Figures that steps of training alone have."""
+
+KNOWN = {figure.field: figure for figure in (LOSS, *FIGURES, *OF_STEPS)}
 
 
 def figure_of(field: str) -> Figure:
@@ -116,4 +124,4 @@ def steering(best_by: str) -> Figure:
             f"training.best_by: whether more of {field!r} is better is not known"
             f"{did_you_mean(field, ['answers', *KNOWN])}; write higher {field}, or lower {field}"
         )
-    return figure if figure.better else Figure(field, figure.title, better=direction, said=field)  # type: ignore[arg-type]
+    return figure if figure.better else replace(figure, better=direction)  # type: ignore[arg-type]

@@ -747,7 +747,7 @@ class ExportSection(Section):
 
     enabled: bool = Field(True, description="Write OUTPUT_DIR/export at the end.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="Store the exported weights in this type; null: model.dtype, and float32 for an adapter."
+        None, description="Store the exported weights in this type; null: the base's, and float32 for an adapter."
     )
     max_shard_gib: float = Field(
         4.0,

@@ -11,6 +11,7 @@ from toolkit.checkpoint.beside_weights.compared_files import compare_files
 from toolkit.checkpoint.beside_weights.model_files import compared
 from toolkit.checkpoint.export import (
     ExportSettings,
+    dtype_of_export,
     is_whole,
     names_fact,
     reload,
@@ -37,10 +38,7 @@ def export_model(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> t
     if not settings.enabled:
         return None, None
     folder = opened.output_dir / "export"
-    of_model = opened.recipe.model.dtype
-    # What is trained of an adapted model is float32, whatever its base is.
-    is_adapter = has_adapter(run.inner) and not settings.merge
-    dtype = getattr(torch, settings.dtype or ("float32" if is_adapter else of_model))
+    dtype = dtype_of_export(settings.dtype, run.fit.dtype, has_adapter(run.inner) and not settings.merge)
     how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
     console = Terminal(quiet=ranks.rank() != 0)
 
@@ -58,10 +56,7 @@ def export_model(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> t
         return folder, None
     with Pass(console, "checking the export"):
         difference = _check_export(opened, run, folder, how)
-    told = None
-    if not console.quiet and is_whole(run.inner, how):
-        told = names_fact(folder, run.fit.stored)
-    if told is not None:
+    if not console.quiet and is_whole(run.inner, how) and (told := names_fact(folder, run.fit.stored)) is not None:
         console.warn(f"the export {told}; test it with the server that will load it")
     ranks.on_first_rank(lambda: _compare_with_base(run, folder, is_whole(run.inner, how), console))
     return folder, difference

@@ -20,6 +20,7 @@ from toolkit.data.stream import describe_stream
 from toolkit.errors import counted
 from toolkit.optim.schedule import build_schedule, changed_rate
 from toolkit.planning.hardware import peak_flops_of
+from toolkit.recipe.figures import steering
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.folder import write_beginning, write_data_report
 from toolkit.run.parts.part import Loop, RunPart, reads_of
@@ -96,6 +97,7 @@ def fit(
             live.record,
             live.output is None,
             recorded,
+            steering(recipe.training.best_by).field,
         ) as metrics,
     ):
         checkpoints = _checkpoints_of(opened, run, parts, metrics, store, heartbeat)

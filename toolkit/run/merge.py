@@ -14,6 +14,7 @@ from toolkit.checkpoint.export import (
     ExportSettings,
     Source,
     compare_logits,
+    dtype_of_export,
     logits_of_random_tokens,
     write_export,
 )
@@ -81,7 +82,7 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
     of_base = adapter_base(place) if base is None else _in_folder(find_model(base))
     quantisation = adapter_quantisation(place, of_base)
     model = _load(of_base)
-    written = getattr(torch, dtype) if dtype is not None else model.dtype
+    written = dtype_of_export(dtype, model.dtype, is_adapter=False)
     quantise_loaded(model, quantisation)
     dequantise_loaded(model)
     tokenizer = tokenizer_of(place, of_base)

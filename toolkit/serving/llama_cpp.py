@@ -9,16 +9,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.consolidate import EXPORT_TYPES, Exported, export_run
-from toolkit.checkpoint.export import let_others_read
+from toolkit.checkpoint.consolidate import Exported, export_run
+from toolkit.checkpoint.export import EXPORT_TYPES, dtype_of_export, let_others_read
 from toolkit.checkpoint.manifest import MODEL_FILES
 from toolkit.errors import BadInputError, ExportError
 from toolkit.generation.text.load import model_in
 from toolkit.model.beside_weights.base_files import TOKENIZER
+from toolkit.model.weights.weights import stored_dtype
 from toolkit.paths import parse_json, read_foreign
 from toolkit.serving.ollama import GGUF, MODELFILE, write_modelfile
 
@@ -79,18 +80,20 @@ class Made:
     Attributes:
         folder: the folder.
         exported: the checkpoint that was exported, or None if an export was converted.
+        dtype: torch's name of the dtype of the weights.
         notes: what the converter does not read, and what Ollama's template lacks, a sentence each.
         commands: commands that start a server and a conversation.
     """
 
     folder: Path
     exported: Exported | None
+    dtype: str
     notes: list[str]
     commands: list[str]
 
 
 def make_gguf(
-    source: str, to: Path, llama_cpp: Path | None, dtype: str, for_ollama: bool, checkpoint: dict[str, Any]
+    source: str, to: Path, llama_cpp: Path | None, dtype: str | None, for_ollama: bool, checkpoint: dict[str, Any]
 ) -> Made:
     """Makes a folder with `model.gguf`, and for Ollama a `Modelfile`.
 
@@ -98,7 +101,7 @@ def make_gguf(
         source: a run, its store, or the folder of an export.
         to: the new folder.
         llama_cpp: as in `Converter`.
-        dtype: the type of the weights, one of EXPORT_TYPES.
+        dtype: the type of the weights, one of EXPORT_TYPES. None takes that of the export.
         for_ollama: whether to write a Modelfile.
         checkpoint: the other arguments of `export_run`, by name.
 
@@ -122,13 +125,15 @@ def make_gguf(
                 kept = Path(source).expanduser() / MODEL_FILES
                 if kept.is_dir():  # its type and its tokenizer, before the weights are written, which takes longer
                     convert(converter, kept, scratch / GGUF, "--vocab-only")
-                exported = export_run(source, scratch / "export", dtype=dtype, **checkpoint)
+                exported = replace(export_run(source, scratch / "export", dtype=dtype, **checkpoint), folder=to)
                 if exported.is_adapter:
                     raise _adapter_error(source)
             whole = scratch / "export" if place is None else Path(place.name)
             made = scratch / "made"
             made.mkdir()
-            convert(converter, whole, made / GGUF, "--outtype", OUTTYPES[dtype], "--model-name", to.name)
+            written = exported.dtype if exported else str(dtype_of_export(dtype, stored_dtype(whole), is_adapter=False))
+            written = written.removeprefix("torch.")
+            convert(converter, whole, made / GGUF, "--outtype", OUTTYPES[written], "--model-name", to.name)
             notes = [*_doubts(whole), *(write_modelfile(whole, made) if for_ollama else [])]
             let_others_read(made)
             made.rename(to)
@@ -136,7 +141,7 @@ def make_gguf(
         raise ExportError(
             f"{str(to)!r} cannot be written: {error.strerror}; make room, or name another place"
         ) from error
-    return Made(to, exported, notes, _commands(to, for_ollama))
+    return Made(to, exported, written, notes, _commands(to, for_ollama))
 
 
 def _doubts(model: Path) -> list[str]:

@@ -30,6 +30,7 @@ class Metrics:
         planned_peak_bytes: is in each train record next to the measured peak, or None without a plan.
         on_record: called after each record, with all records and the time left (seconds).
         shows_steps: whether steps are shown on the console; if not, `on_record` shows them.
+        steering: the key of the figure that judges evaluations (`training.best_by`), which the console shows, too.
         to_trackers: called with the split, the numbers and the step of each record.
     """
 
@@ -44,7 +45,9 @@ class Metrics:
         on_record: Callable[[list[dict[str, Any]], float | None], None] | None = None,
         shows_steps: bool = True,
         to_trackers: Callable[[str, dict[str, float], int], None] = lambda split, values, step: None,
+        steering: str = "loss",
     ) -> None:
+        self._steering = steering
         self._unit = unit
         self._planned_peak_bytes = planned_peak_bytes
         self._on_record = on_record
@@ -76,13 +79,13 @@ class Metrics:
         """Writes the record of an optimizer step; adds `split` and the keys of the plan to it."""
         record = with_figures(record, {"planned_peak_bytes": self._planned_peak_bytes})
         self._write(with_figures({"split": "train"}, record))
-        self.progress.show(record["step"], _step_figures(record, self._unit))
+        self.progress.show(record["step"], _step_figures(record, self._unit, self._steering))
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Writes the record of an evaluation: `step`, other figures, and `loss` if there are held-out rows."""
         self._write(with_figures({"split": "eval"}, record))
         loss = [f"held-out loss {record['loss']:.4f}"] if "loss" in record else []
-        if figures := [*loss, *_share_figures(record), *_source_figures(record)]:
+        if figures := [*loss, *_other_figures(record, self._steering, "loss")]:
             self.progress.line(record["step"], *figures)
 
     def catch_up(self) -> bool:
@@ -116,14 +119,14 @@ def finite_or_null(record: dict[str, Any]) -> dict[str, Any]:
     return {**cleaned, "non_finite": True} if cleaned != record else record
 
 
-def _step_figures(record: dict[str, Any], unit: str) -> list[str]:
+def _step_figures(record: dict[str, Any], unit: str, steering: str) -> list[str]:
     """Returns the figures of a step for the console, the most important first."""
     device_bytes = record["peak_device_bytes"]
     memory = f"{device_bytes / GIB:.2f} GiB" if device_bytes else f"{record['peak_host_bytes'] / GIB:.2f} GiB host"
+    main, form = ("reward", ".3f") if "reward" in record else ("loss", ".4f")
     return [
-        *([f"reward {record['reward']:.3f}"] if "reward" in record else [f"loss {record['loss']:.4f}"]),
-        *_share_figures(record),
-        *_source_figures(record),
+        f"{main} {record[main]:{form}}",
+        *_other_figures(record, steering, main),
         f"lr {record['learning_rate']:.2e}",
         f"{format_rate(record['tokens_per_second'])} tokens/s",
         f"{format_rate(record[f'{unit}_per_second'])} {unit}/s",
@@ -132,14 +135,11 @@ def _step_figures(record: dict[str, Any], unit: str) -> list[str]:
     ]
 
 
-def _share_figures(record: dict[str, Any]) -> list[str]:
-    known = [figure_of(key) for key, value in record.items() if isinstance(value, int | float)]
-    return [f"{each.name} {each.in_short(record[each.field])}" for each in known if each.form == "share"]
-
-
-def _source_figures(record: dict[str, Any]) -> list[str]:
-    losses = {key: value for key, value in record.items() if key.startswith("loss/") and value is not None}
-    return [f"{key.removeprefix('loss/')} {value:.4f}" for key, value in losses.items()]
+def _other_figures(record: dict[str, Any], steering: str, main: str) -> list[str]:
+    """Returns the shares, the losses of sources, and the figure that judges evaluations, unless it is the main one."""
+    known = [figure_of(key) for key, value in record.items() if isinstance(value, int | float) and key != main]
+    shown = [one for one in known if one.form == "share" or one.field.startswith("loss/") or one.field == steering]
+    return [f"{one.name} {one.in_short(record[one.field])}" for one in shown]
 
 
 def format_rate(value: float) -> str:

@@ -101,6 +101,7 @@ ASKED: list[tuple[str, str]] = [
     ("export {run}/" + STEP + " --to out", "export {run} --checkpoint 2 --to FOLDER"),
     ("generate {run}/" + STEP + " --prompt a", "export {run} --checkpoint 2 --to FOLDER"),
     ("generate {run}/checkpoints --prompt a", "holds neither a model"),
+    ("generate {run} --prompt a --checkpoint 1", "there is no checkpoint"),
     ("generate {rows} --prompt a", "is a file"),
     ("checkpoints {rows}", "no such folder"),
     ("status {rows}", "no such folder"),
@@ -169,9 +170,10 @@ def test_json_without_a_bottom_and_a_file_without_an_end(tmp_path: Path) -> None
     """What an export, a run's model files and an adapter hold beside weights may come from anybody."""
     folder = tmp_path
     (folder / "adapter_model.safetensors").touch()
+    (folder / "model").mkdir()
     reads: dict[str, Callable[[Path], Any]] = {
         "adapter_config.json": lambda path: adapter_file.read_config(path.parent, str(path.parent)),
-        "names.json": lambda path: consolidate._read_stored_names(path)[0],
+        "model/names.json": lambda path: consolidate._told_of_base(folder, path.name) or None,
     }
     wrong = []
     for name, read in reads.items():

@@ -15,7 +15,7 @@ from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from support.tiny_multimodal import FAMILIES
 from test_manifest import PLAIN
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from toolkit import Recipe, finetune
 from toolkit.checkpoint.consolidate import (
@@ -24,6 +24,7 @@ from toolkit.checkpoint.consolidate import (
     _empty_model,
     _notes_on_names,
     export_run,
+    exported_for_now,
     read_whole,
 )
 from toolkit.errors import BadInputError
@@ -42,11 +43,12 @@ def test_adapters_are_in_the_parts_that_the_run_trained(parts: list[str] | None)
     assert found == ({"language_model"} if parts is None else {"language_model", "projector", "vision_tower"})
 
 
-def run_of(base: Path, folder: Path, model: dict[str, str] | None = None, **export: Any) -> None:
-    """Trains an adapter for one step."""
+def run_of(base: Path, folder: Path, model: dict[str, str] | None = None, kind: str = "lora", **export: Any) -> None:
+    """Trains an adapter for one step, or all weights."""
     (folder.parent / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
     values = recipe_values(base, folder.parent / "rows.jsonl", folder, folder.parent / "cache", max_steps=1)
-    values |= {"adapter": {"kind": "lora", "r": 2}, "checkpoint": {"every_steps": 1}, "export": export}
+    adapter = {"kind": "lora", "r": 2} if kind == "lora" else {}
+    values |= {"adapter": adapter, "checkpoint": {"every_steps": 1}, "export": export}
     values["model"] |= model or {}
     finetune(Recipe.from_mapping(values))
 
@@ -55,19 +57,14 @@ def test_an_adapter_tells_of_the_base_that_it_was_trained_on(tmp_path: Path) -> 
     """Also if that was edited, or is gone, by the time of its export."""
     base = save_llama(tmp_path / "base", make_texts(20), tied=False)
     told = {"fingerprint": fingerprint_of(base), "configuration": configuration_digest(base), "quantization": None}
-    run_of(base, tmp_path / "run", dtype="bfloat16")
+    run_of(base, tmp_path / "run")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
-    export_run(tmp_path / "run", tmp_path / "edited", dtype="bfloat16")
+    export_run(tmp_path / "run", tmp_path / "edited")
     shutil.rmtree(base)
     export_run(tmp_path / "run", tmp_path / "gone")
     exports = ("run/export", "edited", "gone")
     assert [json.loads((tmp_path / name / "base.json").read_text()) for name in exports] == [told] * 3
-    kept = {name: load_file(tmp_path / name / "adapter_model.safetensors") for name in exports}
-    for name, whole in kept["gone"].items():
-        assert whole.dtype == torch.float32
-        for other in ("run/export", "edited"):
-            assert torch.equal(kept[other][name], whole.bfloat16())
 
 
 def test_a_float32_export_keeps_what_a_base_in_16_bits_would_round_away(tmp_path: Path) -> None:
@@ -83,6 +80,34 @@ def test_a_float32_export_keeps_what_a_base_in_16_bits_would_round_away(tmp_path
     expected = before[f"{name}.weight"].bfloat16().float() + 2.0 * b @ a
     torch.testing.assert_close(after[f"{name}.weight"], expected, rtol=0, atol=1e-7)
     assert not torch.equal(expected, expected.bfloat16().float())
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("case", ["all", "all, asked", "merged", "adapter"])
+def test_an_export_has_the_type_of_its_base_and_checkpoints_keep_masters(
+    case: str, is_named: bool, tmp_path: Path
+) -> None:
+    """Whether config.json names the type or only the files have it."""
+    base, run = save_llama(tmp_path / "base", make_texts(20), tied=False), tmp_path / "run"
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({key: config[key] for key in config if is_named or key != "dtype"}))
+    export: dict[str, Any] = {"merged": {"merge": True}, "all, asked": {"dtype": "float32"}}.get(case, {})
+    run_of(base, run, kind="none" if "all" in case else "lora", **export)
+    name = f"{'adapter_' if case == 'adapter' else ''}model.safetensors"
+    dtype = torch.float32 if case in ("adapter", "all, asked") else torch.bfloat16
+    written = load_file(run / "export" / name)
+    assert {tensor.dtype for tensor in written.values()} == {dtype}
+    if case == "merged":  # a checkpoint has no merged weights
+        return
+    with exported_for_now(str(run), "last") as done:
+        again = load_file(done.folder / name)
+    assert not list(run.glob(".checkpoint*")), "nothing is left"
+    assert all(torch.equal(written[key], again[key]) for key in written)
+    export_run(run, tmp_path / "masters", dtype="float32")
+    masters = load_file(tmp_path / "masters" / name)
+    assert all(torch.equal(masters[key].to(dtype), written[key]) for key in written)
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in masters.values())
 
 
 def test_a_checkpoint_that_its_run_has_just_deleted(tmp_path: Path) -> None:

@@ -360,8 +360,8 @@ def test_a_run_says_what_differs_and_how_to_serve_it(
     tokenizer = f"--tokenizer {tmp_path / 'adapter' / 'export'}"
     served = f"vllm serve {base} {tokenizer} --enable-lora --max-lora-rank 32 --lora-modules tuned="
     cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-        "whole": ({}, {}, "vllm serve "),
-        "merged": (lora, {"merge": True, "dtype": "bfloat16"}, "vllm serve "),
+        "whole": ({}, {"dtype": "float32"}, "vllm serve "),
+        "merged": (lora, {"merge": True}, "vllm serve "),
         "adapter": (lora, {}, served),
     }
     for name, (adapter, how, command) in cases.items():

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_card import of_run
+from test_golden_pages import FIGURES, OF_SAMPLES
 
+from toolkit.errors import BadInputError
 from toolkit.pages.card import recipe_for_readers, render_card
 from toolkit.pages.run_page import RunSummary, render_report
+from toolkit.recipe.figures import steering
+from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.schema import LoggingSection, TrainingSection
+from toolkit.training.extensions.best import BestEvaluation
+from toolkit.training.metrics import Metrics
 
 
 def lines(figures: dict[str, Any]) -> list[dict[str, Any]]:
@@ -73,6 +82,41 @@ def test_numbers_stay_in_one_line_and_names_of_rows_break_before_the_number() ->
     shown = render_report(RunSummary("run", "", [], {}, [], {}, versions)).partition('id="versions"')[2]
     assert re.findall(r'class="number">(.*?)</td>', shown) == ["-0.693", "1.00 MiB", "&lt; 0.1 %"]
     assert "a b:<wbr>12)" in shown
+
+
+STEERS = {
+    "causal_lm": ("perplexity", "perplexity 7.389"),
+    "distillation": ("divergence", "divergence from the teacher 0.25"),
+    "grpo": ("lower entropy", "entropy of the samples 1.5 nats a token"),
+    "kto": ("lower kl", "KL to the reference 0.125"),
+    "preference": ("margin", "margin 1.25"),
+    "reward": ("higher chosen_reward", "chosen reward 0.5"),
+    "seq2seq": ("higher mine", "mine 1234"),
+    "sequence_classification": ("f1_macro", "F1 68.8%"),
+    "token_classification": ("recall", "recall 70.0%"),
+}
+"""Objective -> the figure that judges its evaluations, and what the console says of it."""
+
+
+@pytest.mark.parametrize("objective", SPECS)
+def test_the_figure_that_judges_is_on_the_console_and_an_unknown_one_lists_them(
+    objective: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best_by, told = STEERS[objective]
+    own, is_main = {"perplexity": 7.389, "mine": 1234.4}, SimpleNamespace(is_main_process=True)
+    record = {"step": 4, "loss": 2.0, **own, **FIGURES.get(objective, OF_SAMPLES)}
+    with Metrics(is_main, tmp_path / "m", LoggingSection(), 9, steering=steering(best_by).field) as metrics:  # type: ignore[arg-type]
+        metrics.evaluation(record)
+    assert f"  {told}" in capsys.readouterr().err
+    asked = BestEvaluation(TrainingSection(output_dir="run", max_steps=9, best_by="higher unheard"), None)  # type: ignore[arg-type]
+    is_fresh = objective == "grpo"  # a run that samples itself has figures of training: its first step is waited for
+    learns = SimpleNamespace(training_record=dict)
+    trainer: Any = SimpleNamespace(windows=SimpleNamespace(fresh=is_fresh), objective=learns)
+    if is_fresh:
+        asked.after_evaluation(trainer, {"step": 0})
+    step: Any = SimpleNamespace(figures=[], metrics=record)
+    with pytest.raises(BadInputError, match=rf"no figure 'unheard'.*; they have: .*\b{steering(best_by).field}\b"):
+        asked.after_step(trainer, step) if is_fresh else asked.after_evaluation(trainer, record)
 
 
 PREFERENCE = {"accuracy": 0.75, "margin": 1.25}

@@ -68,7 +68,7 @@ def test_a_run_has_one_output_that_ends_as_its_result(
         "step 1 of 3, 1:05 left, loss 3.0000, held-out loss 4.0000",
         "step 2 of 3, 1:05 left, loss 2.0000, held-out loss 4.0000",
         "step 3 of 3, 1:05 left, loss 1.0000, held-out loss 4.0000",
-        "In 3 steps on 300 tokens, the loss on held-out data fell from 4.000 to 2.500.",
+        "In 3 steps on 300 tokens: held-out loss 4.0000 → 2.5000 (-37.5%).",
     ]
     assert shown[-1]["text/plain"].splitlines()[1:] == [
         f"report: {tmp_path / 'report.html'}",

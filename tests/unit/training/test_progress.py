@@ -54,7 +54,7 @@ def test_lines_begin_with_count_and_time_left(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_figures_that_do_not_fit_are_left_out_whole() -> None:
-    figures = _step_figures(RECORD, "targets")
+    figures = _step_figures(RECORD, "targets", "loss")
     assert fitting(figures, 14) == "loss 12.3457"
     assert fitting(figures, 33) == "loss 12.3457  accuracy 98.7%"
     assert fitting(figures, 200).endswith("0.31 targets/s  peak 3.00 GiB host  mfu 43.2%")
@@ -79,7 +79,7 @@ def test_a_bar_fits_into_the_terminal(width: int) -> None:
     console = Console(file=told, force_terminal=True, width=width, color_system=None)
     shown = Progress(console, 123456, 10)
     shown.start()
-    shown.show(2345, _step_figures(RECORD, "targets"))
+    shown.show(2345, _step_figures(RECORD, "targets", "loss"))
     shown.stop()
     last = [line for line in told.getvalue().replace("\r", "\n").splitlines() if "/123456" in line][-1]
     assert "2345/123456" in last

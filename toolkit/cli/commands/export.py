@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, parse_dtype
+from toolkit.cli.shared.arguments import AsJson, Checkpoint, StoredDtype, parse_dtype
 from toolkit.errors import BadInputError, did_you_mean
 from toolkit.recipe.schema import ExportSection
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.consolidate import Exported
+    from toolkit.serving.llama_cpp import Made
 
 MAX_SHARD_GIB = ExportSection().max_shard_gib
 """The same default as in a recipe (GiB)."""
@@ -31,13 +32,8 @@ def export(
         ),
     ],
     to: Annotated[Path, typer.Option(help="New folder, which `from_pretrained` loads.")],
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(help="Export this checkpoint: best, last, or its step.", show_default="last"),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Store the weights in this type: float32, bfloat16 (bf16) or float16 (fp16).")
-    ] = "float32",
+    checkpoint: Checkpoint = None,
+    dtype: StoredDtype = None,
     file_format: Annotated[
         str,
         typer.Option(
@@ -65,11 +61,11 @@ def export(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a checkpoint to a Hugging Face folder, in one process, with one of its files in memory at a time.
+    """Convert a checkpoint, by default the last, to a Hugging Face folder, with one of its files in memory at a time.
 
     Prints how vLLM and SGLang serve it. With --format it makes files for llama.cpp or Ollama instead.
     """
-    type_name = parse_dtype(dtype)
+    type_name = None if dtype is None else parse_dtype(dtype)
     if file_format not in FORMATS:
         servers = "; vLLM and SGLang read huggingface" if file_format in ("vllm", "sglang") else ""
         close = did_you_mean(file_format, FORMATS)
@@ -81,47 +77,29 @@ def export(
     place = place_named(run)
     if not place.is_dir():  # before torch is imported
         raise BadInputError(f"there is no folder {run!r}; name the training.output_dir or the store of a run")
-    how = {"checkpoint": checkpoint, "verify": check, "max_shard_gib": max_shard_gib, "average": average}
+    how: Any = {"checkpoint": checkpoint, "verify": check, "max_shard_gib": max_shard_gib, "average": average}
+    made: Exported | Made
+    done: Exported | None
     if file_format == FORMATS[0]:
-        _export(str(place), to, type_name, how, as_json)
+        from toolkit.checkpoint.consolidate import export_run
+        from toolkit.serving.servers import how_to_serve
+
+        made = done = export_run(str(place), to, dtype=type_name, **how)
+        notes, commands = [*done.notes], how_to_serve(to)
     else:
-        _make_gguf(str(place), to, type_name, how, as_json, file_format == "ollama", llama_cpp)
+        from toolkit.serving.llama_cpp import make_gguf
 
-
-def _export(run: str, to: Path, dtype: str, how: dict[str, Any], as_json: bool) -> None:
-    from toolkit.checkpoint.consolidate import export_run
-    from toolkit.serving.servers import how_to_serve
-
-    done = export_run(run, to, dtype=dtype, **how)
+        made = make_gguf(str(place), to, llama_cpp, type_name, file_format == "ollama", how)
+        done, commands = made.exported, ["start it:", *(f"  {command}" for command in made.commands)]
+        notes = [*(done.notes if done else ()), *made.notes]
     if as_json:
-        print(json.dumps({**dataclasses.asdict(done), "folder": str(done.folder), "dtype": dtype}, indent=1))
+        print(json.dumps(dataclasses.asdict(made), indent=1, default=str))
         return
-    for note in done.notes:
-        print(note)
-    print(_summary(to, done, dtype, how["verify"]))
-    for line in how_to_serve(to):
+    for line in [*notes, f"{to}: {run} in {made.dtype}" if done is None else _summary(done, check), *commands]:
         print(line)
 
 
-def _make_gguf(
-    run: str, to: Path, dtype: str, how: dict[str, Any], as_json: bool, for_ollama: bool, llama_cpp: Path | None
-) -> None:
-    from toolkit.serving.llama_cpp import make_gguf
-
-    made = make_gguf(run, to, llama_cpp, dtype, for_ollama, how)
-    if as_json:
-        print(json.dumps({**dataclasses.asdict(made), "dtype": dtype}, indent=1, default=str))
-        return
-    done = made.exported
-    for note in [*(done.notes if done else ()), *made.notes]:
-        print(note)
-    print(f"{to}: {run} in {dtype}" if done is None else _summary(to, done, dtype, how["verify"]))
-    print("start it:")
-    for command in made.commands:
-        print(f"  {command}")
-
-
-def _summary(to: Path, done: Exported, dtype: str, check: bool) -> str:
+def _summary(done: Exported, check: bool) -> str:
     """Returns the line about the exported checkpoint."""
     checked = ""
     if done.logits_difference is not None:
@@ -129,4 +107,4 @@ def _summary(to: Path, done: Exported, dtype: str, check: bool) -> str:
     elif check and done.is_adapter:
         checked = "; an adapter, whose logits were not compared"
     later = "" if done.unfinished is None else f"; the later checkpoint of step {done.unfinished} was not finished"
-    return f"{to}: step {done.step} in {dtype}{checked}{later}"
+    return f"{done.folder}: step {done.step} in {done.dtype}{checked}{later}"

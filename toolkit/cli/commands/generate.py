@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import MACHINE, parse_dtype
+from toolkit.cli.shared.arguments import MACHINE, Checkpoint, parse_dtype
 from toolkit.cli.shared.hub import settle_names
 from toolkit.recipe.objectives.section import COMPARED
 
@@ -53,6 +55,7 @@ Dtype = Annotated[
 
 def generate(
     source: Source,
+    checkpoint: Checkpoint = None,
     prompt: Annotated[str | None, typer.Option(help="Continue this text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Hold a conversation; /reset clears it, /quit ends.")] = False,
     image: Annotated[
@@ -86,7 +89,7 @@ def generate(
 ) -> None:
     """Generate text with a model: give one of --prompt, --chat, --file and --eval.
 
-    --compare needs --eval.
+    Of a run it is the export, or with --checkpoint one of its checkpoints. --compare needs --eval.
     """
     from toolkit.generation.text.command import run
     from toolkit.generation.text.load import find_model
@@ -112,6 +115,13 @@ def generate(
         device=device,
         images=tuple(image or ()),
     )
+    if checkpoint is not None:
+        from toolkit.checkpoint.consolidate import exported_for_now
+
+        with exported_for_now(source, checkpoint) as exported:
+            print(f"{source}: step {exported.step}", file=sys.stderr)
+            run(replace(options, source=str(exported.folder)))
+        return
     if find_model(source).on_hub:
         settle_names({"SOURCE": source}, [], {})  # before the hub's library is imported, which tries for a minute
     run(options)

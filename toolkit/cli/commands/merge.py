@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, parse_dtype
+from toolkit.cli.shared.arguments import AsJson, StoredDtype, parse_dtype
 
 
 def merge(
@@ -19,12 +19,7 @@ def merge(
     base: Annotated[
         str | None, typer.Option(help="Folder of the base, or its hub name. By default what the adapter names.")
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Store the weights in this type: float32, bfloat16 (bf16) or float16 (fp16). By default the base's."
-        ),
-    ] = None,
+    dtype: StoredDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Merge an adapter into its base, and compare the logits of the new folder with theirs.

@@ -125,6 +125,14 @@ MainProcessPort = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 RunPlace = Annotated[str, typer.Argument(help="Folder of a run, or its store (s3://bucket/runs/first).")]
 NewFile = Annotated[Path, typer.Argument(help="New file, or a folder.")]
+Checkpoint = Annotated[str | None, typer.Option(help="Take this checkpoint of the run: best, last, or its step.")]
+StoredDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Store the weights in this type: float32, bfloat16 (bf16) or float16 (fp16).",
+        show_default="the base's",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

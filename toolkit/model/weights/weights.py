@@ -36,6 +36,7 @@ class Fit:
     """How a model's files fit it, on rank 0; if one rank reads for all, only after the weights are read.
 
     Attributes:
+        dtype: that of the base, or of weights that are drawn.
         all_drawn: whether there are no files.
         drawn: names of parameters that were drawn at random.
         unused: names of tensors in the files that the model has no place for.
@@ -49,6 +50,7 @@ class Fit:
         unread: names of tensors in the files that transformers does not load.
     """
 
+    dtype: torch.dtype = torch.float32
     all_drawn: bool = False
     fingerprint: str | None = None
     origin: str | None = None
@@ -61,9 +63,13 @@ class Fit:
     unread: list[str] = field(default_factory=list)
     zero: list[str] = field(default_factory=list)
 
-    def take_names(self, folder: Path, model: PreTrainedModel) -> None:
-        """Takes the names of the tensors in the folder that `model` is read from."""
+    def take_names(self, folder: Path, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+        """Takes names and dtype of the tensors in the folder that `model` is read from; `dtype` is its configuration's.
+
+        Without one it is that of the first floats in the files, so that transformers would load it in the same.
+        """
         self.folder, self.stored = folder, names_in_files(folder)
+        self.dtype = dtype or stored_dtype(folder) or self.dtype
         self.unread = sorted(unread_files(folder, model))
 
     def describe(self) -> str:
@@ -316,8 +322,15 @@ def _is_not_float(path: Path, name: str) -> bool:
         return file.get_slice(name).get_dtype() not in FLOATS
 
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""safetensors' names of the types of weights."""
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' names of the types of weights -> torch's."""
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """Returns the dtype of the first floats in a model's folder; None if it has none."""
+    stored = _files_of_tensors(folder).items()
+    kinds = (safe_open(path, "pt").get_slice(name).get_dtype() for name, path in stored)  # type: ignore[no-untyped-call]
+    return next((FLOATS[kind] for kind in kinds if kind in FLOATS), None)
 
 
 def _is_same(first: tuple[Path, str], second: tuple[Path, str]) -> bool:

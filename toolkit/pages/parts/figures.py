@@ -13,25 +13,16 @@ from toolkit.pages.parts.run_metrics import Metrics, column
 from toolkit.recipe.figures import FIGURES, KNOWN, Figure, figure_of
 from toolkit.terminal import three_digits
 
-CHARTS = (
-    ("shares", "Accuracy", (("accuracy", "accuracy"), ("f1_macro", "F1"), ("f1", "F1 of entities"))),
-    ("margin", "Margin of the rewards", (("margin", ""),)),
-    ("rewards", "Rewards", (("chosen_reward", "chosen"), ("rejected_reward", "rejected"))),
-    ("kl", "KL to the reference, estimated on these completions (below 0: they became less likely)", (("kl", ""),)),
-    ("divergence", "Divergence from the teacher", (("divergence", ""),)),
-    ("cross-entropy", "Cross-entropy of the labels", (("cross_entropy", ""),)),
-    ("answers", "Answers to held-out prompts", (("answer_accuracy", "right"), ("answer_stopped", "that stop"))),
-    ("answer-tokens", "Tokens of an answer, on average", (("answer_mean_tokens", ""),)),
-    ("cut-completions", "Share of completions that were cut", (("cut", ""),)),
-    ("no-signal", "Share of groups whose completions have one reward", (("groups_without_signal", ""),)),
-    ("completion-tokens", "Tokens of a completion", (("completion_tokens", "mean"), ("longest_completion", "longest"))),
-    ("entropy", "Entropy of the samples (nats a token)", (("entropy", ""),)),
-    ("sampler-gap", "Log-probabilities, sampler against training (nats a token)", (("sampler_gap", ""),)),
-    ("balance-loss", "Balance loss of the experts", (("balance_loss", ""),)),
-    ("expert-entropy", "Entropy of the experts' load (1: even)", (("expert_entropy", ""),)),
+TOGETHER = (
+    ("shares", "Accuracy", ("accuracy", "f1_macro", "f1")),
+    ("rewards", "Rewards", ("chosen_reward", "rejected_reward")),
+    ("answers", "Answers to held-out prompts", ("answer_accuracy", "answer_stopped")),
+    ("completion-tokens", "Tokens of a completion", ("completion_tokens", "longest_completion")),
 )
-"""Name and title of a chart, and its curves: field and name. Perplexity has none, because it repeats the loss."""
+"""Charts of several figures: name, title, and the keys of the figures."""
 
+ELSEWHERE = {"loss", "reward", "perplexity", "precision", "recall", *(key for _, _, keys in TOGETHER for key in keys)}
+"""Figures without a chart of their own; perplexity and the two of F1 repeat others."""
 
 OF_THE_RUN = frozenset(
     {
@@ -39,7 +30,6 @@ OF_THE_RUN = frozenset(
         *("learning_rate", "step_seconds", "peak_device_bytes", "peak_host_bytes", "planned_peak_bytes", "mfu"),
         *("non_finite", "dead_experts", "max_expert_load", "reward_std", "abstained", "answer_accuracy_normalised"),
         *KNOWN,
-        *(field for _, _, curves in CHARTS for field, _ in curves),
     }
 )
 """Keys of records that are shown elsewhere on the page, or nowhere."""
@@ -87,22 +77,20 @@ def figure_tile(evals: Metrics, limits: Sequence[str] = ()) -> Tile | None:
 
 
 def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> list[Chart]:
-    """Returns charts of the metrics over the steps: those of evaluations, and faint ones of training steps if any."""
+    """Returns charts of the figures over the steps; those of training steps are faint next to those of evaluations."""
+    alone = [*(figure for figure in KNOWN.values() if figure.field not in ELSEWHERE), *_others([*train, *evals])]
+    titled = [(f"{one.heading} ({one.plain})" if one.plain else one.heading, one.field) for one in alone]
     charts = []
-    others = [(_chart_name(other), other.title, ((other.field, ""),)) for other in _others([*train, *evals])]
-    for name, title, curves in (*CHARTS, *others):
-        series = []
-        for (field, label), color in zip(curves, ("chart-1", "chart-2"), strict=False):
-            series += _series(train, field, f"{label} in training".strip(), color, "faint")
-            series += _series(evals, field, f"{label} held out".strip(), color, "points")
+    for name, title, fields in (*TOGETHER, *((field, title, (field,)) for title, field in titled)):
+        series: list[Series] = []
+        for number, field in enumerate(fields, 1):
+            label = figure_of(field).name if len(fields) > 1 else ""
+            held_out = _series(evals, field, f"{label} held out".strip(), f"chart-{number}", "points")
+            of_steps, kind = (f"{label} in training".strip(), "faint") if held_out else (label, "line")
+            series += [*_series(train, field, of_steps, f"chart-{number}", kind), *held_out]
         if series:
-            charts.append(Chart(name, title, series, [], x_range))
+            charts.append(Chart(name.replace("loss/", "loss-of-"), title, series, [], x_range))  # an attribute in HTML
     return charts
-
-
-def _chart_name(figure: Figure) -> str:
-    """Returns the name of a figure's own chart, which is an attribute in HTML."""
-    return figure.field.replace("loss/", "loss-of-")
 
 
 def _series(lines: Metrics, field: str, name: str, color: str, kind: str) -> list[Series]:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
@@ -270,10 +269,10 @@ def write_beginning(
         (output_dir / FINISHED).unlink(missing_ok=True)  # the run is trained further
         write_data_report(output_dir, recipe, report)
         (output_dir / MODEL_FILES).mkdir(exist_ok=True)
-        dtype = getattr(torch, recipe.model.dtype)
-        write_model_files(base_of(inner), tokens, output_dir / MODEL_FILES, dtype, fit.files)
+        write_model_files(base_of(inner), tokens, output_dir / MODEL_FILES, fit.dtype, fit.files)
         limits_of(tokens).write(output_dir / MODEL_FILES)
-        stored = {"names": None if fit.stored is None else sorted(fit.stored), "fingerprint": fit.origin}
+        names, dtype = None if fit.stored is None else sorted(fit.stored), str(fit.dtype).removeprefix("torch.")
+        stored = {"names": names, "fingerprint": fit.origin, "dtype": dtype}
         (output_dir / MODEL_FILES / STORED_NAMES).write_text(json.dumps(stored), encoding="utf-8")
         (output_dir / MODEL_FILES / BASE_DIGESTS).write_text(json.dumps(fit.files.digests()), encoding="utf-8")
     except OSError as error:

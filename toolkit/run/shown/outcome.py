@@ -142,8 +142,7 @@ def print_result(
 ) -> None:
     """Prints the last lines: the outcome in figures, answers, and the paths of report and export."""
     if told := headline(result.metrics, recipe.training.best_by):
-        facts = story.facts()
-        console.print(f"{with_limits(told, story.limits)} in {facts['duration']}", markup=False)
+        console.print(f"{with_limits(told, story.limits)} in {story.facts()['duration']}", markup=False)
         if story.exported:
             console.print(f"exported: {story.exported}", markup=False)
     for doubt in result.doubts:
@@ -236,13 +235,8 @@ def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
     if (export_dir / ADAPTER).is_file():
         return f"PeftModel.from_pretrained(base, {str(export_dir)!r})"
     trusted = {"trust_remote_code": True} if recipe.model.trust_remote_code else {}
-    return _loaded(_auto_class_of(export_dir, recipe), repr(str(export_dir)), trusted)
-
-
-def _auto_class_of(export_dir: Path, recipe: Recipe) -> str:
-    """Returns the name of transformers' class that loads a whole model."""
     config = AutoConfig.from_pretrained(export_dir, trust_remote_code=recipe.model.trust_remote_code)
-    return str(auto_class(config).__name__)
+    return _loaded(auto_class(config).__name__, repr(str(export_dir)), trusted)
 
 
 def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:
@@ -271,6 +265,7 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         sampled=run.shown.sampled,
         doubts=opened.story.told(result.doubts),
         limits=opened.story.limits,
+        best_by=recipe.training.best_by,
         folder=result.output_dir.name,
         command=own_command(opened),
         written=time.time(),
