@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.data import report as reports
-from toolkit.data.documents.documents import Named, read_documents, write_documents
+from toolkit.data.documents.documents import Named, read_documents, work_of, write_documents
 from toolkit.data.documents.encode import FEATURES, Encoder
 from toolkit.data.documents.processes import image_root
 from toolkit.data.images.images import (
@@ -35,7 +35,7 @@ from toolkit.data.rows.files import local_path, paths_of
 from toolkit.data.rows.sources import Source, glimpse, has_images, identify, map_of, open_source, sampled, short_names
 from toolkit.data.samples.image_samples import identify_images
 from toolkit.data.samples.samples import Rows, Samples
-from toolkit.data.selection import Selection, class_names, hold_out, named_reasons, one_pass, select
+from toolkit.data.selection import RowCounts, Selection, class_names, hold_out, one_pass, select
 from toolkit.data.stream import Stream, StreamedSource, Window, describe_stream
 from toolkit.data.templates.stops import next_turn_of, require_turn_end
 from toolkit.data.tokens.tokenizer import bos_of, identity, pad_id
@@ -92,10 +92,13 @@ def _with_stream(builder: Builder, prepared: TokenisedData) -> TokenisedData:
     held_out = frozenset(rows.column("digest").tolist()) if isinstance(rows, Rows) else frozenset()
     ranks.on_every_rank(lambda: found.append(builder.first_window(held_out)), "read data.train")
     stream, first = found[0]
+    report, rows = prepared.report, first.samples.rows
+    shown = np.arange(min(reports.EXAMPLES_OF_WINDOW, len(rows)))
+    examples = reports.examples(stream.kind, builder.tokenizer, rows, shown, "train", stream.images)
     return replace(
         prepared,
         train=first.samples,
-        report=describe_stream(prepared.report, stream, first.samples, builder.tokenizer),
+        report=describe_stream(report.model_copy(update={"examples": [*examples, *report.examples]}), stream),
         # Streamed rows are not read beforehand: names and sizes of their files stand for their content.
         fingerprint=digest(prepared.fingerprint, builder.glimpse(stream.images)),
         content=ranks.on_first_rank(
@@ -140,8 +143,9 @@ class Builder:
     def write(self) -> Path:
         """Returns the folder of the samples, filled if it does not exist yet."""
         names = short_names(paths_of(self.data))
-        train = self._tokenised([] if self.data.streaming else self.data.train, "data.train", names)
-        validation = self._tokenised(self.data.validation or [], "data.validation", names)
+        sources = [] if self.data.streaming else self.data.train
+        train = [self._tokenised(section, "data.train", names) for section in sources]
+        validation = [self._tokenised(section, "data.validation", names) for section in self.data.validation or []]
         if not self.data.streaming:  # a stream's rows are not looked at here
             require_effect(self.data, lambda: any("roots" in named for named in (*train, *validation)))
         limits = {"max_length", "max_target_length", "long_rows", "max_dropped_fraction"}
@@ -170,11 +174,8 @@ class Builder:
         with Pass(Terminal(quiet=ranks.rank() != 0), "making samples of the rows"):
             return kept(self.cache / f"samples-{key}", write)
 
-    def _tokenised(self, sections: list[SourceSection], field: str, names: dict[str, str]) -> list[Named]:
-        """Returns the folder of each source's documents, filled if it does not exist yet."""
-        return [self._tokenised_source(section, field, names) for section in sections]
-
-    def _tokenised_source(self, section: SourceSection, field: str, names: dict[str, str]) -> Named:
+    def _tokenised(self, section: SourceSection, field: str, names: dict[str, str]) -> Named:
+        """Returns the folder of a source's documents, filled if it does not exist yet."""
         source = self._open(section, field)
         # max_length is not part of the key: another length needs no tokenising. Texts to classify are the exception,
         # which the tokenizer itself cuts.
@@ -354,23 +355,17 @@ class Builder:
         rows = chosen.rows
         arrays, samples = self.kind.arrays(rows, order, policy, names)
         np.savez(file, **arrays)
-        cut_tokens = samples.pop("cut_tokens", 0)
+        counts = RowCounts()
+        counts.add(chosen)
+        described = counts.described(samples.pop("cut_tokens", 0))
         if train is not None:
             samples["also_in_train"] = reports.repeated_in(rows, chosen.kept, train.rows, train.kept)
-        described = reports.describe_rows(rows, chosen.kept)
         if not self.kind.learns_tokens:
             described = {key: value for key, value in described.items() if not key.startswith("target")}
         return SplitReport(
-            read=len(chosen.kept) + len(chosen.dropped),
-            kept=len(chosen.kept),
-            num_dropped=len(chosen.dropped),
-            dropped=named_reasons(rows, chosen.dropped),
             **described,
-            **({"noted": noted} if (noted := reports.notes(rows, chosen.kept)) else {}),
-            **({"repeated_tokens": again} if (again := reports.repeated_tokens(rows, chosen.kept)) else {}),
             duplicates=reports.named(rows, reports.duplicates(rows, chosen.kept)),
             sources=reports.describe_sources(rows, chosen.kept, chosen.dropped, order),
-            long=reports.named(rows, chosen.long).model_copy(update={"cut_tokens": cut_tokens}),
             **samples,
         )
 
@@ -395,21 +390,20 @@ class Builder:
         # A copy of each image in the cache could fill the disk: a window has its images in memory.
         images = replace(self.images, held={}) if self.images is not None and any(seen) else None
         sources = [
-            StreamedSource(source, *self._reads(source, images if shown else None))
+            StreamedSource(source, work_of(*self._reads(source, images if shown else None)))
             for source, shown in zip(opened, seen, strict=True)
         ]
         stream = Stream(
             self.kind,
             sources,
-            self._long_rows(source.layout.form for source in sources),
+            self._long_rows(of.work.layout.form for of in sources),
             pad_id(self.tokenizer),
             self.seed if self.data.shuffle else None,
             held_out,
             images,
         )
         # Read now, so that data that cannot be used ends the run before its first step.
-        first = next(stream.windows())
-        return stream, first
+        return stream, next(stream.windows())
 
     def glimpse(self, images: Images | None) -> list[Any]:
         """Returns what identifies the streamed sources, and the reader of their images, without reading the rows."""

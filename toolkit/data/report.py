@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.registry import LAYOUTS
 from toolkit.data.layouts.row_flags import IN_PARTS
-from toolkit.data.samples.samples import Rows, SeenRows
+from toolkit.data.samples.samples import Rows
 from toolkit.data.templates.masks import special_ids
 from toolkit.errors import counted
 
@@ -64,6 +64,13 @@ class Found(_Part):
     count: int
     rows: list[str]
     cut_tokens: int = 0
+
+    def and_more(self, more: Found) -> Found:
+        """Returns these rows and more; the first keep their names, each once."""
+        return Found(count=self.count + more.count, rows=list(dict.fromkeys([*self.rows, *more.rows]))[:ROWS_NAMED])
+
+
+NONE = Found(count=0, rows=[])
 
 
 class SourceReport(_Part):
@@ -163,48 +170,37 @@ class DataReport(_Part):
         return self.model_dump(mode="json", exclude_unset=True)
 
 
-def notes(rows: SeenRows, kept: Any) -> dict[str, Found]:
+def notes(rows: Rows, kept: Any) -> dict[str, Found]:
     """Returns the kept rows by what is not learned or not read of them."""
     is_kept = set(kept.tolist())
+    return by_text(rows, ((row, note) for row, of_row in rows.notes().items() if row in is_kept for note in of_row))
+
+
+def by_text(rows: Rows, texts: Iterable[tuple[int, str]]) -> dict[str, Found]:
+    """Returns rows by a text about each, such as the reason of dropping."""
     found: dict[str, list[int]] = {}
-    for row, of_row in rows.notes().items():
-        for note in of_row if row in is_kept else ():
-            found.setdefault(note, []).append(row)
-    return {note: named(rows, numbers) for note, numbers in found.items()}
+    for row, text in texts:
+        found.setdefault(text, []).append(row)
+    return {text: named(rows, numbers) for text, numbers in found.items()}
 
 
-def by_reason(dropped: dict[int, str]) -> dict[str, list[int]]:
-    """Returns the dropped rows by reason, in rising order."""
-    found: dict[str, list[int]] = {}
-    for row, reason in sorted(dropped.items()):
-        found.setdefault(reason, []).append(row)
-    return found
+def more_found(found: dict[str, Found], more: dict[str, Found]) -> None:
+    """Adds rows to the earlier ones."""
+    for what, new in more.items():
+        found[what] = found.get(what, NONE).and_more(new)
 
 
-def named(rows: SeenRows, numbers: Any) -> Found:
+def named(rows: Rows, numbers: Any) -> Found:
     """Returns the number of rows, and the names of the first."""
     return Found(count=len(numbers), rows=[rows.name(int(row)) for row in numbers[:ROWS_NAMED]])
-
-
-def describe_rows(rows: Rows, kept: Any) -> dict[str, Any]:
-    """Returns fields of a `SplitReport`: lengths of the kept rows before any is cut, and the share that is learned."""
-    lengths, targets = rows.column("length")[kept], rows.column("num_targets")[kept]
-    longest = kept[int(np.argmax(lengths))]
-    return {
-        **describe_lengths(lengths, targets),
-        "longest": {"row": rows.name(int(longest)), "tokens": int(lengths.max())},
-    }
 
 
 def describe_lengths(lengths: Any, targets: Any) -> dict[str, Any]:
     """Returns statistics of the tokens of each row, (rows,), and of its learned tokens, (rows,)."""
     # `lower`: lengths that rows really have, not values between two of them.
     median, p90, p99 = (int(value) for value in np.percentile(lengths, (50, 90, 99), method="lower"))
-    tokens, target_tokens = int(lengths.sum(dtype=np.int64)), int(targets.sum(dtype=np.int64))
     return {
-        "tokens": tokens,
-        "target_tokens": target_tokens,
-        "target_share": target_tokens / tokens,
+        "target_share": int(targets.sum(dtype=np.int64)) / int(lengths.sum(dtype=np.int64)),
         "lengths": {
             "min": int(lengths.min()),
             "median": median,
@@ -232,7 +228,7 @@ def duplicates(rows: Rows, kept: Any) -> Any:
     return kept[repeated]
 
 
-def repeated_tokens(rows: SeenRows, kept: Any) -> int:
+def repeated_tokens(rows: Rows, kept: Any) -> int:
     """Returns how many tokens samples of answers read more than once."""
     used = set(kept.tolist())
     return sum(ends[-1] - int(max(np.diff([0, *ends]))) for row, ends in rows.turns().items() if row in used)
@@ -289,7 +285,7 @@ def examples(
     return [{**_example(kind, tokenizer, rows, row, images), "split": split} for row in chosen]
 
 
-def previews(rows: SeenRows, row: int, images: Images | None, start: int | None = None) -> dict[str, Any]:
+def previews(rows: Rows, row: int, images: Images | None, start: int | None = None) -> dict[str, Any]:
     """Returns small images of a row of the report, or of its piece that begins with token `start`, by their key."""
     if images is None or not rows.have_images:
         return {}

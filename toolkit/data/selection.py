@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +13,10 @@ import numpy as np
 
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.labelled import NO_CLASS
-from toolkit.data.report import Found, by_reason, named
+from toolkit.data.report import NONE, Found, by_text, describe_lengths, more_found, named, notes, repeated_tokens
 from toolkit.data.rows.readers import BLANK
 from toolkit.data.samples.packing import Ints, mixed
-from toolkit.data.samples.samples import Rows, SeenRows
+from toolkit.data.samples.samples import Rows
 from toolkit.errors import DataError, counted
 
 LONG_SHARE = 0.01
@@ -45,10 +46,66 @@ class Selection:
     long: Ints
 
 
-def judge(
-    kind: RowKind, rows: SeenRows, policy: str, names: list[str] | None = None
-) -> tuple[Ints, dict[int, str], Ints]:
-    """Returns `kept`, `dropped` and `long` of a `Selection` of these rows.
+@dataclass
+class RowCounts:
+    """What became of rows, which may be counted in several parts.
+
+    Attributes:
+        measured: the most rows whose lengths are kept, or None for all.
+        totals: `read`, `kept`, `num_dropped`, and of the kept rows `tokens`, `target_tokens` and `repeated_tokens`.
+        dropped, noted: reason of dropping, and what is not learned of kept rows -> how many, and the first of them.
+        long: rows longer than the limit, even if they were kept.
+        lengths, targets: tokens and target tokens of the first kept rows, (rows,).
+        longest: the longest kept row, and its tokens.
+    """
+
+    measured: int | None = None
+    totals: Counter[str] = field(default_factory=Counter)
+    dropped: dict[str, Found] = field(default_factory=dict)
+    noted: dict[str, Found] = field(default_factory=dict)
+    long: Found = NONE
+    lengths: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    targets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    longest: tuple[str, int] = ("", 0)
+
+    @property
+    def read(self) -> int:
+        return self.totals["read"]
+
+    def add(self, chosen: Selection) -> None:
+        """Counts rows."""
+        rows, kept = chosen.rows, chosen.kept
+        lengths, targets = rows.column("length")[kept], rows.column("num_targets")[kept]
+        self.totals.update(
+            read=len(kept) + len(chosen.dropped),
+            kept=len(kept),
+            num_dropped=len(chosen.dropped),
+            tokens=int(lengths.sum(dtype=np.int64)),
+            target_tokens=int(targets.sum(dtype=np.int64)),
+            repeated_tokens=repeated_tokens(rows, kept),
+        )
+        more_found(self.dropped, named_reasons(rows, chosen.dropped))
+        more_found(self.noted, notes(rows, kept))
+        self.long = self.long.and_more(named(rows, chosen.long))
+        self.lengths = np.append(self.lengths, lengths)[: self.measured]
+        self.targets = np.append(self.targets, targets)[: self.measured]
+        if lengths.max(initial=0) > self.longest[1]:
+            self.longest = rows.name(int(kept[np.argmax(lengths)])), int(lengths.max())
+
+    def described(self, cut_tokens: int) -> dict[str, Any]:
+        """Returns fields of a `SplitReport`; `cut_tokens` were cut off from long rows."""
+        return {
+            **describe_lengths(self.lengths, self.targets),
+            **{name: count for name, count in self.totals.items() if count or name != "repeated_tokens"},
+            "dropped": self.dropped,
+            **({"noted": self.noted} if self.noted else {}),
+            "longest": {"row": self.longest[0], "tokens": self.longest[1]},
+            "long": self.long.model_copy(update={"cut_tokens": cut_tokens}),
+        }
+
+
+def judge(kind: RowKind, rows: Rows, policy: str, names: list[str] | None = None) -> Selection:
+    """Selects the rows that can be used.
 
     Args:
         policy: what happens to rows that are too long.
@@ -56,7 +113,6 @@ def judge(
     """
     dropped = rows.problems()
     if names is not None:
-        assert isinstance(rows, Rows), "rows with classes are not streamed"
         dropped |= kind.without_class(rows, names, dropped)
     good = np.setdiff1d(np.arange(len(rows)), list(dropped))
     long = good[np.any([size > most for size, most in zip(kind.sizes(rows, good), kind.most, strict=True)], axis=0)]
@@ -68,7 +124,7 @@ def judge(
         # From the second token on, because the first is never a target.
         useless = [row for row in long.tolist() if not np.any(rows.tokens(row, 1, kind.data.max_length)[1])]
         dropped |= dict.fromkeys(useless, reason)
-    return np.setdiff1d(good, list(dropped)), dropped, long
+    return Selection(rows, np.setdiff1d(good, list(dropped)), dropped, long)
 
 
 def select(kind: RowKind, rows: Rows, field: str, policy: str, names: list[str] | None) -> Selection:
@@ -77,20 +133,18 @@ def select(kind: RowKind, rows: Rows, field: str, policy: str, names: list[str] 
     Raises:
         DataError: if too many are too long or cannot be used, or none is left.
     """
-    kept, dropped, long = judge(kind, rows, policy, names)
-    good = np.union1d(kept, long)
+    chosen = judge(kind, rows, policy, names)
+    good = np.union1d(chosen.kept, chosen.long)
     if policy == "error":
-        require_few_long(kind, rows, field, kind.sizes(rows, good), len(good), len(long))
-    reasons = named_reasons(rows, dropped)
-    if len(kept) == 0:
+        require_few_long(kind, rows, field, kind.sizes(rows, good), len(good), len(chosen.long))
+    reasons = named_reasons(rows, chosen.dropped)
+    if len(chosen.kept) == 0:
         raise DataError(nothing_left(f"{field}: none of its rows ({len(rows):,}) can be trained on. ", reasons))
     require_few_dropped(kind, field, len(rows), reasons)
-    return Selection(rows, kept, dropped, long)
+    return chosen
 
 
-def require_few_long(
-    kind: RowKind, rows: SeenRows, field: str, sizes: Sequence[Any], num_rows: int, num_long: int
-) -> None:
+def require_few_long(kind: RowKind, rows: Rows, field: str, sizes: Sequence[Any], num_rows: int, num_long: int) -> None:
     """Raises DataError if rows beyond `LONG_SHARE` are long: the recipe has to say what becomes of them.
 
     Args:
@@ -148,9 +202,9 @@ def reasons_in_words(reasons: Reasons) -> str:
     return "; ".join([*told, *more])
 
 
-def named_reasons(rows: SeenRows, dropped: dict[int, str]) -> dict[str, Found]:
+def named_reasons(rows: Rows, dropped: dict[int, str]) -> dict[str, Found]:
     """Returns why rows are dropped -> how many, and the names of the first."""
-    return {reason: named(rows, found) for reason, found in by_reason(dropped).items()}
+    return by_text(rows, sorted(dropped.items()))
 
 
 def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, Selection]:

@@ -162,9 +162,8 @@ def _build_trainer(opened: OpenedRun, run: PreparedRun, windows: Windows, extens
 
 def _report_stream(opened: OpenedRun, run: PreparedRun) -> None:
     """Writes the data report again with all rows that were read; at the beginning it had only the first window."""
-    stream, samples = run.data.stream, run.data.train
-    assert stream is not None
-    report = describe_stream(run.data.report, stream, samples, run.tokenizer)
+    assert run.data.stream is not None
+    report = describe_stream(run.data.report, run.data.stream)
     run.shown.data_report = report
     ranks.on_first_rank(lambda: write_data_report(opened.output_dir, opened.recipe, report))
 

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,8 +15,7 @@ from toolkit.data.kinds.registry import kind_for
 from toolkit.data.layouts.answers import right_answers
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.examples import Example
-from toolkit.data.rows.readers import read
-from toolkit.data.rows.sources import Source
+from toolkit.data.rows.sources import Source, first_rows
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import Rows as TokenisedRows
@@ -27,9 +25,6 @@ from toolkit.model.attention.positions import num_positions, takes_positions
 from toolkit.model.load import load_without_weights
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, ModelSection
-
-ROWS_LOOKED_AT = 100
-"""Number of rows that are searched for conversations."""
 
 UNCUT = 2**24
 """The largest `data.max_length`, with which rows are measured whole."""
@@ -184,7 +179,7 @@ def first_words(source: Source, layout: Layout) -> str:
 
 def _examples(source: Source, layout: Layout) -> Iterator[Example]:
     """Yields the usable examples among the first rows."""
-    for row in islice((row for shard in source.shards for row in read(shard)), ROWS_LOOKED_AT):
+    for row in first_rows(source.shards):
         try:
             yield layout.example(row)
         except RowProblem:

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from toolkit.data.build import TokenisedData
-from toolkit.data.samples.loader import TrainLoader
-from toolkit.data.stream import StreamLoader
+from toolkit.data.samples.loader import Loader
 from toolkit.generation.sampling.fresh import FreshSample
 from toolkit.generation.text.complete import Prompt
 from toolkit.generation.text.load import Loaded, beginning, positions_of, stop_tokens
@@ -91,7 +90,7 @@ def _read(folder: Path) -> Steps:
 def rollouts(
     recipe: Recipe,
     data: TokenisedData,
-    positions: TrainLoader | StreamLoader,
+    positions: Loader,
     tokenizer: PreTrainedTokenizerBase,
     sampler: Sampler,
     device: torch.device,

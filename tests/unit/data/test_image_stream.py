@@ -141,9 +141,9 @@ def test_a_window_holds_the_images_of_its_own_rows(model: Path, tmp_path: Path) 
     assert found.images is not None
     numbers = iter(found.windows())
     for window in (next(numbers) for _ in range(3)):
-        rows = window.samples.rows
-        shown = [record for row in range(len(rows)) for record, _ in rows.images(row)]  # type: ignore[attr-defined]
-        assert len(rows._contents) == len({record["digest"] for record in shown}) > 0  # type: ignore[attr-defined]
+        rows: Any = window.samples.rows
+        shown = [record for row in range(len(rows)) for record, _ in rows.images(row)]
+        assert len(rows.sources[0].contents) == len({record["digest"] for record in shown}) > 0
         assert found.images.held == {}
 
 

@@ -22,7 +22,7 @@ ROWS = 6
 
 
 class Prepared:
-    """Rows of a trainer, as `toolkit.data.samples.samples.TokenRows`."""
+    """Rows of a trainer, as `toolkit.data.samples.samples.Rows`."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows

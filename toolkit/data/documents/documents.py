@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +19,6 @@ from toolkit.data.images.images import parse
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.sources import Source
 from toolkit.errors import DataError
-
-if TYPE_CHECKING:
-    import datasets
 
 WRITTEN_BATCHES = 16
 """Batches of rows that are written as one, so that a table has fewer to look through."""
@@ -51,7 +48,7 @@ class Documents:
         paths: the file of each shard, with as few parts of its path as distinguish it from the run's others.
         label_names: in the order of their numbers, if the source has them.
         table: rows of the encoder's columns.
-        folder: the folder in the cache that holds them.
+        folder: the folder in the cache that holds them; None for streamed rows.
         told_as: the name under which the loss of its rows is reported, if it has one.
         roots: folder of the images of each shard's rows.
     """
@@ -62,7 +59,7 @@ class Documents:
     paths: list[str]
     label_names: list[str]
     table: pa.Table
-    folder: Path
+    folder: Path | None
     told_as: str | None = None
     roots: tuple[str, ...] = ()
 
@@ -71,7 +68,8 @@ class Documents:
         if "pictures" not in self.table.column_names:
             return []
         columns = ("pictures", STARTS_OF_IMAGES)
-        of_row = {name: self.table.column(name)[row].as_py() for name in columns if name in self.table.column_names}
+        known = [name for name in columns if name in self.table.column_names]
+        of_row = {name: self.table.column(name)[row].as_py() or [] for name in known}  # no list beside rows with images
         return [(record, self.roots[int(self.column("shard")[row])]) for record in records_of(of_row, start)]
 
     def all_images(self) -> Iterator[list[tuple[dict[str, Any], str]]]:
@@ -131,8 +129,8 @@ def write_documents(
     """
     if not source.shards:  # an opened data set; a first row of files has been read already
         raise DataError(f"{source.field}: {source.name!r} holds no rows; name another file")
-    schema = _features(encoder).arrow_schema
-    documents = encoded(Work(layout, encoder, schema), source.shards, num_proc)
+    work = work_of(layout, encoder)
+    documents, schema = encoded(work, source.shards, num_proc), work.schema
     with pa.OSFile(str(folder / "rows-00000.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as written:
         while together := list(islice(documents, WRITTEN_BATCHES)):
             written.write_table(pa.Table.from_batches(together).combine_chunks())
@@ -140,13 +138,15 @@ def write_documents(
     (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _features(encoder: Encoder) -> datasets.Features:
+def work_of(layout: Layout, encoder: Encoder) -> Work:
+    """Returns what makes documents of rows."""
     import datasets
 
     own = {name: kind for name, (kind, _) in encoder.columns.items()}
     kinds = {**FEATURES, **own, "shard": "int32"}
     lists = {name: datasets.List(datasets.Value(kind[0])) for name, kind in kinds.items() if isinstance(kind, list)}
-    return datasets.Features({name: lists.get(name) or datasets.Value(kind) for name, kind in kinds.items()})
+    features = datasets.Features({name: lists.get(name) or datasets.Value(kind) for name, kind in kinds.items()})
+    return Work(layout, encoder, features.arrow_schema)
 
 
 def read_documents(cache: Path, named: Named, weight: float | None) -> Documents:

@@ -555,11 +555,6 @@ def _is_empty_answer(message: Message) -> bool:
     return message["role"] == "assistant" and is_silent and not message.get(THOUGHTS)
 
 
-def ends_of(document: Document) -> list[int]:
-    """Returns the position after the last token of each sample of a document."""
-    return document.get("ends") or [document["length"]]
-
-
 def joined_notes(notes: Iterable[str | None]) -> str | None:
     """Joins notes about a row into one text, each once; None if there are none. `notes_in` splits them."""
     each = (note for text in notes if text for note in notes_in(text))
@@ -582,15 +577,3 @@ def _result_or_problem(action: Any, value: Any) -> Any:
         return action(value)
     except RowProblem as problem:
         return problem
-
-
-def batches(rows: Iterable[Row], size: int) -> Iterable[list[Row]]:
-    """Yields lists of `size` rows; the last may be shorter."""
-    batch: list[Row] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +28,7 @@ from typing import Any, Literal
 import psutil
 import pyarrow as pa
 
-from toolkit.data.documents.encode import Document, Encoder, batches
+from toolkit.data.documents.encode import Document, Encoder
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.readers import Row, Shard, mapped, row_of_line, stored_in
 from toolkit.errors import DataError
@@ -142,8 +142,8 @@ def affordable_processes() -> int:
 
 def _batches(shards: list[Shard]) -> Iterator[Batch]:
     for number, shard in enumerate(shards):
-        bare, before = replace(shard, table=None), 0
-        for some in batches(stored_in(shard), BATCH_ROWS):
+        bare, before, stored = replace(shard, table=None), 0, stored_in(shard)
+        while some := list(islice(stored, BATCH_ROWS)):
             yield Batch(number, bare, before, some)
             before += len(some)
 

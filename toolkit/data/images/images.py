@@ -268,7 +268,7 @@ class Images:
             raise DataError(f"{row}: {str(path)!r}: {problem}; {_mend(cached)}") from problem
         raise DataError(f"{row}: {str(path)!r} is another image than when the rows were read; {_mend(cached)}")
 
-    def require_there(self, record: dict[str, Any], root: str, row: Callable[[], str], cached: Path) -> None:
+    def require_there(self, record: dict[str, Any], root: str, row: Callable[[], str], cached: Path | None) -> None:
         """Checks, without reading it, that the file of a record is there, and as long as when the rows were read.
 
         Args:

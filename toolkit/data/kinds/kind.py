@@ -15,7 +15,7 @@ from toolkit.data.images.images import Images
 from toolkit.data.layouts.layout import ColumnLayout, Layout
 from toolkit.data.rows.sources import Source
 from toolkit.data.samples.packing import Ints, Pieces, best_fit
-from toolkit.data.samples.samples import Rows, Samples, SeenRows, TokenRows
+from toolkit.data.samples.samples import Rows, Samples
 from toolkit.errors import counted
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.spec import ObjectiveSpec
@@ -164,7 +164,7 @@ class RowKind(ABC):
         return {}
 
     @classmethod
-    def sizes(cls, rows: SeenRows, chosen: Any) -> tuple[Ints, ...]:
+    def sizes(cls, rows: Rows, chosen: Any) -> tuple[Ints, ...]:
         """Returns, for each of `limits`, the tokens of these rows, (rows,)."""
         return (rows.column("length")[chosen],)
 
@@ -202,14 +202,6 @@ class RowKind(ABC):
     def packed(self) -> bool:
         """Whether rows share samples: as the recipe says, else unless the objective pads."""
         return not self.objective.spec.padded if self.data.packing is None else self.data.packing
-
-    def pieces(self, rows: TokenRows, order: Ints, lengths: Ints, policy: str) -> tuple[Pieces, int]:
-        """Returns the pieces of rows in order, and how many tokens are cut off.
-
-        Args:
-            lengths: tokens of all rows, (rows,).
-        """
-        raise NotImplementedError("rows of this kind are not cut into pieces, nor read from a stream")
 
     def sample_of(self, pieces: Pieces) -> Ints:
         """Returns the number of the sample of each piece, (N,)."""

@@ -30,7 +30,7 @@ from toolkit.data.layouts.layout import ColumnLayout, Layout
 from toolkit.data.layouts.messages import answered_last, asked_of, conversation, messages_of, tools_of, with_system
 from toolkit.data.rows.examples import Answer, Conversation, Example, Message
 from toolkit.data.rows.image_places import OF_REJECTED, column_of
-from toolkit.data.rows.sources import ROWS_LOOKED_AT, Source, named_rows
+from toolkit.data.rows.sources import Source, first_rows
 from toolkit.data.rows.values import RowProblem, RowValues, is_absent, is_empty, text_of, type_of
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import Batch, ComparedSamples, Rows, Samples, last_tokens_of, segments_of
@@ -291,8 +291,7 @@ class PairRows(TextRows):
         a column that is named by hand does, because rows without a system prompt among others must not be learned in
         another form.
         """
-        rows = (row for _, row in islice(named_rows(source.shards, source.paths), ROWS_LOOKED_AT))
-        found = (RowValues(row, layout.columns) for row in rows if not isinstance(row, RowProblem))
+        found = (RowValues(row, layout.columns) for row in first_rows(source.shards))
         texts = [values for values in found if isinstance(values["prompt"], str) and isinstance(values["chosen"], str)]
         more = any(what in by_hand or not is_empty(values[what]) for values in texts for what in ("system", "tools"))
         return replace(layout, templated=more)

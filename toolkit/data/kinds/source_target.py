@@ -23,7 +23,6 @@ from toolkit.data.samples.samples import (
     Rows,
     RowSamples,
     Samples,
-    SeenRows,
     filled_up,
     padded,
 )
@@ -200,7 +199,7 @@ class SourceTargetRows(RowKind):
         return super().encoder(tokenizer, truncate_target_to=cut, prefix=self.data.source_prefix or "", **settings)
 
     @classmethod
-    def sizes(cls, rows: SeenRows, chosen: Any) -> tuple[Ints, ...]:
+    def sizes(cls, rows: Rows, chosen: Any) -> tuple[Ints, ...]:
         sources = rows.column("split")[chosen]
         return sources, rows.column("length")[chosen] - sources
 

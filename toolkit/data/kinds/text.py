@@ -17,7 +17,7 @@ from toolkit.data.rows.examples import Answer, Example, Text
 from toolkit.data.rows.values import JUDGED, RowValues, text_of, yes_or_no
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.packing import Ints, Pieces, by_sample, samples_of, split, whole
-from toolkit.data.samples.samples import Rows, Samples, TextSamples, TokenRows
+from toolkit.data.samples.samples import Rows, Samples, TextSamples
 from toolkit.errors import DataError
 
 TEXT: BatchSpec = {
@@ -116,7 +116,9 @@ class TextRows(RowKind):
         "text": ("body", "content", "document", "sentence", "review", "passage"),
     }
 
-    def pieces(self, rows: TokenRows, order: Ints, lengths: Ints, policy: str) -> tuple[Pieces, int]:
+    def pieces(self, rows: Rows, order: Ints, policy: str) -> tuple[Pieces, int]:
+        """Returns the pieces of rows in order, and how many tokens are cut off."""
+        lengths = rows.column("length").astype(np.int64)
         max_length, turns = self.data.max_length, rows.turns()
         cut = split if policy == "split" else whole
         pieces = cut(order, lengths, max_length, turns)
@@ -128,7 +130,7 @@ class TextRows(RowKind):
         return pieces.take(np.setdiff1d(np.arange(len(pieces)), useless)), cut_tokens
 
     def arrays(self, rows: Rows, order: Ints, policy: str, names: list[str] | None) -> Arrays:
-        pieces, cut_tokens = self.pieces(rows, order, rows.column("length").astype(np.int64), policy)
+        pieces, cut_tokens = self.pieces(rows, order, policy)
         in_order, ends = by_sample(pieces, self.sample_of(pieces))
         # With padding it is not known yet, because padding depends on which rows meet in a batch.
         fill = float(pieces.lengths().sum() / (len(ends) * self.data.max_length)) if self.packed else None

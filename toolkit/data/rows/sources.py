@@ -113,17 +113,20 @@ def identify(section: SourceSection, field: str, source: Source | None = None) -
     Args:
         source: the source if it is open already; otherwise a data set of the hub is opened.
     """
-    path = local_path(section.path)
     if not is_file_source(section.path):
         shards = (source or open_source(section, field)).shards
         # It depends on the builder, its revision and the split, and is equal in every process.
         tables = [getattr(shard.table, "_fingerprint", None) for shard in shards[:1]]
         return [section.path, section.config, section.split, tables]
-    saved = is_saved_dataset(path)
-    # Only files of the split that is read: held-out rows must not be taken for those of training.
-    files = sorted(_split_folder(path, field).rglob("*.arrow")) if saved else expand_files(section.path, field)
     # By content, not by path: a run resumes with files that were moved.
-    return [[file.name, _sha256(file, field)] for file in files]
+    return [[file.name, _digest(file, field)] for file in _files_of(section, field)]
+
+
+def _files_of(section: SourceSection, field: str) -> list[Path]:
+    path = local_path(section.path)
+    # Only files of the split that is read: held-out rows must not be taken for those of training.
+    saved = is_saved_dataset(path)
+    return sorted(_split_folder(path, field).rglob("*.arrow")) if saved else expand_files(section.path, field)
 
 
 def glimpse(section: SourceSection, field: str) -> list[Any]:
@@ -139,18 +142,18 @@ SAMPLES, SAMPLE_BYTES = 64, 2**16
 
 def sampled(section: SourceSection, field: str) -> list[Any]:
     """Returns digests of pieces of a streamed source's files, which differ from those of other content."""
-    path = local_path(section.path)
     if not is_file_source(section.path):
         return [section.path, section.config, section.split]
-    saved = is_saved_dataset(path)
-    files = sorted(_split_folder(path, field).rglob("*.arrow")) if saved else expand_files(section.path, field)
-    return [_digest_of_pieces(file, field) for file in files]
+    return [_digest(file, field, in_pieces=True) for file in _files_of(section, field)]
 
 
-def _digest_of_pieces(path: Path, field: str) -> str:
+def _digest(path: Path, field: str, in_pieces: bool = False) -> str:
+    """Returns a digest of a file's content, or of pieces of it."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
+            if not in_pieces:
+                return hashlib.file_digest(file, "sha256").hexdigest()
             size = os.fstat(file.fileno()).st_size
             stride = max(SAMPLE_BYTES, size // SAMPLES)
             for start in range(0, size, stride):
@@ -168,14 +171,6 @@ def identify_rows(data: DataSection) -> list[Any]:
     mapped = map_of(data)
     through = [] if mapped is None else [mapped.identity]
     return [[identify(source, "data.train") for source in data.train], data.columns.key(), *through]
-
-
-def _sha256(path: Path, field: str) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise unreadable(field, str(path), error) from error
 
 
 def _columns_of_first_rows(shards: list[Shard], field: str, name: str) -> list[str]:
@@ -201,21 +196,20 @@ def _columns_of_first_rows(shards: list[Shard], field: str, name: str) -> list[s
 
 def named_rows(shards: list[Shard], names: dict[str, str]) -> Iterator[tuple[str, Row]]:
     """Yields every row with its name, such as `chat.jsonl:12`; `names` are those of the shards' paths."""
-    return ((name, row) for _, name, row in rows_of_shards(shards, names))
-
-
-def rows_of_shards(shards: list[Shard], names: dict[str, str]) -> Iterator[tuple[Shard, str, Row]]:
-    """Yields every row with its shard and its name; see `named_rows`."""
     for path, parts in itertools.groupby(shards, key=lambda shard: shard.path):
-        rows = ((shard, row) for shard in parts for row in read(shard))
-        for number, (shard, row) in enumerate(rows, start=1):
-            yield shard, f"{names[path]}:{number}", row
+        for number, row in enumerate(itertools.chain.from_iterable(map(read, parts)), start=1):
+            yield f"{names[path]}:{number}", row
 
 
 def has_images(source: Source) -> bool:
     """Returns whether one of a source's first rows holds an image, in a column or in a part of a message."""
-    rows = (row for _, row in itertools.islice(named_rows(source.shards, source.paths), ROWS_LOOKED_AT))
-    return any(_holds_image(row) for row in rows if not isinstance(row, RowProblem))
+    return any(map(_holds_image, first_rows(source.shards)))
+
+
+def first_rows(shards: list[Shard]) -> Iterator[dict[str, Any]]:
+    """Yields the readable ones of a source's first rows."""
+    rows = itertools.islice(itertools.chain.from_iterable(map(read, shards)), ROWS_LOOKED_AT)
+    return (row for row in rows if not isinstance(row, RowProblem))
 
 
 def _holds_image(row: dict[str, Any]) -> bool:
@@ -270,16 +264,8 @@ def _class_labels(table: Any) -> dict[str, list[str]]:
 
 def _is_kept(column: str, stored: list[Shard], mapped: list[Shard]) -> bool:
     """Returns whether the user's function keeps a column in the first rows; numbers that it makes have no names."""
-    paths = {shard.path: shard.path for shard in stored}
-    values = [
-        [
-            row.get(column)
-            for _, row in itertools.islice(named_rows(shards, paths), ROWS_LOOKED_AT)
-            if isinstance(row, dict)
-        ]
-        for shards in (stored, mapped)
-    ]
-    return values[0] == values[1]
+    before, after = ([row.get(column) for row in first_rows(shards)] for shards in (stored, mapped))
+    return before == after
 
 
 # ---- from a source to shards ----

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from PIL import Image
 
 from toolkit.data.images.images import PREFIX, Images
 from toolkit.data.rows.cache import digest
-from toolkit.data.samples.samples import Batch, Rows, Samples, SeenRows, TextSamples, batch_of
+from toolkit.data.samples.samples import Batch, Rows, Samples, TextSamples, batch_of
 
 KINDS_OF_TOKENS = "mm_token_type_ids"
 """Key of a batch: 1 for tokens that the model replaces by image features, else 0, (B, T); transformers' name."""
@@ -44,17 +44,13 @@ class ImageSamples(TextSamples):
         """Always: the small image of a micro-batch without one is in a document of its own."""
         return True
 
-    @property
-    def _seen_rows(self) -> SeenRows:
-        return cast(SeenRows, self.rows)
-
     def records(self, number: int) -> list[tuple[int, list[tuple[dict[str, Any], str]]]]:
-        """Returns row and images of each piece of a sample, as `SeenRows.images` has them."""
-        return [(row, self._seen_rows.images(row, start)) for row, start, _ in self.places(number)]
+        """Returns row and images of each piece of a sample, as `Rows.images` has them."""
+        return [(row, self.rows.images(row, start)) for row, start, _ in self.places(number)]
 
     def seen(self, number: int) -> list[list[Image.Image]]:
         """Returns the images of each piece of a sample."""
-        rows = self._seen_rows
+        rows = self.rows
         return [
             [self.images.read(*record, rows.name(row), rows.cached_in(row)) for record in found]
             for row, found in self.records(number)

@@ -9,8 +9,11 @@ mean over the target tokens of the step.
 from __future__ import annotations
 
 import hashlib
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,95 +62,106 @@ class EpochOrder:
         return sorted(self[position] for position in range(num_positions))
 
 
-class TrainLoader:
+@dataclass(kw_only=True, eq=False)
+class Loader(ABC):
     """Yields, per optimizer step, this rank's micro-batches.
 
-    After the last sample of the run micro-batches get smaller, and then consist of one row without targets,
-    so that every rank runs the same collectives.
+    Rank r's m-th micro-batch of the step from position P on holds the B positions from P + (m W + r) B on.
 
-    Args:
-        samples: makes micro-batches.
+    Attributes:
         num_positions: length of the run in samples; may end inside an epoch or span several.
         rank: this rank of `world_size`; if a group of ranks shares its rows, the number of the group among the groups.
         part: the part of the rows that this rank holds.
     """
 
+    num_positions: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    rank: int
+    world_size: int
+    part: Part = WHOLE
+    start: tuple[int, int] = field(default=(0, 0), init=False)
+    """The optimizer step, and the position, that the run resumes after."""
+
     fresh = False
 
-    def __init__(
-        self,
-        samples: Samples,
-        *,
-        num_positions: int,
-        micro_batch_size: int,
-        gradient_accumulation_steps: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool,
-        part: Part = WHOLE,
-    ) -> None:
-        self.order = EpochOrder(len(samples), seed, shuffle)
-        self.num_positions = num_positions
-        self.micro_batch_size = micro_batch_size
-        self.accumulation = gradient_accumulation_steps
-        self.rank = rank
-        self.world_size = world_size
-        self._rows = _Rows(samples, part)
-        self._start = (0, 0)
+    @abstractmethod
+    def __iter__(self) -> Iterator[list[Batch]]: ...
 
-    def state_at(self, samples: int) -> None:
-        """Returns None, because a position is the whole state."""
+    @abstractmethod
+    def state_at(self, samples: int) -> Any:
+        """Returns the state that `resume` needs besides the position after `samples`, for a checkpoint."""
 
-    def resume(self, step: int, samples: int, num_positions: int, state: None) -> None:
+    @abstractmethod
+    def epoch_at(self, step: int) -> float:
+        """Returns the passes over the data after `step` optimizer steps."""
+
+    def resume(self, step: int, samples: int, num_positions: int, state: Any) -> None:
         """Resumes after `step` optimizer steps of any size at position `samples`, up to a new end."""
-        self._start = (step, samples)
-        self.num_positions = num_positions
+        self.start, self.num_positions = (step, samples), num_positions
 
     @property
     def samples_per_step(self) -> int:
         """G, the samples of a step over all ranks."""
-        return self.micro_batch_size * self.world_size * self.accumulation
-
-    def epoch_at(self, step: int) -> float:
-        """Returns the passes over the data after `step` optimizer steps."""
-        return self.samples_at(step) / self.order.num_samples
+        return self.micro_batch_size * self.world_size * self.gradient_accumulation_steps
 
     def samples_at(self, step: int) -> int:
         """Returns the samples seen by all ranks after `step` optimizer steps."""
-        start_step, start = self._start
+        start_step, start = self.start
         return min(start + (step - start_step) * self.samples_per_step, self.num_positions)
-
-    def __iter__(self) -> Iterator[list[Batch]]:
-        loader: DataLoader[Batch] = DataLoader(
-            self._rows,
-            batch_sampler=self._micro_batches(),
-            collate_fn=self._rows.collate,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # otherwise it draws from the model's, once more after each resume
-        )
-        window: list[Batch] = []
-        for batch in loader:
-            window.append(batch)
-            if len(window) == self.accumulation:
-                yield window
-                window = []
 
     def step_starts(self) -> range:
         """Returns the first position of each optimizer step that is left."""
-        return range(self._start[1], self.num_positions, self.samples_per_step)
+        return range(self.start[1], self.num_positions, self.samples_per_step)
 
-    def _micro_batches(self) -> Iterator[list[int]]:
-        """Yields the sample numbers of each of this rank's micro-batches."""
-        size = self.micro_batch_size
-        for step_start in self.step_starts():
-            for start in first_positions(step_start, size, self.accumulation, self.rank, self.world_size):
-                yield [self.order[position] for position in range(start, min(start + size, self.num_positions))]
+    def micro_batches(self, step_start: int) -> list[range]:
+        """Returns the positions of each of this rank's micro-batches in the step at `step_start`."""
+        size, of_all = self.micro_batch_size, self.micro_batch_size * self.world_size
+        first = step_start + self.rank * size
+        return [range(start, start + size) for start in range(first, step_start + self.samples_per_step, of_all)]
 
 
-def first_positions(step_start: int, size: int, accumulation: int, rank: int, world_size: int) -> list[int]:
-    """Returns the first position of each of a rank's micro-batches of `size` samples, in the step at `step_start`."""
-    return [step_start + (micro * world_size + rank) * size for micro in range(accumulation)]
+@dataclass(eq=False)
+class TrainLoader(Loader):
+    """Yields the micro-batches of samples that are known beforehand, epoch by epoch.
+
+    After the last sample of the run micro-batches get smaller, and then consist of one row without targets,
+    so that every rank runs the same collectives.
+
+    Attributes:
+        samples: makes micro-batches.
+        seed, shuffle: see `EpochOrder`.
+    """
+
+    samples: Samples
+    seed: int = field(kw_only=True)
+    shuffle: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.order = EpochOrder(len(self.samples), self.seed, self.shuffle)
+
+    def state_at(self, samples: int) -> None:
+        """Returns None, because a position is the whole state."""
+
+    def epoch_at(self, step: int) -> float:
+        return self.samples_at(step) / self.order.num_samples
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        rows = _Rows(self.samples, self.part)
+        loader: DataLoader[Batch] = DataLoader(
+            rows,
+            batch_sampler=(
+                [self.order[position] for position in positions if position < self.num_positions]
+                for start in self.step_starts()
+                for positions in self.micro_batches(start)
+            ),
+            collate_fn=rows.collate,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # otherwise it draws from the model's, once more after each resume
+        )
+        batches = iter(loader)
+        while window := list(itertools.islice(batches, self.gradient_accumulation_steps)):
+            yield window
 
 
 def evaluation_batches(

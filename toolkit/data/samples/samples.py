@@ -58,44 +58,6 @@ def prompt_of(ids: Any, targets: Any) -> RowPrompt | None:
     return RowPrompt([int(token) for token in ids[:first]], [int(token) for token in ids[first:end]])
 
 
-class TokenRows(Protocol):
-    """Rows of tokens."""
-
-    def __len__(self) -> int: ...
-
-    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
-        """Returns `input_ids` and `targets` of a part of a row, each (length,)."""
-
-    def turns(self) -> Turns:
-        """Returns, for each row with a sample for each answer, the position after the last token of each."""
-
-
-class SeenRows(TokenRows, Protocol):
-    """Rows of tokens and images, good and bad."""
-
-    def column(self, name: str) -> Any:
-        """Returns a column of numbers over all rows, (rows,)."""
-
-    def problems(self) -> dict[int, str]:
-        """Returns why rows cannot be used with any recipe, by row."""
-
-    def notes(self) -> dict[int, list[str]]:
-        """Returns, by row, what of a usable row is not learned or not read."""
-
-    @property
-    def have_images(self) -> bool:
-        """Whether rows may have images."""
-
-    def images(self, row: int, start: int | None = None) -> list[tuple[dict[str, Any], str]]:
-        """Returns record and root of each image of a row, or of its piece that begins with token `start`."""
-
-    def name(self, row: int) -> str:
-        """Returns a name such as `chat.jsonl:12`."""
-
-    def cached_in(self, row: int) -> Path | None:
-        """Returns the folder in the cache that holds a row's tokens; None for a streamed row, which is in no cache."""
-
-
 class SampledPrompts(Protocol):
     """Prompts whose completions the model in training writes."""
 
@@ -119,7 +81,7 @@ class Samples(ABC):
         keep_apart: what a user can do if documents of a sample see each other in a model.
     """
 
-    rows: TokenRows
+    rows: Rows
     max_length: int
     pad_id: int
     keep_apart: ClassVar[str] = "Set data.packing=false, or another model.attention"
@@ -261,7 +223,7 @@ class Rows:
         return source.tokens(number, start, stop)
 
     def turns(self) -> Turns:
-        """See `TokenRows`."""
+        """See `Documents.turns`."""
         of_each = zip(self.starts, self.sources, strict=False)
         return {start + row: ends for start, source in of_each for row, ends in source.turns().items()}
 
@@ -270,8 +232,8 @@ class Rows:
         source, number = self.where(row)
         return source.images(number, start)
 
-    def cached_in(self, row: int) -> Path:
-        """Returns the folder in the cache that holds a row's tokens."""
+    def cached_in(self, row: int) -> Path | None:
+        """Returns the folder in the cache that holds a row's tokens; None for a streamed row, which is in no cache."""
         return self.where(row)[0].folder
 
     @property
@@ -303,7 +265,7 @@ class TextSamples(Samples):
         source_of: the number of each row's named source, (rows,), -1 for none; None if batches have no `sources`.
     """
 
-    rows: TokenRows
+    rows: Rows
     pieces: Pieces
     ends: Sequence[int]
     max_length: int

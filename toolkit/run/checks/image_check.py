@@ -201,7 +201,7 @@ def _rows_of_unlike_sizes(samples: ImageSamples) -> list[tuple[int, int]]:
 
 
 def _row_name(samples: ImageSamples, number: int, place: int) -> str:
-    name: str = samples.rows.name(samples.records(number)[place][0])  # type: ignore[attr-defined]
+    name: str = samples.rows.name(samples.records(number)[place][0])
     return name
 
 

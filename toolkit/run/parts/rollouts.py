@@ -24,9 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.data.build import TokenisedData
-from toolkit.data.samples.loader import EpochOrder, TrainLoader, first_positions
+from toolkit.data.samples.loader import EpochOrder, Loader
 from toolkit.data.samples.samples import Batch, padded_length, sample_of, segments_of, stack
-from toolkit.data.stream import StreamLoader
 from toolkit.data.tokens.tokenizer import decode
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling.fresh import FreshSample, draw, sampler_gap
@@ -238,14 +237,13 @@ class Rollouts:
         self,
         recipe: Recipe,
         data: TokenisedData,
-        positions: TrainLoader | StreamLoader,
+        positions: Loader,
         tokenizer: PreTrainedTokenizerBase,
         sampler: Sampler,
         device: torch.device,
         warn: Callable[[str], None],
         wait: Callable[[], None],
     ) -> None:
-        assert isinstance(positions, TrainLoader), "prompts are not streamed"
         self._positions, self._tokenizer, self._sampler = positions, tokenizer, sampler
         self._warn, self._wait = warn, wait
         self._section, self._training = recipe.objective, recipe.training
@@ -271,7 +269,7 @@ class Rollouts:
         self.names = self._rewards.names
         self.last: Rollout | None = None
 
-    # The windows of the loop, as `TrainLoader` counts them: a sample is a completion.
+    # The windows of the loop, as `Loader` counts them: a sample is a completion.
 
     def resume(self, step: int, samples: int, num_positions: int, state: None) -> None:
         self._positions.resume(step, samples, num_positions, state)
@@ -303,10 +301,7 @@ class Rollouts:
         self.figures = self._figures(self.last, sampled - began, time.perf_counter() - sampled)
         if start == 0:
             self._look_at_first(self.last)
-        size = self._training.micro_batch_size
-        loader = self._positions
-        firsts = first_positions(0, size, loader.accumulation, loader.rank, loader.world_size)
-        return [self._batch(self.last, range(first, first + size)) for first in firsts]
+        return [self._batch(self.last, mine) for mine in self._positions.micro_batches(0)]
 
     def _prompt_at(self, position: int) -> Prompt:
         """Returns the prompt at a position; the number of the prompt in the run decides its draws, also in epoch 2."""

@@ -12,7 +12,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build
 from toolkit.data.build import TokenisedData
 from toolkit.data.kinds.registry import kind_for
-from toolkit.data.samples.loader import TrainLoader, evaluation_batches
+from toolkit.data.samples.loader import Loader, TrainLoader, evaluation_batches
 from toolkit.data.samples.samples import Batch
 from toolkit.data.samples.sequence_parts import WHOLE, Part
 from toolkit.data.stream import StreamLoader
@@ -33,7 +33,7 @@ def build_windows(
     rank: int,
     world_size: int,
     part: Part = WHOLE,
-) -> TrainLoader | StreamLoader:
+) -> Loader:
     """Returns the loader that yields a rank's `accumulation` micro-batches of each optimizer step.
 
     Args:

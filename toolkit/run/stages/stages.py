@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.build import TokenisedData
 from toolkit.data.report import DataReport
-from toolkit.data.samples.loader import TrainLoader
-from toolkit.data.stream import StreamLoader
+from toolkit.data.samples.loader import Loader
 from toolkit.model.load import LoadedModel
 from toolkit.model.weights.weights import Fit
 from toolkit.objectives.losses.balance import Balance
@@ -189,7 +188,7 @@ class PreparedRun:
     planned: Planned
     sharded: ShardedModel
     checked: CheckedModel
-    windows: TrainLoader | StreamLoader
+    windows: Loader
     num_steps: int
     num_positions: int
     accumulation: Accumulation
