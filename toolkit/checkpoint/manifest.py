@@ -191,7 +191,7 @@ def place_named(name: str) -> Place:
     if protocol not in STORES or not place.strip("/"):
         allowed = ", ".join(f"{known}://" for known in STORES)
         raise BadInputError(
-            f"{name!r} is no folder in a store that is known; name a folder, or one in a store, for example "
+            f"{name!r} is not a folder in a known store; name a folder, or one in a store, for example "
             f"s3://bucket/runs/first; allowed: {allowed}"
         )
     return place_of(name)
@@ -294,7 +294,7 @@ def _incomplete_manifest(manifest: Manifest) -> str | None:
     for name, described in manifest.tensors.items():
         size = _tensor_bytes(described)
         if size is None:
-            return f"{MANIFEST} describes {name} as {str(described)[:80]}, which is no tensor"
+            return f"{MANIFEST} describes {name} as {str(described)[:80]}, which is not a tensor"
         num_bytes += size
     stored = sum(entry.bytes for name, entry in manifest.files.items() if name.endswith(".safetensors"))
     # Otherwise a manifest of a few bytes could request any amount of memory.

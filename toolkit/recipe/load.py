@@ -183,7 +183,7 @@ def _set_value(values: dict[str, Any], key: str, value: Any) -> list[str]:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
-            return [f"override {key}: {parent} is no section and has no key {last}; remove .{last}"]
+            return [f"override {key}: {parent} is not a section and has no key {last}; remove .{last}"]
     node[last] = value
     return []
 

@@ -77,7 +77,7 @@ def merge_adapter(adapter: str, to: Path, base: str | None = None, dtype: str | 
         raise BadInputError(f"--to: {str(to)!r} exists; name a new folder")
     place = find_model(adapter)
     if not place.is_adapter:
-        found = "is no folder here" if place.on_hub else "is a whole model"
+        found = "is not a folder here" if place.on_hub else "is a whole model"
         raise BadInputError(f"{adapter!r} {found}; name the folder of an adapter (adapter_config.json)")
     of_base = adapter_base(place) if base is None else _in_folder(find_model(base))
     quantisation = adapter_quantisation(place, of_base)

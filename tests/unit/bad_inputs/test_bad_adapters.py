@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     ),
     "of other weights": (written("base.json", b'{"fingerprint": "0", "quantization": null}'), [], "weights differ"),
     "of another configuration": (of_another_configuration, [], "its config.json says something else, so that the same"),
-    "told no base": (written("base.json", b"{}"), [], "base.json cannot be read: it is no object with fingerprint"),
+    "told no base": (written("base.json", b"{}"), [], "base.json cannot be read: it is not an object with fingerprint"),
     "told another kind": (
         written("base.json", b'{"fingerprint": null, "quantization": "nf4"}'),
         [],

@@ -150,8 +150,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "one rank more": (forge(world_size=3), "does not name rank_00002.json"),
     "trainer": (forge(trainer=[]), "trainer: Input should be an object"),
     "entry": (forge(files={"a.json": {"bytes": "8"}}), "files.a.json.bytes: Input should be a valid integer"),
-    "shape": (forge(tensors={"weight": ["float32", [-1]]}), "which is no tensor"),
-    "type": (forge(tensors={"weight": ["load('x')", [1]]}), "which is no tensor"),
+    "shape": (forge(tensors={"weight": ["float32", [-1]]}), "which is not a tensor"),
+    "type": (forge(tensors={"weight": ["load('x')", [1]]}), "which is not a tensor"),
     "absurd size": (forge(tensors={"weight": ["float32", [10**15]]}), "but names files of"),
     "not finite": (forge(non_finite="lm_head.weight holds values"), "lm_head.weight holds values"),
 }

@@ -510,7 +510,7 @@ def test_the_last_number_of_a_text() -> None:
 UNFIT: list[tuple[list[dict[str, Any]], str, str]] = [
     ([{"prompt": "?", "answer": "four"}], "numeric", "--compare: the answer of {}:1 holds no number; compare by text"),
     ([{"prompt": "?", "answer": "four"}], "structured", "--compare: the answer of {}:1 is not JSON; compare by text"),
-    ([{"prompt": "?", "answer": "four"}], "numeric=(", "--compare: '(' is no regular expression of Python"),
+    ([{"prompt": "?", "answer": "four"}], "numeric=(", "--compare: '(' is not a Python regular expression"),
     ([{"prompt": "?", "answer": "four"}], "text=", "--compare: 'text=' has no regular expression after ="),
     (
         [{"prompt": "?", "answer": "four"}],
@@ -632,7 +632,7 @@ BAD_OPTIONS = [
     ("--prompt a --dtype int8", ["--dtype: unknown 'int8'; allowed: auto, float32, bfloat16, bf16, float16, fp16"]),
     ("--prompt a --device tpu", ["--device: unknown 'tpu'; allowed: auto, cpu, cuda"]),
     ("--prompt= --system=", ["--prompt: is empty", "--system: is empty"]),
-    ("--prompt \udcff", ["--prompt: is no text in UTF-8"]),
+    ("--prompt \udcff", ["--prompt: is not UTF-8 text"]),
     ("--prompt a --max-new-tokens many", ["--max-new-tokens: found 'many'; allowed: a whole number"]),
     ("--chat", ["has no chat template; use --prompt"]),
     ("--prompt a --system b", ["--prompt: a system text needs a chat template, and the tokenizer of"]),

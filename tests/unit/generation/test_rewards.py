@@ -90,7 +90,7 @@ def test_rows_without_the_number_that_is_compared_are_named_before_the_first_ste
         ({}, "r has none of them; set one of compare, match, model, overlong"),
         ({"compare": "text", "match": "a"}, "r has compare and match; set one of"),
         ({"match": "a", "batched": True}, "r: batched has no effect without a function"),
-        ({"match": "(", "weight": 1.0}, "r: match is no regular expression"),
+        ({"match": "(", "weight": 1.0}, "r: match is not a Python regular expression"),
         ({"match": "a", "weight": 0.0}, "r has the weight 0"),
         ({"compare": "nowhere"}, "unknown 'nowhere'; allowed: text, strict"),
     ],

@@ -139,7 +139,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
             [*FILE, "answers.compare=scores"],
             "answers.compare: unknown 'scores'; allowed: text, strict",
         ),
-        ([*FILE, "answers.compare='text=('"], "answers.compare: '(' is no regular expression"),
+        ([*FILE, "answers.compare='text=('"], "answers.compare: '(' is not a Python regular expression"),
         ([*FILE, "answers.score=a:b"], "answers.score: gone since 0.3.0; write answers.compare: file.py:function"),
         (
             [*FILE, *UNEVALUATED],

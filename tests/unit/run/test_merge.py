@@ -216,7 +216,7 @@ def test_a_base_whose_configuration_was_edited_is_refused(base: Path, adapter: P
 
 def test_what_cannot_be_merged_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
     assert "is a whole model; name the folder of an adapter" in merged(base, "--to", tmp_path / "whole")
-    assert "'nosuch' is no folder here; name the folder of an adapter" in merged("nosuch", "--to", tmp_path / "whole")
+    assert "'nosuch' is not a folder here; name the folder" in merged("nosuch", "--to", tmp_path / "whole")
     assert f"--to: '{base}' exists" in merged(adapter, "--to", base)
     assert "/nosuch/adapter' does not exist" in merged("/nosuch/adapter", "--to", tmp_path / "whole")
     config = json.loads((adapter / "adapter_config.json").read_text())

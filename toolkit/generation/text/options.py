@@ -178,7 +178,7 @@ def _text_problems(option: str, text: str | None) -> Iterator[str]:
     if not text.strip():
         yield f"{option}: is empty; give it some text"
     if text != encodable(text):
-        yield f"{option}: is no text in UTF-8"
+        yield f"{option}: is not UTF-8 text"
 
 
 def encodable(text: str) -> str:

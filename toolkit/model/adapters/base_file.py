@@ -59,7 +59,7 @@ def read_base(adapter: Path, field: str) -> Base | None:
     try:
         told = parse_json(read_foreign(file))
         if not isinstance(told, dict) or not told.keys() >= {"fingerprint", "quantization"}:
-            raise ValueError("it is no object with fingerprint and quantization")
+            raise ValueError("it is not an object with fingerprint and quantization")
         found = Base(told["fingerprint"], told.get("configuration"), told["quantization"])
         for name, kind in (("fingerprint", str), ("configuration", str), ("quantization", dict)):
             if not isinstance(getattr(found, name), kind | None):

@@ -54,7 +54,7 @@ class RewardSection(Section):
             re.compile(self.match or "")
         except re.error as error:
             raise contradiction(
-                f"objective.rewards: {self.name}: match is no regular expression of Python: {error}; correct it"
+                f"objective.rewards: {self.name}: match is not a Python regular expression: {error}; correct it"
             ) from None
         return self
 

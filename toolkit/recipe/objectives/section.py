@@ -77,7 +77,7 @@ class Comparison:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression of Python: {error}; correct it") from None
+                raise ValueError(f"{pattern!r} is not a Python regular expression: {error}; correct it") from None
             if equals and not pattern:
                 raise ValueError(f"{text!r} has no regular expression after =; write one, or leave = out")
             return cls(how, pattern or None)
