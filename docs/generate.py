@@ -264,9 +264,10 @@ def _clause(found: Combination) -> str:
 MODELS_HEAD = """# Models
 
 A tiny model of each model type of transformers 5.23 was trained for three optimizer steps on rows of unequal lengths
-(torch 2.13, CPU, float32), and compared with transformers' own model, which gets each row alone and unpadded. "Right"
-means that losses and the changes of all weights agree within 2e-3. In bf16 the limit is 2e-2, against a copy that
-transformers runs in bf16 with its gradients summed in float32, and rows are not packed.
+(torch 2.13, CPU, float32), and compared with transformers' own model, which gets each row alone and unpadded. Of the
+types that are new in 5.24, those in the grid ran on that. "Right" means that losses and the changes of all weights
+agree within 2e-3. In bf16 the limit is 2e-2, against a copy that transformers runs in bf16 with its gradients summed in
+float32, and rows are not packed.
 
 "Refused" means that the run says before its first step why it cannot train this type in this way. A type that is
 missing was not tried. [The grid of types](models_grid.md) has a row for each type: search it for yours.
@@ -277,10 +278,10 @@ which `tests/zoo/grid.py` writes. That file has the whole sentence of each refus
 """
 GRID_HEAD = """# Grid of models
 
-Each row is a model type of transformers 5.23. "Right" lists the features with which its run agreed with transformers'
-own model. "Refused" lists those that a run refuses before its first step, with the reason by the name that
-[Models](models.md#refusals-by-reason) explains. A feature that is in neither column was not tried, does not apply, or
-is hidden by rounding: transformers' own model is as far from itself in float64 (bf16: in float32).
+Each row is a model type of transformers 5.23 or 5.24. "Right" lists the features with which its run agreed with
+transformers' own model. "Refused" lists those that a run refuses before its first step, with the reason by the name
+that [Models](models.md#refusals-by-reason) explains. A feature that is in neither column was not tried, does not apply,
+or is hidden by rounding: transformers' own model is as far from itself in float64 (bf16: in float32).
 """
 RESULTS = DOCS.parent / "tests/zoo/results.json"
 REFUSALS = (

@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.data.samples.samples import Batch
+from toolkit.objectives.losses.balance import ROWS
 from toolkit.objectives.objective import Ingredients, Objective
-
-ROWS = "rows_alone"
-"""Key of a batch's rows, each a batch of its own."""
 
 OF_TARGETS = ("labels", "decoder_input_ids")
 """Tensors of a seq2seq batch, (B, T), that are as long as the targets; the others are as long as the sources."""
