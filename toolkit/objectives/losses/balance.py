@@ -296,8 +296,7 @@ def _real_tokens(batch: Batch) -> torch.Tensor:
     ids = batch["input_ids"]
     if ROWS in batch or "lengths" not in batch:
         return torch.ones(1 if ROWS in batch else ids.numel(), device=ids.device)
-    places = torch.arange(ids.shape[-1], device=ids.device)
-    return (places < batch["lengths"].to(ids.device)[:, None]).flatten().float()
+    return (torch.arange(ids.shape[-1], device=ids.device) < batch["lengths"].to(ids.device)[:, None]).flatten().float()
 
 
 def build_balance(section: ObjectiveSection, model: nn.Module) -> Balance:
