@@ -90,8 +90,8 @@ def test_each_start_and_what_it_changed_is_told(folder: Path) -> None:
     }
     for page in ("export/README.md", "report.html"):
         text = re.sub("&gt;", ">", (folder / "zero3" / page).read_text())
-        assert "from step 4 on 2 ranks with" in text
-        assert "optimizer.learning_rate 0.001 -> 3.0" in text
+        assert "from step 4 on 2 ranks with optimizer.learning_rate 0.001 -> 3.0, " in text
+    assert "from step 4" in text.partition('id="tile-duration"')[2].partition("</div>")[0], "of the report"
 
 
 def test_a_limit_and_a_warning_of_the_rows_travel_with_the_figures(folder: Path) -> None:
