@@ -225,11 +225,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 }
 """Name -> what is done to a good folder, and what the error names."""
 
-FILES_WITHOUT_WEIGHTS = {
-    "weights are a pointer",
-    "weights are cut",
-    "index of another file",
-}
+FILES_WITHOUT_WEIGHTS = {"weights are a pointer", "weights are cut", "index of another file"}
 """Those that may be pointers of Git-LFS."""
 
 DESCRIBED: dict[str, str] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 from support.refusals import Outcome, finetune, toolkit, unclear
 
 from toolkit.checkpoint import consolidate
@@ -92,31 +93,8 @@ EXPORTS: dict[str, tuple[Spoil, str]] = {
 }
 """What is done to a run, and what `toolkit export` names."""
 
-ASKED: list[tuple[str, str]] = [
-    ("export {run} --to {run}", "exists; name a new folder"),
-    ("export {run} --to /dev/null/out", "--to: '/dev/null/out' cannot be made"),
-    ("export {run} --checkpoint 2 --to /proc/x", "--to: '/proc/x' cannot be made"),
-    ("export {run} --to out --checkpoint 1", "there is no checkpoint"),
-    ("export {run}/checkpoints --to out", "has no complete checkpoint"),
-    ("export {run}/" + STEP + " --to out", "export {run} --checkpoint 2 --to FOLDER"),
-    ("generate {run}/" + STEP + " --prompt a", "export {run} --checkpoint 2 --to FOLDER"),
-    ("generate {run}/checkpoints --prompt a", "holds neither a model"),
-    ("generate {run} --prompt a --checkpoint 1", "there is no checkpoint"),
-    ("generate {rows} --prompt a", "is a file"),
-    ("checkpoints {rows}", "no such folder"),
-    ("status {rows}", "no such folder"),
-    ("sample {run}/export {prompts} --to {run}", "holds files of something else"),
-    ("sample {run}/export {prompts} --to {rows}", "--to"),
-    ("sample {run}/export {prompts} --to out --reward {run}/export", "is not a reward model"),
-    ("sample {run}/export {rows} --to out", "correct them, or take them out"),
-    ("generate {run}/export --file {run}", "is of an unknown kind"),
-    ("generate {run}/export --eval {rows}", "correct them, or take them out"),
-    ("generate {run}/export --file {prompts} --to /dev/null/out", "--to"),
-    ("generate {run}/export --file {prompts} --to {prompts}", "is the file of --file"),
-    ("generate {run}/export --file {prompts} --to {run}", "--to"),
-    ("generate {run}/export --eval {prompts} --compare numeric", "--compare"),
-    ("data {recipe} --to /dev/null/out", "/dev/null/out"),
-]
+TABLES = cases(__file__)
+ASKED: list[tuple[str, str]] = TABLES["ASKED"]
 """Commands on a run, and what the error says."""
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from toolkit.cli.app import app
 from toolkit.cli.commands import plan as cli_plan
 from toolkit.cli.shared.arguments import complete_recipe, load_recipe, split_arguments
-from toolkit.errors import BadInputError, RecipeError
+from toolkit.errors import RecipeError
 from toolkit.recipe.load import shipped_recipes
 from toolkit.recipe.recipe import Recipe
 
@@ -145,14 +145,6 @@ def test_validate_shows_values_and_origins() -> None:
     assert set_there.count("quickstart.yaml") == 1
 
 
-def test_validate_tells_all_errors_and_exits_with_2() -> None:
-    bad = run(TOOLKIT, "validate", "quickstart", "training.max_step=7", "model.dtype=fp8")
-    assert bad.returncode == 2
-    assert "2 problems" in bad.stderr
-    assert "did you mean 'max_steps'" in bad.stderr
-    assert "Traceback" not in bad.stderr
-
-
 def test_errors_of_a_recipe_name_their_lines(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
@@ -247,9 +239,7 @@ def test_every_command_takes_the_recipe_alike(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "note: training.num_epochs of the recipe is replaced by training.max_steps\n"
 
 
-def test_short_help_list_and_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments in (["-h"], ["plan", "-h"], ["recipes", "copy", "-h"]):
-        assert "Usage:" in CliRunner().invoke(app, arguments).output
+def test_list_and_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = CliRunner().invoke(app, ["recipes", "list", "--json"])
     assert json.loads(listed.output) == json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
     monkeypatch.chdir(tmp_path)
@@ -368,9 +358,5 @@ def test_plan_takes_ranks_on_the_cpu_as_train_does(monkeypatch: pytest.MonkeyPat
         cli_plan, "_plan_recipe", lambda recipe, hardware, ranks, config: seen.append((hardware.name, ranks))
     )
     monkeypatch.setattr(cli_plan, "_print_plan", lambda *args: None)
-    runner = CliRunner()
-    runner.invoke(app, ["plan", "quickstart", "--cpu", "2"])
+    CliRunner().invoke(app, ["plan", "quickstart", "--cpu", "2"])
     assert seen == [("cpu", 2)]
-    refused = runner.invoke(app, ["plan", "quickstart", "--cpu", "2", "--gpus", "4"])
-    assert isinstance(refused.exception, BadInputError)
-    assert "--cpu excludes --gpus" in str(refused.exception)

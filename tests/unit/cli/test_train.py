@@ -16,6 +16,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import _filter_args, prepare_multi_gpu_env
+from support.cases import cases
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS
 from torch.distributed.run import get_args_parser
@@ -30,6 +31,8 @@ from toolkit.pages.status import Status, state_of
 from toolkit.ranks import free_port
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import stdout_on_stderr
+
+TABLES = cases(__file__)
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,26 +60,7 @@ def run(*arguments: str) -> Result:
 MACHINE_1_OF_3 = ["--num-machines", "3", "--machine-rank", "1", "--main-process-ip", "10.0.0.1"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ([], "accelerate_configs/zero3.yaml --num_processes 2"),
-        (["--gpus", "1", "--strategy", "zero1+offload"], "accelerate_configs/zero3.yaml --num_processes 1 STRATEGY"),
-        (["--cpu", "4", "--strategy", "zero1+offload"], "accelerate_configs/cpu_2.yaml --num_processes 4 STRATEGY"),
-        (["--config", "cpu_2"], "accelerate_configs/cpu_2.yaml"),
-        (["--config", "gpu_1", "--dry-run"], "accelerate_configs/gpu_1.yaml"),
-        (["--config", "zero2", "--gpus", "2"], "accelerate_configs/zero2.yaml --num_processes 2"),
-        (["sharding.strategy=zero2"], "accelerate_configs/zero3.yaml --num_processes 2 --fsdp_sharding_strategy zero2"),
-        (MACHINE_1_OF_3, "accelerate_configs/zero3.yaml --num_processes 6 MACHINES"),
-        (["--num-machines", "1"], "accelerate_configs/zero3.yaml --num_processes 2"),
-        (
-            ["--strategy", "hybrid", *MACHINE_1_OF_3],
-            "accelerate_configs/zero3.yaml --num_processes 6 MACHINES --use_fsdp --fsdp_version 2 "
-            "--use_parallelism_config --parallelism_config_dp_replicate_size 3 --parallelism_config_dp_shard_size 2 "
-            "--fsdp_sharding_strategy hybrid",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "options"), TABLES["LAUNCHED"])
 def test_it_launches_the_line_that_it_prints(arguments: list[str], options: str, launched: list[list[str]]) -> None:
     result = run("quickstart", "training.max_steps=3", *arguments)
     (words,) = launched
@@ -129,30 +113,7 @@ def test_a_path_with_spaces_is_one_word_of_the_line(launched: list[list[str]], t
     assert {str(recipe), str(config), f"training.output_dir={tmp_path}/my run"} <= set(printed)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpus", "1", "--cpu", "1"], "--gpus and --cpu exclude each other"),
-        (["--gpus", "3"], "--gpus 3: this machine has 2; --cpu 3 runs the same ranks on the CPU"),
-        (["--config", "zero4"], "no config of that name (did you mean 'zero3'?). Shipped configs: "),
-        (["--config", "two_nodes"], "it is for 2 machines"),
-        (
-            ["--config", "zero2"],
-            "--config zero2: it starts 8 ranks, and this machine has 2 GPUs; --gpus 2 starts as many",
-        ),
-        (["--config", "recipes/lora.yaml"], "--config: recipes/lora.yaml is a recipe; leave --config out before it"),
-        (["--num-machines", "2"], "--main-process-ip is missing: with --num-machines 2, give each machine the first"),
-        (["--machine-rank", "1"], "--machine-rank: 1; allowed: 0 to 0, of --num-machines 1"),
-        ([*MACHINE_1_OF_3, "--config", "zero2"], "--num-machines 3: how many ranks has each? Give --gpus or --cpu"),
-        (["--strategy", "zero9"], "--strategy: unknown strategy 'zero9'"),
-        (["training.sed=1"], "did you mean 'seed'"),
-        (["data.train=nowhere.jsonl"], "data.train: there is no file 'nowhere.jsonl'"),
-        (["data.validation=nowhere/*.csv"], "data.validation: there is no file 'nowhere/*.csv'"),
-        (["model.name_or_path=./nowhere"], "model.name_or_path: the folder './nowhere' does not exist"),
-        (["model.tokenizer=./nowhere"], "model.tokenizer: the folder './nowhere' does not exist"),
-        (["objective.kind=distillation", "objective.teacher=./nowhere"], "objective.teacher: the folder './nowhere'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), TABLES["REFUSED"])
 def test_bad_input_starts_no_rank(arguments: list[str], message: str, launched: list[list[str]]) -> None:
     result = run("quickstart", *arguments)
     assert isinstance(result.exception, BadInputError), result.output

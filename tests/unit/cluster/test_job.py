@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from support.cases import cases
 from typer.testing import CliRunner, Result
 
 from toolkit.cli.app import app
 from toolkit.errors import BadInputError
+
+TABLES = cases(__file__)
 
 CLUSTER = ("--nodes", "2", "--gpus", "8")
 STORE = "checkpoint.to=s3://bucket/runs/first"
@@ -37,34 +40,7 @@ def job(*arguments: str) -> Result:
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [
-        ([], "how many ranks has a node? Give --gpus or --cpu"),
-        (["--gpus", "2", "--cpu", "2"], "how many ranks has a node?"),
-        (["--gpus", "8", "--nodes", "two"], "--nodes: 'two'; allowed: a number from 1 (2), or a range (1-2)"),
-        (["--gpus", "8", "--nodes", "3-2"], "--nodes: '3-2'; allowed"),
-        ([*CLUSTER, "--time", "8"], "--time: '8'; allowed: a number of minutes, hours or days, such as 90m, 8h or 2d"),
-        (["--gpus", "16", "--hardware", "h100_sxm"], "--gpus: 16, but a node of h100_sxm has 8 GPUs; give at most"),
-        (
-            ["--gpus", "8", "--strategy", "hybrid"],
-            "--nodes: on 1 of 8 ranks: strategy hybrid keeps a copy of the model",
-        ),
-        (["--gpus", "8", "--strategy", "zero9"], "unknown strategy 'zero9'"),
-        ([*CLUSTER, "sharding.reshard_after_forward=3"], "on 2 of 8 ranks: sharding.reshard_after_forward: 3 is not a"),
-        (["--gpus", "3", "--nodes", "3", "sharding.sequence=2"], "sharding.sequence: 2 does not divide the 9 ranks"),
-        (["--gpus", "8", "--nodes", "1-3"], "a step of 3 micro-batches for each rank of a node"),
-        (
-            [*CLUSTER, "training.output_dir=/home/../dev/shm/x"],
-            "'/dev/shm/x' is on a disk that each node has for itself",
-        ),
-        ([*CLUSTER, "checkpoint.to=file:///home/../scratch/run"], "is on a disk that each node has for itself"),
-        ([*CLUSTER, "training.output_dir=/dev/shm/run"], "'/dev/shm/run' is on a disk that each node has for itself"),
-        (
-            [*CLUSTER, "checkpoint.to=file:///scratch/run"],
-            "checkpoint.to: 'file:///scratch/run' is on a disk that each",
-        ),
-        ([*CLUSTER, "checkpoint.resume=never"], "checkpoint.resume: never, but a job that is preempted starts again"),
-        ([*CLUSTER, "checkpoint.every_minutes=never"], "the loss of a node loses the whole run"),
-    ],
+    TABLES["REFUSED"],
 )
 def test_what_no_node_should_wait_for(arguments: list[str], told: str, here: Path) -> None:
     result = job(*arguments)

@@ -16,6 +16,7 @@ from typing import Any
 
 import datasets
 import pytest
+from support.cases import cases
 
 from toolkit import Recipe
 from toolkit.data import build
@@ -161,129 +162,22 @@ GOOD: dict[str, Callable[[int], dict[str, Any]]] = {
     "class": lambda i: {"text": f"question {i}", "label": ("good", "bad")[i % 2]},
     "pair": lambda i: {"text": f"question {i}", "text_pair": "the answer", "label": ("good", "bad")[i % 2]},
 }
-HALF = "contains half a character (a lone surrogate)"
+TABLES = cases(__file__)
 TOO_DEEP = "JSON nested too deeply, or with a number that is too long"
 LONE = "half a \ud800 character"
 
 LINES: dict[str, tuple[bytes, str]] = {
-    "no JSON": (b"this is no JSON", "not JSON"),
-    "single quotes": (b"{'text': 'a'}", "not JSON"),
-    "two objects": (b'{"text": "a"} {"text": "b"}', "not JSON"),
-    "bytes that are no text": (bytes(range(128, 256)), "not UTF-8"),
-    "a byte that is no text": (b'{"text": "caf\xe9"}', "not UTF-8"),
-    "NUL byte in a text": (b'{"text": "a\x00b"}', "not JSON"),
-    "byte order mark amid the file": (b'\xef\xbb\xbf{"text": "a"}', "not JSON"),
-    "blank": (b"", "blank line"),
-    "list": (b'["a", "b"]', "a list, not a JSON object"),
-    "number": (b"17", "a number, not a JSON object"),
-    "string": (b'"text"', "text, not a JSON object"),
-    "null": (b"null", "null, not a JSON object"),
+    **{name: (line.encode("latin-1"), reason) for name, (line, reason) in TABLES["LINES"].items()},
     "nested beyond measure": (b"[" * 100_000 + b"]" * 100_000, TOO_DEEP),
     "number of 5000 digits": (b'{"text": ' + b"7" * 5000 + b"}", TOO_DEEP),
 }
 
-ROWS: dict[str, list[tuple[str, Any, str]]] = {
-    "chat": [
-        ("messages null", {"messages": None}, "messages is missing or null"),
-        ("no messages", {"text": "of another layout"}, "messages is missing or null"),
-        ("messages empty", chat(), "messages is empty"),
-        ("messages text", {"messages": "user: hi"}, "messages is text, not a list of messages"),
-        ("messages object", {"messages": ASKED}, "messages is an object, not a list of messages"),
-        ("message text", {"messages": ["hi", "ho"]}, "a message is not an object"),
-        ("no role", chat({"content": "hi"}, ANSWERED), "a message has no role"),
-        ("unknown role", chat(said("narrator", "once"), ANSWERED), "a message has an unknown role"),
-        ("no content", chat(ASKED, {"role": "assistant"}), "a message has no content"),
-        ("content number", chat(said("user", 17), ANSWERED), "a message's content is a number, not text"),
-        (
-            "image",
-            chat(said("user", [{"type": "text", "text": "see"}, {"type": "image", "url": "a.png"}]), ANSWERED),
-            "a message has an image (image), and the model's folder has no image processor; name a model that reads "
-            "images in model.name_or_path, or leave such rows out",
-        ),
-        ("content list of texts", chat(said("user", ["a", "b"]), ANSWERED), "a message's content holds more than text"),
-        ("user's message empty", chat(said("user", ""), ANSWERED), "a user's message is empty"),
-        ("user's message no parts", chat(said("user", []), ANSWERED), "a user's message is empty"),
-        (
-            "system amid",
-            chat(ASKED, said("system", "be kind"), ANSWERED),
-            "roles out of order: system is not the first message",
-        ),
-        (
-            "tool first",
-            chat(said("tool", "42"), ASKED, ANSWERED),
-            "roles out of order: tool before any assistant turn",
-        ),
-        ("only user", chat(ASKED, ASKED), "no assistant turn"),
-        ("only assistant", chat(ANSWERED), "nothing is asked"),
-        ("no answer learned", chat(ASKED, {**ANSWERED, "weight": 0}), "every turn that would be learned has weight 0"),
-        ("half a weight", chat(ASKED, {**ANSWERED, "weight": 0.5}), "a message's weight is neither 0 nor 1"),
-        ("call as text", chat(ASKED, {"from": "function_call", "value": "f(1)"}), "a function_call is not JSON"),
-        ("half a character", chat(said("user", LONE), ANSWERED), f"a message {HALF}"),
-        ("tool_calls no JSON", chat(ASKED, said("assistant", "", tool_calls="[{")), "tool_calls is not JSON"),
-        (
-            "tool_calls object",
-            chat(ASKED, said("assistant", "", tool_calls={"a": 1})),
-            "tool_calls is not a list of calls",
-        ),
-        ("call without name", calls({"function": {"arguments": {}}}), "a tool call names no function"),
-        ("arguments no JSON", calls({"name": "f", "arguments": "city: Paris"}), "a tool call's arguments is not JSON"),
-        ("arguments list", calls({"name": "f", "arguments": [1]}), "a tool call's arguments are a list, not an object"),
-        ("half a character in a call", calls({"name": "f", "arguments": {"city": LONE}}), f"tool_calls {HALF}"),
-        ("half a character in JSON", calls({"name": "f", "arguments": r'{"a": "\ud800"}'}), f"tool_calls {HALF}"),
-        (
-            "call nested deeply",
-            calls({"name": "f", "arguments": nested(300)}),
-            "tool_calls nested more than 100 levels deep",
-        ),
-        ("tools no JSON", chat(ASKED, ANSWERED, tools="weather"), "tools is not JSON"),
-        ("tools object", chat(ASKED, ANSWERED, tools={"name": "f"}), "tools is not a list of tools"),
-        ("half a character in tools", chat(ASKED, ANSWERED, tools=[{"name": LONE}]), f"tools {HALF}"),
-        ("tools nested deeply", chat(ASKED, ANSWERED, tools=[nested(300)]), "tools nested more than 100 levels deep"),
-        ("tools nested beyond measure", chat(ASKED, ANSWERED, tools="[" * 10_000), "tools is not JSON"),
-        ("system number", chat(ASKED, ANSWERED, system=5), "system is a number, not text"),
-    ],
-    "prompt": [
-        ("no completion", {"prompt": "a"}, "completion is missing or null"),
-        ("completion empty", {"prompt": "a", "completion": ""}, "completion is empty"),
-        ("no prompt", {"completion": "b"}, "prompt is missing or null"),
-        ("prompt spaces", {"prompt": " ", "completion": "b"}, "prompt is empty"),
-        ("list and text", {"prompt": [ASKED], "completion": "b"}, "completion is text, not a list of messages"),
-        ("text and list", {"prompt": "a", "completion": [ANSWERED]}, "prompt is text, not a list of messages"),
-        ("list and empty list", {"prompt": [ASKED], "completion": []}, "completion is empty"),
-        ("lists without answer", {"prompt": [ASKED], "completion": [ASKED]}, "no assistant turn"),
-        ("half a character", {"prompt": "a", "completion": LONE}, f"completion {HALF}"),
-    ],
-    "instruction": [
-        ("no output", {"instruction": "a"}, "output is missing or null"),
-        ("output spaces", {"instruction": "a", "output": "\n"}, "output is empty"),
-        ("no instruction", {"output": "b"}, "instruction is missing or null"),
-        ("instruction number", {"instruction": 1, "output": "b"}, "instruction is a number, not text"),
-        ("input number", {"instruction": "a", "input": 5, "output": "b"}, "input is a number, not text"),
-        ("system list", {"instruction": "a", "output": "b", "system": ["c"]}, "system is a list, not text"),
-    ],
-    "text": [
-        ("null", {"text": None}, "text is missing or null"),
-        ("no columns", {}, "text is missing or null"),
-        ("empty", {"text": ""}, "text is empty"),
-        ("number", {"text": 5}, "text is a number, not text"),
-        ("object", {"text": {"a": "b"}}, "text is an object, not text"),
-        ("half a character", {"text": LONE}, f"text {HALF}"),
-    ],
-    "class": [
-        ("no label", {"text": "a"}, "label is missing or null"),
-        ("label empty", {"text": "a", "label": ""}, "label is empty"),
-        ("label unknown", {"text": "a", "label": "ugly"}, "the label is not one of the classes"),
-        ("label number", {"text": "a", "label": 1}, "the label is not one of the classes"),
-        ("label 0.5", {"text": "a", "label": 0.5}, "label is a number, but not a whole one"),
-        ("label 0.37 as text, as in CSV", {"text": "a", "label": " 0.37"}, "label is a number, but not a whole one"),
-        ("label half a character", {"text": "a", "label": LONE}, f"label {HALF}"),
-        ("text null", {"text": None, "label": "good"}, "text is missing or null"),
-    ],
-    "pair": [
-        ("no second text", {"text": "a", "label": "good"}, "text_pair is missing or null"),
-        ("second text empty", {"text": "a", "text_pair": " ", "label": "good"}, "text_pair is empty"),
-    ],
-}
+ROWS: dict[str, list[tuple[str, Any, str]]] = TABLES["ROWS"]
+ROWS["chat"] += [
+    ("call deep", calls({"name": "f", "arguments": nested(300)}), "tool_calls nested more than 100 levels deep"),
+    ("tools deep", chat(ASKED, ANSWERED, tools=[nested(300)]), "tools nested more than 100 levels deep"),
+    ("tools nested beyond measure", chat(ASKED, ANSWERED, tools="[" * 10_000), "tools is not JSON"),
+]
 
 ROWS["text"] += [(f"line, {name}", row, reason) for name, (row, reason) in LINES.items()]
 
@@ -384,19 +278,10 @@ def of_texts(name: str, write: Callable[[Path], Any]) -> Kind:
 
 
 KINDS = {
-    "json list": Kind(
-        "a.json",
-        content("a.json", json.dumps([*({"text": text} for text in TEXTS), 7, None, "text", ["text"]])),
-        {
-            NULL: ["a.json:3"],
-            EMPTY: ["a.json:5"],
-            "a number, not a JSON object": ["a.json:6"],
-            "null, not a JSON object": ["a.json:7"],
-            "text, not a JSON object": ["a.json:8"],
-            "a list, not a JSON object": ["a.json:9"],
-        },
-        ["a.json:1", "a.json:2", "a.json:4"],
-    ),
+    **{
+        name: Kind(path, content(path, text.encode("latin-1")), *rows)
+        for name, (path, text, *rows) in TABLES["KINDS"].items()
+    },
     "json of lines": of_texts("a.json", content("a.json", text_lines())),
     "parquet": of_texts("a.parquet", lambda folder: text_table().to_parquet(folder / "a.parquet")),
     "parquet of conversations": Kind(
@@ -415,67 +300,6 @@ KINDS = {
         content("a.csv.xz", lzma.compress(b'text,n\nquestion 1,1\n"",2\n\xff,3\nquestion 4,4\n')),
         {EMPTY: ["a.csv.xz:2"], "not UTF-8": ["a.csv.xz:3"]},
         ["a.csv.xz:1", "a.csv.xz:4"],
-    ),
-    "csv": Kind(
-        "a.csv",
-        content("a.csv", b"text,n\nquestion 1,1\nmany,1,2\nfew\n\nbad \xe9,1\n ,1\nquestion 7,1\n"),
-        {
-            "the number of fields differs from the header's": ["a.csv:2", "a.csv:3"],
-            "blank line": ["a.csv:4"],
-            "not UTF-8": ["a.csv:5"],
-            EMPTY: ["a.csv:6"],
-        },
-        ["a.csv:1", "a.csv:7"],
-    ),
-    "csv, a quote never closed": Kind(
-        "a.csv",
-        content("a.csv", 'text,n\nquestion 1,1\n"stray,2\nquestion 3,3\nquestion 4,4\n'),
-        {"not CSV: unexpected end of data": ["a.csv:2"]},
-        ["a.csv:1", "a.csv:3", "a.csv:4"],
-    ),
-    "csv, a quote that takes up rows": Kind(
-        "a.csv",
-        content("a.csv", 'text,n\n"stray,1\nquestion 2,2\nquestion 3,"\nquestion 4,4\n'),
-        {
-            "the number of fields differs from the header's, in a record of several lines": ["a.csv:1"],
-        },
-        ["a.csv:2"],
-    ),
-    "csv, a record of several lines with too many fields": Kind(
-        "a.csv",
-        content("a.csv", 'text,n\nquestion 1,1\n"a text\nno question,2\nend",2,3\nquestion 3,3\n'),
-        {"the number of fields differs from the header's, in a record of several lines": ["a.csv:2"]},
-        ["a.csv:1", "a.csv:3"],
-    ),
-    "csv, two stray quotes that join rows": Kind(
-        "a.csv",
-        content("a.csv", 'text,n\nquestion 1,"1\nquestion 2,2\nquestion 3,3"\nquestion 4,4\n'),
-        {"a record of several lines, each with as many fields as the header: a stray quote joins rows": ["a.csv:1"]},
-        ["a.csv:2", "a.csv:3", "a.csv:4"],
-    ),
-    "csv, texts of several lines": Kind(
-        "a.csv",
-        content("a.csv", 'text,n\nquestion 1,1\n"two lines\nquestion, no",2\n"three\nlines\nquestion, a, b",3\n'),
-        {},
-        ["a.csv:1", "a.csv:2", "a.csv:3"],
-    ),
-    "half a line at the end": Kind(
-        "a.jsonl",
-        content("a.jsonl", as_line({"text": "question 1"}) + b'{"text": "half a li'),
-        {"not JSON": ["a.jsonl:2"]},
-        ["a.jsonl:1"],
-    ),
-    "a line break in a text": Kind(
-        "a.jsonl",
-        content("a.jsonl", b'{"text": "question 1"}\n{"text": "two\nlines"}\n{"text": "question 4"}\n'),
-        {"not JSON": ["a.jsonl:2", "a.jsonl:3"]},
-        ["a.jsonl:1", "a.jsonl:4"],
-    ),
-    "line ends of Windows": Kind(
-        "a.jsonl",
-        content("a.jsonl", text_lines().replace(b"\n", b"\r\n") + b"\r\n"),
-        {NULL: ["a.jsonl:3"], EMPTY: ["a.jsonl:5"], "blank line": ["a.jsonl:6"]},
-        ["a.jsonl:1", "a.jsonl:2", "a.jsonl:4"],
     ),
     "two files": Kind(
         "*.jsonl",

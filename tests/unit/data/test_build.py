@@ -192,11 +192,9 @@ def chat_tokenizer() -> Any:
 
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "messages": [chat("hi", "hello fox")],
-    "conversations": [
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello fox"}]},
-    ],
+    "conversations": [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello fox"}]}],
     "prompt and completion": [
-        {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello fox"}]},
+        {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello fox"}]}
     ],
     "instruction and output": [{"instruction": "hi", "input": "", "output": "hello fox"}],
 }

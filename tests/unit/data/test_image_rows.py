@@ -15,6 +15,7 @@ import datasets
 import pytest
 import torch
 from PIL import Image
+from support.cases import cases
 from support.sights import drawn_image, save_seeing
 from support.texts import make_texts
 from transformers import AutoProcessor
@@ -71,55 +72,9 @@ def text(words: str) -> dict[str, str]:
 ANSWER = {"role": "assistant", "content": "a fox"}
 SHOWN = {"type": "image"}
 URI = "data:image/png;base64," + base64.b64encode(png(0)).decode()
-LAYOUTS: dict[str, tuple[dict[str, Any], list[int], str]] = {
-    "parts with paths": (
-        {"messages": [user({**SHOWN, "image": "in/0.png"}, text("who")), ANSWER]},
-        [0],
-        "<image>\nwho",
-    ),
-    "parts, and a column": (
-        {"messages": [user(SHOWN, text("who")), ANSWER], "images": ["in/1.png"]},
-        [1],
-        "<image>\nwho",
-    ),
-    "openai's": (
-        {"messages": [user(text("who"), {"type": "image_url", "image_url": {"url": URI}}), ANSWER]},
-        [0],
-        "who<image>\n",
-    ),
-    "a file's address": (
-        {"messages": [user({"type": "image_url", "image_url": {"url": "in/2.png"}}, text("who")), ANSWER]},
-        [2],
-        "<image>\nwho",
-    ),
-    "llava's": (
-        {
-            "image": "in/0.png",
-            "conversations": [{"from": "human", "value": "<image>who"}, {"from": "gpt", "value": "a fox"}],
-        },
-        [0],
-        "<image>\nwho",
-    ),
-    "llama-factory's": (
-        {
-            "images": ["in/0.png", "in/2.png"],
-            "messages": [{"role": "user", "content": "<image>or<image>who"}, ANSWER],
-        },
-        [0, 2],
-        "<image>\nor<image>\nwho",
-    ),
-    "alpaca's": ({"images": ["in/1.png"], "instruction": "<image>who", "output": "a fox"}, [1], "<image>\nwho"),
-    "trl's": (
-        {"images": ["in/1.png"], "prompt": [user(SHOWN, text("who"))], "completion": [ANSWER]},
-        [1],
-        "<image>\nwho",
-    ),
-    "without a place": (
-        {"images": ["in/0.png", "in/1.png"], "messages": [{"role": "user", "content": "who"}, ANSWER]},
-        [0, 1],
-        "<image>\n<image>\nwho",
-    ),
-}
+TABLES = cases(__file__)
+TABLES["LAYOUTS"]["openai's"][0]["messages"][0]["content"][1]["image_url"]["url"] = URI
+LAYOUTS: dict[str, tuple[dict[str, Any], list[int], str]] = TABLES["LAYOUTS"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -142,36 +97,7 @@ def test_a_row_is_what_the_processor_makes_of_it(model: Path, folder: Path, name
 
 
 FOX, KING = ANSWER, {**ANSWER, "content": "a king"}
-SEEN = user({**SHOWN, "image": "in/0.png"}, text("who"))
-OTHER = user({**SHOWN, "image": "in/2.png"}, text("who"))
-PAIRS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
-    "trl's": (
-        {"images": ["in/1.png"], "prompt": [user(SHOWN, text("who"))], "chosen": [FOX], "rejected": [KING]},
-        (1, 1),
-    ),
-    "rlaif-v's": ({"image": "in/1.png", "prompt": "who", "chosen": "a fox", "rejected": "a king"}, (1, 1)),
-    "llama-factory's": (
-        {
-            "images": ["in/0.png"],
-            "conversations": [{"from": "human", "value": "<image>who"}],
-            "chosen": {"from": "gpt", "value": "a fox"},
-            "rejected": {"from": "gpt", "value": "a king"},
-        },
-        (0, 0),
-    ),
-    "whole conversations": ({"chosen": [SEEN, FOX], "rejected": [SEEN, KING]}, (0, 0)),
-    "other images": ({"chosen": [SEEN, FOX], "rejected": [OTHER, KING]}, (0, 2)),
-    "other images of the row": (
-        {
-            "images": ["in/0.png"],
-            "rejected_images": ["in/1.png"],
-            "prompt": [user(SHOWN, text("who"))],
-            "chosen": [FOX],
-            "rejected": [FOX],
-        },
-        (0, 1),
-    ),
-}
+PAIRS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = TABLES["PAIRS"]
 """A layout of pairs -> a row, and the images of its halves."""
 
 
@@ -243,40 +169,7 @@ def test_images_that_a_table_holds_are_the_same(model: Path, folder: Path, form:
 
 
 GOOD = LAYOUTS["parts with paths"][0]
-PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
-    "more images than places": (
-        {**LAYOUTS["llama-factory's"][0], "images": ["in/0.png"] * 3},
-        "more images than places",
-    ),
-    "more places than images": (
-        {"messages": [user(SHOWN, SHOWN, text("who")), ANSWER], "images": ["in/0.png"]},
-        "more places for images than the row has",
-    ),
-    "no image at all": ({"messages": [user(SHOWN, text("who")), ANSWER]}, "more places for images than the row has"),
-    "a missing file": ({"messages": [user({**SHOWN, "image": "in/9.png"}, text("who")), ANSWER]}, "is missing"),
-    "a file outside": ({"messages": [user({**SHOWN, "image": "../a.png"}, text("who")), ANSWER]}, "leads out|missing"),
-    "an address": ({"messages": [user({**SHOWN, "url": "https://a.b/c.png"}, text("who")), ANSWER]}, "not fetched"),
-    "an answer with an image": (
-        {
-            "messages": [
-                user(text("draw")),
-                {"role": "assistant", "content": [{**SHOWN, "image": "in/0.png"}, text("so")]},
-            ]
-        },
-        "is in what the assistant says",
-    ),
-    "two columns": ({**LAYOUTS["llama-factory's"][0], "image": "in/0.png"}, "hold images"),
-    "a video": ({**GOOD, "video": "in/a.mp4"}, "the row has a video (video), which is not read; leave such rows out"),
-    "the model's own token": (
-        {"messages": [{"role": "user", "content": "what does <image> mean"}, ANSWER]},
-        "the model's image token, but the row has no image",
-    ),
-    "the token beside an image": (
-        {"messages": [user({**SHOWN, "image": "in/0.png"}, text("what does <image> mean")), ANSWER]},
-        "more or fewer places for images",
-    ),
-    "text alone": ({"text": "who", "messages": None, "image": "in/0.png"}, "messages is missing"),
-}
+PROBLEMS: dict[str, tuple[dict[str, Any], str]] = TABLES["PROBLEMS"]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -307,14 +200,8 @@ def test_a_row_is_never_cut_inside_an_image(model: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        (
-            {"long_rows": "truncate"},
-            r"long_rows: truncate would cut a row .*; set data\.long_rows=drop, or raise",
-        ),
-        (
-            {"targets": "all"},
-            r"targets: all would learn the tokens .*; set data\.targets=assistant",
-        ),
+        ({"long_rows": "truncate"}, r"long_rows: truncate would cut a row .*; set data\.long_rows=drop, or raise"),
+        ({"targets": "all"}, r"targets: all would learn the tokens .*; set data\.targets=assistant"),
     ],
 )
 def test_what_is_not_possible_is_refused_with_advice(
@@ -474,11 +361,7 @@ def test_what_nothing_reads_is_refused_by_its_own_name(model: Path, folder: Path
     cases: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         ([*plain, GOOD], {}, "images are read if one of the first 100 rows has one in .*; put such a row first"),
         ([GOOD, sound], {}, r"^a message has sound \(input_audio\), which is not read; leave such rows out"),
-        (
-            [GOOD, kept],
-            {},
-            r"a message has an image \(images\), where none is looked for; put it into the co",
-        ),
+        ([GOOD, kept], {}, r"a message has an image \(images\), where none is looked for; put it into the co"),
         (
             [*labelled, {**labelled[0], "image": "in/0.png"}],
             {"kind": "sequence_classification"},

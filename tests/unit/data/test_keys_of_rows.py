@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 from support.chat_templates import CHATML, QWEN_3, ChatTemplate, of_trl, tokenizer_for
 from support.conversations import in_lists
 
@@ -36,13 +37,15 @@ def tokenizer(template: ChatTemplate) -> Any:
 def encoded(row: dict[str, Any], template: ChatTemplate = CHATML, layout: Layout = MESSAGES) -> tuple[str, Any, Any]:
     """What is learned of a row, as text; why it is dropped; what is noted of it."""
     tokens = tokenizer(template)
+    row = answers(*row["answers"]) | row if "answers" in row else row
+    row = {key: value for key, value in row.items() if key != "answers"}
     document = in_lists(Encoder(tokens).documents([row], layout)[0])
     learned = [t for t, learned in zip(document["input_ids"], document["targets"], strict=True) if learned]
     return tokens.decode(learned), document["problem"], document["note"]
 
 
 def answers(*flags: dict[str, Any]) -> dict[str, Any]:
-    """A conversation whose answers are "one", "two", ... with these keys beside them."""
+    """A conversation whose answers are "one", "two", ... with these keys next to them."""
     words = ("one", "two", "three")
     turns = [[ASKED, {"role": "assistant", "content": word, **keys}] for word, keys in zip(words, flags, strict=False)]
     return {"messages": [message for turn in turns for message in turn]}
@@ -50,90 +53,17 @@ def answers(*flags: dict[str, Any]) -> dict[str, Any]:
 
 END = "<|im_end|>"
 
-FLAGGED: dict[str, tuple[dict[str, Any], str, str | None]] = {
-    "axolotl": (answers({"train": False}, {"train": True}), f"two{END}", "a message is not learned (train: false)"),
-    "axolotl, older": (answers({"training": False}, {}), f"two{END}", "a message is not learned (training: false)"),
-    "ms-swift": (answers({"loss": False}, {"loss": True}), f"two{END}", "a message is not learned (loss: false)"),
-    "ms-swift scale": (answers({"loss_scale": 0.0}, {}), f"two{END}", "a message is not learned (loss_scale: 0.0)"),
-    "mask": (answers({"mask": True}, {"mask": False}), f"two{END}", "a message is not learned (mask: true)"),
-    "openai": (answers({"weight": 0}, {"weight": 1}), f"two{END}", "a message is not learned (weight: 0)"),
-    "as text": (answers({"train": "false"}, {}), f"two{END}", "a message is not learned (train: false)"),
-    "null": (answers({"train": None}, {}), f"one{END}two{END}", None),
-    "two that agree": (answers({"train": False, "weight": 0}, {}), f"two{END}", "a message is not learned (weight: 0)"),
-    "parts": (
-        {
-            "messages": [
-                ASKED,
-                {
-                    "role": "assistant",
-                    "content": "bad good",
-                    "train_detail": [
-                        {"begin_offset": 0, "end_offset": 3, "train": False},
-                        {"begin_offset": 4, "end_offset": 7, "train": True},
-                    ],
-                },
-            ]
-        },
-        f"good{END}",
-        "parts of a message are not learned (train_detail)",
-    ),
-    "unknown key": (answers({"mood": "glad"}), f"one{END}", "a message's mood is not read"),
-    "unknown column": (answers({}) | {"id": 7, "empty": None}, f"one{END}", "column id is not read"),
-    "user's flag": (
-        {"messages": [ASKED | {"train": True}, {"role": "assistant", "content": "one"}]},
-        f"one{END}",
-        "a message of the user says that it is learned, and only the assistant's are",
-    ),
-    "developer": (
-        {"messages": [{"role": "developer", "content": "be short"}, *answers({})["messages"]]},
-        f"one{END}",
-        "developer is written as system: the chat template has no developer role",
-    ),
-}
+TABLES = cases(__file__)
+"""Rows, in which `answers` are the keys of each answer of a conversation."""
 
 
 def test_a_flag_means_what_it_means_to_its_tool() -> None:
-    assert {name: encoded(row) for name, (row, _, _) in FLAGGED.items()} == {
-        name: (learned, None, note) for name, (_, learned, note) in FLAGGED.items()
-    }
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "contradiction": (
-        answers({"train": True, "loss": False}),
-        "train says that it is learned, and its loss",
-    ),
-    "share": (answers({"weight": 0.5}), "a message's weight is neither 0 nor 1"),
-    "flag of words": (answers({"train": "maybe"}), "a message's train is neither true nor false"),
-    "scale": (answers({"loss_scale": 0.3}), "a message's loss_scale is neither 0 nor 1"),
-    "parts outside": (
-        answers({"train_detail": [{"begin_offset": 0, "end_offset": 99, "train": False}]}),
-        "a message's train_detail names no parts of its text",
-    ),
-    "parts twice": (
-        answers({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}) | {"system": "one"},
-        "a message with train_detail is not in the rendered text exactly once",
-    ),
-    "image": (
-        answers({}) | {"image": "cat.png"},
-        "the row has an image (image), which is not read; leave",
-    ),
-    "images": (answers({}) | {"images": ["cat.png"]}, "the row has an image (images), "),
-    "video": (answers({}) | {"videos": [{"bytes": "x"}]}, "the row has a video (videos), "),
-    "audio": (
-        answers({}) | {"audio": {"path": "a.wav"}},
-        "the row has sound (audio), which is not read; leave",
-    ),
-    "image of a message": (answers({"images": ["cat.png"]}), "a message has an image (images), "),
-    "thoughts that differ": (answers({"reasoning": "a", "thinking": "b"}), "a message has two different thoughts"),
-    "thought of numbers": (answers({"thinking": 3}), "a message's thinking is a number, not text"),
-    "channel": (answers({"channel": "aside"}), "a message's channel is not one of analysis, commentary, final"),
-    "analysis at the end": (answers({}, {"channel": "analysis"}), "channel analysis is not followed by an answer"),
-}
+    for name, (row, learned, note) in TABLES["FLAGGED"].items():
+        assert encoded(row) == (learned, None, note), name
 
 
 def test_what_cannot_be_learned_as_it_is_meant_is_dropped_by_name() -> None:
-    for row, problem in REFUSED.values():
+    for row, problem in TABLES["REFUSED"].values():
         learned, found, _ = encoded(row)
         assert problem in str(found)
         assert learned == ""
@@ -156,28 +86,6 @@ LFM2 = of_trl("lfm2", CHATML)
 GPT_OSS = of_trl("gptoss", ChatTemplate("", "", HARMONY, "<|return|>"))
 QWEN_3_OWN, QWEN_36 = of_trl("qwen3", QWEN_3), of_trl("qwen3_6", QWEN_3)
 THOUGHT = "a king walked"
-THINKING: dict[str, list[dict[str, Any]]] = {
-    "reasoning_content": [{"role": "assistant", "reasoning_content": THOUGHT, "content": "one"}],
-    "reasoning": [{"role": "assistant", "reasoning": THOUGHT, "content": "one"}],
-    "thinking": [{"role": "assistant", "thinking": THOUGHT, "content": "one"}],
-    "the same twice": [{"role": "assistant", "thinking": THOUGHT, "reasoning": THOUGHT, "content": "one"}],
-    "a part": [
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": "one"}]}
-    ],
-    "Mistral's part": [
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": [{"type": "text", "text": THOUGHT}]},
-                {"type": "text", "text": "one"},
-            ],
-        }
-    ],
-    "Harmony's channels": [
-        {"role": "assistant", "channel": "analysis", "content": THOUGHT},
-        {"role": "assistant", "channel": "final", "content": "one"},
-    ],
-}
 
 
 @pytest.mark.parametrize("template", [QWEN_3_OWN, QWEN_36, GPT_OSS], ids=lambda template: template.name)
@@ -187,7 +95,7 @@ def test_thoughts_are_learned_whatever_they_are_called(template: ChatTemplate) -
     written = tokenizer(template).apply_chat_template(
         [ASKED, {"role": "assistant", field: THOUGHT, "content": "one"}], tokenize=False
     )
-    for name, thoughts in THINKING.items():
+    for name, thoughts in TABLES["THINKING"].items():
         learned, problem, note = encoded({"messages": [ASKED, *thoughts]}, template)
         assert (problem, note) == (None, None), name
         assert THOUGHT in learned, name

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from support.cases import cases
 from support.sights import save_seeing
 from support.texts import make_texts
 
@@ -47,73 +48,7 @@ KINDS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 }
 """Kind of row -> the objective that reads it, its rows, and the settings of the data."""
 
-RECORDED: dict[str, tuple[str, str, str]] = {
-    "text": (
-        "documents-6-f0723abbecb4b015b81078af",
-        "samples-3ec1ee0171010695c6a70f4a",
-        "samples-65971ecaf3df35e6fbf55d3e",
-    ),
-    "answers": (
-        "documents-6-30e628bfc3365a4b1e1a48bb",
-        "samples-678ac17c027120ef05d4cadd",
-        "samples-5259c919d592f5f23cdda009",
-    ),
-    "conversation": (
-        "documents-6-d924545f62ff3fc4eb74331b",
-        "samples-f2dabf6aa55328e0a7178dd4",
-        "samples-3ec7d230333a550201c13526",
-    ),
-    "each_turn": (
-        "documents-6-133b8fe7a33d83fdc679d20d",
-        "samples-810e0be83f7b2c3872200fd9",
-        "samples-c18fb218d4222305ac38af14",
-    ),
-    "pairs": (
-        "documents-6-b204e7f8acedd8f29c799c7e",
-        "samples-a82d0eab8caf4edcd2e01ad7",
-        "samples-f35962bae367c0093b3bce5a",
-    ),
-    "reward": (
-        "documents-6-cc8efd205a222b4f573921c2",
-        "samples-20b434956e0860559370842d",
-        "samples-5459611b8d1b44e2161afad7",
-    ),
-    "judged": (
-        "documents-6-270680fdcc03eebd97925eea",
-        "samples-1e574aa7df7b02bb19810383",
-        "samples-754145e778a71de8ec265282",
-    ),
-    "labelled": (
-        "documents-6-5120cfc337e37e425d883a38",
-        "samples-1cfd17d8893d303e7e3d938a",
-        "samples-f9082ce7115b7b55828e4ade",
-    ),
-    "tagged": (
-        "documents-6-4a0e8cea8e5fbc349cdcd5ac",
-        "samples-e41187e0b2dedb596e677871",
-        "samples-385c068e7f4c53c82f1ae282",
-    ),
-    "source-target": (
-        "documents-6-39ad17192f8ea51761b79252",
-        "samples-eaa152fec23027bbab02edc2",
-        "samples-a9078da052e6cfc35fb385bd",
-    ),
-    "held out": (
-        "documents-6-c006d8cc70bdc8a25c8f96b4",
-        "samples-da4fc4b0d63eca43f44ff538",
-        "samples-25532d9bd5778219e90157b5",
-    ),
-    "streamed": (
-        "",
-        "samples-f2aefec1e49715dab339ec5b",
-        "cd84cade5e24a6151c8b1adf",
-    ),
-    "images": (
-        "documents-6-73e95f2150bbd12e9f0482d9",
-        "6ff7553b338f66da32417193",
-        "samples-04bbf36d0b807b417c2ed38e",
-    ),
-}
+RECORDED: dict[str, list[str]] = cases(__file__)["RECORDED"]
 """Kind of row -> the folders of its documents and of its samples, and the fingerprint by which a run resumes."""
 
 
@@ -162,12 +97,12 @@ def test_keys_are_as_recorded(built: dict[str, tuple[Path, Any, build.TokenisedD
     assert found == RECORDED
 
 
-def keys_of(cache: Path, data: build.TokenisedData) -> tuple[str, str, str]:
+def keys_of(cache: Path, data: build.TokenisedData) -> list[str]:
     names = sorted(path.name for path in cache.iterdir() if path.is_dir())
     documents, samples = (" ".join(name for name in names if name.startswith(of)) for of in ("documents", "samples"))
     # With images the samples are named by the folder of the images, too, which is another one in each test.
     content = data.content if data.stream is None else None
-    return documents, content or samples, data.fingerprint
+    return [documents, content or samples, data.fingerprint]
 
 
 IN_CHAT = "<|im_start|>user\nwho is it<|im_end|>\n<|im_start|>assistant\n"

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from support.cases import cases
 from support.chat_templates import GLM_45, tokenizer_for
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.processors import TemplateProcessing
@@ -25,6 +26,8 @@ from toolkit.generation.text.complete import encode_text
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
+
+TABLES = cases(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -57,51 +60,7 @@ DIALOGUE = turn("user", "hi") + turn("assistant", "hello") + turn("user", "and")
 CALL = '<tool_call>\n{"name": "sum", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("row", "targets", "text", "words"),
-    [
-        ({"messages": [USER, ANSWER, MORE, LAST]}, "assistant", DIALOGUE, "hello<|im_end|>bye<|im_end|>"),
-        ({"messages": [USER, {**ANSWER, "weight": 0}, MORE, LAST]}, "assistant", DIALOGUE, "bye<|im_end|>"),
-        ({"messages": [USER, ANSWER, MORE, {**LAST, "weight": 0}]}, "assistant", DIALOGUE, "hello<|im_end|>"),
-        (
-            {"messages": [USER, {**ANSWER, "weight": 1}, MORE, LAST]},
-            "assistant",
-            DIALOGUE,
-            "hello<|im_end|>bye<|im_end|>",
-        ),
-        (
-            {"messages": [USER, {**ANSWER, "weight": 0}, MORE, LAST], "system": "be"},
-            "assistant",
-            turn("system", "be") + DIALOGUE,
-            "bye<|im_end|>",
-        ),
-        (
-            {"messages": [USER, {**ANSWER, "weight": 0}, MORE, LAST]},
-            "all",
-            DIALOGUE,
-            DIALOGUE.replace("hello<|im_end|>", "", 1).removeprefix("<|im_start|>"),
-        ),
-        (
-            {"messages": [{**USER, "weight": 0}, ANSWER, MORE, LAST]},
-            "all",
-            DIALOGUE,
-            DIALOGUE.replace("hi", "", 1).removeprefix("<|im_start|>"),
-        ),
-        (
-            {"instruction": "and", "output": "bye", "history": [["hi", "hello"]]},
-            "assistant",
-            DIALOGUE,
-            "hello<|im_end|>bye<|im_end|>",
-        ),
-        ({"prompt": [USER, ANSWER, MORE], "completion": [LAST]}, "assistant", DIALOGUE, "bye<|im_end|>"),
-        (
-            {"prompt": [USER, ANSWER, MORE], "completion": [LAST]},
-            "all",
-            DIALOGUE,
-            DIALOGUE.removeprefix("<|im_start|>"),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "targets", "text", "words"), TABLES["LEARNED"])
 def test_what_is_learned_of_a_row(
     tmp_path: Path, chatml: Any, row: dict[str, Any], targets: str, text: str, words: str
 ) -> None:
@@ -163,16 +122,7 @@ def test_a_history_that_is_none(tmp_path: Path, chatml: Any) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "hi", "completion": "hello", "label": False},
-        {"prompt": [USER], "completion": [ANSWER], "label": True},
-        {"messages": [USER, ANSWER], "label": "False"},
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "kto_tag": False},
-        {"instruction": "hi", "output": "hello", "kto_tag": True},
-    ],
-)
+@pytest.mark.parametrize("row", TABLES["JUDGED"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_answers_that_are_judged_are_refused(tmp_path: Path, chatml: Any, row: dict[str, Any], streaming: bool) -> None:
     with pytest.raises(DataError, match=r"judged good or bad one by one .* set objective.kind=kto"):
@@ -251,31 +201,12 @@ def _learn_judged(folder: Path, tokens: Any, row: dict[str, Any]) -> None:
 
 PAIR = (
     (turn("user", "hi") + turn("assistant", "hello"), "hello<|im_end|>"),
-    (
-        turn("user", "hi") + turn("assistant", "go"),
-        "go<|im_end|>",
-    ),
+    (turn("user", "hi") + turn("assistant", "go"), "go<|im_end|>"),
 )
 WORSE = {"role": "assistant", "content": "go"}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},  # UltraFeedback
-        {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, WORSE], "messages": [MORE, LAST]},
-        {"prompt": "hi", "chosen": [ANSWER], "rejected": [WORSE]},
-        {"chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
-        {"chosen": "\n\nHuman: hi\n\nAssistant: hello", "rejected": "\n\nHuman: hi\n\nAssistant: go"},  # hh-rlhf
-        {"instruction": "hi", "chosen": "hello", "rejected": "go"},  # LLaMA-Factory, Alpaca
-        {
-            "conversations": [{"from": "human", "value": "hi"}],  # LLaMA-Factory, ShareGPT
-            "chosen": {"from": "gpt", "value": "hello"},
-            "rejected": {"from": "gpt", "value": "go"},
-        },
-        {"messages": [USER], "chosen": ANSWER, "rejected": WORSE},
-    ],
-)
+@pytest.mark.parametrize("row", TABLES["PAIRS"])
 def test_pairs_in_any_layout_are_the_same_tokens(tmp_path: Path, chatml: Any, row: dict[str, Any]) -> None:
     assert tuple(learned(built(tmp_path, chatml, [row], "preference"), chatml)) == PAIR
 
@@ -447,32 +378,7 @@ def test_rows_that_are_too_long_and_dropped_on_request_are_no_error(tmp_path: Pa
     assert data.report.train.num_dropped == 2
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "hint"),
-    [
-        ({"question": "a", "answer": "b"}, "causal_lm", "data.columns.prompt=question data.columns.completion=answer"),
-        ({"Dialogue": "a", "summary": "b"}, "causal_lm", "data.columns.messages=Dialogue"),
-        ({"body": "a", "n": 1}, "causal_lm", "data.columns.text=body"),
-        (
-            {"promt": "a", "complettion": "b"},
-            "causal_lm",
-            "data.columns.prompt=promt data.columns.completion=complettion",
-        ),
-        (
-            {"review": "a", "stars": 1},
-            "sequence_classification",
-            "data.columns.text=review data.columns.label=stars",
-        ),
-        (
-            {"response_w": "a", "response_l": "b"},
-            "preference",
-            "data.columns.chosen=response_w data.columns.rejected=response_l",
-        ),
-        ({"other": "a"}, "causal_lm", "data.columns.text=other"),
-        ({"input": "a", "output": "b"}, "causal_lm", "data.columns.instruction=input"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "causal_lm", "data.columns.completion=chosen"),
-    ],
-)
+@pytest.mark.parametrize(("row", "kind", "hint"), TABLES["HINTS"])
 def test_a_hint_fits_the_nearest_layout(tmp_path: Path, chatml: Any, row: dict[str, Any], kind: str, hint: str) -> None:
     with pytest.raises(DataError) as caught:
         built(tmp_path, chatml, [row], kind)

@@ -10,17 +10,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
-from support.chat_templates import (
-    GLM_45,
-    GPT_OSS,
-    MAGISTRAL,
-    PHI_4,
-    QWEN_3,
-    QWEN_35,
-    RECENT,
-    SMOLLM_3,
-    ChatTemplate,
-)
+from support.chat_templates import GLM_45, GPT_OSS, MAGISTRAL, PHI_4, QWEN_3, QWEN_35, RECENT, SMOLLM_3, ChatTemplate
 from support.chat_templates import tokenizer_for as new_tokenizer
 from support.conversations import assistant, in_lists, system, user
 
@@ -159,10 +149,7 @@ def thought_in(name: str, messages: list[Message], index: int, alone: bool) -> s
     return None
 
 
-REFUSED = {
-    ("gpt-oss", "parallel calls"): "one call at a time",
-    ("gemma 3", "two in a row"): "alternate",
-}
+REFUSED = {("gpt-oss", "parallel calls"): "one call at a time", ("gemma 3", "two in a row"): "alternate"}
 """Conversations that a template does not take, and what it says."""
 
 TEMPLATES = {template.name: template for template in (*RECENT, QWEN_3, PHI_4)}

@@ -18,6 +18,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from support.cases import cases
 from support.chat_templates import CHAT_TEMPLATES, LLAMA_31, MISTRAL_V1, ZEPHYR, ChatTemplate, tokenizer_for
 from support.texts import make_texts
 from support.tiny import llama, save_llama
@@ -469,36 +470,8 @@ def test_what_of_a_completion_counts() -> None:
         assert found.exact == is_right, (comparison, completion[:50])
 
 
-NUMBERS = [
-    ("$1,234.50", "1234.50"),
-    ("1,000,000", "1000000"),
-    ("1,0000", "10000"),
-    ("1999,2000", "2000"),
-    ("(1,2,3)", "3"),
-    ("12,50", "50"),
-    ("1234,567", "1234567"),
-    (".5", "0.5"),
-    ("$.50, or -.25", "-0.25"),
-    ("so it is...5", "5"),
-    ("version 1.2.3", "3"),
-    ("12.", "12"),
-    ("5%", "5"),
-    ("-3", "-3"),
-    ("x=-3", "-3"),
-    ("**-3**", "-3"),
-    ("是-3", "-3"),
-    ("3-5", "5"),
-    ("3.5-5.5", "5.5"),
-    ("f(2)-3", "3"),
-    ("2024-01-15", "15"),
-    ("GPT-4", "4"),
-    ("A4.", "4"),
-    ("答案是5", "5"),
-    ("1e5", "100000"),
-    ("-1.5E-3 m", "-0.0015"),
-    ("5 eggs", "5"),
-    ("1" * 4000 + "e9999", "9999"),
-]
+TABLES = cases(__file__)
+NUMBERS = [*TABLES["NUMBERS"], ("1" * 4000 + "e9999", "9999")]
 """A text, and its last number."""
 
 
@@ -507,18 +480,7 @@ def test_the_last_number_of_a_text() -> None:
         assert Compared(Comparison("numeric")).of_completion(text) == Decimal(number), text[:50]
 
 
-UNFIT: list[tuple[list[dict[str, Any]], str, str]] = [
-    ([{"prompt": "?", "answer": "four"}], "numeric", "--compare: the answer of {}:1 holds no number; compare by text"),
-    ([{"prompt": "?", "answer": "four"}], "structured", "--compare: the answer of {}:1 is not JSON; compare by text"),
-    ([{"prompt": "?", "answer": "four"}], "numeric=(", "--compare: '(' is not a Python regular expression"),
-    ([{"prompt": "?", "answer": "four"}], "text=", "--compare: 'text=' has no regular expression after ="),
-    (
-        [{"prompt": "?", "answer": "four"}],
-        "number",
-        "--compare: unknown 'number'; allowed: text, strict, numeric, struc",
-    ),
-    ([{"prompt": "?", "answer": "four"}], "a b:c", "--compare: unknown 'a b:c'; allowed: text, strict"),
-]
+UNFIT: list[tuple[list[dict[str, Any]], str, str]] = TABLES["UNFIT"]
 
 
 def test_rows_and_options_that_fit_no_evaluation(plain: Path, tmp_path: Path, command: Command) -> None:
@@ -584,10 +546,7 @@ def test_an_adapters_base_may_lie_in_its_folder(adapter: Path, chat: Path, tmp_p
 
 def test_adapters_that_cannot_be_used(adapter: Path, plain: Path, tmp_path: Path, command: Command) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        (
-            {"base_model_name_or_path": str(tmp_path / "gone")},
-            "put the folder there, or change",
-        ),
+        ({"base_model_name_or_path": str(tmp_path / "gone")}, "put the folder there, or change"),
         ({"base_model_name_or_path": "someone/model-nobody-has"}, "hf download someone/model-nobody-has"),
         ({"base_model_name_or_path": None}, "names no base_model_name_or_path"),
         ({"task_type": "SEQ_CLS"}, "the adapter's task is SEQ_CLS"),
@@ -612,32 +571,7 @@ def test_adapters_that_cannot_be_used(adapter: Path, plain: Path, tmp_path: Path
 # ---- what is refused ----
 
 
-BAD_OPTIONS = [
-    ("", ["nothing to do: give one of --prompt, --chat, --file, --eval"]),
-    ("--chat --file x.txt", ["--chat and --file contradict each other"]),
-    ("--prompt a --eval x.jsonl", ["--prompt and --eval contradict each other"]),
-    ("--prompt a --to x", ["--to and --prompt contradict", "--to belongs to --file"]),
-    ("--chat --batch-size 2", ["--batch-size and --chat", "belongs to --file and --eval"]),
-    ("--file x.txt --compare strict", ["--compare and --file"]),
-    ("--prompt a --json", ["--json and --prompt"]),
-    ("--chat --raw", ["--raw and --chat contradict"]),
-    ("--prompt a --raw --system b", ["--raw and --system contradict"]),
-    ("--eval x.jsonl --temperature 0.5", ["--temperature and --eval contradict", "leave --temperature out"]),
-    ("--eval x.jsonl --top-p 1 --seed 2", ["--top-p and --eval", "--seed and --eval"]),
-    ("--prompt a --max-new-tokens 0", ["--max-new-tokens: 0 is too small; allowed: 1 or more"]),
-    ("--file x.txt --batch-size 0", ["--batch-size: 0 is too small"]),
-    ("--prompt a --temperature -1", ["--temperature: -1.0 is out of range"]),
-    ("--prompt a --temperature nan", ["--temperature: nan is out of range"]),
-    ("--prompt a --top-p 0 --seed -1", ["--top-p: 0.0 is out of range", "--seed: -1 is out of range"]),
-    ("--prompt a --dtype int8", ["--dtype: unknown 'int8'; allowed: auto, float32, bfloat16, bf16, float16, fp16"]),
-    ("--prompt a --device tpu", ["--device: unknown 'tpu'; allowed: auto, cpu, cuda"]),
-    ("--prompt= --system=", ["--prompt: is empty", "--system: is empty"]),
-    ("--prompt \udcff", ["--prompt: is not UTF-8 text"]),
-    ("--prompt a --max-new-tokens many", ["--max-new-tokens: found 'many'; allowed: a whole number"]),
-    ("--chat", ["has no chat template; use --prompt"]),
-    ("--prompt a --system b", ["--prompt: a system text needs a chat template, and the tokenizer of"]),
-    (f"--prompt {'king' * 90}", ["--prompt: the prompt's", "no room"]),
-]
+BAD_OPTIONS = TABLES["BAD_OPTIONS"]
 
 
 def test_bad_options(plain: Path, command: Command) -> None:
@@ -701,30 +635,7 @@ def test_only_a_hub_name_is_looked_for_on_the_hub(plain: Path) -> None:
     assert not find_model(str(plain)).on_hub
 
 
-BAD_ROWS = [
-    ("--file", "{", "not JSON"),
-    ("--file", "\udcff", "not UTF-8"),
-    ("--file", "[]", "no object"),
-    ("--file", "{}", "no prompt; it is empty; needed: one of prompt, messages, question"),
-    ("--file", '{"text": "a"}', "no prompt; it has 'text'"),
-    ("--file", '{"prompt": 3}', "prompt is a number, not a list of messages"),
-    ("--file", '{"prompt": null}', "prompt is missing or null"),
-    ("--file", '{"prompt": " "}', "prompt is empty"),
-    ("--file", '{"prompt": []}', "prompt is empty"),
-    ("--file", '{"messages": [{"role": "king", "content": "a"}]}', "a message has an unknown role"),
-    ("--file", '{"prompt": [{"role": "assistant", "content": "a"}]}', "nothing is asked: the last message is the"),
-    ("--eval", '{"prompt": "a"}', "answer is missing"),
-    ("--eval", '{"prompt": "a", "answer": []}', "answer is missing"),
-    ("--eval", '{"prompt": "a", "completion": []}', "answer is missing"),
-    ("--eval", '{"prompt": "a", "completion": "b", "label": false}', "its completion is labelled false"),
-    ("--eval", '{"messages": [{"role": "assistant", "content": "a"}]}', "nothing is asked"),
-    ("--eval", '{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "it has choices, which lm-evaluation-harness"),
-    ("--eval", '{"prompt": "a", "answer": true}', "answer: true is not a string; put it in quotes"),
-    ("--eval", '{"prompt": "a", "answer": ["b", " "]}', "answer is empty"),
-    ("--eval", '{"prompt": "a", "answer": "b\\ud800"}', "answer contains half a character"),
-    ("--eval", '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}', "messages need a chat template"),
-    ("--eval", '{"prompt": "' + "king" * 90 + '", "answer": "b"}', "the prompt's 90 tokens leave no room"),
-]
+BAD_ROWS = TABLES["BAD_ROWS"]
 """What reads a row, the row, and what is wrong with it."""
 
 

@@ -9,15 +9,7 @@ from support.html_page import HOSTILE, Page
 from toolkit.pages.samples_page import SampledPrompt, write_samples_page
 
 
-def test_samples_are_shown_from_the_best(tmp_path: Path) -> None:
-    completions = [(0.0, "worst", True), (1.0, "best", True), (None, "", False), (0.5, "middling", False)]
-    write_samples_page(tmp_path / "page.html", "fox", ["right: 40.0%"], [SampledPrompt("f:1", "Who?", completions)])
-    text = Page((tmp_path / "page.html").read_text()).text_of["prompt-1"]
-    words = "".join(text.split("\n"))
-    assert words == "f:1Who?score 1bestscore 0.5, cutmiddlingscore 0worstno score, cut(no text)"
-
-
-def test_rewards_below_zero_stand_above_what_has_none(tmp_path: Path) -> None:
+def test_samples_are_shown_from_the_best_and_those_without_a_score_last(tmp_path: Path) -> None:
     completions = [(None, "", True), (-7.0, "worst", True), (-0.5, "best", True), (-2.0, "middling", True)]
     write_samples_page(tmp_path / "page.html", "fox", [], [SampledPrompt("f:1", "Who?", completions)])
     text = "".join(Page((tmp_path / "page.html").read_text()).text_of["prompt-1"].split("\n"))

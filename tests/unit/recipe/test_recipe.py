@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.cases import cases
 
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.pages.card import recipe_for_readers
@@ -16,6 +17,8 @@ from toolkit.recipe.load import apply_overrides, find_recipe, sections_of, shipp
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.suggest.draft import _lines
+
+TABLES = cases(__file__)
 
 MINIMAL = {
     "model": {"name_or_path": "someone/model"},
@@ -61,23 +64,7 @@ def test_overrides_replace_and_are_named_as_origin(tmp_path: Path) -> None:
     assert [source.path for source in globbed.data.train] == ["*.jsonl"], "no alias"
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.max_steps=0", "found 0 (int); allowed: a whole number of at least 1, null"),
-        ("checkpoint.every_steps=often", "found 'often' (text); allowed: a whole number of at least 1, null"),
-        ("adapter.dropout=1", "found 1 (int); allowed: a number of at least 0 and less than 1"),
-        ("sharding.activation_checkpointing=0", "found 0 (int); allowed: a whole number of at least 1, auto, null"),
-        ("data.train=3", "found 3 (int); allowed: a path, a mapping, a list of them"),
-        (
-            "logging.trackers=wandb",
-            "found 'wandb' (text); allowed: a list (each item aim or clearml or comet_ml or dvclive or mlflow "
-            "or swanlab or tensorboard or trackio or wandb)",
-        ),
-        ("data.shuffle=maybe", "found 'maybe' (text); allowed: true or false"),
-        ("training.output_dir=null", "found null; allowed: non-empty text"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), TABLES["RANGES"])
 def test_an_error_lists_values_types_and_ranges(tmp_path: Path, override: str, message: str) -> None:
     (problem,) = problems(tmp_path, MINIMAL, "adapter.kind=lora", override)
     assert problem == f"{override.partition('=')[0]}: {message}"
@@ -86,53 +73,7 @@ def test_an_error_lists_values_types_and_ranges(tmp_path: Path, override: str, m
 OWN_MODEL = {**MINIMAL, "model": {"config": {"model_type": "llama"}, "train_tokenizer_vocab_size": 500}}
 
 
-@pytest.mark.parametrize(
-    ("values", "overrides", "left", "note"),
-    [
-        (
-            OWN_MODEL,
-            ["model.name_or_path=someone/model"],
-            {"model.config": None, "model.train_tokenizer_vocab_size": None},
-            "model.config and model.train_tokenizer_vocab_size of the recipe are replaced by model.name_or_path",
-        ),
-        (
-            OWN_MODEL,
-            ["model.name_or_path=someone/model", "model.train_tokenizer_vocab_size=400"],
-            {"model.config": None, "model.train_tokenizer_vocab_size": 400},
-            "model.config of the recipe is replaced by model.name_or_path",
-        ),
-        (
-            {**MINIMAL, "model": {"name_or_path": "someone/model", "revision": "v2"}},
-            ["model.config={model_type: llama}", "model.tokenizer=someone/model"],
-            {"model.name_or_path": None, "model.revision": None},
-            "model.name_or_path and model.revision of the recipe are replaced by model.config",
-        ),
-        (
-            OWN_MODEL,
-            ["model.tokenizer=someone/model"],
-            {"model.train_tokenizer_vocab_size": None, "model.config.model_type": "llama"},
-            "model.train_tokenizer_vocab_size of the recipe is replaced by model.tokenizer",
-        ),
-        (
-            {**MINIMAL, "data": {**MINIMAL["data"], "validation_fraction": 0.1}},
-            ["data.validation=held_out.jsonl"],
-            {"data.validation_fraction": None},
-            "data.validation_fraction of the recipe is replaced by data.validation",
-        ),
-        (
-            MINIMAL,
-            ["training.num_epochs=2"],
-            {"training.max_steps": None},
-            "training.max_steps of the recipe is replaced by training.num_epochs",
-        ),
-        (
-            {**MINIMAL, "schedule": {"warmup_steps": 5}},
-            ["schedule.warmup_fraction=0.1"],
-            {"schedule.warmup_steps": None},
-            "schedule.warmup_steps of the recipe is replaced by schedule.warmup_fraction",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("values", "overrides", "left", "note"), TABLES["REPLACED"])
 def test_an_override_replaces_its_rival(
     tmp_path: Path, values: object, overrides: list[str], left: dict[str, object], note: str
 ) -> None:
@@ -260,61 +201,13 @@ def test_a_run_is_known_by_the_recipe_that_it_has_written(tmp_path: Path) -> Non
     assert not same_run(tmp_path / "recipe.yaml", recipe.model_dump(mode="json"))
 
 
-AS_WRITTEN: dict[str, Any] = {
-    "1_000": 1000,
-    "0x1F": 31,
-    "1e-4": 0.0001,
-    "+12": 12,
-    "0": 0,
-    "00.5": 0.5,
-    "true": True,
-    "~": None,
-    "yes": "yes",
-    "no": "no",
-    "On": "On",
-    "OFF": "OFF",
-    "n": "n",
-    "'0100'": "0100",
-    "08": "08",
-    "0o17": "0o17",
-    "1,000": "1,000",
-    "2026-11-25": "2026-11-25",
-    "2026-11-25 10:00:00": "2026-11-25 10:00:00",
-    "=": "=",
-    "inf": "inf",
-    "a#b": "a#b",
-    "'a # b'": "a # b",
-    "[yes, 1, 1.5]": ["yes", 1, 1.5],
-    "!!str 0100": "0100",
-}
+AS_WRITTEN: dict[str, Any] = TABLES["AS_WRITTEN"]
 """What stands in a recipe or behind an override's `=` -> its value. YAML 1.1 reads many of them as another one."""
 
-NOT_AS_WRITTEN = {
-    "0100": "0100 would be read as 64; write a finite number in plain decimal digits, or put quotes around it if it",
-    "-017": "-017 would be read as -15",
-    "1:30": "1:30 would be read as 90;",
-    "190:20:30.15": "190:20:30.15 would be read as 685230.15;",
-    "1__0": "1__0 would be read as 10;",
-    "1_": "1_ would be read as 1;",
-    ".inf": ".inf would be read as inf;",
-    "-.INF": "-.INF would be read as -inf;",
-    ".nan": ".nan would be read as nan;",
-    "1e400": "1e400 would be read as inf;",
-    "!!int '0100'": "0100 would be read as 64;",
-    "!!bool yes": "'yes' is not a value of !!bool; remove the tag",
-    "!!null x": "'x' is not a value of !!null; remove the tag",
-    "!!set {a}": "the tag !!set is not read; remove it",
-    "!!binary aGk=": "the tag !!binary is not read",
-    "[1, {a: 0100}]": "0100 would be read as 64;",
-    "{a: 1, a: 2}": "the key 'a' appears twice",
-    "{a: &x {b: 1}, c: {<<: *x, <<: *x}}": "the key '<<' appears twice",
-    "&x [*x]": "an alias is inside the value that it names",
-    "1\t# c": "found character '\\t' that cannot start any token. Use UTF-8, spaces and no tabs",
-    "\t1": "found character '\\t'",
-}
+NOT_AS_WRITTEN = TABLES["NOT_AS_WRITTEN"]
 """What stands there -> what is wrong with it."""
 
-NO_VALUES = ("a # b", "1 # b", "[a] # b", "#", "&a", "|", ">-")
+NO_VALUES = TABLES["NO_VALUES"]
 """Overrides of which YAML leaves a part out."""
 
 

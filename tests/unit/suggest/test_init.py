@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from support.cases import cases
 from support.chat_templates import QWEN_3
 from support.four_bits import SHARDS_BYTES
 from support.texts import make_texts
@@ -341,47 +342,8 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
         suggest("model", "chat.jsonl", none, method="full")
 
 
-BAD_INPUT = [
-    (["model", "nowhere.jsonl"], "data.train: there is no file 'nowhere.jsonl'"),
-    (["./nowhere", "chat.jsonl"], "model.name_or_path: the folder './nowhere' does not exist"),
-    (["empty", "chat.jsonl"], "model.name_or_path: no model can be built from 'empty'"),
-    (["model", "strange.jsonl"], "data.columns."),
-    (
-        ["model", "chat.jsonl", "--method", "dpo"],
-        "--method dpo does not learn from rows with messages; allowed for these: full, lora, qlora",
-    ),
-    (["model", "semicolons.csv"], "They are separated by ';': save the file with commas"),
-    (
-        ["model", "long.jsonl"],
-        "2 of 3 rows are longer than the 64 tokens that the model has positions for, and a run would leave",
-    ),
-    (
-        ["model", "long.jsonl", "data.long_rows=drop"],
-        "2 of 3 rows are longer than the 64 tokens that the model has",
-    ),
-    (
-        ["model", "chat.jsonl", "data.max_length=16"],
-        "120 of 120 rows are longer than the 16 tokens that data.max_length allows, and a run would leave them "
-        "out; give a larger data.max_length (the longest row has ",
-    ),
-    (
-        ["model", "chat.jsonl", "--method", "pretrain"],
-        "does not learn from rows with messages; allowed for these: full, lora",
-    ),
-    (["model", "chat.jsonl", "--method", "ful"], "unknown 'ful' (did you mean 'full'?);"),
-    (
-        ["model", "chat.jsonl", "--to", "there.yaml"],
-        "'there.yaml' exists; name another file, or replace it with",
-    ),
-    (["model", "chat.jsonl", "--to", "mine.txt"], "ends in .yaml or .yml"),
-    (["model", "chat.jsonl", "--gpus", "2"], "--gpus and --cpu exclude each other"),
-    (["model", "chat.jsonl", "--hardware", "rtx4090"], "--hardware rtx4090: its type is cuda; give --gpus N"),
-    (
-        ["model", "chat.jsonl", f"training.max_steps={'9' * 400}"],
-        "training.max_steps: it is larger than any machine",
-    ),
-    (["model", "chat.jsonl", "data.max_lenght=8"], "data.max_lenght: unknown key (did you mean 'max_length'?);"),
-]
+TABLES = cases(__file__)
+BAD_INPUT = TABLES["BAD_INPUT"]
 
 
 def test_bad_input_is_one_clear_error() -> None:
