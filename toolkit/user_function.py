@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.errors import BadInputError, OwnCodeError, first_line
-from toolkit.terminal import stdout_on_stderr
+from toolkit.terminal import in_notebook, stdout_on_stderr
 
 T = TypeVar("T")
 
@@ -109,13 +109,22 @@ def load_function(name: str, field: str) -> UserFunction:
             has no source.
     """
     place, _, attribute = name.rpartition(":")
+    place = str(Path(place).absolute()) if is_file(name) else place
+    what = f"the {'file' if is_file(name) else 'module'} {place!r}"
     try:
-        found = _import_function(str(Path(place).absolute()) if is_file(name) else place, attribute)
+        found = _imported_from(place, what)
+        function, sources = fenced(lambda: found.function(attribute), f"{what} cannot be imported", "correct it")
+        if function is None:
+            raise BadInputError(f"{what} has no function {attribute!r}; name one that it has")
+        if not sources:
+            told = "has no source file by which a run could say what ran; write a function in Python"
+            raise BadInputError(f"'{place}:{attribute}' {told}")
     except BadInputError as problem:
         raise BadInputError(f"{field}: {problem}") from problem
-    _streams.setdefault(field, found.drawn)
-    fingerprint = hashlib.sha256(b"".join(found.sources.values())).hexdigest()
-    return UserFunction(name, found.function, fingerprint, field)
+    if field not in _streams:  # it goes on after what the file drew or seeded, and its next function elsewhere
+        _streams[field] = _streams[found.stream]
+        leap_streams(field, [found.stream])
+    return UserFunction(name, function, hashlib.sha256(b"".join(sources.values())).hexdigest(), field)
 
 
 def fingerprint_of_class(of: type) -> str | None:
@@ -129,7 +138,8 @@ def fingerprint_of_class(of: type) -> str | None:
 
 def _load_same(name: str, field: str, fingerprint: str) -> UserFunction:
     found = load_function(name, field)
-    require_same_source(fingerprint, found.fingerprint, field, "began this run")
+    if fingerprint != found.fingerprint:
+        raise BadInputError(changed_source(fingerprint, found.fingerprint, field, "began this run"))
     return found
 
 
@@ -138,23 +148,14 @@ def is_file(name: str) -> bool:
     return name.rpartition(":")[0].endswith(".py")
 
 
-def require_same_source(before: str, now: str, field: str, what: str) -> None:
-    """Checks that a run goes on with the function that it began with.
+def changed_source(before: str, now: str, field: str, what: str) -> str:
+    """Returns the error for a run that would not go on with the function that it began with.
 
     Args:
         before, now: fingerprints of the source at the start of the run, and now.
         field: the field that names the function.
         what: describes what the function has done before.
-
-    Raises:
-        BadInputError: if the source is another.
     """
-    if before != now:
-        raise BadInputError(changed_source(before, now, field, what))
-
-
-def changed_source(before: str, now: str, field: str, what: str) -> str:
-    """Returns the error of `require_same_source`, with its arguments."""
     return (
         f"{field}: what it names has changed: SHA-256 {before} {what}, and {now} is there now; bring the first one "
         "back, or start anew with another training.output_dir"
@@ -271,8 +272,7 @@ def begin_streams(seed: int) -> None:
     """Begins the random numbers of all own code anew, as a run does, and runs its files anew where they are named."""
     _seed[0] = seed
     _streams.clear()
-    for known in _imported.values():
-        _forget(known.sources)
+    _forget({_file_of(known.module) for known in _imported.values()} - {"None"})
     _imported.clear()
 
 
@@ -286,11 +286,12 @@ def set_streams(states: Mapping[str, Mapping[str, Any]]) -> None:
     _streams.update({name: dict(state) for name, state in states.items()})
 
 
-def leap_streams(step: int) -> None:
-    """Moves every stream to other numbers, which depend on its own and on a step. Ranks that differ stay different."""
-    for stream in list(_streams):
+def leap_streams(step: int | str, which: Iterable[str] | None = None) -> None:
+    """Moves streams, all if none are named, to others that depend on theirs and on a step. Unlike ranks stay unlike."""
+    for stream in list(_streams if which is None else which):
         with _drawing_from(stream):
-            seeded_by(f"{random.random()} {sys.modules['torch'].rand(()).item()} {step}", lambda: None)  # noqa: S311
+            drawn = sys.modules["torch"].rand(()).item() if "torch" in sys.modules else 0.0
+            seeded_by(f"{random.random()} {drawn} {step}", lambda: None)  # noqa: S311
 
 
 @contextlib.contextmanager
@@ -339,68 +340,85 @@ def _line_of(error: BaseException) -> str:
     return f" ({users[-1].filename}:{users[-1].lineno})" if users else ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Imported:
-    """A function, its sources by file, and the random numbers that follow those that its file drew or seeded."""
+    """A file or a module of a user's, which runs once for all of its functions.
 
-    function: Callable[..., Any]
-    sources: dict[str, bytes]
-    drawn: dict[str, Any]
+    Attributes:
+        run: the bytes that ran of a file, by its name; none of a module.
+        stream: the name of its stream of random numbers, from which its functions begin.
+    """
+
+    module: types.ModuleType
+    run: dict[str, bytes]
+    stream: str
+
+    def function(self, attribute: str) -> tuple[Any, dict[str, bytes]]:
+        """Returns a function, or None, and the sources, by file, of the module and of what defines the function."""
+        function, sources = getattr(self.module, attribute, None), dict(self.run)
+        if not callable(function):
+            return None, {}
+        for each in (self.module, inspect.unwrap(function)):
+            with contextlib.suppress(TypeError, OSError):
+                file = inspect.getsourcefile(each)
+                if file is not None and file not in sources:
+                    sources[file] = _files.get(file) or Path(file).read_bytes()
+        _files.update(sources)
+        return function, sources
 
 
-_imported: dict[tuple[str, str], _Imported] = {}
+_imported: dict[str, _Imported] = {}
+_files: dict[str, bytes] = {}
+"""What ran of own code: the content of its files, and of those beside them that they import, by name."""
 
 
-def _import_function(place: str, attribute: str) -> _Imported:
-    """Imports a function, anew if a source was edited since: in a notebook, the process outlives an edit."""
-    known = _imported.get((place, attribute))
-    if known is None or _read(known.sources) != known.sources:
-        _forget({} if known is None else known.sources)
-        known = _imported[place, attribute] = _import_anew(place, attribute)
-    return known
+def _imported_from(place: str, what: str) -> _Imported:
+    """Imports a file or a module, anew if a source was edited since: in a notebook, the process outlives an edit."""
+    if _read(_files) != _files:
+        _forget(_files)
+        _imported.clear()
+        _files.clear()
+    if place not in _imported:
+        _imported[place] = _import_anew(place, what)
+    return _imported[place]
 
 
 def _forget(files: Container[str]) -> None:
     """Forgets the modules of these files, so that the next import runs them."""
     for name, module in list(sys.modules.items()):
-        if getattr(module, "__dict__", {}).get("__file__") in files:
+        if _file_of(module) in files:
             del sys.modules[name]
+
+
+def _file_of(module: Any) -> str:
+    return str(getattr(module, "__dict__", {}).get("__file__"))
 
 
 def _read(files: Iterable[str]) -> dict[str, bytes]:
     return {file: Path(file).read_bytes() for file in files if Path(file).is_file()}
 
 
-def _import_anew(place: str, attribute: str) -> _Imported:
-    named, stream = "file" if place.endswith(".py") else "module", Path(place).name
-    if named == "file" and not Path(place).is_file():
+def _import_anew(place: str, what: str) -> _Imported:
+    is_path, stream = place.endswith(".py"), Path(place).name
+    if is_path and not Path(place).is_file():
         raise BadInputError(f"there is no file {place!r}; correct the path")
+    if in_notebook() and place in sys.modules:  # a cell may have imported it before it was edited
+        _forget({_file_of(sys.modules[place])} - {"None"})
+    before = set(sys.modules)
 
-    def find() -> tuple[Any, dict[str, bytes]]:
-        module, source = _run_file(Path(place)) if named == "file" else (importlib.import_module(place), None)
-        function = getattr(module, attribute, None)
-        return (function, _sources(module, source, function)) if callable(function) else (None, {})
+    def find() -> tuple[types.ModuleType, dict[str, bytes]]:
+        return _run_file(Path(place)) if is_path else (importlib.import_module(place), {})
 
-    try:
-        function, sources = fenced(find, f"the {named} {place!r} cannot be imported", "correct it", stream)
-    except BadInputError as error:
-        missing = error.__cause__
-        if isinstance(missing, ModuleNotFoundError) and named == "module" and place.startswith(missing.name or "?"):
-            raise BadInputError(
-                f"no module {missing.name!r} on Python's path; set PYTHONPATH to the folder that has it, install it, "
-                f"or name its file, as in scores.py:{attribute}"
-            ) from error
-        raise
-    if function is None:
-        raise BadInputError(f"the {named} {place!r} has no function {attribute!r}; name one that it has")
-    if not sources:
-        raise BadInputError(
-            f"'{place}:{attribute}' has no source file by which a run could say what ran; write a function in Python"
-        )
-    return _Imported(function, sources, _streams[stream])
+    elsewhere = "" if is_path else ", set PYTHONPATH to the folder that has it, or name its file: scores.py:function"
+    module, run = fenced(find, f"{what} cannot be imported", f"correct it{elsewhere}", stream)
+    folder, added = Path(_file_of(module)).parent, {*sys.modules} - before
+    files = (_file_of(sys.modules[name]) for name in added if not name.startswith("toolkit."))
+    beside = (file for file in files if file.endswith(".py") and Path(file).is_relative_to(folder))
+    _files.update(_read(file for file in beside if "-packages" not in file) | run)
+    return _Imported(module, run, stream)
 
 
-def _run_file(path: Path) -> tuple[types.ModuleType, bytes]:
+def _run_file(path: Path) -> tuple[types.ModuleType, dict[str, bytes]]:
     """Runs a Python file as a module. Returns the module and the bytes that were run, whatever is cached."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     module, source = types.ModuleType(name), path.read_bytes()
@@ -413,15 +431,4 @@ def _run_file(path: Path) -> tuple[types.ModuleType, bytes]:
     except BaseException:
         del sys.modules[name]
         raise
-    return module, source
-
-
-def _sources(module: types.ModuleType, run: bytes | None, function: Any) -> dict[str, bytes]:
-    """Returns the sources, by file, of a module and of a function in it, which may come from another file."""
-    found: dict[str, bytes] = {} if run is None else {str(module.__file__): run}
-    for each in (module, inspect.unwrap(function)):
-        with contextlib.suppress(TypeError, OSError):
-            file = inspect.getsourcefile(each)
-            if file is not None and file not in found:
-                found[file] = Path(file).read_bytes()
-    return found
+    return module, {str(path): source}

@@ -91,7 +91,7 @@ def _gpus_of_slurm(partition: str | None) -> int | None:
 
 def _check_options(job: Job) -> None:
     """Raises BadInputError for options that would not stay inside of their line."""
-    given = {"--partition": job.partition, "--image": job.image, "the recipe": job.source}
+    given = {"--partition": job.partition, "--image": job.image, "the recipe": job.source, "here": str(Path.cwd())}
     for option, value in given.items():
         if value is not None and not value.isprintable():
             raise BadInputError(f"{option}: {value!r} holds an end of line, or another character that is not printed")

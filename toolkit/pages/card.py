@@ -129,7 +129,9 @@ def _warnings(doubts: Sequence[str]) -> str:
 
 def without_paths(text: str) -> str:
     """Returns a text whose paths are names of files alone, because folders show where a user keeps them."""
-    return re.sub(r"(?<![\w.:/])(?:~|/|[A-Za-z]:\\)[^\s'\"`,;()]*[/\\](?=[^\s/\\])", "", text)
+    quoted = r"(?<=['\"`])(?:~|/|[A-Za-z]:\\)[^'\"`\n]*[/\\](?=[^'\"`\n/\\]+['\"`])"  # with blanks
+    bare = r"(?:(?<![\w.:/])|(?<=file://))(?:~|/|[A-Za-z]:\\)[^\s'\"`,;()]*[/\\](?=[^\s/\\])"
+    return re.sub(f"{quoted}|{bare}", "", text)
 
 
 def _metric_cell(value: Any) -> str:

@@ -7,6 +7,7 @@ templates are in Go's language, so ours is derived from what the chat template w
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from toolkit.data.templates.stops import configured_ends, turn_ends
 from toolkit.data.templates.templates import rendered
 from toolkit.data.tokens.tokenizer import bos_of
 
-GGUF, MODELFILE = "model.gguf", "Modelfile"
+GGUF, MODELFILE, HALF = "model.gguf", "Modelfile", "\N{REPLACEMENT CHARACTER}"
 
 SYSTEM, USERS, ANSWERS = "Systemword", ("Firstword", "Secondword", "Thirdword"), ("Onereply", "Tworeply")
 """Words that are found again in what a chat template writes."""
@@ -47,7 +48,8 @@ def write_modelfile(export: Path, folder: Path) -> list[str]:
     ends = configured_ends(GenerationConfig.from_pretrained(export)) if has_settings else []
     ids = [*sorted(turn_ends(tokenizer) | ({tokenizer.eos_token_id} - {None})), *ends]
     for stop in dict.fromkeys(_text_of(tokenizer, each) for each in ids):
-        if stop.isprintable() or not stop.strip("\n"):
+        # A text without letters is in every answer, and half a character in none.
+        if stop and HALF not in stop and (stop.isprintable() or not stop.strip("\n")):
             # Ollama takes what is between the quotes as it is, and three of them over several lines.
             quotes = '"""' if stop.startswith(('"', "\n")) else '"'
             lines.append(f"PARAMETER stop {quotes}{stop}{quotes}")
@@ -95,12 +97,13 @@ class Turns:
         plain, after_system = conversation(False, 3), conversation(True, 3)
         try:
             first, answer, after_answer, *_, end = _around(rendered(tokenizer, plain, prompt=True), plain)
-            if takes_system := _takes(tokenizer, after_system):
-                system, second, *_ = _around(rendered(tokenizer, after_system, prompt=True), after_system)
-            else:
-                system, second = first, "\n\n"
-            found = cls(system, first, second, answer, after_answer, end, takes_system)
-            systems = (False, True) if takes_system else (False,)
+            system, second, whole = first, "\n\n", ""
+            with suppress(Exception):  # as below: some take no system message
+                whole = rendered(tokenizer, after_system, prompt=True)
+            if whole:
+                system, second, *_ = _around(whole, after_system)
+            found = cls(system, first, second, answer, after_answer, end, bool(whole))
+            systems = (False, True) if whole else (False,)
             probes = [conversation(has_system, users) for has_system in systems for users in (1, 2, 3)]
             if any(found.write(probe) != rendered(tokenizer, probe, prompt=True) for probe in probes):
                 return None
@@ -108,11 +111,8 @@ class Turns:
             return None
         bos = bos_of(tokenizer, None)
         # llama.cpp puts it before the whole text if the tokenizer does.
-        return found if bos is None else found.without(str(tokenizer.convert_ids_to_tokens(bos)))
-
-    def without(self, bos: str) -> Turns:
-        """Returns the same without a begin-of-text token at the beginning."""
-        return replace(self, system=self.system.removeprefix(bos), first=self.first.removeprefix(bos))
+        begin = "" if bos is None else str(tokenizer.convert_ids_to_tokens(bos))
+        return replace(found, system=system.removeprefix(begin), first=first.removeprefix(begin))
 
     def write(self, messages: list[Message]) -> str:
         """Writes a conversation that ends with a user's message, as `in_go` does."""
@@ -137,15 +137,6 @@ class Turns:
         after = _chosen({'eq $last "user"': end}, "")
         each = f"{before}{{{{ .Content }}}}{{{{ $last = .Role }}}}"
         return f'{{{{ $last := "" }}}}{{{{ range .Messages }}}}{each}{{{{ end }}}}{after}'
-
-
-def _takes(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> bool:
-    """Tells whether a chat template takes these messages."""
-    try:
-        rendered(tokenizer, messages, prompt=True)
-    except Exception:  # as above
-        return False
-    return True
 
 
 def conversation(has_system: bool, users: int) -> list[Message]:

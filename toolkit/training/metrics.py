@@ -116,7 +116,8 @@ def finite_or_null(record: dict[str, Any]) -> dict[str, Any]:
     cleaned = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
-    return {**cleaned, "non_finite": True} if cleaned != record else record
+    marked = with_figures(cleaned, {"non_finite": True})  # no extension's figure has this name
+    return marked if cleaned != record else record
 
 
 def _step_figures(record: dict[str, Any], unit: str, steering: str) -> list[str]:

@@ -19,10 +19,10 @@ from toolkit.data import build
 from toolkit.data.documents.encode import VERBATIM
 from toolkit.data.rows.readers import read
 from toolkit.data.rows.sources import open_source
+from toolkit.data.templates.prompts import prompt_ids
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError, DataError
-from toolkit.generation.text.complete import encode_text
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
@@ -333,7 +333,8 @@ def test_plain_text_begins_as_the_tokenizer_does(
         assert (
             targets == ("the fox" if begins else text.removeprefix(with_bos.tokenize("the fox")[0])[: -len(end)]) + end
         )
-    assert (encode_text(with_bos, "the fox", True)[0] == with_bos.bos_token_id) == adds_it, "as generation does"
+    asked = prompt_ids(with_bos, "the fox", tokenizer.bos_of(with_bos, None))  # as generation does
+    assert (asked[0] == with_bos.bos_token_id) == adds_it
 
 
 def test_add_bos_without_effect(tmp_path: Path, chatml: Any) -> None:

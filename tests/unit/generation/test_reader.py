@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,16 +155,8 @@ def test_all_that_a_model_writes_is_scored_and_shown_but_its_end_padding_and_beg
     of_base = [AddedToken(text, special=True, normalized=False) for text in ("[THINK]", "[/THINK]", "<|python_tag|>")]
     added.add_tokens(of_base, special_tokens=True)
     end, pad = added.eos_token_id, added.pad_token_id
-    for text in (
-        "<ans>red</ans>",
-        "[THINK]red[/THINK]king",
-        "<|python_tag|>red",
-        "<ans></ans>",
-        "red",
-        " red",
-        "",
-        "a<ans>",
-    ):
+    marked = ["<ans>red</ans>", "[THINK]red[/THINK]king", "<|python_tag|>red", "<ans></ans>", "a<ans>"]
+    for text in (*marked, "red", " red", ""):
         ids = added(text, add_special_tokens=False)["input_ids"]
         loaded = Loaded("m", Writes([added.bos_token_id, *ids, pad, end, *ids]), added, frozenset([end]), None)
         [found] = complete(loaded, [Prompt([1, 2], [])], Sampling(20, 0.0))
@@ -172,7 +165,27 @@ def test_all_that_a_model_writes_is_scored_and_shown_but_its_end_padding_and_beg
         pieces: list[str] = []
         assert stream(loaded, Prompt([1, 2], []), Sampling(20, 0.0), pieces.append) == "".join(pieces) == text
     spanish = added.convert_tokens_to_ids("[THINK]")  # as mBART's language begins a target
-    assert tokenizers.decode(added, [spanish, *added("red")["input_ids"], end], [end], is_target=True) == "red"
+    target = Loaded("m", Writes([spanish, *added("red")["input_ids"], end]), added, frozenset([end]), None, True)
+    shown: list[str] = []
+    assert complete(target, [Prompt([1], [])], Sampling(20, 0.0))[0].text == "red"
+    assert stream(target, Prompt([1], []), Sampling(20, 0.0), shown.append) == "".join(shown) == "red"
+    added.pad_token = "a"  # a word, as the "!" that some tokenizers pad with
+    inside = added("kan<s>k", add_special_tokens=False)["input_ids"]
+    assert tokenizers.decode(added, [added.pad_token_id, *inside, added.pad_token_id]) == "kan<s>k"
+
+
+@pytest.mark.parametrize("scheme", ["always", "never"])
+def test_an_answer_is_right_as_its_tokens_write_it(scheme: str) -> None:
+    """SentencePiece's put a space after a token of `model.add_tokens`, with a chat template and without one."""
+    tokenizer = tokenizer_for(replace(GLM_45, metaspace=scheme))
+    tokenizer.add_tokens([AddedToken("<ans>", normalized=False), AddedToken("</ans>", normalized=False)])
+    for tokenizer.chat_template in (GLM_45.template, None):
+        for answer in ("<ans>four</ans>", "the moon", "<ans>the moon</ans>", '{"city": 1}'):
+            text = tokenizers.decode(tokenizer, tokenizer(answer, add_special_tokens=False)["input_ids"])
+            row = PromptRow("f:1", "", ASKED, answers=(answer,))
+            for how in (None, "strict", *(["structured"] if "{" in answer else [])):
+                score = scoring_of([row], how, "--compare", tokenizer).score
+                assert [score(each, row) for each in (text, answer, f"{text}s", "")] == [1, 1, 0, 0], (answer, how)
 
 
 def test_added_tokens_are_ordinary_unless_asked_and_those_of_the_base_stay(tmp_path: Path) -> None:

@@ -70,10 +70,12 @@ def test_a_reward_model_is_among_what_a_run_reads(tmp_path: Path) -> None:
         rewards = f"[{{name: judge, model: {tmp_path}/judge}}]"
         recipe = Recipe.load("grpo", [f"objective.rewards={rewards}"])
         found.append(identify_code(recipe)["objective.rewards.judge"])
-    (tmp_path / "judge/tokenizer.json").write_text("[]")
-    found.append(identify_code(recipe)["objective.rewards.judge"])
+    for name in ("tokenizer.json", "vocab.txt", "tokenizer.model", "preprocessor_config.json", "README.md"):
+        (tmp_path / "judge" / name).write_text("[]")
+        found.append(identify_code(recipe)["objective.rewards.judge"])
     assert found[0] == found[1]
-    assert len(set(found)) == 3, "its weights and its tokenizer"
+    assert found[-1] == found[-2]
+    assert len(set(found)) == 6, "its weights, its tokenizer and its processor"
     with pytest.raises(BadInputError, match=r"objective\.rewards\.judge: what it names has changed"):
         require_same_code(
             {"objective.rewards.judge": found[2]},

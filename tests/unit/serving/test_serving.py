@@ -179,10 +179,12 @@ def test_plain_text_has_no_template_and_dates_are_not_frozen(tmp_path: Path) -> 
 
 def test_an_end_that_is_the_first_token_stops_answers(tmp_path: Path) -> None:
     tokenizer = _train_byte_pairs(iter(make_texts(60)), 320)
-    GenerationConfig(eos_token_id=0).save_pretrained(tmp_path)
+    none, half = 9999, tokenizer.convert_tokens_to_ids("\u00c3")  # one that writes nothing, and a byte of two
+    GenerationConfig(eos_token_id=[0, none, half]).save_pretrained(tmp_path)
     first = tokenizer.convert_ids_to_tokens(0)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(1)
-    assert f'PARAMETER stop "{first}"\n' in modelfile_of(tokenizer, tmp_path)[0]
+    ends = [end for name, end in parsed(modelfile_of(tokenizer, tmp_path)[0]) if name == "stop"]
+    assert ends == [tokenizer.eos_token, first]
 
 
 def parsed(modelfile: str) -> list[tuple[str, str]]:

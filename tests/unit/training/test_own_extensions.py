@@ -223,8 +223,9 @@ def test_figures_do_not_replace_those_of_the_run() -> None:
                 trainer.extensions = pair
                 with pytest.raises(TrainingError, match="figure has the name 'reward', which the run's own has"):
                     trainer.fit()
-        with pytest.raises(TrainingError, match="figure has the name 'split'"):
-            Metrics(trainer.accelerator, Path("m"), LoggingSection(), 1).evaluation({"step": 1, "split": 1.0})
+        for name in ("split", "non_finite"):
+            with pytest.raises(TrainingError, match=f"figure has the name '{name}'"):
+                Metrics(trainer.accelerator, Path("m"), LoggingSection(), 1).evaluation({"step": 1, name: 1.0})
     finally:
         reset_accelerate()
 

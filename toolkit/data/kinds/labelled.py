@@ -21,7 +21,7 @@ from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import IGNORED, MULTIPLE, Batch, Rows, RowSamples, Samples, filled_up, padded
 from toolkit.errors import DataError
 
-_DECIMAL = re.compile(r"[-+]?[0-9]*\.[0-9]*[1-9][0-9]*")
+_DECIMAL = re.compile(r"[-+]?([0-9]*[.,][0-9]*[1-9][0-9]*|([0-9]+\.?|[0-9]*\.[0-9]+)[eE][-+]?[0-9]+)")
 
 NO_CLASS = "the label is not one of the classes"
 

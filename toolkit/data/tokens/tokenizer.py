@@ -83,15 +83,17 @@ def decode(
 ) -> str:
     """Returns the text of what a model wrote, up to the first of the tokens that end it.
 
-    Padding, the begin-of-text token and a special token that begins a target (mBART's language) are left out, and
-    nothing else: marks of thoughts, channels and calls belong to an answer, and may be special tokens.
+    Padding around it, the begin-of-text token before it and a special token that begins a target (mBART's language) are
+    left out, and nothing else: marks of thoughts, channels and calls belong to an answer, and may be special tokens.
     """
     end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
     first = tokenizer.added_tokens_decoder.get(ids[0]) if is_target and end else None
-    begin = int(first is not None and first.special)
-    without = {tokenizer.pad_token_id, tokenizer.bos_token_id}
-    kept = [token for token in ids[begin:end] if token not in without]
-    text: str = tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+    begin, pad = int(first is not None and first.special), tokenizer.pad_token_id
+    while begin < end and ids[begin] in (pad, tokenizer.bos_token_id):
+        begin += 1
+    while begin < end and ids[end - 1] == pad:  # not inside, where a word may stand that some tokenizers pad with
+        end -= 1
+    text: str = tokenizer.decode(ids[begin:end], clean_up_tokenization_spaces=False)
     return text
 
 

@@ -86,7 +86,9 @@ class Rewards:
     def _made(self, section: RewardSection, rows: Callable[[], Sequence[PromptRow]], close: ExitStack) -> Reward:
         where = f"objective.rewards.{section.name}"
         if section.score is not None:
-            return _once_for_all(_Function(load_function(section.score, where), section.batched).values)
+            values = _Function(load_function(section.score, where), section.batched).values
+            # Once for all: a function of the user's may have effects, and need not be on every host.
+            return lambda judged: ranks.on_first_rank(lambda: values(judged))
         if section.model is not None:
             judge = close.enter_context(reward_model(section.model, "auto", self._device, f"{where}: model"))
             return _ModelReward(judge, self._form, self._batch_size)
@@ -116,11 +118,6 @@ class Rewards:
                 "nothing can be learned; return a number for some"
             )
         return values, values @ self._weights
-
-
-def _once_for_all(values: Callable[[Judged], list[float]]) -> Reward:
-    """Computes values on rank 0 for all: a function of the user's may have effects, and need not be on every host."""
-    return lambda judged: ranks.on_first_rank(lambda: values(judged))
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,14 @@ def encode_prompt(
         BadInputError: if the prompt needs a chat template and the tokenizer has none, the template refuses it, or it
             is too long.
     """
+    from toolkit.data.templates.prompts import prompt_ids
+    from toolkit.data.tokens.tokenizer import bos_of
+
     text, is_plain = _prompt_text(loaded, prompt, system, raw, tools, arguments or {})
     if is_plain and loaded.encoder_decoder:  # the target is a text of its own
         return Prompt(fitting(loaded, loaded.tokenizer(text, verbose=False)["input_ids"]), [])
-    ids = encode_text(loaded.tokenizer, text, is_plain)
+    # Plain text gets the begin-of-text token, which a template writes itself.
+    ids = prompt_ids(loaded.tokenizer, text, bos_of(loaded.tokenizer, None) if is_plain else None)
     return Prompt(fitting(loaded, ids), ids[-CONTEXT:] if is_plain else [])
 
 
@@ -134,14 +138,6 @@ def after_system(messages: list[Message], system: str | None) -> list[Message]:
     if system is None or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, is_plain: bool) -> list[int]:
-    """Returns the tokens of a text; plain text gets the begin-of-text token, which a template writes itself."""
-    from toolkit.data.templates.prompts import prompt_ids
-    from toolkit.data.tokens.tokenizer import bos_of
-
-    return prompt_ids(tokenizer, text, bos_of(tokenizer, None) if is_plain else None)
 
 
 def templated(
@@ -368,7 +364,7 @@ class _TextStreamer:
     def __init__(self, loaded: Loaded, prompt: Prompt, write: Callable[[str], object]) -> None:
         from toolkit.data.tokens.tokenizer import decode
 
-        self._decode = partial(decode, loaded.tokenizer)
+        self._decode = partial(decode, loaded.tokenizer, is_target=loaded.encoder_decoder)
         self._stops = loaded.stops
         self._write = write
         self._ids = list(prompt.context)

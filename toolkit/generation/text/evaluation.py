@@ -13,8 +13,9 @@ from toolkit.errors import BadInputError, counted
 from toolkit.generation.text.complete import Completion
 from toolkit.generation.text.reader import Reader, comparable_json
 from toolkit.generation.text.rows import LENGTH_SHOWN, PromptRow
-from toolkit.generation.text.scorer import load_scorer
+from toolkit.generation.text.scorer import Scorer
 from toolkit.recipe.objectives.section import Comparison
+from toolkit.user_function import load_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +45,7 @@ class Compared:
     """Compares completions with answers.
 
     Attributes:
-        reader: reads completions as the chat template writes them; None without one.
+        reader: reads completions as the tokenizer and its chat template write them; None for plain text.
     """
 
     comparison: Comparison
@@ -63,8 +64,9 @@ class Compared:
     def score(self, completion: str, row: PromptRow) -> float:
         """Returns 1 if a completion is one of the row's answers, else 0."""
         reader = self.reader if self.comparison.extract is None else None  # the whole text is searched
-        right = [self.of_answer(text) for answer in row.answers for text in _readings(reader, answer)]
-        found = [self.of_completion(text) for text in _readings(reader, completion)]
+        answers = (text for answer in row.answers for text in (reader.readings(answer, True) if reader else [answer]))
+        right = [*map(self.of_answer, answers)]
+        found = map(self.of_completion, reader.readings(completion) if reader else [completion])
         if any(value is not None and value in right for value in found):
             return 1.0
         return float(reader is not None and any(reader.calls(completion, answer, row) for answer in row.answers))
@@ -76,10 +78,6 @@ class Compared:
         if self.comparison.how == "structured":
             return comparable_json(text)
         return text if self.comparison.how == "strict" else normalised(text)
-
-
-def _readings(reader: Reader | None, text: str) -> Iterable[str]:
-    return [text] if reader is None else reader.readings(text)
 
 
 def has_function(compare: str | None) -> bool:
@@ -98,16 +96,15 @@ def scoring_of(
     Args:
         compare: as in a recipe; see `Comparison`.
         field: the option or the field of the comparison, for errors.
-        tokenizer: wrote the prompts by its chat template; None if nothing did.
+        tokenizer: the model's; None for plain text, in which nothing is read but what stands there.
 
     Raises:
         BadInputError: if answers lack the number or the JSON that is compared, or the function cannot be imported.
     """
     comparison = Comparison.of(compare)
     if comparison.score is not None:
-        return load_scorer(comparison.score, field)
-    has_template = tokenizer is not None and tokenizer.chat_template is not None
-    compared = Compared(comparison, Reader(tokenizer) if tokenizer is not None and has_template else None)
+        return Scorer(load_function(comparison.score, field))
+    compared = Compared(comparison, None if tokenizer is None else Reader(tokenizer))
     lacking = [row.place for row in rows if None in map(compared.of_answer, row.answers)]
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.data.rows.examples import Message
 from toolkit.errors import BadInputError
-from toolkit.generation.text.complete import Prompt, Shown, after_system, encode_text, fitting, templated
+from toolkit.generation.text.complete import Prompt, Shown, after_system, fitting, templated
 from toolkit.generation.text.load import Loaded
 from toolkit.paths import user_cache
 
@@ -46,6 +46,7 @@ def encode_with_images(
     from toolkit.data.images.images import Images
     from toolkit.data.rows.image_places import WITH_IMAGES
     from toolkit.data.rows.values import RowProblem
+    from toolkit.data.templates.prompts import prompt_ids
 
     reader = Images.of(loaded.tokenizer, user_cache())
     if reader is None:
@@ -69,7 +70,7 @@ def encode_with_images(
     except RowProblem as problem:
         raise BadInputError(str(problem)) from problem
     text = first + "".join(part for pair in zip(expansions, others, strict=True) for part in pair)
-    return Prompt(fitting(loaded, encode_text(loaded.tokenizer, text, False)), [], Shown(reader, decode))
+    return Prompt(fitting(loaded, prompt_ids(loaded.tokenizer, text, None)), [], Shown(reader, decode))
 
 
 def _decoded(images: Sequence[Path | bytes]) -> list[Image]:

@@ -25,11 +25,20 @@ class Reader:
 
     tokenizer: PreTrainedTokenizerBase
 
-    def readings(self, text: str) -> Iterator[str]:
-        """Yields a completion or an answer as it is, and without a thought that the chat template writes before it."""
+    def readings(self, text: str, is_answer: bool = False) -> Iterator[str]:
+        """Yields a completion or an answer as it is, and without a thought that the chat template writes before it.
+
+        Of an answer also with the spaces that its tokens write: SentencePiece's put one after an added token.
+        """
+        from toolkit.data.tokens.tokenizer import decode
+
         yield text
         if self._end_of_thought and self._end_of_thought in text:
             yield text.rpartition(self._end_of_thought)[2]
+        if is_answer:
+            spaced = decode(self.tokenizer, self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            if spaced != text and "".join(spaced.split()) == "".join(text.split()):
+                yield from self.readings(spaced)
 
     @cached_property
     def _end_of_thought(self) -> str:

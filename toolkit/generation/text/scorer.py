@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.errors import BadInputError
 from toolkit.generation.text.rows import PromptRow
-from toolkit.user_function import UserFunction, as_number, load_function, shown
+from toolkit.user_function import UserFunction, as_number, shown
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,6 @@ class Scorer:
     """
 
     function: UserFunction
-
-    @property
-    def fingerprint(self) -> str:
-        return self.function.fingerprint
 
     def score(self, completion: str, row: PromptRow) -> float:
         """Returns the score of a row's completion, 0 to 1.
@@ -38,8 +34,3 @@ class Scorer:
             f"{self.function.field}: {self.function.name} returned {shown(found)} for {row.place}; allowed: True, "
             "False, or a number from 0 to 1"
         )
-
-
-def load_scorer(name: str, field: str) -> Scorer:
-    """Imports the function that scores; see `load_function`, also for what it raises."""
-    return Scorer(load_function(name, field))

@@ -60,7 +60,7 @@ def _read(section: AnswersSection) -> Asked:
         return Asked([], None)
     rows = read_rows(Path(section.file), FILE, with_answers=True, is_scored=has_function(section.compare))
     scoring = scoring_of(rows, section.compare, COMPARE)
-    return Asked(rows, scoring.fingerprint if isinstance(scoring, Scorer) else None)
+    return Asked(rows, scoring.function.fingerprint if isinstance(scoring, Scorer) else None)
 
 
 def require_same_scoring(asked: Asked, recipe: Recipe, resumed: Manifest | None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.generation.sampling.reward import find_reward_model
+from toolkit.model.beside_weights.base_files import BESIDE_ADAPTER, BaseFiles
 from toolkit.paths import configuration_digest, file_name, fingerprint_of
 from toolkit.recipe.recipe import EXTENSIONS, Recipe
 from toolkit.run.parts.part import Loop, Read, RunPart
@@ -36,10 +38,10 @@ def identify_code(recipe: Recipe) -> dict[str, str]:
 
 
 def _digest(folder: str) -> str:
-    """Returns a digest of a reward model: its weights, its settings, and the tokenizer that reads for it."""
-    files = [Path(folder) / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
-    read = [f"{fingerprint_of(Path(folder))} {configuration_digest(Path(folder))}".encode()]
-    return hashlib.sha256(b"".join(read + [file.read_bytes() for file in files if file.is_file()])).hexdigest()
+    """Returns a digest of a reward model: its weights and settings, its tokenizer and its processor."""
+    place = Path(folder)
+    read = [fingerprint_of(place), configuration_digest(place), BaseFiles.read(place, BESIDE_ADAPTER).digests()]
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 
 
 def read_of(field: str, digest: str) -> Read:
