@@ -88,7 +88,7 @@ def test_the_headline_is_in_the_words_of_the_objective() -> None:
     [
         ("passed over /home/me/run/step_3: bad", "passed over step_3: bad"),
         ("'~/data/a.jsonl' and C:\\me\\b.txt", "'a.jsonl' and b.txt"),
-        ("'/home/Ada L/a b.jsonl' in file:///home/me/s, not '/x' or 'y'", "'a b.jsonl' in file://s, not 'x' or 'y'"),
+        ("'/home/Ada L/a b.jsonl' in file:///home/me/s, not '/x' or 'y'", "'a b.jsonl' in file://s, not '/x' or 'y'"),
         ("1/2 of s3://bucket/runs, org/model and a/b.jsonl", "1/2 of s3://bucket/runs, org/model and a/b.jsonl"),
     ],
 )
