@@ -117,8 +117,7 @@ def load_function(name: str, field: str) -> UserFunction:
         if function is None:
             raise BadInputError(f"{what} has no function {attribute!r}; name one that it has")
         if not sources:
-            told = "has no source file by which a run could say what ran; write a function in Python"
-            raise BadInputError(f"'{place}:{attribute}' {told}")
+            raise BadInputError(f"'{place}:{attribute}' has no source file that a run could record; write it in Python")
     except BadInputError as problem:
         raise BadInputError(f"{field}: {problem}") from problem
     if field not in _streams:  # it goes on after what the file drew or seeded, and its next function elsewhere
@@ -385,9 +384,8 @@ def _imported_from(place: str, what: str) -> _Imported:
 
 def _forget(files: Container[str]) -> None:
     """Forgets the modules of these files, so that the next import runs them."""
-    for name, module in list(sys.modules.items()):
-        if _file_of(module) in files:
-            del sys.modules[name]
+    for name in [name for name, module in list(sys.modules.items()) if _file_of(module) in files]:
+        del sys.modules[name]
 
 
 def _file_of(module: Any) -> str:

@@ -89,10 +89,9 @@ def decode(
     end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
     first = tokenizer.added_tokens_decoder.get(ids[0]) if is_target and end else None
     begin, pad = int(first is not None and first.special), tokenizer.pad_token_id
-    while begin < end and ids[begin] in (pad, tokenizer.bos_token_id):
-        begin += 1
-    while begin < end and ids[end - 1] == pad:  # not inside, where a word may stand that some tokenizers pad with
-        end -= 1
+    # Not inside, where a word may stand that some tokenizers pad with.
+    begin = next((place for place in range(begin, end) if ids[place] not in (pad, tokenizer.bos_token_id)), end)
+    end = next((place for place in range(end, begin, -1) if ids[place - 1] != pad), begin)
     text: str = tokenizer.decode(ids[begin:end], clean_up_tokenization_spaces=False)
     return text
 

@@ -30,8 +30,6 @@ PROBED = 4
 
 _FOUND_TO_SEE_PADDING: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
-NOTHING: Mapping[str, Any] = {}
-
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -143,8 +141,8 @@ def after_system(messages: list[Message], system: str | None) -> list[Message]:
 def templated(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
-    tools: list[dict[str, Any]] | None = None,
-    arguments: Mapping[str, Any] = NOTHING,
+    tools: list[dict[str, Any]] | None,
+    arguments: Mapping[str, Any],
 ) -> str:
     """Renders the chat template up to the beginning of the answer.
 
