@@ -182,7 +182,7 @@ def break_ranks(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "broken").mkdir()
     lines = "".join(f"    {line}\n" for line in code.splitlines())
     (tmp_path / "broken/sitecustomize.py").write_text(f"import os\nif 'LOCAL_WORLD_SIZE' in os.environ:\n{lines}")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path / "broken")
 
 
 # On one rank, in this process

@@ -1,4 +1,4 @@
-"""Reads the Accelerate config of the sharded side, and computes the environment that its launcher would give each rank.
+"""Reads the Accelerate config of the sharded side, and computes the environment that its launcher would give ranks.
 
 `_validate_launch_command` is private to Accelerate; tests/unit/sharding/test_private_names.py guards it.
 """
@@ -17,7 +17,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from toolkit.errors import BadInputError, first_line
-from toolkit.ranks import free_port
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
 from toolkit.sharding.parallel.sequence_parallel import require_groups
@@ -93,32 +92,25 @@ def _shape_of(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> M
         raise config.error(str(error)) from error
 
 
-def rank_environments(launch: Launch, folder: Path) -> list[dict[str, str]]:
-    """Returns the environment that `accelerate launch` would give each rank on one machine with all processes.
+def ranks_environment(launch: Launch, folder: Path) -> dict[str, str]:
+    """Returns what `accelerate launch` would set for ranks on one machine with all processes, where it is not set yet.
 
     Raises:
         BadInputError: if Accelerate cannot launch with the config.
     """
     config = folder / "accelerate.yaml"
-    one_machine = {"num_machines": 1, "machine_rank": 0, "main_process_port": free_port(), "rdzv_backend": "static"}
+    one_machine = {"num_machines": 1, "machine_rank": 0, "main_process_port": 0, "rdzv_backend": "static"}
     values = {key: value for key, value in launch.values.items() if key != "main_process_ip"} | one_machine
     config.write_text(yaml.safe_dump(values), encoding="utf-8")
-    common = _launcher_environment(config, launch)
-    common["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), common.get("PYTHONPATH")]))
-    if launch.on_cpu:
-        # Hide the GPUs that exist, or several ranks would share one.
-        common |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    world = {"WORLD_SIZE": str(launch.num_processes), "LOCAL_WORLD_SIZE": str(launch.num_processes)}
-    return [{**common, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.num_processes)]
-
-
-def _launcher_environment(config: Path, launch: Launch) -> dict[str, str]:
     # The launcher's default is one thread, unless the environment sets another number.
     threads = max(1, (os.cpu_count() or 1) // launch.num_processes)
     arguments = ["--config_file", str(config), "--num_cpu_threads_per_process", str(threads), "verify"]
     try:
         settings, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-        environment: dict[str, str] = prepare_multi_gpu_env(settings)
+        found: dict[str, str] = prepare_multi_gpu_env(settings)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise BadInputError(f"--config: {launch.origin}: {first_line(error)}") from error
-    return {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(settings.main_process_port)}
+    if launch.on_cpu:
+        # Hide the GPUs that exist, or several ranks would share one.
+        found |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    return {name: value for name, value in found.items() if os.environ.get(name) != value}

@@ -30,6 +30,7 @@ from toolkit.optim.schedule import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
 from toolkit.run.checks.packing_check import LeakError, check_leaks
+from toolkit.run.parts.rollouts import Rollouts
 from toolkit.run.stages.rows import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.fsdp2.shards import local_tensor
 from toolkit.verify.launch import Launch
@@ -39,7 +40,7 @@ from toolkit.verify.plain_losses import PLAIN_LOSSES, PlainLoss
 from toolkit.verify.plain_model import plain_model
 from toolkit.verify.plain_routers import PlainRouters
 from toolkit.verify.results import Outcome, PlainRun, Row
-from toolkit.verify.rollouts import PlainSampler, rollouts
+from toolkit.verify.rollouts import PlainSampler
 
 
 def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
@@ -85,7 +86,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
                 "objective.kind: grpo of a mixture of experts cannot be verified; verify causal_lm on it"
             )
         sampler = PlainSampler(recipe, model, tokens)
-        windows = rollouts(recipe, data, loader, tokens, sampler, device)
+        windows = Rollouts(recipe, data, loader, tokens, sampler, device)
     loss = PLAIN_LOSSES[kind](recipe, device)
     loss = PlainImages(loss) if data.train.has_images else loss
     plain = plain_loop(model, recipe, loss, windows, rates, packing, routers)

@@ -1,22 +1,20 @@
-"""Starts the ranks of the sharded side, waits for them, and names the one that fails."""
+"""Starts the ranks of the sharded side, waits for them, and merges their results."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from toolkit.errors import BadInputError, ToolkitError, signal_name
+from toolkit.errors import ToolkitError
 from toolkit.recipe.recipe import Recipe
-from toolkit.verify.launch import Launch, rank_environments
+from toolkit.supervise.launched_ranks import last_words, launch_ranks
+from toolkit.verify.launch import Launch, ranks_environment
 from toolkit.verify.results import Outcome, ShardedRun
 
 
@@ -34,88 +32,25 @@ def run_ranks(recipe: Recipe, launch: Launch, steps: int, folder: Path, seconds:
         BadInputError: if a rank refuses the recipe or the config.
         ToolkitError: if a rank fails, dies or does not finish.
     """
-    (folder / "job.json").write_text(json.dumps({"recipe": recipe.to_yaml(), "steps": steps}), encoding="utf-8")
-    processes = []
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    job = folder / "job.json"
+    job.write_text(json.dumps({"recipe": recipe.to_yaml(), "steps": steps}), encoding="utf-8")
+    environment = ranks_environment(launch, folder)
+    results = [folder / f"rank-{rank}.json" for rank in range(launch.num_processes)]
     try:
-        for environment in rank_environments(launch, folder):
-            processes.append(_start_rank(environment, folder))
-        _await_ranks(processes, folder, seconds)
-    finally:
-        for process in processes:
-            # All of them: once one has failed, the others may wait for it in a collective.
-            process.kill()
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
-    results = [_outcome_of(folder, rank)["result"] for rank in range(len(processes))]
-    return _merge_results(results, load_file(folder / "weights.safetensors"))
-
-
-def _start_rank(environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    with (folder / f"rank-{environment['RANK']}.log").open("wb") as log:
-        return subprocess.Popen(  # noqa: S603 (this interpreter, this module)
-            # -P: a file in the working directory must not stand in for a module.
-            [sys.executable, "-P", "-m", "toolkit.cli.ranks.verify_rank", str(folder)],
-            env=environment,
-            stdin=subprocess.PIPE,  # the rank ends when this pipe closes, so when this process is gone
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def _await_ranks(processes: Sequence[subprocess.Popen[bytes]], folder: Path, seconds: float) -> None:
-    """Waits until all ranks are done. Raises ToolkitError as soon as one has failed, or the time is over."""
-    deadline = time.monotonic() + seconds
-    while True:
-        codes = [process.poll() for process in processes]
-        if any(codes):
-            raise _failure_error(codes, folder)
-        if None not in codes:
-            return
-        if time.monotonic() > deadline:
-            raise _timeout_error(codes, folder, seconds)
-        time.sleep(0.05)
-
-
-def _timeout_error(codes: Sequence[int | None], folder: Path, seconds: float) -> ToolkitError:
-    late = [rank for rank, code in enumerate(codes) if code is None]
-    return ToolkitError(
-        f"verify: rank {', '.join(map(str, late))}: not done in {seconds:.0f} s, and ended; raise --time-limit, or "
-        f"shrink the model with --layers{_log_tail(folder, late[0])}"
-    )
-
-
-def _failure_error(codes: Sequence[int | None], folder: Path) -> ToolkitError:
-    """Returns the error of the rank that failed first: one that died silently, or the first that wrote an error."""
-    failed = [rank for rank, code in enumerate(codes) if code]
-    # First those that died silently: the others most likely failed because of them.
-    silent = [rank for rank in failed if not outcome_path(folder, rank).exists()]
-    if silent:
-        rank, code = silent[0], codes[silent[0]]
-        assert code is not None
-        how = f"was ended by {signal_name(-code)}" if code < 0 else f"died with exit code {code}"
-        return ToolkitError(f"verify: rank {rank} {how}{_log_tail(folder, rank)}")
-    rank = min(failed, key=lambda rank: outcome_path(folder, rank).stat().st_mtime_ns)
-    outcome = _outcome_of(folder, rank)
-    if "error" not in outcome:
-        return ToolkitError(f"verify: rank {rank} ended with exit code {codes[rank]}{_log_tail(folder, rank)}")
-    if outcome["bad_input"]:
-        return BadInputError(outcome["error"])
-    return ToolkitError(f"verify: rank {rank} failed: {outcome['error']}")
-
-
-def _log_tail(folder: Path, rank: int) -> str:
-    lines = (folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-    return "\nits last words:\n" + "\n".join(lines) if lines else "; it said nothing"
-
-
-def outcome_path(folder: Path, rank: int) -> Path:
-    """Returns the file in which a rank leaves its result or its error."""
-    return folder / f"rank-{rank}.json"
-
-
-def _outcome_of(folder: Path, rank: int) -> dict[str, Any]:
-    return json.loads(outcome_path(folder, rank).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        launch_ranks("toolkit.cli.ranks.verify_rank", job, len(results), environment, quiet=True, seconds=seconds)
+    except SignalException as error:
+        if error.sigval != signal.SIGALRM:
+            signal.raise_signal(error.sigval)  # as if there were no launcher
+            raise
+        late = [rank for rank, file in enumerate(results) if not file.exists()] or [0]
+        raise ToolkitError(
+            f"rank {', '.join(map(str, late))}: not done in {seconds:.0f} s, and ended; raise --time-limit, or shrink "
+            f"the model with --layers{last_words(folder, late[0])}"
+        ) from None
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in results]
+    return _merge_results(found, load_file(folder / "weights.safetensors"))
 
 
 def _merge_results(results: list[dict[str, Any]], weights: dict[str, torch.Tensor]) -> ShardedRun:

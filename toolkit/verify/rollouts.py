@@ -14,15 +14,13 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from toolkit.data.build import TokenisedData
-from toolkit.data.samples.loader import Loader
 from toolkit.generation.sampling.fresh import FreshSample
 from toolkit.generation.text.complete import Prompt
 from toolkit.generation.text.load import Loaded, beginning, positions_of, stop_tokens
 from toolkit.model.adapters.adapters import base_of
 from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.parts.rollouts import Rollouts, Sampler, batch_size_of, drawn_in_batches
+from toolkit.run.parts.rollouts import Sampler, batch_size_of, drawn_in_batches
 
 FILE = "samples.json"
 """What the plain model has drawn, in the folder that the ranks read."""
@@ -85,15 +83,3 @@ def write(folder: Path, steps: Steps) -> None:
 def _read(folder: Path) -> Steps:
     steps = json.loads((folder / FILE).read_text(encoding="utf-8"))
     return [[FreshSample(**sample) for sample in step] for step in steps]
-
-
-def rollouts(
-    recipe: Recipe,
-    data: TokenisedData,
-    positions: Loader,
-    tokenizer: PreTrainedTokenizerBase,
-    sampler: Sampler,
-    device: torch.device,
-) -> Rollouts:
-    """Returns the windows of one side, which says nothing of its rewards."""
-    return Rollouts(recipe, data, positions, tokenizer, sampler, device, lambda _: None, lambda: None)

@@ -7,8 +7,6 @@ import itertools
 import json
 import math
 import os
-import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint.export import whole_tensors
 from toolkit.data.samples.samples import Batch
-from toolkit.errors import BadInputError, ToolkitError
+from toolkit.errors import BadInputError
 from toolkit.model.adapters.expert_adapters import as_peft_has_them, peft_name
 from toolkit.model.quantised.quantised import dequantised
 from toolkit.optim.schedule import build_schedule
@@ -29,7 +27,7 @@ from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts.order import parts_of
 from toolkit.run.parts.part import facts_of_parts
-from toolkit.run.parts.rollouts import RunSampler
+from toolkit.run.parts.rollouts import Rollouts, RunSampler
 from toolkit.run.prepare import prepare_run
 from toolkit.run.shown.run_summary import facts_of
 from toolkit.run.stages.accelerator import (
@@ -46,37 +44,22 @@ from toolkit.sharding.fsdp2.shards import local_tensor, state_once
 from toolkit.sharding.offload import engine_of
 from toolkit.sharding.plugin import ShardingPlugin
 from toolkit.sharding.tensor.cut import cut_of
+from toolkit.supervise.parent_death import ended_with_launcher
 from toolkit.terminal import Terminal
 from toolkit.training.loop_state import Windows
 from toolkit.training.trainer import Trainer
 from toolkit.verify.plain import is_nonzero, set_dropout
-from toolkit.verify.ranks import outcome_path
 from toolkit.verify.results import REHEARSED_DROPOUT
-from toolkit.verify.rollouts import GivenSamples, rollouts
+from toolkit.verify.rollouts import GivenSamples
 
 
-def rank_main(folder: Path) -> int:
-    """Runs this rank and writes `rank-N.json` to `folder`. Returns the exit code."""
-    # A parent that is killed cannot end its ranks, which would wait in a collective.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    outcome: dict[str, Any]
-    try:
-        recipe = Recipe.from_mapping(yaml.safe_load(job["recipe"]))
-        outcome = {"result": _run_sharded(recipe, job["steps"], folder)}
-    except ToolkitError as error:
-        outcome = {"error": str(error), "bad_input": isinstance(error, BadInputError)}
-    except Exception:
-        outcome = {"error": traceback.format_exc(), "bad_input": False}
-    atomic_write(outcome_path(folder, int(os.environ["RANK"])), json.dumps(outcome))
-    return 0 if "result" in outcome else 1
-
-
-def _end_with_parent() -> None:
-    """Ends this process when the one that started it is gone, however it ended."""
-    while os.read(0, 1):  # the raw descriptor: a thread that blocks in Python's stdin disturbs the exit
-        pass
-    os._exit(1)
+def rank_main(job: Path) -> None:
+    """Runs this rank, and writes its result, `rank-N.json`, beside its job."""
+    given = json.loads(job.read_text(encoding="utf-8"))
+    recipe = Recipe.from_mapping(yaml.safe_load(given["recipe"]))
+    with ended_with_launcher():
+        result = _run_sharded(recipe, given["steps"], job.parent)
+    atomic_write(job.parent / f"rank-{os.environ['RANK']}.json", json.dumps(result))
 
 
 def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
@@ -125,7 +108,7 @@ def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) ->
     given = None
     if recipe.objective.spec.samples_itself:
         given = GivenSamples(folder, RunSampler(opened, run, lambda: None))
-        windows = rollouts(recipe, run.data, run.windows, run.tokenizer, given, opened.device)
+        windows = Rollouts(recipe, run.data, run.windows, run.tokenizer, given, opened.device)
     trainer = Trainer(
         accelerator,
         run.model,

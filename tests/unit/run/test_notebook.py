@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, StoppedError, ToolkitError
+from toolkit.errors import BadInputError
 from toolkit.pages.notebook_output import Output
 from toolkit.run.shown import notebook
 from toolkit.run.shown.notebook import NotebookOutput, notebook_output
@@ -129,21 +129,6 @@ def test_a_rank_sends_its_outputs_to_the_notebook(monkeypatch: pytest.MonkeyPatc
     assert [[each["text/plain"].partition(",")[0] for each in shown] for shown in displays.outputs] == [
         ["step 3 of 3", f"report: {tmp_path / 'report.html'}"]
     ]
-
-
-@pytest.mark.parametrize(
-    ("said", "kind", "told"),
-    [
-        ("DataError: data.train: no rows", BadInputError, "data.train: no rows"),
-        ("StoppedError: stopped after step 3: SIGINT", StoppedError, "stopped after step 3: SIGINT"),
-        ({"message": "BadInputError: a: b", "extraInfo": {}}, BadInputError, "a: b"),
-        ("ZeroDivisionError: division by zero", ToolkitError, "rank 1: ZeroDivisionError: division by zero"),
-        ("Signal 9 (SIGKILL) received", ToolkitError, "rank 1: Signal 9 (SIGKILL) received"),
-    ],
-)
-def test_what_a_rank_said_is_raised_as_the_kind_of_error_that_it_was(said: Any, kind: type, told: str) -> None:
-    error = notebook._error_of_rank(1, SimpleNamespace(message=said))
-    assert (type(error), str(error)) == (kind, told)
 
 
 @pytest.mark.parametrize("count", [0, 1])

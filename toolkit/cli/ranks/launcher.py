@@ -19,7 +19,7 @@ from toolkit.cli.shared.console import libraries_imported
 from toolkit.cli.shared.hub import settle_hub
 from toolkit.errors import SAVED, BadInputError, RankLostError, StoppedError, first_line, in_words, signal_name
 from toolkit.recipe.recipe import Recipe
-from toolkit.supervise.launcher_logs import settle_launcher
+from toolkit.supervise.launched_ranks import settle_launcher
 from toolkit.training.stop import HANG_UP, SAVE_SIGNAL, SIGNALS, leave_terminal
 
 

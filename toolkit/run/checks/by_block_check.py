@@ -15,6 +15,7 @@ from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.checks.comparison import refused
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.plugin import ShardingPlugin
@@ -96,10 +97,8 @@ def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) ->
     with without_dropout(model):
         with torch.no_grad():
             alone, again = ([forward() for forward in forwards] for _ in range(2))
-        try:
+        with refused(f"{_refusal(model)}: {{error}}. {MEND}"):
             together = by_block.evaluate(forwards)
-        except Exception as error:
-            raise BadInputError(f"{_refusal(model)}: {type(error).__name__}: {error}. {MEND}") from error
     noise, difference = _largest_difference(again, alone), _largest_difference(together, alone)
     if difference > NOISE * noise:
         raise BadInputError(

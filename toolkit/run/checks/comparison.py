@@ -96,6 +96,21 @@ def logits_of(model: nn.Module, objective: Objective, batch: Batch, device: torc
 
 
 @contextlib.contextmanager
+def refused(text: str, kind: type[BadInputError] = BadInputError) -> Iterator[None]:
+    """Turns an error of a model's code inside the block into one of `kind`, whose text says it in place of `{error}`.
+
+    Raises:
+        BadInputError: in place of what was raised.
+    """
+    try:
+        yield
+    except Exception as error:  # the code of a model may do anything with what it gets
+        if not is_the_models(error):
+            raise
+        raise kind(text.replace("{error}", in_words(error))) from error
+
+
+@contextlib.contextmanager
 def on_text_alone(inner: nn.Module, has_images: bool = False) -> Iterator[None]:
     """Turns an error of a forward on text rows into: this model needs more than text.
 

@@ -14,11 +14,11 @@ from torch import nn
 from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.data.samples.samples import Batch
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
-from toolkit.run.checks.comparison import logits_of
+from toolkit.run.checks.comparison import logits_of, refused
 from toolkit.run.checks.packing_check import require_apart
 from toolkit.sharding.fsdp2.fsdp import class_name, sharded_modules
 
@@ -111,13 +111,9 @@ def _require_features(
     Next to others, a row with too many could balance one with too few.
     """
     for number, place in _rows_of_unlike_sizes(samples):
-        try:
+        name = _row_name(samples, number, place)
+        with refused(f"{name}: {_class(inner)} cannot take its images: {{error}}", SightError):
             _logits(model, objective, samples.alone(number, place), device)
-        except Exception as error:  # of the model's own code
-            raise SightError(
-                f"{_row_name(samples, number, place)}: {_class(inner)} cannot take its images: {type(error).__name__}: "
-                f"{first_line(error)}"
-            ) from error
 
 
 def _require_units(

@@ -6,23 +6,21 @@ without a cache, and not in every model and kernel; if they do not, logits are s
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from toolkit.checkpoint.export import relative_difference
 from toolkit.data.samples.samples import Batch, Samples, sample_of, stack
-from toolkit.errors import BadInputError, in_words
+from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attention_of
 from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.model.structure.model_parts import sees
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
-from toolkit.run.checks.comparison import ROUNDED, SAME, is_the_models, logits_of, on_text_alone
+from toolkit.run.checks.comparison import ROUNDED, SAME, logits_of, on_text_alone, refused
 from toolkit.sharding.fsdp2.fsdp import class_name
 
 SAMPLES = 256
@@ -93,37 +91,18 @@ def check_leaks(
     # Without position_ids the model uses its own, which RoBERTa's family counts from another number.
     by_itself = _stacked([pieces[-1:]], samples.pad_id, alone_length)
     ids = {"input_ids": by_itself["input_ids"]}
+    what = f"{class_name(base_of(inner))} with attention {attention_of(inner)!r}"
     with without_dropout(model):
         with on_text_alone(inner):
             alone = _few_logits(model, objective, ids, device, slice(span.stop - span.start))
-        with _on_shared_samples(inner, samples.keep_apart):
+        with refused(f"data.packing: {what} cannot run rows that share a sample ({{error}}). {samples.keep_apart}"):
             both = (batch, _others_replaced(batch, span.start))
             together, replaced = (_few_logits(model, objective, one, device, span) for one in both)
     found = (relative_difference(replaced, together), relative_difference(together, alone))
     if not all(map(math.isfinite, found)):
         return None  # the first step will say so
-    what = f"{class_name(base_of(inner))} with attention {attention_of(inner)!r}"
     require_apart(*found, in_16_bits, what, samples.keep_apart)
     return found
-
-
-@contextlib.contextmanager
-def _on_shared_samples(inner: nn.Module, mend: str) -> Iterator[None]:
-    """Turns an error of a forward into: this model cannot take rows that share a sample.
-
-    Raises:
-        BadInputError: in place of what the forward raised.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not is_the_models(error):
-            raise
-        name = class_name(base_of(inner))
-        raise BadInputError(
-            f"data.packing: {name} with attention {attention_of(inner)!r} cannot run rows that share a sample "
-            f"({in_words(error)}). {mend}"
-        ) from error
 
 
 @torch.no_grad()

@@ -14,12 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from toolkit.data.samples.documents_apart import FILLING, documents_apart
 from toolkit.data.samples.samples import Batch, Samples
-from toolkit.errors import BadInputError, in_words
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.rows_alone import rows_without_padding
-from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, is_the_models, logits_of
+from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, logits_of, refused
 from toolkit.sharding.fsdp2.fsdp import class_name
 
 SAMPLES = 64
@@ -57,15 +56,9 @@ def changed_by_padding(
     name = class_name(base_of(inner))
 
     def alone() -> Numbers:
-        try:
+        mend = "use the tokenizer that belongs to the model, or train another one"
+        with refused(f"data.train: {name} cannot run on a row of it ({{error}}); {mend}"):
             return {str(n): _finite(logits_of(model, objective, row, device)) for n, row in enumerate(rows)}
-        except Exception as error:  # the code of a model may do anything with a row
-            if not is_the_models(error):
-                raise
-            raise BadInputError(
-                f"data.train: {name} cannot run on a row of it ({in_words(error)}); use the tokenizer that belongs to "
-                "the model, or train another one"
-            ) from error
 
     def together() -> Numbers:
         padded = _finite(logits_of(model, objective, batch, device))

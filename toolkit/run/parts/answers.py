@@ -47,16 +47,12 @@ class Asked:
 
 
 def read_asked(recipe: Recipe) -> Asked:
-    """Returns what the model answers; nothing if the recipe names no file. Collective.
+    """Returns what the model answers; nothing if the recipe names no file.
 
     Raises:
         BadInputError: if the file or the scoring function cannot be read, or some rows cannot be used.
     """
-    return ranks.on_first_rank(lambda: _read(recipe.answers))
-
-
-def _read(section: AnswersSection) -> Asked:
-    if section.file is None:
+    if (section := recipe.answers).file is None:
         return Asked([], None)
     rows = read_rows(Path(section.file), FILE, with_answers=True, is_scored=has_function(section.compare))
     scoring = scoring_of(rows, section.compare, COMPARE)
@@ -99,7 +95,7 @@ class AskedWhileTraining(RunPart):
     """Prompts of a file that the model answers at evaluations (`answers.file`)."""
 
     def before_rows(self, resumed: Manifest | None) -> None:
-        self._asked = read_asked(self.recipe)
+        self._asked = ranks.on_first_rank(lambda: read_asked(self.recipe))
         require_same_scoring(self._asked, self.recipe, resumed)
         if (file := self.recipe.answers.file) is not None:
             digest = ranks.on_first_rank(lambda: hashlib.sha256(Path(file).read_bytes()).hexdigest())

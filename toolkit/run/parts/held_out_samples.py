@@ -55,11 +55,6 @@ def held_out_prompts(run: PreparedRun, count: int) -> list[RowPrompt]:
     return list(islice(fitting, count))
 
 
-def _placeholders(run: PreparedRun) -> frozenset[int]:
-    """Returns the tokens that stand for images in held-out rows."""
-    return frozenset() if run.data.validation is None else run.data.validation.placeholders
-
-
 @torch.no_grad()
 def continuations(
     opened: OpenedRun,
@@ -77,11 +72,11 @@ def continuations(
         check_stop: as it is given to `generating`.
     """
     samples = run.data.validation
-    most = None if samples is None else samples.most_answer_tokens
-    length = NEW_TOKENS if most is None else min(NEW_TOKENS, most)
+    assert samples is not None, "the prompts are of its rows"
+    length = min(NEW_TOKENS, samples.most_answer_tokens or NEW_TOKENS)
     # No further image can be generated.
-    loaded = loaded_of(opened, run, "lower logging.held_out_samples", never_written=_placeholders(run))
-    with_images = None if samples is None else image_samples_of(samples)
+    loaded = loaded_of(opened, run, "lower logging.held_out_samples", never_written=samples.placeholders)
+    with_images = image_samples_of(samples)
     asked = [
         Prompt(prompt.asked, [], Shown(with_images.images, partial(tuple, prompt.images)))
         if with_images is not None and prompt.images
@@ -211,7 +206,8 @@ class HeldOutSamples(Extension):
 
 def _unanswered(run: PreparedRun, prompt: RowPrompt) -> SideBySide:
     """Returns a prompt with its answer in the data; one token stands for all those of an image."""
-    hidden = _placeholders(run)
+    assert run.data.validation is not None, "the prompt is of its rows"
+    hidden = run.data.validation.placeholders
     before = [None, *prompt.asked]
     kept = [token for token, last in zip(prompt.asked, before, strict=False) if token != last or token not in hidden]
     stops, is_target = stop_tokens(base_of(run.inner), run.tokenizer), run.inner.config.is_encoder_decoder

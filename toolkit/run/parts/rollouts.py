@@ -241,8 +241,8 @@ class Rollouts:
         tokenizer: PreTrainedTokenizerBase,
         sampler: Sampler,
         device: torch.device,
-        warn: Callable[[str], None],
-        wait: Callable[[], None],
+        warn: Callable[[str], None] = lambda _: None,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._positions, self._tokenizer, self._sampler = positions, tokenizer, sampler
         self._warn, self._wait = warn, wait

@@ -9,9 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -21,14 +19,14 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accelerate.utils import check_cuda_p2p_ib_support, patch_environment
+from accelerate.utils import check_cuda_p2p_ib_support
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, StoppedError, ToolkitError
 from toolkit.pages.notebook_output import Output, curve_of, progress_output, result_output
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.outcome import FinetuneResult
-from toolkit.supervise.launcher_logs import settle_launcher
+from toolkit.supervise.launched_ranks import launch_ranks
 from toolkit.terminal import Terminal, in_notebook
 
 BAR_SECONDS = 0.5
@@ -134,16 +132,15 @@ def send(message: Any) -> None:
 def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
     """Runs a recipe on ranks that are interpreters of their own, and returns what rank 0 returned.
 
-    They are not forked: in a fork of a process that has trained, or used CUDA, torch can do neither.
+    They are not forked, as those of `accelerate.notebook_launcher`: in a fork of a process that has trained, or used
+    CUDA, torch can do neither.
 
     Raises:
         BadInputError: if a rank found bad input.
         StoppedError: if the run was asked to end.
         ToolkitError: if a rank failed.
     """
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
 
     if num_processes < 2:
         raise BadInputError(
@@ -151,27 +148,12 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
         )
     if ranks.world_size() > 1:
         raise BadInputError("num_processes: this process is a rank already; leave it out")
-    settle_launcher()
     print(f"starting {num_processes} processes", flush=True)
-    with _receiving() as (address, key, results), tempfile.TemporaryDirectory() as folder, _same_signals():
+    with _receiving() as (address, key, results), tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job")
         job.write_bytes(pickle.dumps(Job(recipe, address, key, in_notebook())))
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_processes,
-            run_id="none",  # as torchrun has it for a run by hand; torch warns of one that it draws itself
-            logs_specs=DefaultLogsSpecs(folder),  # by default a new one, which stays
-            rdzv_backend="static",
-            rdzv_endpoint=f"127.0.0.1:{ranks.free_port()}",
-            rdzv_configs={"rank": 0},
-            max_restarts=0,
-        )
         try:
-            with patch_environment(**_environment()):
-                elastic_launch(config, sys.executable)("-m", "toolkit.run.notebook_rank", str(job))
-        except ChildFailedError as error:
-            raise _error_of_rank(*error.get_first_failure()) from None
+            launch_ranks("toolkit.run.notebook_rank", job, num_processes, _environment())
         except SignalException as error:
             raise StoppedError(
                 f"stopped by {error.sigval.name}; if the run had begun to train, its state is saved, and the same call "
@@ -183,26 +165,11 @@ def finetune_on(recipe: Recipe, num_processes: int) -> FinetuneResult:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the variables of the ranks: Python's path as it is here, and what Accelerate's launcher sets."""
-    found = {"PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)}
-    if "OMP_NUM_THREADS" not in os.environ:
-        found["OMP_NUM_THREADS"] = "1"
+    """Returns the variables that Accelerate's launcher sets for ranks."""
+    found = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
     if not check_cuda_p2p_ib_support():
         found |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     return found
-
-
-@contextlib.contextmanager
-def _same_signals() -> Iterator[None]:
-    """Puts the handlers of signals back at the end: torch's launcher leaves its own, which would end the next cell."""
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set them
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if is_main else ()
-    before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None)) is not None}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -239,14 +206,3 @@ def _receive(listener: Listener, results: list[FinetuneResult], ended: threading
                     handle = _display(message)
                 else:
                     handle.update(message, raw=True)
-
-
-def _error_of_rank(rank: int, failure: Any) -> ToolkitError:
-    """Returns the message of the first rank that failed, as an error of its type."""
-    said = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
-    kind, _, text = said.partition(": ")
-    if kind == StoppedError.__name__:
-        return StoppedError(text)
-    bad_input: set[type[ToolkitError]] = {BadInputError, *BadInputError.__subclasses__()}
-    is_bad_input = kind in {each.__name__ for each in bad_input}
-    return BadInputError(text) if is_bad_input else ToolkitError(f"rank {rank}: {said}")
