@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from support.tiny import recipe_values, save_llama
 from toolkit.checkpoint import latest, list_checkpoints
 
 ROOT = Path(__file__).parents[2]
+STARTED: list[subprocess.Popen[str]] = []
 LAUNCH = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", "accelerate_configs/cpu_2.yaml"]
 
 
@@ -40,7 +42,7 @@ def write_recipe(folder: Path, text_file: Path, **training: Any) -> Path:
 def start(
     command: list[str], recipe: Path, *overrides: str, script: tuple[str, ...] = ("recipes/finetune.py",)
 ) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, *script, *(["--recipe"] if script else []), str(recipe), *overrides],
         cwd=ROOT,
         env=clean_environment(OMP_NUM_THREADS="1"),
@@ -48,10 +50,20 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
+
+
+@pytest.fixture(autouse=True)
+def left_by_no_test() -> Iterator[None]:
+    """Ends what a failed test has left: ranks end with their launcher."""
+    yield
+    while STARTED:
+        STARTED.pop().kill()
 
 
 def wait_for_checkpoint(run: Path, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + LIMIT_SECONDS
     while latest(run) is None:
         assert process.poll() is None, process.communicate()[1][-3000:]
         assert time.monotonic() < until
@@ -75,14 +87,12 @@ def test_a_launcher_that_is_terminated_and_a_rank_that_is_killed(tmp_path: Path,
     assert all(checkpoint.problem is None for checkpoint in list_checkpoints(tmp_path / "run"))
 
     process = start(LAUNCH, recipe)
-    until = time.monotonic() + 120
+    until = time.monotonic() + LIMIT_SECONDS
     while (latest(tmp_path / "run") or stopped).step <= stopped.step:  # it goes on
         assert time.monotonic() < until
         time.sleep(0.05)
-    started = time.monotonic()
     os.kill(sorted(children_of(process.pid))[-1], signal.SIGKILL)
     _, told = process.communicate(timeout=LIMIT_SECONDS)
-    assert time.monotonic() - started < 60
     assert process.returncode == 1
     assert "resumed: after step" in told
     assert "rank      : 1 (local_rank: 1)" in told, "the launcher names the rank"
@@ -99,14 +109,14 @@ def test_a_terminal_that_is_closed(tmp_path: Path, text_file: Path) -> None:
         os.chdir(ROOT)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that `nohup` has started ignore it, and so would the run
         os.execvpe(command[0], command, clean_environment(OMP_NUM_THREADS="1"))
-    until, records = time.monotonic() + 120, tmp_path / "run/metrics.jsonl"
+    until, records = time.monotonic() + LIMIT_SECONDS, tmp_path / "run/metrics.jsonl"
     while not records.exists() or len(records.read_text().splitlines()) < 3:
         assert time.monotonic() < until
         if select.select([terminal], [], [], 0.1)[0]:
             os.read(terminal, 10_000)
     os.close(terminal)
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        assert time.monotonic() < until + 60
+        assert time.monotonic() < until
         time.sleep(0.1)
     saved = latest(tmp_path / "run")
     assert saved is not None, "nothing was saved before"
@@ -126,9 +136,9 @@ def test_a_launcher_that_is_killed_alone(tmp_path: Path, text_file: Path) -> Non
     assert "another run is writing to" in " ".join(told.split())
     left = children_of(process.pid)
     process.kill()
-    until = time.monotonic() + 60
+    until = time.monotonic() + LIMIT_SECONDS
     while any(Path(f"/proc/{pid}").exists() for pid in left):
-        assert time.monotonic() < until, "a rank outlived its launcher by a minute"
+        assert time.monotonic() < until, "a rank outlived its launcher"
         time.sleep(0.1)
     reached = latest(tmp_path / "run")
     assert reached is not None
