@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import platform
-import stat
 import threading
 import time
 import uuid
@@ -148,7 +147,6 @@ def acquire(path: Path) -> Lease:
     Raises:
         BadInputError: if another run holds the folder, or the lease's file cannot be read or written.
     """
-    _require_plain_file(path)
     mine, seen, until = Lease(), None, 0.0
     while not _create_file(path, mine):
         try:
@@ -168,17 +166,6 @@ def acquire(path: Path) -> Lease:
         else:
             time.sleep(min(1.0, STALE_SECONDS / 10))
     return mine
-
-
-def _require_plain_file(path: Path) -> None:
-    """Raises BadInputError if the path is a link, which may be broken, or a pipe, which may have no writer."""
-    with contextlib.suppress(OSError):
-        mode = path.lstat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder cannot be read, which says so itself
-            raise BadInputError(
-                f"training.output_dir: {str(path)!r}, the lease of its run, is not a regular file; remove it, or "
-                "choose another training.output_dir"
-            )
 
 
 def _held_error(folder: Path, found: Lease | None) -> BadInputError:

@@ -279,21 +279,6 @@ def test_ranks_end_when_their_launcher_is_gone(tmp_path: Path, by_torch: bool) -
     assert alive is not by_torch
 
 
-def dangling(path: Path) -> None:
-    path.symlink_to(path.parent / "nowhere")
-
-
-def piped(path: Path) -> None:
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("make", [dangling, piped])
-def test_what_is_no_plain_file_is_an_error_at_once(path: Path, make: Callable[[Path], None]) -> None:
-    make(path)
-    with pytest.raises(BadInputError, match="is not a regular file; remove it"):
-        acquire(path)
-
-
 def test_a_second_process_of_one_attempt_takes_nothing_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one shell of a batch job two runs have the same job and the same attempt."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
