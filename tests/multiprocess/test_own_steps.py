@@ -7,6 +7,7 @@ import pickle
 import random
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -93,12 +94,15 @@ class Loop:
             self.model.table.set_unshard_in_backward(False)
 
     def loss(self, number: int, depth: int) -> torch.Tensor:
+        """Returns the loss of a micro-batch through `depth` blocks. With 0, it is of one block, called alone."""
         mine = range(dist.get_world_size()) if self.accelerator is None else [dist.get_rank()]
         losses = []
         for rank in mine:
             draw = torch.Generator().manual_seed(10 * number + rank)
             ids, branches = torch.randint(16, (3,), generator=draw), bool(torch.randint(2, (), generator=draw))
-            losses.append(self.model(ids, depth, branches).square().mean())
+            alone = (ids[:, None] / 16).expand(3, 8).requires_grad_()  # its block may be frozen
+            output = self.model(ids, depth, branches) if depth else self.model.layers[1](alone, True)
+            losses.append(output.square().mean())
         return torch.stack(losses).mean()
 
     def train(self, number: int, depth: int, is_last: bool) -> None:
@@ -107,8 +111,8 @@ class Loop:
         loss = self.loss(number, depth)
         loss.backward() if self.accelerator is None else self.accelerator.backward(loss)
 
-    def forward(self, number: int, depth: int, grads: bool) -> None:
-        with torch.set_grad_enabled(grads):
+    def forward(self, number: int, depth: int, mode: Callable[[], Any]) -> None:
+        with mode():
             self.loss(number, depth)
 
     def fail(self, number: int, layer: int, where: str) -> None:
@@ -138,6 +142,13 @@ class Loop:
     @torch.no_grad()
     def scale(self, layer: int) -> None:
         for parameter in self.model.layers[layer].parameters():
+            parameter.mul_(0.9)
+
+    @torch.no_grad()
+    def scale_groups(self) -> None:
+        for parameter in (
+            each for owner in self.raw_optimizers() for group in owner.param_groups for each in group["params"]
+        ):
             parameter.mul_(0.9)
 
     def freeze(self, layer: int, is_frozen: bool) -> None:
@@ -170,18 +181,17 @@ def drawn(seed: int, is_offloaded: bool) -> Program:
     draw = random.Random(seed)
 
     def micro_batch() -> tuple[int, int]:
-        return draw.randrange(10**6), draw.choice([3, 3, 2])
+        return draw.randrange(10**6), draw.choice([3, 3, 2, 0])
 
     def disturbances() -> Program:
         layer = draw.randrange(3)
         allowed: Program = [
-            ("forward", (*micro_batch(), True)),
-            ("forward", (*micro_batch(), False)),
+            *(("forward", (*micro_batch(), mode)) for mode in (nullcontext, torch.no_grad, torch.inference_mode)),
             ("fail", (micro_batch()[0], layer, "forward")),
             ("state", ()),
         ]
         if not is_offloaded:
-            allowed.append(("scale", (layer,)))
+            allowed += [("scale", (layer,)), ("scale_groups", ())]
         return draw.sample(allowed, draw.choice([0, 0, 1, 2]))
 
     if seed % 4 == 3 and not is_offloaded:
@@ -242,8 +252,8 @@ def test_a_loop_drawn_at_random_trains_as_torchs_own(num_ranks: int, strategies:
 
 
 def refusals() -> dict[str, str]:
-    """Returns the errors of loops whose step offload cannot take."""
-    from toolkit.errors import BadInputError
+    """Returns the errors of loops that cannot be right: with offload, and of what hand-written ones leave behind."""
+    from toolkit.errors import ToolkitError
 
     def add(loop: Loop) -> None:
         group = loop.raw_optimizers()[0].param_groups
@@ -253,6 +263,18 @@ def refusals() -> dict[str, str]:
         loop.train(0, 3, True)
         loop.clip(0.1)
 
+    def write(loop: Loop) -> None:
+        loop.forward(0, 3, nullcontext)
+        with torch.no_grad():
+            loop.model.head.weight.mul_(0.5)
+
+    def keep(loop: Loop) -> None:
+        loop.model.layers[1].fails = "backward"
+        with pytest.raises(torch.OutOfMemoryError):
+            loop.train(1, 3, False)
+        for parameter in loop.model.parameters():
+            parameter.grad = None
+
     found = {}
     changes: dict[str, Callable[[Loop], None]] = {
         "frozen": lambda loop: loop.freeze(0, True),
@@ -260,28 +282,35 @@ def refusals() -> dict[str, str]:
         "clipped": clip,
         "zeros": lambda loop: loop.zero_grad("zeros"),
         "inside": Loop.step_inside_backward,
+        "written, zero2": write,
+        "saved, zero3": lambda loop: (write(loop), loop.state()),  # type: ignore[func-returns-value]
+        "kept, zero2": keep,
     }
     for name, change in changes.items():
         meet()
-        loop = Loop("zero3+offload")
+        name, _, strategy = name.partition(", ")
+        loop = Loop(strategy or "zero3+offload")
         loop.train(0, 3, True)
         loop.step()
         try:
             change(loop)
             loop.train(0, 3, True)
             loop.step()
-        except BadInputError as error:
+        except ToolkitError as error:
             found[name] = str(error)
     return found
 
 
-def test_offload_refuses_what_it_has_no_place_for() -> None:
+def test_loops_that_cannot_be_right_are_refused() -> None:
     found = run_on_ranks(refusals, 1)[0]
     assert "(first: layers.0.linear.weight)" in found["frozen"]
     assert "frozen, unfrozen or added to the optimizer after accelerator.prepare" in found["added"]
     assert "between clip_grad_norm_ and optimizer.step" in found["clipped"]
     assert "zero_grad(set_to_none=False)" in found["zeros"]
     assert "optimizer.step was called inside of backward" in found["inside"]
+    for name in ("written", "saved"):
+        assert found[name].startswith("head.weight was changed in place through the attribute of its module")
+    assert "call zero_grad() of the optimizer or of the model before the next forward" in found["kept"]
 
 
 def objects() -> list[Any]:

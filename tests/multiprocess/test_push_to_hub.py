@@ -131,5 +131,5 @@ def test_names_that_the_hub_refuses(tmp_path: Path) -> None:
 
 def test_a_good_name_and_a_setting_without_effect(tmp_path: Path) -> None:
     assert recipe_of(tmp_path, "notes", push_to_hub="me/my.model_2-x").export.hub_private
-    with pytest.raises(Exception, match=r"hub_private has no effect without export.push_to_hub"):
+    with pytest.raises(Exception, match=r"hub_private false has no effect without export.push_to_hub"):
         recipe_of(tmp_path, "notes", push_to_hub=None, hub_private=False)

@@ -74,6 +74,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
         "loop_layer_index_end": 3,
         "swa_head_dim": 8,
     },
+    "inkling2_text": {"unpadded_vocab_size": 64},
     "lara_mini": {"num_hidden_layers": 3, "layer_types": ["linear_attention", *_MIXED]},
     "layoutlmv3": {"coordinate_size": 2, "shape_size": 4, "visual_embed": False},
     "lilt": {"hidden_size": 24},

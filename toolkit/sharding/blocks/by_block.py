@@ -235,11 +235,11 @@ class ByBlock:
                 batch.go_on()
             while (unit := _common_next_unit(batches)) is not None:
                 rounds.append((unit, [Pass() for _ in batches]))
-                self._states.keep_after_forward(unit)
+                unit.set_reshard_after_forward(False)  # another micro-batch enters it next
                 for number, batch in enumerate(batches):
                     batch.inside = rounds[-1][1][number]
                     if batch is batches[-1]:
-                        self._states.free_after_forward(unit)
+                        unit.set_reshard_after_forward(True)
                     batch.go_on()
                     if batch.next_unit is None:
                         # At once: these logits go before the next micro-batch makes its own.
@@ -248,7 +248,7 @@ class ByBlock:
             for batch in batches:
                 batch.abandon()
             if rounds:
-                self._states.free_after_forward(rounds[-1][0])  # if a micro-batch has failed inside
+                rounds[-1][0].set_reshard_after_forward(True)  # if a micro-batch has failed inside
         return rounds
 
     def _backward(self, rounds: list[tuple[Any, list[Pass]]]) -> None:

@@ -36,21 +36,29 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
-from toolkit.sharding.fsdp2.fsdp import fsdp_groups, groups_of_module, in_backward, sharded_modules
+from toolkit.errors import BadInputError, TrainingError
+from toolkit.sharding.fsdp2.fsdp import (
+    fsdp_groups,
+    groups_of_module,
+    in_backward,
+    sharded_modules,
+    unreduced_gradient,
+)
+from toolkit.sharding.fsdp2.shards import local_tensor
 from toolkit.sharding.plan.strategy import Strategy
 
 _GENERATING: WeakSet[Any] = WeakSet()
 """The models that are generating text now; see `UnitStates.generating`."""
 
-_GATHERED: WeakSet[Any] = WeakSet()
-"""Models whose forward with gradients may have left units gathered."""
+_GATHERED: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+"""Models whose forward may have left units gathered -> how often each of their shards was written by then."""
 
-_STEPPED: WeakSet[Any] = WeakSet()
-"""The models that were stepped during backward, so that what is still gathered is old."""
+_COPIES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""FSDP2's record of a parameter -> how often its gathered copy was written. FSDP2's own gathers do not count."""
 
 
 class UnitStates:
@@ -68,11 +76,12 @@ class UnitStates:
     def follow_micro_batches(
         self, strategy: Strategy, is_last_micro_batch: Callable[[], bool], is_by_block: Callable[[], bool]
     ) -> None:
-        """Registers hooks on the root, before and after each forward, and frees units before parameters are read.
+        """Registers hooks before and after each forward, and frees units before parameters are read.
 
-        Outside of forward and backward, `parameters` and `named_parameters` of the model and of its modules return the
-        sharded parameters. What a forward has left gathered for its backward is freed then, as that backward may never
-        come; if it does, it gathers again.
+        A forward begins at the root, or at a unit that a loop calls alone. Outside of forward and backward,
+        `parameters` and `named_parameters` of the model and of its modules return the sharded parameters. What a
+        forward has left gathered for its backward is freed then, as that backward may never come; if it does, it
+        gathers again.
 
         Args:
             strategy: decides what each micro-batch reduces and frees.
@@ -80,26 +89,42 @@ class UnitStates:
             is_by_block: returns whether this forward runs by block; then the hooks change no states.
         """
 
-        def before_forward(_module: object, _args: object) -> None:
+        def is_inside(module: Any) -> bool:
+            outermost = self._context.iter_forward_root
+            return module is not self._root and outermost not in (None, module._get_fsdp_state())
+
+        def before_forward(module: Any, _args: object) -> None:
             if is_by_block() or in_backward():
                 return
-            # Queued: the last backward ended in an error, which the loop has caught.
-            if self._root in _STEPPED or self._context.post_backward_final_callback_queued:
+            # FSDP2 takes the first module that runs for its root.
+            self._root._get_fsdp_state()._lazy_init()
+            if is_inside(module) or self._root in _GENERATING:
+                return
+            self._copy_outside_inference_mode()
+            self.require_no_lost_write()
+            has_failed = self._context.post_backward_final_callback_queued  # in a backward, and the loop caught it
+            if has_failed or _GATHERED.get(self._root, versions := self._versions()) != versions:
                 self.free_all()
             if torch.is_grad_enabled():
+                if has_failed:
+                    self._require_no_half_gradient()
+                    self._context.post_backward_final_callback_queued = False
                 self.begin_micro_batch(strategy, is_last_micro_batch())
 
-        def after_forward(_module: object, _args: object, output: object) -> None:
+        def after_forward(module: Any, _args: object, output: object) -> None:
             # In a run by block, other micro-batches are in the middle of their forwards.
-            if is_by_block() or in_backward() or self._root in _GENERATING:
+            if is_by_block() or in_backward() or is_inside(module) or self._root in _GENERATING:
                 return
-            _GATHERED.add(self._root)
+            _GATHERED[self._root] = self._versions()
+            self.require_no_lost_write()
             if output is None or not torch.is_grad_enabled():  # None: the forward has failed
                 self.free_all()
 
-        # Before FSDP2's own hook, which takes the state of the last pass for that of this one.
-        self._root.register_forward_pre_hook(before_forward, prepend=True)
-        self._root.register_forward_hook(after_forward, always_call=True)
+        for unit in sharded_modules(self._root):
+            # Before FSDP2's own hook, which takes the state of the last pass for that of this one.
+            unit.register_forward_pre_hook(before_forward, prepend=True)  # type: ignore[attr-defined]
+            unit.register_forward_hook(after_forward, always_call=True)  # type: ignore[attr-defined]
+        self._root.register_state_dict_pre_hook(lambda *_: self.require_no_lost_write())
         for module in self._root.modules():
             if next(module.parameters(), None) is not None:
                 module.named_parameters = functools.partial(_read_parameters, ref(self._root), is_by_block, module)
@@ -121,16 +146,46 @@ class UnitStates:
             self._root.set_requires_all_reduce(is_last)
         self._root.set_reshard_after_backward(strategy.reshard_each_micro_batch or is_last)
 
+    def _copy_outside_inference_mode(self) -> None:
+        """Makes FSDP2 create its gathered copies now if it would in inference mode: no backward could use these."""
+        if torch.is_inference_mode_enabled() and not all(hasattr(each, "_unsharded_param") for each in self._records()):
+            with torch.inference_mode(False):
+                for unit in sharded_modules(self._root):
+                    unit.unshard()
+                    unit.reshard()
+
+    def _records(self) -> Iterator[Any]:
+        return (parameter for group in fsdp_groups(self._root) for parameter in group.fsdp_params)
+
+    def _versions(self) -> list[int]:
+        shards = [each.sharded_param for each in self._records()]
+        return [shard._version + local_tensor(shard)._version for shard in shards]  # each counts the writes to it
+
+    def require_no_lost_write(self) -> None:
+        """Raises BadInputError if a gathered copy of a parameter was written in place, which the next gather undoes."""
+        for parameter in self._records():
+            copy = getattr(parameter, "_unsharded_param", None)
+            if copy is not None and _COPIES.setdefault(parameter, copy._version) != copy._version:
+                raise BadInputError(
+                    f"{parameter._param_fqn} was changed in place through the attribute of its module after a forward; "
+                    "that is a gathered copy, so the change would be lost; change what model.parameters() returns"
+                )
+
+    def _require_no_half_gradient(self) -> None:
+        if any(unreduced_gradient(each) is not None for each in self._records()):
+            raise TrainingError(
+                "the last backward ended in an error, and left gradients of a part of the model; call zero_grad() of "
+                "the optimizer or of the model before the next forward"
+            )
+
     def free_all(self) -> None:
         """Ends every pass, as an error may not have done, and frees what no backward will free.
 
         Also clears the recorded order of forwards, by which backward prefetches: FSDP2 records forwards without
         gradients too, and the backward of the first unit would then prefetch their last unit.
         """
-        _GATHERED.discard(self._root)
-        _STEPPED.discard(self._root)
+        _GATHERED.pop(self._root, None)
         self.begin_forwards()
-        self._context.post_backward_final_callback_queued = False
         for unit in sharded_modules(self._root):
             groups = groups_of_module(unit)
             copied = [each for group in groups if group.is_sharded_post_forward for each in group.fsdp_params]
@@ -154,7 +209,8 @@ class UnitStates:
 
         A step inside of backward, as of a hook of a parameter, leaves that to the next forward.
         """
-        optimizer.register_step_post_hook(lambda *_: _STEPPED.add(self._root) if in_backward() else self.free_all())
+        optimizer.register_step_pre_hook(lambda *_: self.require_no_lost_write())
+        optimizer.register_step_post_hook(lambda *_: None if in_backward() else self.free_all())
 
     @contextmanager
     def generating(self, whole: bool = False) -> Iterator[None]:
@@ -227,14 +283,6 @@ class UnitStates:
         for the optimizer step.
         """
         self._context.iter_forward_root = None
-
-    def keep_after_forward(self, unit: Any) -> None:
-        """Keeps a unit gathered after its next forward, because another micro-batch enters it next."""
-        unit.set_reshard_after_forward(False)
-
-    def free_after_forward(self, unit: Any) -> None:
-        """Frees a unit after its next forward, the last one of the optimizer step."""
-        unit.set_reshard_after_forward(True)
 
     def return_to_forward(self) -> None:
         """Sets the root's state back to FORWARD, after a backward in the middle of its forward.
