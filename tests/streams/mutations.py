@@ -13,6 +13,7 @@ from unittest import mock
 
 MODULES = {
     "by_block": "toolkit.sharding.blocks.by_block",
+    "unit_states": "toolkit.sharding.fsdp2.unit_states",
     "capture": "toolkit.sharding.offload.capture",
     "engine": "toolkit.sharding.offload.engine",
     "executors": "toolkit.sharding.offload.executors",

@@ -197,7 +197,10 @@ MUTATIONS = [
         CONTROLS["no offload, by block"],
         Mutation("by_block._MicroBatch._run", "with self._handle.stream(self._stream):", "if True:"),
     ),
-    (CONTROLS["no offload, by block"], Mutation("by_block.ByBlock._forward", "self._states.begin_forwards()")),
+    (
+        CONTROLS["no offload, by block"],
+        Mutation("unit_states.UnitStates.free_all", "self._context.iter_forward_root = None"),
+    ),
     (
         WAYS["by block"],
         Mutation("engine.OffloadEngine._wait_for_weights", "self._handle.current_stream().wait_event(unit.arrived)"),

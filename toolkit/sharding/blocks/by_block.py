@@ -226,7 +226,6 @@ class ByBlock:
         Returns:
             The units in the order of the forward, each with one pass for each micro-batch.
         """
-        self._states.begin_forwards()
         rounds: list[tuple[Any, list[Pass]]] = []
         handle = getattr(torch, next(self._root.parameters()).device.type)
         batches = [_MicroBatch(forward, handle) for forward in forwards]

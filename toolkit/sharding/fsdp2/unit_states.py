@@ -182,10 +182,13 @@ class UnitStates:
         """Ends every pass, as an error may not have done, and frees what no backward will free.
 
         Also clears the recorded order of forwards, by which backward prefetches: FSDP2 records forwards without
-        gradients too, and the backward of the first unit would then prefetch their last unit.
+        gradients too, and the backward of the first unit would then prefetch their last unit. And resets FSDP2's
+        current root, so that the gathers of the next forward wait for the work queued before it: if several forwards
+        run through the model together and one has ended, FSDP2 takes the next unit of another for a root. torch 2.11
+        keeps that root for good, later versions until a backward ends.
         """
         _GATHERED.pop(self._root, None)
-        self.begin_forwards()
+        self._context.iter_forward_root = None
         for unit in sharded_modules(self._root):
             groups = groups_of_module(unit)
             copied = [each for group in groups if group.is_sharded_post_forward for each in group.fsdp_params]
@@ -274,15 +277,6 @@ class UnitStates:
         self._root.set_requires_gradient_sync(ends)
         self._root.set_reshard_after_backward(ends)
         self._root.set_is_last_backward(ends)
-
-    def begin_forwards(self) -> None:
-        """Resets FSDP2's current root, so that the gathers of the next forward wait for the work queued before it.
-
-        If several forwards run through the model together and one has ended, FSDP2 takes the next unit of another for
-        a root. torch 2.11 keeps that root for good, later versions until a backward ends. Gathers would then not wait
-        for the optimizer step.
-        """
-        self._context.iter_forward_root = None
 
     def return_to_forward(self) -> None:
         """Sets the root's state back to FORWARD, after a backward in the middle of its forward.

@@ -140,7 +140,7 @@ PRIVATE_NAMES = (
         f"{_STATE}:FSDPState._register_root_post_backward_final_callback",
         ("if self._state_ctx.post_backward_final_callback_queued:",),
     ),
-    # UnitStates.begin_forwards: which forward waits for the optimizer.
+    # UnitStates.free_all: which forward waits for the optimizer.
     PrivateName(
         f"{_STATE}:FSDPState._root_pre_forward",
         ("if self._state_ctx.iter_forward_root is not None:", "self._state_ctx.iter_forward_root = self"),
