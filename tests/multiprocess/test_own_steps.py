@@ -317,8 +317,7 @@ def objects() -> list[Any]:
     """Whether an accelerator is pickled, what a failed window by block leaves, and whether an engine is freed."""
     from toolkit.sharding.blocks.by_block import ByBlock
 
-    copied = pickle.loads(pickle.dumps(accelerator_of("zero3")))
-    assert type(copied.prepare(3)) is int
+    assert type(pickle.loads(pickle.dumps(accelerator_of("zero3"))).prepare(3)) is int  # and held by nothing else
     loop, plain = Loop("zero3"), Loop(None)
     by_block = ByBlock(loop.model, loop.accelerator.state.fsdp_plugin.unit_plan)
     loop.model.layers[1].fails = "forward"

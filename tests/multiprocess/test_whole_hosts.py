@@ -241,7 +241,7 @@ def test_a_host_that_cannot_hold_a_group_refuses_at_once_and_the_other_does_not_
     assert second is not None
     for ok, result in second:
         assert ok, result
-        assert "2 is not a group inside the nodes of 1 ranks" in result[0]
+        assert "2 is not a group inside of the 1 ranks of a node" in result[0]
     assert first is not None
     # Rank 0 gives up by itself. It holds the place where ranks meet: rank 1 gives up too, or finds that place gone.
     assert first[0] == (False, "died without a word")

@@ -11,10 +11,14 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 
 from toolkit.model.structure.fake_tensors import FakeTensorMode, grouped_products
 from toolkit.objectives.teacher import shard_teacher
@@ -91,6 +95,7 @@ def trace(
         with ExitStack() as stack:
             for mode in (fake, cuda_dropout(), host_copies(ledger), planned, grouped_products()):
                 stack.enter_context(mode)
+            stack.enter_context(mock.patch.object(_fully_shard, "_get_post_forward_mesh_info", _with_values))
             shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             # After `apply`, so that each rank makes only its own shards.
             model.to_empty(device="cpu")
@@ -118,6 +123,12 @@ def trace(
                     _scaled_backward(loss)
                     del loss
     return Traced(between, ledger.peak, ledger.peak_label, dict(counted), ledger.host_peak)
+
+
+def _with_values(*args: Any) -> Any:
+    """A mesh of ranks, which reads their numbers."""
+    with unset_fake_temporarily():
+        return _get_post_forward_mesh_info(*args)
 
 
 def _see_held(ledger: Ledger, models: list[nn.Module], batches: list[dict[str, Any]]) -> None:

@@ -409,11 +409,7 @@ class _PreparesWholeModels:
     """
 
     def __init__(self, accelerator: Accelerator, plugin: ShardingPlugin) -> None:
-        # Weakly: a method that holds its accelerator would keep the model alive.
-        self._accelerator, self._plugin = weakref.ref(accelerator), plugin
-
-    def __reduce__(self) -> Any:
-        return type(self), (self._accelerator(), self._plugin)
+        self._accelerator, self._plugin = accelerator, plugin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         models = [arg for arg in args if isinstance(arg, nn.Module)]
@@ -426,9 +422,7 @@ class _PreparesWholeModels:
                 "the sharding backend shards whole models; remove that argument, and choose the strategy in "
                 "sharding_kwargs or ShardingPlugin"
             )
-        own = self._accelerator()
-        assert own is not None
-        return type(own).prepare(own, *args, **kwargs)
+        return type(self._accelerator).prepare(self._accelerator, *args, **kwargs)
 
 
 def _is_split(model: nn.Module) -> bool:

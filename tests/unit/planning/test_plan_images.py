@@ -77,6 +77,7 @@ def test_the_parts_that_a_run_trains_are_planned(
 def test_the_plan_is_that_of_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
     monkeypatch.setattr(check, "psutil", SimpleNamespace(Process=lambda: no_process))
+    monkeypatch.setattr(check, "KERNEL_BYTES", 0)
     asked = recipe(folder, training={"max_steps": 1})
     found = finetune(asked)
     told = {record["planned_peak_bytes"] for record in found.metrics if record["split"] == "train"}

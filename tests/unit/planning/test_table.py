@@ -275,7 +275,7 @@ def test_a_recipe_that_gathers_in_nodes_has_a_row_with_it_and_one_without() -> N
     console = Console(record=True, width=220, file=open("/dev/null", "w"))  # noqa: SIM115
     show.explain(console, found, in_nodes)
     assert "in backward, inside groups of 8 ranks" in console.export_text()
-    with pytest.raises(BadInputError, match="3 is not a group inside the nodes of 8 ranks"):
+    with pytest.raises(BadInputError, match="3 is not a group inside of the 8 ranks of a node"):
         plan(recipe(sharding={"reshard_after_forward": 3}), hardware_of("h100_sxm"), 16)
 
 

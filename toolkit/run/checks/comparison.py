@@ -21,7 +21,7 @@ from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.model_parts import needs_more_than_text, sees
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
-from toolkit.sharding.fsdp2.fsdp import class_name, run_while_sharded
+from toolkit.sharding.fsdp2.fsdp import class_name
 
 SAME = {False: 1e-5, True: 1e-2}
 """The largest difference, as a share of the largest number, by whether compute is in 16 bits, where kernels and shapes
@@ -86,7 +86,7 @@ def logits_of(model: nn.Module, objective: Objective, batch: Batch, device: torc
     try:
         return objective.logits(model, send_to_device(batch, device))
     except Exception as error:
-        block = run_while_sharded(error) if is_the_models(error) else None
+        block = getattr(error, "ran_sharded", None) if is_the_models(error) else None
         if block is None:
             raise
         raise BadInputError(

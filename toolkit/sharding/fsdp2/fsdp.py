@@ -59,7 +59,8 @@ def in_backward() -> bool:
 def run_while_sharded(error: BaseException) -> nn.Module | None:
     """Returns the module of a unit whose weights were not gathered where an error came up in its forward, if any.
 
-    A unit is gathered by hooks, which run when the module is called; `module.forward(...)` runs none.
+    A unit is gathered by hooks, which run when the module is called; `module.forward(...)` runs none. `UnitStates` asks
+    before it frees what a failed forward has gathered, and leaves the answer on the error, as `ran_sharded`.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         # Not its hooks: one of them fails, before the weights are gathered, if a peer is gone.

@@ -33,6 +33,7 @@ This table says what causes a transition:
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ from toolkit.sharding.fsdp2.fsdp import (
     fsdp_groups,
     groups_of_module,
     in_backward,
+    run_while_sharded,
     sharded_modules,
     unreduced_gradient,
 )
@@ -117,7 +119,9 @@ class UnitStates:
                 return
             _GATHERED[self._root] = self._versions()
             self.require_no_lost_write()
-            if output is None or not torch.is_grad_enabled():  # None: the forward has failed
+            if output is None and (error := sys.exception()) is not None:  # the forward has failed
+                error.ran_sharded = run_while_sharded(error)  # type: ignore[attr-defined]
+            if output is None or not torch.is_grad_enabled():
                 self.free_all()
 
         for unit in sharded_modules(self._root):
