@@ -166,8 +166,11 @@ class UnitStates:
         return [shard._version + local_tensor(shard)._version for shard in shards]  # each counts the writes to it
 
     def require_no_lost_write(self) -> None:
-        """Raises BadInputError if a gathered copy of a parameter was written in place, which the next gather undoes."""
-        for parameter in self._records():
+        """Raises BadInputError if a gathered copy of a trained parameter was written in place: the next gather undoes it.
+
+        Frozen ones are passed over: peft's adapters of stacked experts set these to themselves in each forward.
+        """
+        for parameter in (each for each in self._records() if each.sharded_param.requires_grad):
             copy = getattr(parameter, "_unsharded_param", None)
             if copy is not None and _COPIES.setdefault(parameter, copy._version) != copy._version:
                 raise BadInputError(
