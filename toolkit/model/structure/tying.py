@@ -28,9 +28,11 @@ def adapts_tied(model: PreTrainedModel) -> bool:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = model.get_input_embeddings(), model.get_output_embeddings()
-    is_one = is_tied(model) and not model.config.is_encoder_decoder
-    return is_one and any(isinstance(layer, BaseTunerLayer) for layer in layers)
+    if not is_tied(model) or model.config.is_encoder_decoder:
+        return False
+    return any(
+        isinstance(each, BaseTunerLayer) for each in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
 
 
 def config_of_export(model: PreTrainedModel) -> PretrainedConfig:

@@ -166,7 +166,7 @@ class UnitStates:
         return [shard._version + local_tensor(shard)._version for shard in shards]  # each counts the writes to it
 
     def require_no_lost_write(self) -> None:
-        """Raises BadInputError if a gathered copy of a trained parameter was written in place: the next gather undoes it.
+        """Raises BadInputError if a gathered copy of a trained parameter was written in place, which a gather undoes.
 
         Frozen ones are passed over: peft's adapters of stacked experts set these to themselves in each forward.
         """
