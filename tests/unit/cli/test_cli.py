@@ -240,8 +240,8 @@ def test_every_command_takes_the_recipe_alike(capsys: pytest.CaptureFixture[str]
 
 
 def test_list_and_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = CliRunner().invoke(app, ["recipes", "list", "--json"])
-    assert json.loads(listed.output) == json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
+    listed = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
+    assert "quickstart" in {row["name"] for row in listed}
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
     assert complete_recipe("mi") == ["mine.yaml"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -12,27 +11,21 @@ import typer
 import yaml
 
 from toolkit.cli.shared.arguments import LOOK, AsJson, NewFile, complete_config
-from toolkit.cli.shared.console import print_table
+from toolkit.cli.shared.console import print_rows
 from toolkit.cli.shared.shipped import find_config, new_yaml, shipped_configs
 
 configs_app = typer.Typer(invoke_without_command=True, **LOOK)
 
 
-@configs_app.callback()
+@configs_app.callback(epilog="toolkit configs")
 def configs(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the shipped Accelerate configs, or copy one."""
+    """List the shipped Accelerate configs: processes, strategy, and when to choose them. Or copy one."""
     if context.invoked_subcommand is None:
-        list_configs(as_json)
-
-
-@configs_app.command("list", epilog="toolkit configs list")
-def list_configs(as_json: AsJson = False) -> None:
-    """List the shipped Accelerate configs: processes, strategy, and when to choose them."""
-    rows = [_config_fields(name, path) for name, path in shipped_configs().items()]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    print_table(["config", "processes", "strategy", "what it is for"], [[str(row[key]) for key in row] for row in rows])
+        columns = {key: key for key in ("name", "processes", "strategy")} | {
+            "name": "config",
+            "description": "what it is for",
+        }
+        print_rows([_config_fields(name, path) for name, path in shipped_configs().items()], columns, as_json)
 
 
 def _config_fields(name: str, path: Path) -> dict[str, Any]:

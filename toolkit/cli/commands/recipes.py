@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.cli.shared.arguments import LOOK, AsJson, NewFile
-from toolkit.cli.shared.console import print_table
+from toolkit.cli.shared.console import print_rows
 from toolkit.cli.shared.shipped import new_yaml, recipe_rows
 from toolkit.recipe.json_schema import schema_line
 from toolkit.recipe.load import anchor_paths, find_recipe, sections_of, text_of
@@ -20,21 +19,11 @@ from toolkit.recipe.load import anchor_paths, find_recipe, sections_of, text_of
 recipes_app = typer.Typer(invoke_without_command=True, **LOOK)
 
 
-@recipes_app.callback()
+@recipes_app.callback(epilog="toolkit recipes")
 def recipes(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the shipped recipes, or copy one."""
+    """List the shipped recipes with one line each, or copy one."""
     if context.invoked_subcommand is None:
-        list_recipes(as_json)
-
-
-@recipes_app.command("list", epilog="toolkit recipes list")
-def list_recipes(as_json: AsJson = False) -> None:
-    """List the shipped recipes with one line each."""
-    rows = recipe_rows()
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    print_table(["recipe", "what it does"], [[row["name"], row["description"]] for row in rows])
+        print_rows(recipe_rows(), {"name": "recipe", "description": "what it does"}, as_json)
 
 
 @recipes_app.command("copy", epilog="toolkit recipes copy quickstart own.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import logging
 import os
 import platform
@@ -14,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.table import Table
 
@@ -185,6 +187,14 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Tells whether device (torch.OutOfMemoryError) or host, for which torch raises RuntimeError, lack memory."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool({"OutOfMemoryError", "MemoryError"} & names) or "can't allocate memory" in str(error)
+
+
+def print_rows(rows: list[dict[str, Any]], columns: dict[str, str], as_json: bool) -> None:
+    """Prints rows as a table with these headings, by key of the rows, or all of them as JSON."""
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        print_table(list(columns.values()), [[str(row[key]) for key in columns] for row in rows])
 
 
 def print_table(columns: list[str], rows: list[list[str]]) -> None:
