@@ -10,4 +10,6 @@ import yaml
 
 def cases(test: str) -> dict[str, Any]:
     """The tables of a test file, by their names."""
-    return yaml.safe_load(Path(test).with_suffix(".yaml").read_text(encoding="utf-8"))
+    tables: dict[str, Any] = yaml.safe_load(Path(test).with_suffix(".yaml").read_text(encoding="utf-8"))
+    assert all(tables.values()), "an empty table tries nothing"
+    return tables
