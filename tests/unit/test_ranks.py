@@ -35,7 +35,6 @@ STARTERS = {
     "data/documents/processes.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
     "cluster/nodes.py": "answering",  # opens sockets; knows no torch
     "terminal.py": "_print_elapsed",  # prints a line; knows no torch
-    "verify/sharded.py": "_end_with_parent",  # reads a pipe and ends the process; knows no torch
 }
 """File that starts a thread -> what in it sees to the thread's device. Each is run below."""
 

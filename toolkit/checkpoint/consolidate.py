@@ -260,8 +260,8 @@ def export_run(
         raise BadInputError(f"dtype: unknown {dtype!r}; allowed: {', '.join(EXPORT_TYPES)}")
     place: Any = place_of(run)
     step, manifest, unfinished = _choose(place, checkpoint)
-    is_adapter = _trained_as(manifest, step_folder(place, step))[0].kind != "none"
     with _on_this_machine(place, step, manifest, to) as found:
+        is_adapter = _trained_as(manifest, step_folder(place, step))[0].kind != "none"
         export, of_base = manifest.recipe.get("export"), _told_of_base(found, STORED_NAMES).get("dtype")
         asked = dtype or (export.get("dtype") if isinstance(export, dict) else None)
         written = dtype_of_export(asked, of_base, is_adapter)

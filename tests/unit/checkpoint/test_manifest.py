@@ -57,7 +57,8 @@ def written(run: Path, step: int) -> Path:
     for name in ("a.json", "b.json", METRICS, "rank_00000.json", "rank_00001.json", "shard.safetensors"):
         (folder / name).write_text(f"{name} {step}")
     files = {path.name: file_entry(path) for path in folder.iterdir()}
-    publish(folder, replace(PLAIN, step=step, files=files))
+    recipe = {"model": {"name_or_path": None, "revision": None}, "adapter": {"kind": "none"}}
+    publish(folder, replace(PLAIN, step=step, files=files, recipe=recipe))
     return folder
 
 

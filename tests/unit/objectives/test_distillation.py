@@ -156,7 +156,7 @@ def test_the_check_knows_a_loss_of_other_logits() -> None:
     device = torch.device("cpu")
     assert "heads' inputs" in objective.check_head_loss(student, device, in_16_bits=False)
     objective.teacher.head_loss.after = AfterHead(scale=2.0)
-    with pytest.raises(BadInputError, match="full logits"):
+    with pytest.raises(BadInputError, match="and whole logits"):
         objective.check_head_loss(student, device, in_16_bits=False)
 
 

@@ -116,7 +116,8 @@ def test_the_last_lines_have_answers_before_and_after(tmp_path: Path, capsys: py
     wrong = SideBySide("Why?", "so", before="", after="x" * 500)
     result = result_of(tmp_path, records(FALLING), None)
     print_result(Terminal(), Recipe.load("quickstart"), result, Story(), [right, wrong, right, right])
-    lines = capsys.readouterr().err.splitlines()
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith("training loss 6.9000 -> 4.2000 (-39.1%)")
     assert lines[:4] == ["asks", "  before: no \u241b[2J", "  after: yes", "Why?"]
     assert lines[5] == f"  after: {'x' * 160} …"
     assert lines[6] == "  in the data: so"
