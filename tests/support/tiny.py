@@ -66,7 +66,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": _MAMBA,
     "inkling2_loop_text": {  # of its four blocks the second and the third run three times
-        "unpadded_vocab_size": 60,
+        "unpadded_vocab_size": 64,
         "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid"],
         **dict.fromkeys(("n_layers_per_attn_res_block", "loop_layer_index_start"), 1),
         **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 2),

@@ -218,7 +218,7 @@ def compared(feature: Feature, folder: Path, records: list[dict[str, Any]]) -> s
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     rows = rows_of(feature.objective, feature.lengths)
-    windows = windows_of(feature.objective, rows, records)
+    windows = windows_of(feature.objective, rows, records)[: len(records)]
     try:
         if feature.adapted:
             losses, found, expected, before = adapters_compared(folder, windows, feature)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from zoo.grid import FEATURES, RESULTS, Job, all_judged, judged
+from zoo.grid import CHECKPOINTED, FEATURES, RESULTS, Feature, Job, all_judged, judged
 from zoo.kinds import kinds_of
 
 QUICK = [
@@ -61,6 +62,30 @@ def test_types_that_cover_the_mechanisms_train_as_each_row_alone_or_are_refused(
             "refused: sharding.strategy: SqueezeBertModule is run by its forward and not by a call, so that no hook of "
             "FSDP2 gathers its weights; set sharding.strategy=ddp"
         )
+    assert {name: said for name, said in found.items() if said != "right"} == {}
+
+
+LOOPED = {
+    "zero2": {"strategy": "zero2"},
+    "zero3": {},
+    "checkpointed": CHECKPOINTED,
+    "offload": {"offload": "optimizer"},
+    "by block": {"accumulate": "by_block", **CHECKPOINTED},
+    "by block, offload": {"accumulate": "by_block", "offload": "optimizer", **CHECKPOINTED},
+}
+"""Settings of `sharding` for blocks that a forward runs several times."""
+
+
+def test_a_step_of_blocks_in_a_loop_is_the_plain_one_or_is_refused(tmp_path: Path) -> None:
+    """One: float32 and float64 part in the next. Gates of Inkling's blocks have no part in their first pass."""
+    jobs: list[Job] = []
+    for kind, (name, fields), norm in product(("dory", "inkling2_loop_text"), LOOPED.items(), (1e9, None)):
+        if norm or name == "offload":  # without clipping units are stepped in backward
+            changes = {"sharding": {"strategy": "zero3"} | fields, "training": {"max_grad_norm": norm, "max_steps": 1}}
+            jobs.append((kind, Feature(num_ranks=2, changes=changes), tmp_path / f"{kind} {name} {norm}"))
+    found = {folder.name: said for (_, _, folder), said in zip(jobs, all_judged(jobs), strict=True)}
+    for kind in ("dory", "inkling2_loop_text"):
+        assert "got two gradients before one step" in found.pop(f"{kind} offload None")
     assert {name: said for name, said in found.items() if said != "right"} == {}
 
 
