@@ -240,8 +240,8 @@ def _model_settings(
                 f"model.revision: {model.revision!r} has no effect on the folder {model.name_or_path!r}; remove it"
             )
     config = _configuration(model, tokenizer)
-    others = [] if label_names is None else _name_labels(config, label_names, tokenizer)
     name = SPECS[objective].auto_class
+    others = [] if label_names is None else _name_labels(config, label_names, tokenizer, str(name))
     auto = writer_of(config, _model_field(model)) if name is None else getattr(transformers, name)
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     dtype = getattr(torch, model.dtype)
@@ -323,8 +323,13 @@ def _config_place(field: str) -> str:
     return "model.config" if field == "model.config" else "its config.json"
 
 
-def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialTokens) -> list[str]:
-    """Gives a classifier its classes, and returns those that its head has under other names; else an empty list."""
+def _name_labels(
+    config: PretrainedConfig,
+    names: list[str],
+    tokenizer: SpecialTokens,
+    auto: str = "AutoModelForSequenceClassification",
+) -> list[str]:
+    """Gives a classifier its classes, and returns those that its head has for others or of another task; else none."""
     own = [config.id2label[number] for number in sorted(config.id2label or {})]
     theirs, ours = ([name.casefold() for name in each] for each in (own, names))
     if theirs != ours and sorted(theirs) == sorted(ours):
@@ -336,7 +341,10 @@ def _name_labels(config: PretrainedConfig, names: list[str], tokenizer: SpecialT
         )
     numbers = range(len(names))
     unnamed = theirs == [f"label_{number}" for number in numbers] or names == [str(number) for number in numbers]
-    others = own if len(own) == len(names) > 1 and theirs != ours and not unnamed else []
+    # A head for texts has the name and, without its bias, the shape of one for tokens.
+    tasks = [each for each in config.architectures or [] if each.endswith("Classification")]
+    is_meant = all(each.endswith(auto.removeprefix("AutoModel")) for each in tasks) and (theirs == ours or unnamed)
+    others = own if len(own) == len(names) > 1 and not is_meant else []
     config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}

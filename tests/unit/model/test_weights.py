@@ -149,11 +149,9 @@ def test_decoders_look_behind_the_padding_of_the_batches(kind: str, own: int | N
 
 
 def test_a_trained_head_in_another_order_is_told() -> None:
-    tokens: Any = SimpleNamespace(pad_token_id=2, eos_token_id=3)
-
-    def others(own: list[str], names: list[str]) -> list[str]:
-        config = AutoConfig.for_model("llama", id2label=dict(enumerate(own)))
-        found = _name_labels(config, names, tokens)
+    def others(own: list[str], names: list[str], kind: str = "LlamaForSequenceClassification") -> list[str]:
+        config = AutoConfig.for_model("llama", id2label=dict(enumerate(own)), architectures=[kind])
+        found = _name_labels(config, names, SimpleNamespace(pad_token_id=2, eos_token_id=3))  # type: ignore[arg-type]
         assert config.id2label == dict(enumerate(names))
         return found
 
@@ -163,6 +161,7 @@ def test_a_trained_head_in_another_order_is_told() -> None:
     for names in (["good", "bad"], ["Good", "BAD"], ["0", "1"], ["bad", "neutral", "good"], ["score"]):
         assert others(["good", "bad"], names) == []
     assert others(["LABEL_0", "LABEL_1"], ["x", "y"]) == []
+    assert others(["LABEL_0", "LABEL_1"], ["x", "y"], "LlamaForTokenClassification") == ["LABEL_0", "LABEL_1"]
 
 
 def test_a_head_for_other_classes_is_drawn_anew_if_that_is_meant(folder: Path) -> None:
