@@ -265,8 +265,7 @@ def refusals() -> dict[str, str]:
 
     def write(loop: Loop) -> None:
         loop.forward(0, 3, nullcontext)
-        with torch.no_grad():
-            loop.model.head.weight.mul_(0.5)
+        torch.no_grad()(loop.model.head.weight.mul_)(0.5)
 
     def keep(loop: Loop) -> None:
         loop.model.layers[1].fails = "backward"

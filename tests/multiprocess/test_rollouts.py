@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,9 @@ def plain_run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
                 ids = drawn(model, prompt, number, k, stops)
                 asked.append(prompt)
                 samples.append(ids)
-                text = tokenizer.decode(ids[:-1] if ids[-1] in stops else ids, skip_special_tokens=True)
+                pad, begin = map(re.escape, (tokenizer.pad_token, tokenizer.bos_token or tokenizer.pad_token))
+                text = tokenizer.decode(ids[:-1] if ids[-1] in stops else ids)
+                text = re.sub(rf"^({pad}|{begin})+|({pad})+$", "", text)  # inside it stays, as it may be a word
                 if "judge" in case:
                     rewards.append(judged(judge, tokenizer, row["prompt"] + text) if text.strip() else math.nan)
                 else:

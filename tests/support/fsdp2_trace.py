@@ -95,7 +95,8 @@ def trace(
         with ExitStack() as stack:
             for mode in (fake, cuda_dropout(), host_copies(ledger), planned, grouped_products()):
                 stack.enter_context(mode)
-            stack.enter_context(mock.patch.object(_fully_shard, "_get_post_forward_mesh_info", _with_values))
+            meshes = unset_fake_temporarily()(_get_post_forward_mesh_info)  # read the numbers of ranks
+            stack.enter_context(mock.patch.object(_fully_shard, "_get_post_forward_mesh_info", meshes))
             shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
             # After `apply`, so that each rank makes only its own shards.
             model.to_empty(device="cpu")
@@ -123,12 +124,6 @@ def trace(
                     _scaled_backward(loss)
                     del loss
     return Traced(between, ledger.peak, ledger.peak_label, dict(counted), ledger.host_peak)
-
-
-def _with_values(*args: Any) -> Any:
-    """A mesh of ranks, which reads their numbers."""
-    with unset_fake_temporarily():
-        return _get_post_forward_mesh_info(*args)
 
 
 def _see_held(ledger: Ledger, models: list[nn.Module], batches: list[dict[str, Any]]) -> None:
