@@ -42,13 +42,12 @@ def write_recipe(folder: Path, text_file: Path, **training: Any) -> Path:
 def start(
     command: list[str], recipe: Path, *overrides: str, script: tuple[str, ...] = ("recipes/finetune.py",)
 ) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+    process: subprocess.Popen[str] = subprocess.Popen(
         [*command, *script, *(["--recipe"] if script else []), str(recipe), *overrides],
         cwd=ROOT,
         env=clean_environment(OMP_NUM_THREADS="1"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
+        **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE),  # type: ignore[arg-type]
     )
     STARTED.append(process)
     return process
@@ -58,8 +57,7 @@ def start(
 def left_by_no_test() -> Iterator[None]:
     """Ends what a failed test has left: ranks end with their launcher."""
     yield
-    while STARTED:
-        STARTED.pop().kill()
+    list(map(subprocess.Popen.kill, STARTED))
 
 
 def wait_for_checkpoint(run: Path, process: subprocess.Popen[str]) -> None:

@@ -154,9 +154,8 @@ def plain_run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
                 ids = drawn(model, prompt, number, k, stops)
                 asked.append(prompt)
                 samples.append(ids)
-                pad, begin = map(re.escape, (tokenizer.pad_token, tokenizer.bos_token or tokenizer.pad_token))
-                text = tokenizer.decode(ids[:-1] if ids[-1] in stops else ids)
-                text = re.sub(rf"^({pad}|{begin})+|({pad})+$", "", text)  # inside it stays, as it may be a word
+                pad = re.escape(tokenizer.pad_token)  # inside it stays, as it may be a word
+                text = re.sub(rf"^({pad})+|({pad})+$", "", tokenizer.decode(ids[:-1] if ids[-1] in stops else ids))
                 if "judge" in case:
                     rewards.append(judged(judge, tokenizer, row["prompt"] + text) if text.strip() else math.nan)
                 else:
