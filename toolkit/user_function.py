@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import numbers
 import os
@@ -385,7 +385,8 @@ def _imported_from(place: str, what: str) -> _Imported:
 def _forget(files: Container[str]) -> None:
     """Forgets the modules of these files, so that the next import runs them."""
     for name in [name for name, module in list(sys.modules.items()) if _file_of(module) in files]:
-        del sys.modules[name]
+        with contextlib.suppress(OSError):  # Python takes an edit of the same second and length for what it compiled
+            Path(importlib.util.cache_from_source(_file_of(sys.modules.pop(name)))).unlink()
 
 
 def _file_of(module: Any) -> str:

@@ -43,6 +43,8 @@ REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
         "labels are numbers (0) in some places and names (B-PER) in others",
     ),
     "a class twice": ('{"text": "a", "label": "x"}\n', (CLASSIFY, "objective.labels=[x, x]"), "objective.labels"),
+    "a class in two cases": ('{"text": "a", "label": "A"}\n{"text": "b", "label": "a"}\n', (CLASSIFY,), "'A' and 'a'"),
+    "a number in two": ('{"text": "a", "label": 1}\n{"text": "b", "label": "1.0"}\n', (CLASSIFY,), "'1' and '1.0'"),
     "pairs of one column": ('{"chosen": "a"}\n', (PREFER,), "Add the columns that are missing"),
     "a pair of equals": ('{"prompt": "a", "chosen": "b", "rejected": "b"}\n', (PREFER,), "a.jsonl"),
 }

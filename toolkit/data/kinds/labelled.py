@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -79,6 +80,17 @@ def _require_one_kind(names: list[str]) -> None:
             f"data.train: labels are numbers ({numbers[0]}) in some places and names ({names[-1]}) in others, and "
             "one would be taken for two classes; write all as numbers or all as names"
         )
+
+
+def _require_unlike(names: list[str]) -> None:
+    """Raises DataError if two of these classes are written alike, as Good and good, or 1 and 1.0 of a CSV file."""
+    alike: dict[str, str] = {}
+    for name in names:
+        plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+        if (other := alike.setdefault(re.sub(r"^\+?(-?)0*(\d+?)(\.0*)?$", r"\1\2", plain), name)) != name:
+            raise DataError(
+                f"data.train: labels {other!r} and {name!r} seem to be one; write one, or list both: objective.labels"
+            )
 
 
 class LabelledEncoder(Encoder):
@@ -179,6 +191,7 @@ class LabelledRows(RowKind):
         names = sorted({name for found in self.labels(train) for name in found}, key=numbers_first)
         if named or not self.mixes_numbers:
             _require_one_kind(names)
+        _require_unlike(names)
         if len(names) == 1:
             raise DataError(f"data.train: all rows are of one class ({names[0]}); a classifier needs two or more")
         return names
