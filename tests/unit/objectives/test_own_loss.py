@@ -62,14 +62,13 @@ def plain(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits, labels, reduction="sum"), len(labels)
 
 
-def spoiling(logits: Any, labels: Any, rows: Any) -> Any:
-    total = plain(logits, labels)
+def spoiling(logits: Any, log_probabilities: Any, labels: Any, rows: Any) -> Any:
+    total = plain(logits, labels.clone())[0] + 0 * log_probabilities.sum()
     with torch.no_grad():
         logits.zero_()
     rows.zero_()
-    if not torch.is_grad_enabled():
-        labels.zero_()
-    return total
+    labels.zero_().unsqueeze_(0)
+    return total, labels.numel()
 
 
 def by_row(log_probabilities: Any, weights: Any, num_rows: Any) -> Any:
