@@ -108,9 +108,9 @@ class OwnLoss(CausalLM):
             # With a graph, so that this rank's backward gathers what the others gather.
             return source.sum(), (0 if not self.needs_whole_steps else source.new_zeros(()))
         where = f"{len(labels)} targets of {num_rows} rows"
-        given = {**arguments, "labels": labels.clone()}  # the function may reshape its own, and ours are counted
+        arguments = {**arguments, "labels": labels.clone()}  # the function may reshape its own, and ours are counted
         with while_training():
-            found = self._function.call(where, **{name: given[name] for name in self.takes})
+            found = self._function.call(where, **{name: arguments[name] for name in self.takes})
         if not isinstance(found, tuple) or len(found) != 2:
             raise self.wrong(found, where, "a sum and a count, as in return losses.sum(), len(labels)")
         total, count = found

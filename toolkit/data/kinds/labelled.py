@@ -88,9 +88,7 @@ def _require_unlike(names: list[str]) -> None:
     for name in names:
         plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
         if (other := alike.setdefault(re.sub(r"^\+?(-?)0*(\d+?)(\.0*)?$", r"\1\2", plain), name)) != name:
-            raise DataError(
-                f"data.train: labels {other!r} and {name!r} seem to be one; write one, or list both: objective.labels"
-            )
+            raise DataError(f"data.train: labels {other!r} and {name!r} look like one; list both in objective.labels")
 
 
 class LabelledEncoder(Encoder):

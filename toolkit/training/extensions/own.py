@@ -85,8 +85,7 @@ def load_extensions(named: Mapping[str, str], given: Sequence[Extension]) -> lis
     found = []
     for field, name in named.items():
         function = load_function(name, field)
-        mend = "it is called without arguments; correct it"
-        made = fenced(function.function, f"{field}: {name}() failed", mend, field)
+        made = fenced(function.function, f"{field}: {name}() failed", "it is given no arguments; correct it", field)
         found.append(Own(field, _require_extension(made, f"{field}: {name}"), function.fingerprint))
     for extension in given:
         field = f"{GIVEN}.{type(extension).__name__}"
