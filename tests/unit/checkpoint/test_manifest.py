@@ -50,15 +50,14 @@ def publish(folder: Path, manifest: Manifest) -> None:
     (folder / COMPLETE).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
 
 
-def written(run: Path, step: int) -> Path:
+def written(run: Path, step: int, **recipe: Any) -> Path:
     """A checkpoint of small files that counts."""
     folder = step_folder(run, step)
     folder.mkdir(parents=True)
     for name in ("a.json", "b.json", METRICS, "rank_00000.json", "rank_00001.json", "shard.safetensors"):
         (folder / name).write_text(f"{name} {step}")
     files = {path.name: file_entry(path) for path in folder.iterdir()}
-    recipe = {"model": {"name_or_path": None, "revision": None}, "adapter": {"kind": "none"}}
-    publish(folder, replace(PLAIN, step=step, files=files, recipe=recipe))
+    publish(folder, replace(PLAIN, step=step, files=files, recipe=recipe or PLAIN.recipe))
     return folder
 
 
@@ -183,12 +182,12 @@ def test_a_damaged_last_checkpoint_is_not_left_out_of_an_export(tmp_path: Path) 
     def flip(folder: Path) -> None:
         (folder / "b.json").write_text("b.json 8")  # of the same size
 
-    wrong = {}
+    wrong, recipe = {}, {"model": {"name_or_path": None, "revision": None}, "adapter": {"kind": "none"}}
     for number, (kind, (damage, told)) in enumerate({**DAMAGE, "byte": (flip, "its checksum differs")}.items()):
         run = tmp_path / str(number)
         for step in (3, 5):
-            written(run, step)
-        last = written(run, 7)
+            written(run, step, **recipe)
+        last = written(run, 7, **recipe)
         damage(last)
         with pytest.raises(BadInputError) as found:
             export_run(run, run / "export")
