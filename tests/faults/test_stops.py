@@ -160,9 +160,11 @@ MOMENTS = (
 
 
 @alone
-def terminated_at(arguments: list[str], place: str, step: int | None) -> int:
-    """Exit code of `toolkit train` if its launcher has SIGTERM as the first rank comes to a call."""
+def terminated_at(told: Path, arguments: list[str], place: str, step: int | None) -> int:
+    """Exit code of `toolkit train` if its launcher has SIGTERM as the first rank comes to a call. `told` is stderr."""
     import importlib
+
+    os.dup2(os.open(told, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
 
     from toolkit.cli.app import main
     from toolkit.run.parts import held_out_samples
@@ -197,7 +199,7 @@ def terminated_at(arguments: list[str], place: str, step: int | None) -> int:
     return 0
 
 
-def test_terminated_at_every_moment(tmp_path: Path, text_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_terminated_at_every_moment(tmp_path: Path, text_file: Path) -> None:
     """The same command goes on, and ends as the run that nobody stopped. After finished.json nothing waits."""
     held_out = tmp_path / "held_out.jsonl"
     rows = [{"prompt": text[:9], "completion": text[9:20]} for text in make_texts(12)]
@@ -205,13 +207,14 @@ def test_terminated_at_every_moment(tmp_path: Path, text_file: Path, capfd: pyte
     recipe = write_recipe(tmp_path, text_file, eval_every_steps=2)
     common = [str(recipe), "training.max_steps=4", f"data.validation={held_out}", "data.max_length=64"]
     common += ["logging.held_out_samples=2", "checkpoint.every_steps=100"]
-    for place, step, expected, told in MOMENTS:
-        [code] = run_on_ranks(terminated_at, 1, common, place, step)
-        said = " ".join(capfd.readouterr().err.split())
-        assert (code, told in said) == (expected, True), (place, code, said)
+    told = tmp_path / "told.txt"
+    for place, step, expected, sentence in MOMENTS:
+        [code] = run_on_ranks(terminated_at, 1, told, common, place, step)
+        said = " ".join(told.read_text().split())
+        assert (code, sentence in said) == (expected, True), (place, code, said)
         assert (tmp_path / "run/finished.json").exists() == (expected == 0), place
     whole = [*common, f"training.output_dir={tmp_path / 'whole'}"]
-    assert run_on_ranks(terminated_at, 1, whole, "toolkit.run.run:fit", "never") == [0]
+    assert run_on_ranks(terminated_at, 1, told, whole, "toolkit.run.run:fit", "never") == [0]
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
