@@ -105,7 +105,7 @@ class UnitStates:
             self._copy_outside_inference_mode()
             self.require_no_lost_write()
             has_failed = self._context.post_backward_final_callback_queued  # in a backward, and the loop caught it
-            if has_failed or _GATHERED.get(self._root, versions := self._versions()) != versions:
+            if has_failed or (self._root in _GATHERED and _GATHERED[self._root] != self._versions()):
                 self.free_all()
             if torch.is_grad_enabled():
                 if has_failed:
@@ -117,12 +117,13 @@ class UnitStates:
             # In a run by block, other micro-batches are in the middle of their forwards.
             if is_by_block() or in_backward() or is_inside(module) or self._root in _GENERATING:
                 return
-            _GATHERED[self._root] = self._versions()
             self.require_no_lost_write()
             if output is None and (error := sys.exception()) is not None:  # the forward has failed
                 error.ran_sharded = run_while_sharded(error)  # type: ignore[attr-defined]
             if output is None or not torch.is_grad_enabled():
                 self.free_all()
+            else:
+                _GATHERED[self._root] = self._versions()
 
         for unit in sharded_modules(self._root):
             # Before FSDP2's own hook, which takes the state of the last pass for that of this one.
@@ -152,25 +153,28 @@ class UnitStates:
 
     def _copy_outside_inference_mode(self) -> None:
         """Makes FSDP2 create its gathered copies now if it would in inference mode: no backward could use these."""
-        if torch.is_inference_mode_enabled() and not all(hasattr(each, "_unsharded_param") for each in self._records()):
+        if torch.is_inference_mode_enabled() and not all(hasattr(each, "_unsharded_param") for each in self._records):
             with torch.inference_mode(False):
                 for unit in sharded_modules(self._root):
                     unit.unshard()
                     unit.reshard()
 
-    def _records(self) -> Iterator[Any]:
-        return (parameter for group in fsdp_groups(self._root) for parameter in group.fsdp_params)
+    @functools.cached_property
+    def _records(self) -> list[Any]:
+        # Once: each forward reads them, and a walk over all modules takes milliseconds.
+        return [parameter for group in fsdp_groups(self._root) for parameter in group.fsdp_params]
 
+    @torch.no_grad()  # with it, a shard's tensor is read without a node of autograd
     def _versions(self) -> list[int]:
-        shards = [each.sharded_param for each in self._records()]
-        return [shard._version + local_tensor(shard)._version for shard in shards]  # each counts the writes to it
+        # Each of the two counts the writes to it.
+        return [each.sharded_param._version + local_tensor(each.sharded_param)._version for each in self._records]
 
     def require_no_lost_write(self) -> None:
         """Raises BadInputError if a gathered copy of a trained parameter was written in place, which a gather undoes.
 
         Frozen ones are passed over: peft's adapters of stacked experts set these to themselves in each forward.
         """
-        for parameter in (each for each in self._records() if each.sharded_param.requires_grad):
+        for parameter in (each for each in self._records if each.sharded_param.requires_grad):
             copy = getattr(parameter, "_unsharded_param", None)
             if copy is not None and _COPIES.setdefault(parameter, copy._version) != copy._version:
                 raise BadInputError(
@@ -179,7 +183,7 @@ class UnitStates:
                 )
 
     def _require_no_half_gradient(self) -> None:
-        if any(unreduced_gradient(each) is not None for each in self._records()):
+        if any(unreduced_gradient(each) is not None for each in self._records):
             raise TrainingError(
                 "the last backward ended in an error, and left gradients of a part of the model; call zero_grad() of "
                 "the optimizer or of the model before the next forward"
