@@ -271,7 +271,7 @@ def begin_streams(seed: int) -> None:
     """Begins the random numbers of all own code anew, as a run does, and runs its files anew where they are named."""
     _seed[0] = seed
     _streams.clear()
-    _forget({_file_of(known.module) for known in _imported.values()} - {"None"})
+    _forget({_file_of(known.module) for known in _imported.values()})
     _imported.clear()
 
 
@@ -383,14 +383,17 @@ def _imported_from(place: str, what: str) -> _Imported:
 
 
 def _forget(files: Container[str]) -> None:
-    """Forgets the modules of these files, so that the next import runs them."""
-    for name in [name for name, module in list(sys.modules.items()) if _file_of(module) in files]:
-        with contextlib.suppress(OSError):  # Python takes an edit of the same second and length for what it compiled
-            Path(importlib.util.cache_from_source(_file_of(sys.modules.pop(name)))).unlink()
+    """Forgets the modules of these files, so that the next import runs them; not those without a file."""
+    for name, module in list(sys.modules.items()):
+        if (file := _file_of(module)) and file in files:
+            del sys.modules[name]
+            # Python takes an edit of the same second and length for what it compiled.
+            with contextlib.suppress(OSError):
+                Path(importlib.util.cache_from_source(file)).unlink()
 
 
 def _file_of(module: Any) -> str:
-    return str(getattr(module, "__dict__", {}).get("__file__"))
+    return str(getattr(module, "__dict__", {}).get("__file__") or "")
 
 
 def _read(files: Iterable[str]) -> dict[str, bytes]:
@@ -402,7 +405,7 @@ def _import_anew(place: str, what: str) -> _Imported:
     if is_path and not Path(place).is_file():
         raise BadInputError(f"there is no file {place!r}; correct the path")
     if in_notebook() and place in sys.modules:  # a cell may have imported it before it was edited
-        _forget({_file_of(sys.modules[place])} - {"None"})
+        _forget({_file_of(sys.modules[place])})
     before = set(sys.modules)
 
     def find() -> tuple[types.ModuleType, dict[str, bytes]]:
