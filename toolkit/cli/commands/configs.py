@@ -21,11 +21,9 @@ configs_app = typer.Typer(invoke_without_command=True, **LOOK)
 def configs(context: typer.Context, as_json: AsJson = False) -> None:
     """List the shipped Accelerate configs: processes, strategy, and when to choose them. Or copy one."""
     if context.invoked_subcommand is None:
-        columns = {key: key for key in ("name", "processes", "strategy")} | {
-            "name": "config",
-            "description": "what it is for",
-        }
-        print_rows([_config_fields(name, path) for name, path in shipped_configs().items()], columns, as_json)
+        rows = [_config_fields(name, path) for name, path in shipped_configs().items()]
+        headings = {"name": "config", "description": "what it is for"}
+        print_rows(rows, {key: headings.get(key, key) for key in rows[0]}, as_json)
 
 
 def _config_fields(name: str, path: Path) -> dict[str, Any]:

@@ -204,9 +204,7 @@ def print_table(columns: list[str], rows: list[list[str]]) -> None:
     if not console.is_terminal:
         widths = [max(map(len, column)) for column in cells]
         for row in [columns, *rows]:
-            console.print(
-                "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), soft_wrap=True
-            )
+            console.print("  ".join(map(str.ljust, row, widths)).rstrip(), soft_wrap=True)
         return
     least = [min(WORD, max(len(word) for cell in column for word in cell.split() or [""])) for column in cells]
     if sum(least) + 2 * len(least) > console.width:
