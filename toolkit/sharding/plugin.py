@@ -7,7 +7,8 @@ exists, and at that point it enters the backend into that state. This works on C
 silently drops an FSDP plugin. `ShardingPlugin` is a `FullyShardedDataParallelPlugin`. `Accelerator.prepare` first calls
 its `set_auto_wrap_policy(model)`, which shards the model; Accelerate's own wrapping then finds nothing left to do.
 
-This file uses private names of Accelerate. versions.py lists them with those of torch, and reports one that has moved.
+This file uses private names of Accelerate. private_names.yaml lists them with those of torch, and a run names one that
+has moved.
 """
 
 from __future__ import annotations

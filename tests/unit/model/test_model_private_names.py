@@ -1,4 +1,4 @@
-"""The private names of transformers that toolkit/model uses still mean what they did; versions.py lists the others.
+"""The private names of transformers that toolkit/model uses mean what they did; private_names.yaml lists the others.
 
 When one of these fails after an upgrade, the named place in toolkit/model is what to mend.
 """

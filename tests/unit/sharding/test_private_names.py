@@ -1,6 +1,6 @@
 """The private names of the libraries that the toolkit uses are still there.
 
-When one of these fails after an upgrade, toolkit/sharding/fsdp2/versions.py says which file to change.
+When one of these fails after an upgrade, toolkit/sharding/fsdp2/private_names.yaml says which file to change.
 """
 
 from __future__ import annotations

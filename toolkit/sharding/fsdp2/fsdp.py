@@ -1,7 +1,7 @@
 """Reads FSDP2's records of its units. unit_states.py changes their states, fsdp_replaced.py replaces their methods.
 
 Only these three files name FSDP2's private records. The names are those of torch 2.13 and later, and of 2.11, in which
-a state has only one group. versions.py reports a name that has moved.
+a state has only one group. private_names.yaml lists them, and a run names one that has moved.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ def test_private_modules_are_named_in_few_files() -> None:
         "sharding/fsdp2/gloo.py",
         "sharding/fsdp2/shards.py",
         "sharding/blocks/compiling.py",
-        "sharding/fsdp2/versions.py",
     }
 
 
