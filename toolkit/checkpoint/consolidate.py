@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.checkpoint.beside_weights.compared_files import compare_files
-from toolkit.checkpoint.beside_weights.model_files import compared
 from toolkit.checkpoint.export import (
     EXPORT_TYPES,
     ExportSettings,
@@ -49,7 +47,7 @@ from toolkit.checkpoint.state import MODEL, first_failure
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapters import add_adapter, base_of, has_adapter, quantise
-from toolkit.model.beside_weights.base_files import GENERATION, TOKENIZERS, BaseFiles
+from toolkit.model.beside_weights.base_files import GENERATION, BaseFiles
 from toolkit.model.load import auto_class, take_generation_settings
 from toolkit.model.structure.model_parts import LANGUAGE
 from toolkit.model.weights.file_names import FileNames
@@ -77,7 +75,7 @@ def export_checkpoint(
         manifest: the manifest of the checkpoint.
         to: the new folder.
         settings: how the export is written.
-        verify: whether to reload the export and compare its logits, and to compare its files with the base's.
+        verify: whether to reload the export and compare its logits.
 
     Returns:
         The largest difference of logits between checkpoint and export, as a share of the largest logit; None without
@@ -112,43 +110,11 @@ def export_checkpoint(
     def check(export: Path) -> None:
         nonlocal difference, notes
         notes = () if is_adapter else _notes_on_names(export, stored, base)
-        if verify:
-            notes = (*notes, *_compare_files(run, folder, manifest, model, export))
         if verify and not is_adapter:
             difference = compare_logits(export, _logits(folder, manifest, config, settings), settings.dtype)
 
     write_export(source, to, settings, "export it again", check)
     return difference, notes
-
-
-def _compare_files(
-    run: Path, folder: Path, manifest: Manifest, model: PreTrainedModel, export: Path
-) -> tuple[str, ...]:
-    """Compares the export's files with those that the run kept, and with the base's as far as it is the same.
-
-    Returns:
-        What differs and why, and what was not compared.
-
-    Raises:
-        ExportError: if a key is missing, or differs without a reason.
-    """
-    inner, is_adapter = base_of(model), has_adapter(model)
-    notes = compare_files(compared(inner, BaseFiles.read(run / MODEL_FILES), is_adapter), export)
-    _, name, _ = _trained_as(manifest, folder)
-    digests = _told_of_base(run, BASE_DIGESTS)
-    if name is None or not digests:
-        return tuple(notes)
-    base = _base_on_this_machine(manifest, folder)
-    if base is None:
-        return (*notes, f"the base {name!r} is not on this machine: its files were not compared")
-    files = BaseFiles.read(base)
-    if manifest.recipe["model"].get("tokenizer") is not None:  # of another folder
-        files, of_base = files.without(TOKENIZERS), BaseFiles(dict.fromkeys(digests, b"")).without(TOKENIZERS).contents
-        digests = {name: digests[name] for name in of_base}
-    now = files.digests()
-    changed = sorted(name for name in digests if now.get(name) != digests[name])
-    not_compared = [f"{one} of {str(base)!r} has changed or gone since training began: not compared" for one in changed]
-    return *compare_files(compared(inner, files.without(changed), is_adapter), export), *not_compared
 
 
 def _load_configuration(folder: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:

@@ -1,4 +1,4 @@
-"""Exports the model of a run, and compares the export with it."""
+"""Exports the model of a run, and compares the export's logits with its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 
 from toolkit import ranks
-from toolkit.checkpoint.beside_weights.compared_files import compare_files
-from toolkit.checkpoint.beside_weights.model_files import compared
 from toolkit.checkpoint.export import (
     ExportSettings,
     dtype_of_export,
@@ -22,7 +20,7 @@ from toolkit.checkpoint.export import (
     write_export,
 )
 from toolkit.data.samples.loader import evaluation_batches
-from toolkit.model.adapters.adapters import base_of, has_adapter
+from toolkit.model.adapters.adapters import has_adapter
 from toolkit.paths import GIB
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.sharding.apply import PRECISIONS
@@ -58,17 +56,9 @@ def export_model(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> t
         difference = _check_export(opened, run, folder, how)
     if not console.quiet and is_whole(run.inner, how) and (told := names_fact(folder, run.fit.stored)) is not None:
         console.warn(f"the export {told}; test it with the server that will load it")
-    ranks.on_first_rank(lambda: _compare_with_base(run, folder, is_whole(run.inner, how), console))
-    return folder, difference
-
-
-def _compare_with_base(run: PreparedRun, folder: Path, whole: bool, console: Terminal) -> None:
-    """Says in which keys of its files the export differs from its base. Raises ExportError for one without a reason."""
-    files = run.fit.files
-    for line in compare_files(compared(base_of(run.inner), files, not whole), folder):
-        console.print(f"export: {line}")
-    for change in files.changes():
+    for change in run.fit.files.changes():
         console.warn(f"{change}; the export has it as it was then")
+    return folder, difference
 
 
 def _check_export(opened: OpenedRun, run: PreparedRun, folder: Path, how: ExportSettings) -> float | None:

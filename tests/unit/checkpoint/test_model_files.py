@@ -16,9 +16,7 @@ from support.tiny_multimodal import FAMILIES
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from toolkit import Recipe, finetune
-from toolkit.checkpoint.beside_weights.compared_files import compare_files
 from toolkit.checkpoint.beside_weights.model_files import (
-    compared,
     configuration,
     write_adapter_files,
     write_model_files,
@@ -27,7 +25,6 @@ from toolkit.checkpoint.beside_weights.older_names import with_older_names
 from toolkit.checkpoint.beside_weights.tokenizer_files import save_tokenizer
 from toolkit.data.tokens.tokenizer import identity
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
-from toolkit.errors import ExportError
 from toolkit.model.beside_weights.base_files import BaseFiles
 from toolkit.model.load import load, load_without_weights
 from toolkit.model.structure.tying import config_of_export
@@ -101,8 +98,6 @@ def test_files_are_those_of_the_base_byte_by_byte(base: Path, tmp_path: Path) ->
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes(), name
     text = (base / "config.json").read_text()
     assert (tmp_path / "out" / "config.json").read_text() == text.replace("bfloat16", "float32")
-    told = compare_files(compared(loaded.model, loaded.fit.files, False), tmp_path / "out")
-    assert told == ["config.json: torch_dtype is 'float32' instead of 'bfloat16' (export.dtype)"]
     own_settings = loaded.fit.files.digests()["generation_config.json"]
     write_adapter_files(loaded.model, tokenizer, tmp_path, loaded.fit.files, own_settings)
     assert not (tmp_path / "generation_config.json").exists(), "the base's own serve"
@@ -114,9 +109,7 @@ def test_files_are_those_of_the_base_byte_by_byte(base: Path, tmp_path: Path) ->
 
 def test_added_tokens_and_a_template_are_set_where_the_base_has_such(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    loaded, _ = export(
-        base, out, {"chat_template": "chatml"}, add_tokens=["<|a|>", {"content": "<|b|>", "special": True}]
-    )
+    export(base, out, {"chat_template": "chatml"}, add_tokens=["<|a|>", {"content": "<|b|>", "special": True}])
     rows = fields(base)["vocab_size"]
     assert fields(out) == {**fields(base), "vocab_size": rows + 2, "torch_dtype": "float32"}
     before, after = fields(base, "tokenizer.json"), fields(out, "tokenizer.json")
@@ -131,7 +124,6 @@ def test_added_tokens_and_a_template_are_set_where_the_base_has_such(base: Path,
     assert own.pop("chat_template") == TEMPLATE
     assert found == {**own, "additional_special_tokens": ["<|b|>"]}
     assert fields(out, "special_tokens_map.json")["additional_special_tokens"] == ["<|b|>"]
-    assert compare_files(compared(loaded.model, loaded.fit.files, False), out)
 
 
 def test_tokens_are_added_to_those_that_tokenizer_json_alone_lists(base: Path, tmp_path: Path) -> None:
@@ -165,12 +157,11 @@ def test_a_template_is_replaced_in_every_place(base: Path, tmp_path: Path) -> No
     (own / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     (own / "additional_chat_templates").mkdir()
     (own / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATE)
-    loaded, _ = export(own, tmp_path / "out", {"chat_template": "alpaca"})
+    export(own, tmp_path / "out", {"chat_template": "alpaca"})
     out, names = tmp_path / "out", ("chat_template.json", "tokenizer_config.json")
     found = [fields(out, name)["chat_template"] for name in names]
     assert {*found, (out / "chat_template.jinja").read_text()} == {found[0]} != {TEMPLATE}
     assert not (out / "additional_chat_templates").exists(), "the run had one template, whatever the tools"
-    assert compare_files(compared(loaded.model, loaded.fit.files, False), out)
 
 
 OWN_CODE = {
@@ -197,7 +188,6 @@ def test_code_of_a_model_and_of_its_tokenizer_is_where_they_are(base: Path, tmp_
     tokenizer = load_tokenizer(section, data)
     loaded = load(section, tokenizer, 0)
     write_model_files(loaded.model, tokenizer, out, torch.float32, loaded.fit.files)
-    compare_files(compared(loaded.model, loaded.fit.files, False), out)
     adapter.mkdir()
     write_adapter_files(loaded.model, tokenizer, adapter, loaded.fit.files, None)
     assert type(AutoConfig.from_pretrained(out, trust_remote_code=True)).__name__ == "OwnConfig"
@@ -209,7 +199,7 @@ def test_code_of_a_model_and_of_its_tokenizer_is_where_they_are(base: Path, tmp_
 def test_a_classifier_has_its_class_and_labels(base: Path, tmp_path: Path) -> None:
     new = ["score.weight"]
     labels = {"labels": ["no", "yes", "both"], "objective": "sequence_classification", "allow_new_weights": new}
-    loaded, _ = export(base, tmp_path / "out", **labels)
+    export(base, tmp_path / "out", **labels)
     assert fields(tmp_path / "out") == {
         **fields(base),
         "architectures": ["LlamaForSequenceClassification"],
@@ -220,7 +210,6 @@ def test_a_classifier_has_its_class_and_labels(base: Path, tmp_path: Path) -> No
         "pad_token_id": 1,
     }
     assert not (tmp_path / "out" / "generation_config.json").exists()
-    assert compare_files(compared(loaded.model, loaded.fit.files, False), tmp_path / "out")
 
 
 def test_a_head_of_its_own_is_untied_and_merged_weights_are_not_quantised(base: Path) -> None:
@@ -291,31 +280,6 @@ def test_a_described_model_has_older_names_beside_the_new_ones() -> None:
     assert (nested["rope_theta"], nested["rope_local_base_freq"]) == (1e6, 1e4)
 
 
-def test_each_lost_or_changed_key_is_found(base: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    loaded, _ = export(base, out)
-    kept = compared(loaded.model, loaded.fit.files, False)
-    may_differ = {"architectures", "torch_dtype", "vocab_size", "eos_token_id", "chat_template"}
-    may_differ |= {"additional_special_tokens", "tie_word_embeddings", "added_tokens"}
-    missed = []
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
-        whole = fields(out, name)
-        for key in whole:
-            for changed in ({**whole, key: "another"}, {one: value for one, value in whole.items() if one != key}):
-                (out / name).write_text(json.dumps(changed))
-                try:
-                    compare_files(kept, out)
-                except ExportError as error:
-                    missed += [] if key in str(error) else [(name, key, str(error))]
-                else:
-                    missed += [] if key in changed and key in may_differ else [(name, key)]
-        (out / name).write_text(json.dumps(whole))
-    (out / "tokenizer.json").unlink()
-    with pytest.raises(ExportError, match=r"tokenizer\.json: is missing"):
-        compare_files(kept, out)
-    assert not missed
-
-
 def test_a_base_that_changes_or_goes_is_named_and_the_export_has_what_was_trained(base: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     shutil.copytree(base, own)
@@ -347,12 +311,10 @@ def test_an_adapter_names_the_class_that_the_run_had(base: Path, tmp_path: Path)
     require_same_tokenizer(tokenizer, tmp_path)
     own = {**fields(base, "tokenizer_config.json"), "tokenizer_class": type(tokenizer).__name__}
     assert fields(tmp_path, "tokenizer_config.json") == own
-    (told,) = compare_files(files.matching(("*token*",)), tmp_path)
-    assert "tokenizer_class is 'Qwen2Tokenizer' instead of 'PreTrainedTokenizerFast'" in told
 
 
 @pytest.mark.slow
-def test_a_run_says_what_differs_and_how_to_serve_it(
+def test_a_run_changes_no_other_file_and_says_how_to_serve_it(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
@@ -368,7 +330,9 @@ def test_a_run_says_what_differs_and_how_to_serve_it(
         recipe = recipe_values(base, tmp_path / "rows.jsonl", tmp_path / name, tmp_path / "cache", max_steps=1)
         finetune(Recipe.from_mapping({**recipe, "adapter": adapter, "export": how}))
         said = capsys.readouterr().err
-        assert ("torch_dtype is 'float32' instead of 'bfloat16' (export.dtype)" in said) == (name == "whole"), said
+        if name == "whole":
+            text = (base / "config.json").read_text()
+            assert (tmp_path / name / "export" / "config.json").read_text() == text.replace("bfloat16", "float32")
         assert f"to serve it: {command}{tmp_path / name / 'export'} (docs" in said
         kept = {path.name for path in base.iterdir()} - {"model.safetensors"}
         kept -= {"config.json"} if name == "whole" else set()

@@ -102,21 +102,6 @@ def write_adapter_files(
     carry_over(files.matching((*BESIDE_ADAPTER, *(CODE if has_code else ()))), folder)
 
 
-def compared(model: PreTrainedModel, files: BaseFiles, is_adapter: bool) -> BaseFiles:
-    """Returns those files of the base that an export has, too, and that can be compared with it.
-
-    Args:
-        model: the model, without adapters.
-        files: the files of the base.
-        is_adapter: whether only an adapter is exported.
-    """
-    if is_adapter:
-        return files.matching(BESIDE_ADAPTER)
-    is_part = (files.fields(CONFIG) or {}).get("model_type") != model.config.model_type
-    left_out = ([CONFIG] if is_part else []) + ([] if model.can_generate() else [GENERATION])
-    return files.without(left_out)
-
-
 def carry_over(files: BaseFiles, folder: Path) -> None:
     """Copies files of the base to its export, except its configuration and its tokenizer."""
     for name, content in files.without((CONFIG, GENERATION, *TOKENIZERS)).contents.items():
