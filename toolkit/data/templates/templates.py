@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,70 +17,14 @@ from toolkit.errors import BadInputError, did_you_mean
 
 _BEGIN = "{%- if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}"
 
-_CALLS = r"""
-{%- macro write_calls(message) %}
-    {%- for tool_call in message.tool_calls or [] %}
-        {%- set call = tool_call.function if tool_call.function else tool_call %}
-        {%- if not loop.first or message.content %}{{ '\n' }}{% endif %}
-        {{- '<tool_call>\n{"name": ' + (call.name | tojson) + ', "arguments": ' }}
-        {{- call.arguments if call.arguments is string else call.arguments | tojson }}
-        {{- '}\n</tool_call>' }}
-    {%- endfor %}
-{%- endmacro %}
-{%- macro write_tools() %}
-    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
-    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
-    {%- for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}
-    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments ' }}
-    {{- 'within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
-    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
-{%- endmacro %}
-{%- if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}
-{%- set opening = messages[0].content if messages[0].role == 'system' else '' %}
-{%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
-"""
-"""Beginning of our templates. Tools and calls are written as Qwen2.5 does."""
 
-_CHATML = r"""
-{%- if tools or messages[0].role == 'system' %}
-    {{- '<|im_start|>system\n' + opening }}
-    {%- if tools %}{{ ('\n\n' if opening else '') + write_tools() }}{% endif %}
-    {{- '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in turns %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
-        {{- write_calls(message) + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-"""
+def _written(name: str) -> str:
+    """Returns a template. They share a beginning, with tools and calls as Qwen2.5 writes them."""
+    files = (Path(__file__).with_name(f"{part}.jinja") for part in ("beginning", name))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files).strip()
 
-_ALPACA = r"""
-{%- if opening %}{{ opening + '\n\n' }}{% endif %}
-{%- if tools %}{{ write_tools() + '\n\n' }}{% endif %}
-{%- for message in turns %}
-    {%- if message.role == 'assistant' %}
-        {{- '### Response:\n' + (message.content or '') + write_calls(message) }}{{ eos_token }}{{ '\n\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '### Tool Response:\n' + message.content + '\n\n' }}
-    {%- elif message.role == 'system' %}
-        {{- message.content + '\n\n' }}
-    {%- else %}
-        {{- '### Instruction:\n' + message.content + '\n\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}
-"""
 
-TEMPLATES: dict[str, str] = {
-    "chatml": (_CALLS + _CHATML).strip(),
-    "alpaca": (_CALLS + _ALPACA).strip(),
-}
+TEMPLATES = {name: _written(name) for name in ("chatml", "alpaca")}
 """Our chat templates by name. Both begin with the tokenizer's `bos_token`, if it has one
 that is no mark of a turn.
 
