@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.layouts.left_out import NO_CALLS
 from toolkit.data.layouts.messages import SYSTEM
-from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of
+from toolkit.data.layouts.template_arguments import NO_ARGUMENTS
 from toolkit.data.rows.examples import Message
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.departures import shared_length, written_otherwise
 from toolkit.data.templates.masks import Span, special_texts
 from toolkit.data.templates.prompts import prompt_of
-from toolkit.data.templates.shapes import FrozenMessages, Skeleton, messages_in, sensitive, shape_of
 from toolkit.data.templates.templates import rendered
 from toolkit.errors import first_line
 
@@ -98,47 +96,10 @@ def render(
     row = ConversationText(tokenizer, messages, tools, arguments)
     if targets == "all":
         return Rendered(row.text, row.without(unlearned))
-    found = _by_shape(row, targets, unlearned) if targets != "each_turn" else None
-    return _by_turns(row, targets, unlearned, is_asked) if found is None else found
+    return _by_turns(row, targets, unlearned, is_asked)
 
 
-def _by_shape(row: ConversationText, targets: Targets, unlearned: frozenset[int]) -> Rendered | None:
-    """Returns what another conversation of the same shape shows, or None if it shows nothing; see `shapes.py`."""
-    shape = None if row.tools or row.arguments else shape_of(row.messages)
-    if shape is None:
-        return None
-    template = row.tokenizer.get_chat_template()
-    if sensitive(template, row.special).search("\n".join(shape.words)):
-        return None
-    day = date_of(row.tokenizer)
-    skeleton = _skeleton(row.tokenizer, template, day, row.special, shape.messages, targets, unlearned)
-    spans = None if skeleton is None else skeleton.spans_in(row.text, shape.words, row.prompt)
-    return None if spans is None else Rendered(row.text, spans)
-
-
-@lru_cache(maxsize=1024)
-def _skeleton(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    day: date | None,
-    special: tuple[str, ...],
-    shape: FrozenMessages,
-    targets: Targets,
-    unlearned: frozenset[int],
-) -> Skeleton | None:
-    """Returns what the template writes for a shape, or None if its answers are not in one text."""
-    try:
-        row = ConversationText(tokenizer, messages_in(shape), None)
-        found = _by_turns(row, targets, unlearned)
-        if found.turns is not None:
-            return None
-        prompts = {i: row.prompt(i) for i in row.wanted(targets, unlearned) if i > 0}
-    except RowProblem:
-        return None
-    return Skeleton.of(found.text, found.spans, prompts)
-
-
-def _by_turns(row: ConversationText, targets: Targets, unlearned: frozenset[int], is_asked: bool = True) -> Rendered:
+def _by_turns(row: ConversationText, targets: Targets, unlearned: frozenset[int], is_asked: bool) -> Rendered:
     """Renders the prompt of each answer, and the answer after it."""
     wanted = row.wanted(targets, unlearned)
     if not is_asked:
