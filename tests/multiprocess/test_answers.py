@@ -258,7 +258,7 @@ def test_a_run_that_fails_between_its_answers_goes_on_to_the_same_curve(folder: 
     source = hashlib.sha256(SCORES.encode()).hexdigest()
     assert json.loads((folder / "begun/export/training.json").read_text())["code"]["answers.compare"] == source
     manifests = [json.loads(path.read_text()) for path in (folder / "begun/checkpoints").glob("step_*/manifest.json")]
-    assert {manifest["scorer"] for manifest in manifests} == {source}, "with which a resumed run compares"
+    assert {manifest["named"]["answers.compare"] for manifest in manifests} == {source}
     assert f"answers.compare scores_of_a_test:equal (SHA-256 {source[:16]})" in (
         (folder / "begun/export/README.md").read_text()
     )

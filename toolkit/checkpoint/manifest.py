@@ -80,14 +80,13 @@ class Manifest:
         eval_loss: the loss of the last evaluation, or None if there was none.
         merit: the figure of that evaluation by `training.best_by`, the larger the better. None if there was none. For
             checkpoints of older versions it follows from `eval_loss`.
-        base: the fingerprint of the base's files if training still needs the base: its weights are frozen, or it is
-            the reference. Otherwise None; older versions may have no fingerprint of a reference.
+        base: the fingerprint of the base's files that the run began with. Older versions have it only if training
+            still needs the base: its weights are frozen, or it is the reference.
         teacher: the fingerprint of the teacher's files, or None if there is none.
         adapter: the fingerprint of the adapter of `adapter.start_from`, or None if training began with a new one.
         named: a digest of each further file that the recipe names, by its field. Older versions recorded none.
-        scorer: the fingerprint of the source of the function that scores answers, or None if there is none.
+        scorer: of older versions, the fingerprint of the source of the function that scores answers.
         extensions: the states of the user's own extensions, by their fields.
-        rewards: the fingerprint of the source of each function that rewards completions, by the reward's name.
         non_finite: what is not finite in it, in words, or None if its weights and its step are finite.
         story: the record of the run up to it, or None if an older version wrote it.
         loads: the number of steps since the last record of expert loads, and their sums. None without experts.
@@ -115,7 +114,6 @@ class Manifest:
     named: dict[str, str] = field(default_factory=dict)
     scorer: str | None = None
     extensions: dict[str, Any] = field(default_factory=dict)
-    rewards: dict[str, str] = field(default_factory=dict)
     non_finite: str | None = None
     loads: tuple[int, list[list[float]]] | None = None
     merit: float | None = None

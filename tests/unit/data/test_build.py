@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from transformers import CTRLTokenizer, ProphetNetTokenizer
 
 from toolkit.data import build
 from toolkit.data.rows import sources
@@ -123,6 +124,22 @@ def test_settings_of_the_tokenizer_are_part_of_the_key(byte_pairs: Any, change: 
     for name, value in change.items():
         setattr(byte_pairs, name, value)
     assert tokenizer.identity(byte_pairs) != before
+
+
+def test_how_a_tokenizer_in_python_splits_is_part_of_the_key(tmp_path: Path) -> None:
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "a@@", "b", "ab", "b</w>", "ab</w>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[SEP]", "[X_SEP]", "[CLS]", "[MASK]", "a", "A"]))
+
+    def merging(pair: str) -> CTRLTokenizer:
+        (tmp_path / "merges.txt").write_text(f"#version\n{pair}\n")
+        return CTRLTokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
+
+    lower, cased = (ProphetNetTokenizer(tmp_path / "vocab.txt", do_lower_case=value) for value in (True, False))
+    for one, other, text in ((merging("a b</w>"), merging("x y"), "ab"), (lower, cased, "A")):
+        assert one(text).input_ids != other(text).input_ids
+        assert tokenizer.identity(one) != tokenizer.identity(other)
+    assert tokenizer.identity(merging("x y")) == tokenizer.identity(merging("x y"))
 
 
 def test_what_a_call_leaves_in_the_tokenizer_is_not_part_of_the_key(byte_pairs: Any) -> None:

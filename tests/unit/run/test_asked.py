@@ -18,12 +18,12 @@ from toolkit.pages.card import recipe_for_readers
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
 from toolkit.run.parts.answers import (
-    Asked,
     _require_room,
     read_asked,
-    require_same_scoring,
+    reads_of_answers,
     require_sighted,
 )
+from toolkit.run.parts.part import Read, require_same_reads
 from toolkit.run.stages.generating import split_over_ranks
 
 QUESTION = {"prompt": "2 + 2?", "answer": "4"}
@@ -44,40 +44,43 @@ def written(folder: Path, *rows: Any) -> Path:
 def test_rows_are_those_of_an_evaluation(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]
     found = read_asked(recipe_of(written(tmp_path, QUESTION, {"messages": messages}), "answers.compare=numeric"))
-    rows = found.rows
-    assert [row.answers for row in rows] == [("4",), ("6",)]
-    assert rows[1].prompt == messages[:1]
-    assert found.scorer is None
-    assert read_asked(Recipe.load("quickstart")).rows == []
+    assert [row.answers for row in found] == [("4",), ("6",)]
+    assert found[1].prompt == messages[:1]
+    assert read_asked(Recipe.load("quickstart")) == []
 
 
 def test_a_resumed_run_scores_as_before(tmp_path: Path) -> None:
-    """The same source, wherever it is; and the same comparison where the best checkpoint is the one with most right."""
-    for name, text in {"one": "True", "same": "True", "other": "False"}.items():
-        (tmp_path / f"{name}.py").write_text(f"def judge(completion, row):\n    return {text}\n")
-    file = written(tmp_path, QUESTION)
-    best = ["training.best_by=answers", "training.patience=1", "training.eval_every_steps=1"]
+    """A function's source is compared with other code of the user's."""
+    (tmp_path / "a.png").write_text("one")
+    image = {"type": "image", "image": "a.png"}
+    row = {"prompt": [{"role": "user", "content": [image, {"type": "text", "text": "?"}]}], "answer": "4"}
+    file, best = written(tmp_path, row), BY_ANSWERS
+    one, two, numeric = ([f"answers.compare={how}"] for how in (f"{tmp_path}/1.py:f", f"{tmp_path}/2.py:f", "numeric"))
+    for name in ("1.py", "2.py"):
+        (tmp_path / name).write_text("def f(completion, row):\n    return 1.0\n")
 
-    def resume(before: list[str], now: list[str]) -> str:
-        old, new = recipe_of(file, *before), recipe_of(file, *now)
-        resumed = SimpleNamespace(step=8, recipe=old.model_dump(mode="json"))
+    def reads(*words: str) -> list[Read]:
+        recipe = recipe_of(file, *words)
+        return reads_of_answers(recipe, read_asked(recipe))
+
+    def resume(before: list[str], now: list[str], image: str = "one") -> str:
+        (tmp_path / "a.png").write_text("one")
+        resumed = SimpleNamespace(step=8, digests={read.name: read.digest for read in reads(*before)}.copy)
+        (tmp_path / "a.png").write_text(image)
+        said: list[str] = []
         try:
-            require_same_scoring(read_asked(new), new, resumed)  # type: ignore[arg-type]
+            require_same_reads([SimpleNamespace(reads=reads(*now))], resumed, said.append)  # type: ignore[arg-type, list-item]
         except BadInputError as error:
-            return str(error)
-        return ""
+            return f"refused: {error}"
+        return " ".join(said)
 
-    one, same, other = ([f"answers.compare={tmp_path / name}.py:judge"] for name in ("one", "same", "other"))
-    for words in ([], best):  # sources are compared with all else that a run reads
-        assert resume([*one, *words], [*same, *words]) == resume([*one, *words], [*other, *words]) == ""
-    numeric = ["answers.compare=numeric"]
-    assert resume(numeric, []) == ""
-    assert resume(one, []) == ""
-    assert resume([*numeric, *best], [*numeric, *best, "answers.batch_size=2", "answers.max_new_tokens=3"]) == ""
+    otherwise = "answers.compare: the run up to step 8 compared its answers otherwise"
+    for before, now in (([], []), (one, two), (numeric, [*numeric, "answers.batch_size=2"])):
+        assert resume(before, now) == resume([*before, *best], [*now, *best]) == ""
     for before, now in ((numeric, []), ([], one), (one, numeric), (numeric, ["answers.compare='numeric=a+'"])):
-        told = resume([*before, *best], [*now, *best])
-        assert told.startswith("answers.compare: the run up to step 8 compared its answers")
-    assert resume([*best], [*best, "answers.compare=text"]) == ""
+        assert resume(before, now).startswith(otherwise)
+        assert resume([*before, *best], [*now, *best]).startswith(f"refused: {otherwise}")
+    assert resume(best, best, "two").startswith("answers.file, or an image of it, has changed since")
 
 
 def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
@@ -96,16 +99,8 @@ def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
     ("row", "words", "told"),
     [
         ({"prompt": "?"}, [], "answers.file: rows that cannot be used: 1.*\n  .*asked.jsonl:1: answer is missing"),
-        (
-            {"prompt": "?", "answer": "four"},
-            ["answers.compare=numeric"],
-            "answers.compare: the answer of .* holds no",
-        ),
-        (
-            {"prompt": "?", "answer": "a"},
-            ["answers.compare=structured"],
-            "answers.compare: the answer of .*:1 is not JSON",
-        ),
+        ({"prompt": "?", "answer": "four"}, ["answers.compare=numeric"], "compare: the answer of .* holds no"),
+        ({"prompt": "?", "answer": "a"}, ["answers.compare=structured"], "compare: the answer of .*:1 is not JSON"),
     ],
 )
 def test_rows_that_cannot_be_answered_are_named(tmp_path: Path, row: Any, words: list[str], told: str) -> None:
@@ -122,7 +117,7 @@ def test_images_are_refused_where_none_are_trained_on(tmp_path: Path) -> None:
         BadInputError, match=r"answers.file: .*asked.jsonl:2 has images, and no row to train on has any"
     ):
         require_sighted(asked, of_text)
-    require_sighted(Asked(asked.rows[:1], None), of_text)
+    require_sighted(asked[:1], of_text)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

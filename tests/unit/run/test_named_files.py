@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from support.sights import drawn_image, save_rows, save_seeing
 from support.texts import make_texts
-from support.tiny import recipe_values, save_llama, unfinish
+from support.tiny import objective_of, recipe_values, save_llama, unfinish
 from transformers import AutoTokenizer
 
 from toolkit import Recipe, finetune
 from toolkit.errors import ToolkitError
+from toolkit.paths import fingerprint_of
 from toolkit.run.parts.inputs import has_other_template
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(8, seed=4)]
@@ -133,6 +134,37 @@ def test_a_run_goes_on_with_models_of_the_same_configuration(tmp_path: Path) -> 
         assert f"config.json of {field} has changed since" in begun.again(changed)
         assert begun.again(changed, forget("named")) == "2 steps"
         assert begun.again(set_field(model, transformers_version="5.99")) == "2 steps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal_lm", "grpo"])
+def test_what_lies_beside_weights_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    folder = tmp_path / "of"
+    save_llama(folder / "base", TEXTS, tied=False)
+    (folder / "base/modeling_own.py").write_text("")
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": text, "completion": " a"}) + "\n" for text in TEXTS))
+    values = recipe_values(folder / "base", rows, folder / "run", folder / "cache")
+    values["model"]["trust_remote_code"] = True
+    values["objective"] = objective_of(kind).model_dump(exclude_none=True)
+    begun = Begun(folder, values)
+
+    def set_ends(folder: Path) -> None:
+        (folder / "base/generation_config.json").write_text('{"eos_token_id": [65, 66, 67]}')
+
+    first = fingerprint_of(folder / "base")
+    refused = begun.again(lambda folder: (folder / "base/modeling_own.py").write_text("1"))
+    assert "*.py of model.name_or_path has changed since" in refused
+    changed = "generation_config.json of model.name_or_path has changed since"
+    if kind == "grpo":  # where a sample ends
+        assert changed in begun.again(set_ends)
+        return
+    capsys.readouterr()
+    assert begun.again(lambda folder: save_llama(folder / "base", TEXTS, tied=False, seed=2), set_ends) == "2 steps"
+    said = " ".join(capsys.readouterr().err.split())
+    assert changed in said
+    assert "its weights have changed since the run began" in said
+    assert json.loads((folder / "run/export/training.json").read_text())["base"] == first
 
 
 def test_an_adapter_of_another_chat_template_is_told(tmp_path: Path) -> None:

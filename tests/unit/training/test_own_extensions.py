@@ -118,13 +118,16 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "mine.py"
 
 
+def values_of(folder: Path, output: str, **training: Any) -> dict[str, Any]:
+    texts, rows = make_texts(40), folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    model = save_llama(folder / "model", texts, tied=False)
+    return recipe_values(model, rows, folder / output, folder / "cache", **training)
+
+
 def test_each_call_does_what_the_page_says(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It logs, changes the rate, saves, stops with its state, goes on, measures, and ends the run."""
-    texts = make_texts(40)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    model = save_llama(tmp_path / "model", texts, tied=False)
-    values = recipe_values(model, tmp_path / "rows.jsonl", tmp_path / "run", tmp_path / "cache", max_steps=8)
-    values["training"] |= {"eval_every_steps": 5, "extensions": [f"{file}:Meter"]}
+    values = values_of(tmp_path, "run", max_steps=8, eval_every_steps=5, extensions=[f"{file}:Meter"])
     values["data"]["validation_fraction"] = 0.2
     values["schedule"] = {"kind": "constant"}
     recipe, hook = Recipe.from_mapping(values), sys.excepthook
@@ -159,22 +162,16 @@ def sum_of_tokens(run: Path) -> int:
 @torch.no_grad()
 def accuracy_by_hand(model: Any, recipe: Recipe) -> float:
     from toolkit.data import build
-    from toolkit.data.tokens import tokenizer
 
     tokens = AutoTokenizer.from_pretrained(recipe.model.name_or_path)
     data = build.build(recipe.data, tokens, recipe.training.seed, recipe.objective)
-    assert data.validation is not None
-    assert tokenizer.identity(tokens)
+    samples: Any = data.validation
     right = count = 0
-    for number in range(len(data.validation)):
-        for ids, _ in ((torch.tensor(ids), known) for ids, known in documents_of(data.validation, number)):
+    for number in range(len(samples)):
+        for ids in map(torch.tensor, samples.documents(number)):
             predicted = model(input_ids=ids[None]).logits[0].argmax(-1)
             right, count = right + int((predicted[:-1] == ids[1:]).sum()), count + len(ids) - 1
     return right / count
-
-
-def documents_of(samples: Any, number: int) -> list[Any]:
-    return [(ids, None) for ids in samples.documents(number)]
 
 
 class Halving(Extension):
@@ -231,12 +228,8 @@ def test_figures_do_not_replace_those_of_the_run() -> None:
 
 
 def test_two_extensions_have_no_figure_of_one_name() -> None:
-    both = OwnExtensions(
-        [Own(name, Wrong(after_update={"norm": 1.0}), "") for name in ("extensions.A", "extensions.B")]
-    )
-    with pytest.raises(
-        BadInputError, match=r"extensions\.B: after_update .* no other extension has, and 'norm' is one"
-    ):
+    both = OwnExtensions([Own(name, Wrong(after_update={"norm": 1.0}), "") for name in ("A", "B")])
+    with pytest.raises(BadInputError, match=r"B: after_update .* no other extension has, and 'norm' is one"):
         both.after_update(1, False)
 
 
@@ -259,14 +252,10 @@ def noisy(logits, labels):
 
 def test_a_loss_that_fails_leaves_the_last_whole_step_and_goes_on_mended(tmp_path: Path) -> None:
     """Its random numbers go on where they were, so the run is bit for bit the one that did not fail."""
-    texts = make_texts(40)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    model = save_llama(tmp_path / "model", texts, tied=False)
 
     def run(output: str, armed: bool) -> Any:
         (tmp_path / "mine.py").write_text(NOISY.format(armed=armed))
-        values = recipe_values(model, tmp_path / "rows.jsonl", tmp_path / output, tmp_path / "cache", max_steps=6)
-        values["training"] |= {"micro_batch_size": 2}
+        values = values_of(tmp_path, output, max_steps=6, micro_batch_size=2)
         values["objective"] = {"loss": f"{tmp_path}/mine.py:noisy"}
         values["checkpoint"] = {"every_steps": 100}
         return finetune(Recipe.from_mapping(values))
@@ -291,25 +280,18 @@ class Wrong(Extension):
     def __init__(self, **returned: Any) -> None:
         self.returned = returned
 
-    def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
-        return self.returned.get("after_update", {})  # type: ignore[no-any-return]
 
-    def at_evaluation(self, trainer: Any) -> dict[str, Any]:
-        return self.returned.get("at_evaluation", {})  # type: ignore[no-any-return]
+def _returns(name: str, otherwise: Any) -> Any:
+    def call(self: Wrong, *_: Any) -> Any:
+        found = self.returned.get(name, otherwise)
+        return found() if callable(found) else found
 
-    def rate_factor(self, step: int) -> float:
-        return self.returned.get("rate_factor", 1.0)  # type: ignore[no-any-return]
+    return call
 
-    def reason_to_stop(self) -> str | None:
-        return self.returned.get("reason_to_stop")
 
-    def wants_save(self) -> bool:
-        if self.returned.get("exits"):
-            raise SystemExit(0)
-        return self.returned.get("wants_save", False)  # type: ignore[no-any-return]
-
-    def state(self) -> dict[str, Any]:
-        return self.returned.get("state", {})  # type: ignore[no-any-return]
+CALLED = {"after_update": {}, "at_evaluation": {}, "rate_factor": 1.0, "reason_to_stop": None, "wants_save": False}
+for name, otherwise in {**CALLED, "state": {}}.items():
+    setattr(Wrong, name, _returns(name, otherwise))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +306,7 @@ class Wrong(Extension):
         ({"reason_to_stop": True}, "reason_to_stop returned True; needs the reason as text, or None to go on"),
         ({"wants_save": 1}, "wants_save returned 1; needs True or False"),
         ({"state": {"a": {1, 2}}}, "state returned {'a': {1, 2}}; needs what JSON can hold"),
-        ({"exits": True}, "wants_save failed: it called sys.exit, which would have ended the process ("),
+        ({"wants_save": sys.exit}, "wants_save failed: it called sys.exit, which would have ended the process ("),
     ],
 )
 def test_a_wrong_value_is_one_error_that_names_the_call(returned: dict[str, Any], told: str) -> None:
@@ -350,10 +332,7 @@ def test_a_wrong_value_is_one_error_that_names_the_call(returned: dict[str, Any]
         ("fails", "fails() failed: ValueError: no"),
         ("Idle", "it overrides no call of the loop, so it has no effect; write one of before_training, before_step,"),
         ("Typo", "so it has no effect (did you mean 'after_step'?)"),
-        (
-            "Odd",
-            "after_step takes other arguments: too many positional arguments; write after_step(self, trainer, step)",
-        ),
+        ("Odd", "too many positional arguments; write after_step(self, trainer, step)"),
         ("Private", "enter_phase is the toolkit's own and may change; use before_training, before_step"),
     ],
 )

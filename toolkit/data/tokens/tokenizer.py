@@ -177,6 +177,10 @@ def identity(tokenizer: PreTrainedTokenizerBase) -> str:
         backend.no_truncation()
         backend.no_padding()
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    settings = {name: value for name, value in tokenizer.init_kwargs.items() if name.startswith("do_")}
+    own = [list(getattr(tokenizer, "bpe_ranks", ())), settings]
+    if backend is None and any(own):  # a tokenizer in Python, whose vocabulary does not say how it splits
+        rules += json.dumps(own, sort_keys=True)
     template = getattr(tokenizer, "chat_template", None) or ""
     # A template may write any special token.
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

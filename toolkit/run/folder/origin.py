@@ -15,14 +15,12 @@ from toolkit.checkpoint.manifest import DIGESTS
 from toolkit.pages.card import recipe_for_readers, without_paths
 from toolkit.pages.run_page import RunSummary
 from toolkit.paths import ORIGIN, shipped_folder, shown_path
-from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.run.stages.stages import OpenedRun
 
 PACKAGES = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
 
 
-def write_origin(
-    export: Path, opened: OpenedRun, run: PreparedRun, reads: dict[str, str | None], summary: RunSummary
-) -> None:
+def write_origin(export: Path, opened: OpenedRun, reads: dict[str, str | None], summary: RunSummary) -> None:
     """Writes the recipe into an export, and what it was trained from: ranks, versions, and hashes of all that it read.
 
     Folders and files are named without their paths, as in the model card. A hash is null for what the run did not have:
@@ -36,7 +34,6 @@ def write_origin(
         "precision": opened.accelerator.mixed_precision,
         "versions": summary.versions,
         **{name: reads.get(name) for name in DIGESTS},
-        "base": run.fit.origin,
         "starts": opened.story.values()["starts"],
         "warnings": [without_paths(text) for text in summary.doubts],
         "limits": list(summary.limits),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.data.rows.cache import digest
 from toolkit.data.samples.samples import Samples
 from toolkit.errors import BadInputError
 from toolkit.generation.text.complete import Completion, Prompt, complete, sees_padding
@@ -19,11 +19,10 @@ from toolkit.generation.text.evaluation import Scoring, evaluate, has_function, 
 from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.options import Sampling
 from toolkit.generation.text.rows import PromptRow, all_right, encode_rows, read_rows
-from toolkit.generation.text.scorer import Scorer
 from toolkit.recipe.objectives.section import Comparison
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.parts.part import Loop, Read, RunPart
+from toolkit.run.parts.part import NEW_FOLDER, Loop, Read, RunPart
 from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
 from toolkit.run.stages.stages import MetaModel, OpenedRun, PreparedRun
 from toolkit.training.extension import Extension
@@ -33,60 +32,42 @@ from toolkit.training.phase import Phase
 FILE, COMPARE = "answers.file", "answers.compare"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Prompts that the model answers at evaluations.
-
-    Attributes:
-        rows: prompts with their right answers; empty if the model answers none.
-        scorer: fingerprint of the source of the function that scores answers, or None if they are compared.
-    """
-
-    rows: list[PromptRow]
-    scorer: str | None
-
-
-def read_asked(recipe: Recipe) -> Asked:
-    """Returns what the model answers; nothing if the recipe names no file.
+def read_asked(recipe: Recipe) -> list[PromptRow]:
+    """Returns the prompts with their right answers; none if the recipe names no file.
 
     Raises:
         BadInputError: if the file or the scoring function cannot be read, or some rows cannot be used.
     """
     if (section := recipe.answers).file is None:
-        return Asked([], None)
+        return []
     rows = read_rows(Path(section.file), FILE, with_answers=True, is_scored=has_function(section.compare))
-    scoring = scoring_of(rows, section.compare, COMPARE)
-    return Asked(rows, scoring.function.fingerprint if isinstance(scoring, Scorer) else None)
+    scoring_of(rows, section.compare, COMPARE)
+    return rows
 
 
-def require_same_scoring(asked: Asked, recipe: Recipe, resumed: Manifest | None) -> None:
-    """Checks that a resumed run scores its answers as before. Its records, and what follows from them, compare them.
-
-    Raises:
-        BadInputError: if the answers decide about the best checkpoint, and are compared otherwise.
-    """
-    if resumed is None or not asked.rows:
-        return
-    before, now = resumed.recipe.get("answers", {}), recipe.answers.compare
-    # Before 0.3.0 sections had other fields; a function's source is among the run's reads.
-    if recipe.training.best_by != "answers" or before.get("file") is None or "compare" not in before:
-        return
-    functions = has_function(before["compare"]) and has_function(now)
-    if not functions and Comparison.of(before["compare"]) != Comparison.of(now):
-        raise BadInputError(
-            f"{COMPARE}: the run up to step {resumed.step} compared its answers otherwise, and "
-            "training.best_by=answers takes the best of all evaluations; undo that, or start anew with another "
-            "training.output_dir"
-        )
+def reads_of_answers(recipe: Recipe, asked: Sequence[PromptRow]) -> list[Read]:
+    """Returns what decides the scores of answers apart from a function of the user's: questions and comparison."""
+    if recipe.answers.file is None:
+        return []
+    files = [Path(recipe.answers.file), *(each for row in asked for each in row.images if isinstance(each, Path))]
+    content = hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
+    changed = f"{FILE}, or an image of it, has changed since: scores before and after do not compare"
+    compared = f"{COMPARE}: the run up to step {{step}} compared its answers otherwise; undo that, {NEW_FOLDER}"
+    how = Comparison.of(recipe.answers.compare)
+    steers = recipe.training.best_by == "answers"  # then the best of all evaluations is kept, or ends the run
+    return [
+        Read(FILE, content, changed, unknown="", refuses=False),
+        Read(f"{COMPARE}, how", digest(how.how, how.extract, how.score is None), compared, unknown="", refuses=steers),
+    ]
 
 
-def require_sighted(asked: Asked, train: Samples) -> None:
+def require_sighted(asked: Sequence[PromptRow], train: Samples) -> None:
     """Raises BadInputError if images are asked about and none are trained on: only then the model has towers.
 
     Args:
         train: the samples to train on.
     """
-    with_images = next((row.place for row in asked.rows if row.images), None)
+    with_images = next((row.place for row in asked if row.images), None)
     if with_images is not None and not train.has_images:
         raise BadInputError(f"{FILE}: {with_images} has images, and no row to train on has any; leave such rows out")
 
@@ -96,17 +77,13 @@ class AskedWhileTraining(RunPart):
 
     def before_rows(self, resumed: Manifest | None) -> None:
         self._asked = ranks.on_first_rank(lambda: read_asked(self.recipe))
-        require_same_scoring(self._asked, self.recipe, resumed)
-        if (file := self.recipe.answers.file) is not None:
-            digest = ranks.on_first_rank(lambda: hashlib.sha256(Path(file).read_bytes()).hexdigest())
-            changed = f"{FILE} has changed since the checkpoint: scores before and after do not compare"
-            self.reads.append(Read(FILE, digest, changed, unknown="", refuses=False))
+        self.reads += ranks.on_first_rank(lambda: reads_of_answers(self.recipe, self._asked))
 
     def on_meta(self, on_meta: MetaModel) -> None:
         require_sighted(self._asked, on_meta.data.train)
 
     def extension(self, loop: Loop) -> Extension | None:
-        return Answers(self.opened, loop.run, self._asked) if self._asked.rows else None
+        return Answers(self.opened, loop.run, self._asked) if self._asked else None
 
 
 class Answers(Extension):
@@ -121,11 +98,11 @@ class Answers(Extension):
         BadInputError: if the model cannot take some rows; it names them.
     """
 
-    def __init__(self, opened: OpenedRun, run: PreparedRun, asked: Asked) -> None:
+    def __init__(self, opened: OpenedRun, run: PreparedRun, asked: list[PromptRow]) -> None:
         recipe = opened.recipe
         self._opened, self._run = opened, run
         self._section = recipe.answers
-        self._rows, self._scorer = asked.rows, asked.scorer
+        self._rows = asked
         self._tensor = recipe.sharding.tensor
         self._loaded = loaded_of(opened, run, "lower answers.batch_size or answers.max_new_tokens")
         section = self._section
@@ -142,9 +119,6 @@ class Answers(Extension):
         self._prompts = encode_rows(self._loaded, self._rows, FILE, section.system, section.raw)
         if not self._loaded.encoder_decoder:  # their answers have all positions, whatever the prompt
             _require_room(self._loaded, self._rows, self._prompts, section)
-
-    def state(self) -> dict[str, Any]:
-        return {"scorer": self._scorer}
 
     def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
         began = time.perf_counter()

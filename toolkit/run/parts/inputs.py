@@ -9,16 +9,17 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.checkpoint.beside_weights.tokenizer_files import templates_in, templates_of
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.data.rows.cache import digest
 from toolkit.model.adapters.started_adapter import start_fact
-from toolkit.model.beside_weights.base_files import TOKENIZERS, BaseFiles
+from toolkit.model.beside_weights.base_files import CODE, CONFIG, GENERATION, TOKENIZERS, BaseFiles
 from toolkit.model.quantised.quantised import quantised_fact
 from toolkit.objectives.teacher import teacher_fact
 from toolkit.paths import configuration_digest, folder_on_this_machine
-from toolkit.run.parts.part import Read, RunPart
+from toolkit.run.parts.part import NEW_FOLDER, Read, RunPart
 from toolkit.run.stages.stages import MetaModel, PreparedRun
 
 RESUME = "checkpoint.resume"
-NEW_FOLDER = "or start anew with another training.output_dir"
 
 
 class Rows(RunPart):
@@ -41,12 +42,18 @@ class Rows(RunPart):
 
 
 class Base(RunPart):
-    """The files of the model: its configuration, and weights that stay needed."""
+    """The files of the model: its weights, and those beside them that say how it runs."""
+
+    def before_rows(self, resumed: Manifest | None) -> None:
+        self._began = None if resumed is None else resumed.base
 
     def on_meta(self, on_meta: MetaModel) -> None:
         model, fit = self.recipe.model, on_meta.loaded.fit
-        self.reads += _configuration("model.name_or_path", model.name_or_path, model.revision)
-        if not on_meta.objective.needs_references:
+        # What ends a sample is among the generation settings; other runs only hand them on.
+        beside = {GENERATION: self.recipe.objective.spec.samples_itself}
+        beside |= dict.fromkeys(CODE if model.trust_remote_code else (), True)
+        self.reads += _configuration("model.name_or_path", model.name_or_path, model.revision, beside)
+        if fit.fingerprint is not None and not on_meta.objective.needs_references:
             changed = (
                 f"{RESUME}: the adapters were trained on other weights than those of model.name_or_path as they are "
                 f"now; name that base, {NEW_FOLDER}"
@@ -62,6 +69,14 @@ class Base(RunPart):
             )
             # Known only now: of a base that is trained itself, the files are read with its weights.
             self.reads.append(Read("base", run.fit.origin, changed, unknown=""))
+        elif run.fit.fingerprint is None:
+            began = self._began or run.fit.origin
+            self.reads.append(Read("base", began, "", unknown=""))
+            if began != run.fit.origin:
+                self.opened.console.warn(
+                    "model.name_or_path: its weights have changed since the run began; the run goes on from its "
+                    "checkpoint, and its record has the hash of those that it began with"
+                )
 
     def facts(self, run: PreparedRun) -> Mapping[str, str]:
         fact = quantised_fact(run.inner)
@@ -92,7 +107,7 @@ class Teacher(RunPart):
 
     def on_meta(self, on_meta: MetaModel) -> None:
         section, teacher = self.recipe.objective, on_meta.teacher
-        self.reads += _configuration("objective.teacher", section.teacher, section.teacher_revision)
+        self.reads += _configuration("objective.teacher", section.teacher, section.teacher_revision, {})
         changed = (
             f"{RESUME}: the weights of objective.teacher, or of the model as a reference, have changed since; name the "
             f"same ones, {NEW_FOLDER}"
@@ -106,13 +121,26 @@ class Teacher(RunPart):
         return {"reference" if name is None else "teacher": teacher_fact(name, run.on_meta.teacher.model)}
 
 
-def _configuration(field: str, name: str | None, revision: str | None) -> list[Read]:
-    """Returns what a run reads of a model's configuration; nothing if that is not on this machine."""
+def _configuration(field: str, name: str | None, revision: str | None, beside: Mapping[str, bool]) -> list[Read]:
+    """Returns what a run reads of a model's configuration; nothing if that is not on this machine.
+
+    Args:
+        beside: patterns of files that count beside config.json, and whether a run is refused that finds others.
+    """
     if name is None:
         return []
-    digest = ranks.on_first_rank(lambda: configuration_digest(folder_on_this_machine(name, revision)))
-    changed = f"{RESUME}: config.json of {field} has changed since; undo that, {NEW_FOLDER}"
-    return [] if digest is None else [Read(field, digest, changed, unknown="")]
+
+    def digests() -> dict[str, str | None]:
+        folder = folder_on_this_machine(name, revision)
+        others = {files: digest(BaseFiles.read(folder, [files]).digests()) for files in beside}
+        return {CONFIG: configuration_digest(folder), **others}
+
+    said = f"{RESUME}: {{}} of {field} has changed since; undo that, {NEW_FOLDER}"
+    return [
+        Read(f"{field} {files}".removesuffix(f" {CONFIG}"), known, said.format(files), "", beside.get(files, True))
+        for files, known in ranks.on_first_rank(digests).items()
+        if known is not None
+    ]
 
 
 def has_other_template(adapter: Path, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -15,6 +15,8 @@ from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.loop_state import LoopState, Windows
 from toolkit.training.metrics import Metrics
 
+NEW_FOLDER = "or start anew with another training.output_dir"
+
 
 @dataclass(frozen=True)
 class Loop:

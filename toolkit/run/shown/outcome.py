@@ -116,7 +116,7 @@ def write_pages(
     if result.export_dir is not None:
         use = _how_to_use(result.export_dir, opened.recipe, base_of(run.inner).config)
         write_card(result.export_dir, opened.recipe, summary, *use)
-        write_origin(result.export_dir, opened, run, reads, summary)
+        write_origin(result.export_dir, opened, reads, summary)
     write_report(result.output_dir / REPORT, summary)
     write_finished(result.output_dir, result.export_dir)
 
