@@ -133,10 +133,10 @@ def drop_unreduced_gradients(groups: Iterable[Any], parameters: Container[int]) 
     for group in groups:
         own = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in parameters]
         for parameter in own:
-            if parameter.unsharded_accumulated_grad is not None:
-                parameter.unsharded_accumulated_grad = None
             if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                 whole.grad = None
+            if parameter.unsharded_accumulated_grad is not None:  # a sum of its own; in torch 2.15 it is this gradient
+                parameter.unsharded_accumulated_grad = None
         if own:
             group._partial_reduce_output = None
 
