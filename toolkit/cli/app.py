@@ -32,7 +32,7 @@ from toolkit.cli.commands.train import train
 from toolkit.cli.commands.validate import validate
 from toolkit.cli.commands.verify import verify
 from toolkit.cli.shared.arguments import LOOK, wrong_value
-from toolkit.cli.shared.console import address_problem, prepare_process, print_error, print_interrupt, require_files
+from toolkit.cli.shared.console import prepare_process, print_error, print_interrupt, require_files
 from toolkit.cli.shared.signals import INTERRUPTED
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.gone import GONE_COMMANDS, GONE_OPTIONS, gone_sentence
@@ -129,10 +129,6 @@ def main() -> None:
         app(prog_name="toolkit", standalone_mode=True)
     except ToolkitError as error:
         sys.exit(print_error(error))
-    except (ImportError, MemoryError, OSError, RuntimeError) as error:
-        if (told := address_problem(error)) is None:
-            raise
-        sys.exit(print_error(ToolkitError(told)))
     except SystemExit as end:
         # typer ends so without a word. Ranks that a command has started say it themselves.
         if end.code == INTERRUPTED and _is_by_keyboard(end):

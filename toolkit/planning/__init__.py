@@ -26,14 +26,10 @@ _HOMES = {
     "plan": "toolkit.planning.table",
 }
 
-_FORMER = {"Row": "PlanRow"}
-"""Former names that scripts may still use -> their current names."""
-
 __all__ = ["Hardware", "Plan", "PlanRow", "Setup", "hardware_of", "plan"]
 
 
 def __getattr__(name: str) -> Any:
-    name = _FORMER.get(name, name)
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'toolkit.planning' has no attribute {name!r}")

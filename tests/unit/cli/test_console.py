@@ -94,26 +94,3 @@ def test_a_model_that_does_not_compute_in_16_bits_is_told_what_to_set(capsys: py
     assert len(failures) == 3
     print_failure(RuntimeError("anything else"))
     assert "mixed_precision" not in capsys.readouterr().err
-
-
-def test_a_limit_on_addresses_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`ulimit -v`: what libraries say of it is a traceback, or advice about rows and memory."""
-    said = [
-        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-        OSError(12, "Cannot allocate memory"),
-        RuntimeError("can't start new thread"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
-        MemoryError(),
-    ]
-    assert consoles.resource is not None
-    limits = {"": (consoles.resource.RLIM_INFINITY,) * 2, "1.0 GiB of addresses": (2**30, 2**30)}
-    wrong = []
-    for told, limit in limits.items():
-        monkeypatch.setattr(consoles.resource, "getrlimit", lambda _, limit=limit: limit)
-        for error in said:
-            print_failure(error)
-            text = capsys.readouterr().err
-            is_told = "1.0 GiB of addresses, which are too few" in text and "ulimit -v unlimited" in text
-            wrong += [(told, error)] if is_told != bool(told) or (told and "Traceback" in text) else []
-        assert consoles.address_problem(ValueError("no")) is None
-    assert not wrong

@@ -11,13 +11,13 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from toolkit.cli.commands.plan import accelerated_by
 from toolkit.planning.hardware import hardware_of
 from toolkit.planning.launch import launch_of
 from toolkit.planning.setup import Setup, asked_setup
 from toolkit.planning.table import Plan, plan, precision_of
 from toolkit.recipe.combinations import refusals
 from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.accelerate_config import read_accelerate_config
 from toolkit.sharding.plan.strategy import asks_for_offload, parse_strategy
 
 ROOT = Path(__file__).parents[3]
@@ -29,10 +29,10 @@ def read_back(found: Plan, command: str) -> tuple[Setup, str]:
     flags = {word: following for word, following in itertools.pairwise(words) if word.startswith("--")}
     installed = words[0] == "toolkit"
     config = f"accelerate_configs/{flags['--config']}.yaml" if installed else flags["--config_file"]
-    said = accelerated_by(ROOT / config)
+    said = read_accelerate_config(ROOT / config)
     word = flags.get("--strategy" if installed else "--fsdp_sharding_strategy")
-    strategy = said.strategy if word is None else parse_strategy(word, "").name
-    offload = said.offload if word is None else asks_for_offload(word)
+    strategy = parse_strategy(said.strategy if word is None else word, "").name
+    offload = asks_for_offload(said.strategy if word is None else word)
     precision = flags.get("--mixed_precision", said.mixed_precision)
     recipe = Recipe.load("quickstart", [word for word in words if "=" in word])
     assert recipe.sharding.strategy in (None, strategy), "a run refuses it"

@@ -15,7 +15,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
-from toolkit.cli.commands.plan import accelerated_by
 from toolkit.cli.shared import plan_console as show
 from toolkit.errors import BadInputError
 from toolkit.paths import GIB, shipped_folder
@@ -27,6 +26,7 @@ from toolkit.planning.planner import Planner, PlanRow, verdict_of
 from toolkit.planning.table import Plan, plan, recommend
 from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.accelerate_config import read_accelerate_config
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.offload import executors
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
@@ -406,9 +406,9 @@ def test_a_setting_of_offload_waits_for_an_accelerate_config() -> None:
 
 def test_an_accelerate_config_says_how_the_recipe_stands() -> None:
     folder = Path(__file__).parents[3] / "accelerate_configs"
-    config = accelerated_by(folder / "zero3_offload.yaml")
-    assert (config.strategy, config.offload, config.mixed_precision, config.num_processes) == ("zero3", True, "bf16", 8)
-    hybrid = accelerated_by(folder / "hybrid.yaml")
+    config = read_accelerate_config(folder / "zero3_offload.yaml")
+    assert (config.strategy, config.mixed_precision, config.num_processes) == ("zero3+offload", "bf16", 8)
+    hybrid = read_accelerate_config(folder / "hybrid.yaml")
     assert hybrid.strategy == "hybrid"
     assert hybrid.shard_size is not None
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from toolkit import Recipe
-from toolkit.cli.commands.plan import _as_configured, accelerated_by
+from toolkit.cli.commands.plan import _as_configured
 from toolkit.cli.ranks.launch_options import launcher_options
 from toolkit.errors import BadInputError
 from toolkit.planning.hardware import presets
@@ -36,7 +36,7 @@ def test_a_plan_has_the_checkpointing_of_the_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("fsdp_config: {fsdp_activation_checkpointing: true, fsdp_activation_checkpointing_offload: 'TRUE'}")
     for overrides, found in (([], (1, True)), (["sharding.activation_checkpointing=2"], (2, False))):
-        planned = _as_configured(Recipe.load("quickstart", overrides), accelerated_by(path)).sharding
+        planned = _as_configured(Recipe.load("quickstart", overrides), read_accelerate_config(path)).sharding
         assert (planned.activation_checkpointing, planned.offload_checkpoints) == found
 
 
@@ -101,7 +101,7 @@ def readers_of(path: Path) -> dict[str, Callable[[], object]]:
     """The commands that read a config."""
     recipe = Recipe.load("quickstart")
     return {
-        "plan": lambda: accelerated_by(path),
+        "plan": lambda: read_accelerate_config(path),
         "verify": lambda: read_launch(path, recipe),
         "train": lambda: launcher_options(recipe, None, 2, None, str(path)),
     }

@@ -11,8 +11,8 @@ import torch
 from support.tiny import llama, tiny_config
 from transformers import AutoModelForCausalLM
 
-from toolkit.cli.commands.plan import accelerated_by
 from toolkit.errors import BadInputError
+from toolkit.sharding.accelerate_config import read_accelerate_config
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, agreed_tensor, tensor_shape
 from toolkit.sharding.tensor.plan import tensor_plan
 
@@ -83,7 +83,7 @@ def test_recipe_and_accelerate_config_agree(tmp_path: Path) -> None:
         agreed_tensor(4, 2)
     path = tmp_path / "config.yaml"
     path.write_text("num_processes: 4\nparallelism_config:\n  parallelism_config_tp_size: 2\n")
-    assert accelerated_by(path).tensor == 2
+    assert read_accelerate_config(path).tensor_size == 2
     path.write_text("num_processes: 4\nparallelism_config:\n  parallelism_config_tp_size: two\n")
     with pytest.raises(BadInputError, match=r"parallelism_config_tp_size is 'two'"):
-        accelerated_by(path)
+        read_accelerate_config(path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,6 +25,8 @@ from toolkit.errors import BadInputError
 from toolkit.paths import GIB
 from toolkit.planning.hardware import Hardware, hardware_of, presets
 from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
+from toolkit.sharding.plan.strategy import agreed_tensor, asks_for_offload, parse_strategy
 from toolkit.terminal import Pass, Terminal
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ def plan(
         gpus_per_node=gpus_per_node if cpu is None or gpus_per_node is not None else _cpu_ranks_of_a_node(cpu),
         host_memory_gib=host_memory_gib,
     )
-    accelerated = Accelerated() if config is None else accelerated_by(find_config(config))
+    accelerated = AccelerateConfig({}, "") if config is None else read_accelerate_config(find_config(config))
+    accelerated.check()
     with Pass(Terminal(), "planning"):
         found = _plan_recipe(loaded, device, cpu or gpus, accelerated)
     _print_plan(found, *split_arguments(arguments), every_row, explain, as_json)
@@ -132,65 +133,27 @@ def _memory_per_rank(num_ranks: int) -> float:
     return host_gib_of_a_rank(num_ranks)
 
 
-@dataclass(frozen=True)
-class Accelerated:
-    """The settings of an Accelerate config that a plan needs."""
-
-    strategy: str | None = None
-    offload: bool = False
-    shard_size: int | None = None
-    mixed_precision: str | None = None
-    num_processes: int | None = None
-    tensor: int | None = None
-    checkpoints: bool = False
-    offloads_checkpoints: bool = False
-
-
-def accelerated_by(path: Path) -> Accelerated:
-    """Reads the settings of an Accelerate config.
-
-    Raises:
-        BadInputError: if the file does not exist, or is not an Accelerate config.
-    """
-    from toolkit.sharding.accelerate_config import read_accelerate_config
-    from toolkit.sharding.plan.strategy import asks_for_offload, parse_strategy
-
-    config = read_accelerate_config(path)
-    where = f"--config: {path}: fsdp_config.fsdp_sharding_strategy"
-    return Accelerated(
-        strategy=None if config.strategy is None else parse_strategy(config.strategy, where).name,
-        offload=asks_for_offload(config.strategy),
-        shard_size=config.shard_size,
-        mixed_precision=config.mixed_precision,
-        num_processes=config.num_processes,
-        tensor=config.tensor_size,
-        checkpoints=config.asks_for("fsdp_activation_checkpointing"),
-        offloads_checkpoints=config.asks_for("fsdp_activation_checkpointing_offload"),
-    )
-
-
-def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, accelerated: Accelerated) -> Plan:
+def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, config: AccelerateConfig) -> Plan:
     with libraries_imported():
         from toolkit.planning import table  # torch is imported only for a recipe that is right
 
     return table.plan(
-        _as_configured(recipe, accelerated),
+        _as_configured(recipe, config),
         hardware,
-        next(number for number in (ranks, accelerated.num_processes, 1) if number is not None),
-        mixed_precision=accelerated.mixed_precision,
-        strategy=accelerated.strategy,
-        offload=accelerated.offload,
-        shard_size=accelerated.shard_size,
+        next(number for number in (ranks, config.num_processes, 1) if number is not None),
+        mixed_precision=config.mixed_precision,
+        strategy=None if config.strategy is None else parse_strategy(config.strategy, "--config").name,
+        offload=asks_for_offload(config.strategy),
+        shard_size=config.shard_size,
     )
 
 
-def _as_configured(recipe: Recipe, accelerated: Accelerated) -> Recipe:
+def _as_configured(recipe: Recipe, config: AccelerateConfig) -> Recipe:
     """Returns the recipe with the tensor groups and the checkpointing that it or the Accelerate config asks for."""
-    from toolkit.sharding.plan.strategy import agreed_tensor
-
-    update: dict[str, Any] = {"tensor": agreed_tensor(recipe.sharding.tensor, accelerated.tensor)}
-    if accelerated.checkpoints and recipe.sharding.activation_checkpointing is None:
-        update |= {"activation_checkpointing": 1, "offload_checkpoints": accelerated.offloads_checkpoints}
+    update: dict[str, Any] = {"tensor": agreed_tensor(recipe.sharding.tensor, config.tensor_size)}
+    if config.asks_for("fsdp_activation_checkpointing") and recipe.sharding.activation_checkpointing is None:
+        offloads = config.asks_for("fsdp_activation_checkpointing_offload")
+        update |= {"activation_checkpointing": 1, "offload_checkpoints": offloads}
     return recipe.changed(sharding=update)
 
 

@@ -29,7 +29,6 @@ from toolkit.errors import (
     first_line,
     is_lost_peer,
 )
-from toolkit.paths import GIB
 from toolkit.terminal import Terminal
 from toolkit.unix import resource
 
@@ -152,9 +151,7 @@ def print_failure(error: BaseException) -> int:
     if is_lost_peer(error) and (ended := list(getattr(error, "__notes__", []))):
         console.fail(f"{where} lost its connection: {', '.join(ended)}; look at what that rank ran last")
         return 1
-    if (problem := address_problem(error)) is not None:
-        what = f"failed{when}: {problem}"
-    elif _is_out_of_memory(error):
+    if _is_out_of_memory(error):
         what = f"ran out of memory{when}: {first_line(error)}; {MORE_MEMORY}"
     else:
         console.print("".join(traceback.format_exception(error)), markup=False, end="")
@@ -162,25 +159,6 @@ def print_failure(error: BaseException) -> int:
         what = f"failed{when}: {type(error).__name__}: {first_line(error)}{mend}"
     console.fail(f"{where} {what}")
     return 1
-
-
-_NO_ADDRESS_SPACE = re.compile("failed to map segment|[Cc]annot allocate memory|can't allocate memory|new thread")
-"""What libraries say if the process may not have more addresses: of the dynamic linker, the system, torch, Python."""
-
-
-def address_problem(error: BaseException) -> str | None:
-    """Returns what to do about an error that comes from a limit on addresses (`ulimit -v`), or None for others."""
-    if resource is None:
-        return None
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return None
-    if not isinstance(error, MemoryError) and _NO_ADDRESS_SPACE.search(str(error)) is None:
-        return None
-    return (
-        f"this process may have {limit / GIB:.1f} GiB of addresses, which are too few ({first_line(error)}); raise the "
-        "limit by `ulimit -v unlimited`, or leave it out: torch's libraries alone take several GiB of them"
-    )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -15,7 +15,6 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,21 +30,9 @@ FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-
 BUILD_SECONDS = 120
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(ctypes.Structure):
     """A parameter's position in the flat tensors, and its settings for this step (`step` counts from 1)."""
 
-    offset: int
-    numel: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-
-
-class _Segment(ctypes.Structure):
     _fields_ = (
         ("offset", ctypes.c_int64),
         ("numel", ctypes.c_int64),
@@ -76,7 +63,7 @@ class AdamWKernel:
             ctypes.c_int,
             ctypes.c_void_p,
             ctypes.c_int,
-            ctypes.POINTER(_Segment),
+            ctypes.POINTER(Segment),
             ctypes.c_int64,
             ctypes.c_float,
             ctypes.c_int,
@@ -111,7 +98,7 @@ class AdamWKernel:
             assert tensor.numel() == master.numel()
         for tensor in (master, exp_avg, exp_avg_sq):
             assert tensor.dtype == torch.float32
-        array = (_Segment * len(segments))(*(_Segment(*vars(segment).values()) for segment in segments))
+        array = (Segment * len(segments))(*segments)
         self._adamw(
             master.data_ptr(),
             exp_avg.data_ptr(),
