@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
@@ -72,11 +69,6 @@ def runs(folder: Path) -> dict[str, Any]:
         values["training"]["output_dir"] = str(folder / f"link-{name}")
         found[f"link {name}"] = outcome(values)
     found["gone"] = outcome_of_a_run_whose_folder_goes(values_of(folder, "preference", 6), folder)
-    for name, (forge, _) in FORGED.items():
-        shutil.rmtree(folder / "kto")
-        shutil.copytree(folder / "kto-kept", folder / "kto")
-        forge(folder / "kto/checkpoints/step_00000002")
-        found[name] = outcome(values_of(folder, "kto", 4))
     for name, spoil in SPOILED.items():
         shutil.rmtree(folder / "kto")
         shutil.copytree(folder / "kto-kept", folder / "kto")
@@ -115,48 +107,6 @@ def killed_while_it_ran(run: Path, report: str) -> None:
     shutil.rmtree(run / "export")
     (run / "report.html").write_text(report)
 
-
-def forge_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Changes a checkpoint's manifest, whose marker fits it again."""
-
-    def forge(folder: Path) -> None:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        change(manifest)
-        text = json.dumps(manifest)
-        (folder / "manifest.json").write_text(text)
-        (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
-
-    return forge
-
-
-def forge_moment(ending: str, value: float) -> Callable[[Path], None]:
-    """Changes one number of one tensor, whose checksum fits it again."""
-
-    def forge(folder: Path) -> None:
-        path = next(path for path in folder.glob("*.safetensors") if any(k.endswith(ending) for k in load_file(path)))
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-        tensors = load_file(path)
-        tensors[next(name for name in tensors if name.endswith(ending))].view(-1)[3] = value
-        save_file(tensors, path, metadata)
-        told = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        forge_manifest(lambda manifest: manifest["files"].update({path.name: told}))(folder)
-
-    return forge
-
-
-FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "moment nan": (forge_moment(".exp_avg", float("nan")), "exp_avg holds values that are not finite"),
-    "moment inf": (forge_moment(".exp_avg_sq", float("inf")), "exp_avg_sq holds values that are not finite"),
-    "moment below zero": (forge_moment(".exp_avg_sq", -1.0), "exp_avg_sq holds values below zero (-1), and is a mean"),
-    "skipped": (forge_manifest(lambda m: m["trainer"].update(skipped_steps=-(10**15))), "trainer.skipped_steps is -1"),
-    "samples": (forge_manifest(lambda m: m.update(samples=m["samples"] + 2)), "are not those of the last record"),
-    "counters": (
-        forge_manifest(lambda m: m["trainer"].update(global_step=1)),
-        "trainer.global_step is 1, and step",
-    ),
-}
-"""What somebody did to a checkpoint -> what the run says of it."""
 
 SPOILED: dict[str, Callable[[Path], Any]] = {
     "empty report": lambda run: killed_while_it_ran(run, ""),
@@ -199,12 +149,10 @@ def test_a_run_is_done_if_it_says_so(found: dict[str, Any]) -> None:
         assert found[f"{name} trained"] == (name in ("empty report", "cut report")), name
 
 
-def test_a_state_that_no_training_leaves_is_refused_and_no_run_writes_through_links(found: dict[str, Any]) -> None:
-    expected = {name: says for name, (_, says) in FORGED.items()}
-    expected |= {f"link {name}": f"{name}' is a link" for name in ("metrics.jsonl", "export")}
-    for name, says in expected.items():
-        told, code = found[name]
-        assert (code, says in told) == (2, True), (name, told)
+def test_no_run_writes_through_links(found: dict[str, Any]) -> None:
+    for name in ("metrics.jsonl", "export"):
+        told, code = found[f"link {name}"]
+        assert (code, f"{name}' is a link" in told) == (2, True), (name, told)
 
 
 def test_a_run_whose_folder_is_gone_ends_at_its_next_save(found: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ from toolkit.checkpoint.state import (
     OPTIMIZER,
     described,
     first_failure,
-    first_impossible,
     put_back,
     with_optimizer_state,
 )
@@ -124,8 +123,7 @@ def load_tensors(
         more: tensors of extensions (any shape), by their names in a checkpoint. Filled in place.
 
     Raises:
-        BadInputError: if the checkpoint's tensors do not fit in name, dtype or shape, cannot be read, or hold values
-            that no training leaves.
+        BadInputError: if the checkpoint's tensors do not fit in name, dtype or shape, or cannot be read.
     """
     tensors = _without_unused(model, optimizer, with_optimizer_state(model, optimizer, more), manifest.tensors)
     # Types and shapes are compared before anything is read, for an error that names the tensor.
@@ -139,12 +137,6 @@ def load_tensors(
         load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise BadInputError(f"{str(folder)!r} cannot be read: {first_failure(error)}") from error
-    problems = ranks.gather_objects(first_impossible(tensors))
-    if problem := next((of_rank for of_rank in problems if of_rank is not None), None):
-        raise BadInputError(
-            f"{str(folder)!r} cannot be gone on from: {problem}; move it elsewhere, and the run goes on from the "
-            "checkpoint before it"
-        )
     put_back(model, optimizer, tensors)
     # With offload the tensors are the masters on the host. This sets the weights on the device from them.
     state = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
@@ -164,7 +156,7 @@ def _without_unused(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     tensors: dict[str, torch.Tensor],
-    saved: Mapping[str, list[Any]],
+    saved: Mapping[str, tuple[str, list[int]]],
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors without optimizer state of parameters that no step had used before the save.
 
@@ -186,7 +178,7 @@ def _parameter_of_state(name: str) -> str | None:
     return name.removeprefix(OPTIMIZER).rpartition(".")[0] if name.startswith(OPTIMIZER) else None
 
 
-def _first_mismatch(saved: dict[str, list[Any]], live: dict[str, list[Any]]) -> str | None:
+def _first_mismatch(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str | None:
     for name in sorted(saved.keys() | live.keys()):
         if name not in live:
             return f"it holds {name}, which is not there now"
@@ -195,28 +187,6 @@ def _first_mismatch(saved: dict[str, list[Any]], live: dict[str, list[Any]]) -> 
         if saved[name] != live[name]:
             return f"{name} is {saved[name][0]} {saved[name][1]} there, {live[name][0]} {live[name][1]} now"
     return None
-
-
-def require_consistent(manifest: Manifest, records: list[dict[str, Any]]) -> None:
-    """Checks the counters of a checkpoint.
-
-    Raises:
-        ValueError: if they contradict each other or the records.
-    """
-    counters, step = manifest.trainer, manifest.step
-    if counters.get("global_step") != step:
-        raise ValueError(f"trainer.global_step is {counters.get('global_step')}, and step is {step}")
-    for name in ("skipped_steps", "non_finite_in_a_row"):
-        if not 0 <= counters.get(name, 0) <= step:
-            raise ValueError(f"trainer.{name} is {counters.get(name)}, of {step} steps")
-    if not 0 <= counters["target_tokens"] <= counters["tokens"]:
-        raise ValueError(f"trainer counts {counters['target_tokens']} targets among {counters['tokens']} tokens")
-    last = next((record for record in reversed(records) if record["split"] == "train"), None)
-    if last is not None and (last["step"], last["samples"]) != (step, manifest.samples):
-        raise ValueError(
-            f"step {step} and samples {manifest.samples} are not those of the last record, "
-            f"{last['step']} and {last['samples']}"
-        )
 
 
 def verify_together(folder: Path, manifest: Manifest) -> str | None:

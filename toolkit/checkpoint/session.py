@@ -25,7 +25,7 @@ from toolkit.checkpoint.rotation import best_of
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Save, clear_unfinished
-from toolkit.errors import SAVED, BadInputError, StoppedError, ToolkitError, first_line
+from toolkit.errors import SAVED, BadInputError, StoppedError, ToolkitError
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.tensor.copies import require_alike
 from toolkit.training.durable_writes import PATIENCE_SECONDS
@@ -299,22 +299,9 @@ class RunCheckpoints(Extension):
             num_positions: the number of samples of the run.
 
         Raises:
-            BadInputError: if the checkpoint does not hold the state of a run.
+            BadInputError: if the checkpoint's tensors do not fit the run's.
         """
-        try:
-            self._restore_state(folder, manifest, trainer, schedule, num_positions)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            # Its checksums fit, so another program has written it.
-            raise BadInputError(
-                f"{str(folder)!r} is not a checkpoint of a run: {type(error).__name__}: "
-                f"{first_line(error)}; move it elsewhere, and the run goes on from the checkpoint before it"
-            ) from error
-
-    def _restore_state(
-        self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
-    ) -> None:
         records = ranks.on_first_rank(lambda: reader.read_records(folder))
-        reader.require_consistent(manifest, records)
         reader.load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))
         # The schedule has no state in the checkpoint: it follows from the steps, without those that were skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):

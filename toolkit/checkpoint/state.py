@@ -53,29 +53,6 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> It
                 yield f"{OPTIMIZER}{parameters[id(parameter)]}.{key}", value
 
 
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
-"""The keys of an optimizer's running means of squared gradients."""
-
-
-@torch.no_grad()
-def first_impossible(tensors: dict[str, torch.Tensor]) -> str | None:
-    """Returns the first tensor (any shape) on this rank with values that no training leaves, and why, or None.
-
-    Averages and moments must be finite, and a mean of squares must not be negative. The model's tensors are not
-    checked: its buffers may have any values.
-    """
-    for name, tensor in tensors.items():
-        local = local_tensor(tensor)
-        if name.startswith(MODEL) or not local.is_floating_point() or not local.numel():
-            continue
-        low, high = torch.aminmax(local)
-        if not (low.isfinite() and high.isfinite()):
-            return f"{name} holds values that are not finite"
-        if low < 0 and name.endswith(SECOND_MOMENTS):
-            return f"{name} holds values below zero ({low.item():.3g}), and is a mean of squares"
-    return None
-
-
 @torch.no_grad()
 def first_non_finite(tensors: dict[str, torch.Tensor], parameters: Iterable[str]) -> str | None:
     """Returns the first of the model's parameters that is not finite on this rank, or None if all are.
@@ -170,9 +147,9 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return beside(tensor, local) if isinstance(tensor, DTensor) else local
 
 
-def described(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """Returns [dtype, whole shape] of each tensor by name, for the manifest."""
-    return {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
+def described(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, list[int]]]:
+    """Returns dtype and whole shape of each tensor by name, for the manifest."""
+    return {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def first_failure(error: CheckpointException) -> str:
