@@ -53,7 +53,9 @@ def largest_difference(found: list[float], expected: list[float]) -> float:
 @pytest.mark.parametrize("way", WAYS)
 def test_offload_follows_the_ordinary_run(case: Case, way: str) -> None:
     """Equal but for the order of single roundings between the host's AdamW and the device's."""
-    from toolkit.sharding import OffloadSettings, memory_report
+    from support.memory import memory_report
+
+    from toolkit.sharding import OffloadSettings
 
     expected = ordinary(case)
     accelerator, model, optimizer = prepare(case, OffloadSettings(**WAYS[way]))

@@ -44,7 +44,9 @@ def close(accelerator: Any) -> None:
 
 
 def measure_memory() -> dict[str, Any]:
-    from toolkit.sharding import OffloadSettings, memory_report
+    from support.memory import memory_report
+
+    from toolkit.sharding import OffloadSettings
 
     found: dict[str, Any] = {}
     for name, settings in (("none", {}), ("some", {"device_state_gib": 0.0005})):

@@ -63,7 +63,7 @@ def prepared(
 
 def measure(strategy: str, precision: str) -> dict[str, Any]:
     """Bytes inside and outside the accumulation window of the second step, and its traffic."""
-    from toolkit.sharding import memory_report
+    from support.memory import memory_report
 
     accelerator, model, optimizer = prepared(strategy, precision, K)
     rank = accelerator.process_index

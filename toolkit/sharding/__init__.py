@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.sharding.blocks.checkpointing import Checkpointing, checkpoint_blocks
     from toolkit.sharding.blocks.compiling import Compilation, compile_blocks
-    from toolkit.sharding.memory import MemoryReport, memory_report
     from toolkit.sharding.offload import OffloadSettings
     from toolkit.sharding.plan.units import plan_units
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
@@ -19,13 +18,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "Checkpointing": "blocks.checkpointing",
     "Compilation": "blocks.compiling",
-    "MemoryReport": "memory",
     "OffloadSettings": "offload",
     "ShardingMesh": "plugin",
     "ShardingPlugin": "plugin",
     "checkpoint_blocks": "blocks.checkpointing",
     "compile_blocks": "blocks.compiling",
-    "memory_report": "memory",
     "plan_units": "plan.units",
     "sharding_kwargs": "plugin",
 }
@@ -34,13 +31,11 @@ _HOMES = {
 __all__ = [
     "Checkpointing",
     "Compilation",
-    "MemoryReport",
     "OffloadSettings",
     "ShardingMesh",
     "ShardingPlugin",
     "checkpoint_blocks",
     "compile_blocks",
-    "memory_report",
     "plan_units",
     "sharding_kwargs",
 ]

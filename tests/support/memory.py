@@ -32,11 +32,6 @@ class MemoryReport:
     optimizer_state: int
     host_state: int = 0
 
-    @property
-    def total(self) -> int:
-        """Returns the bytes on the device."""
-        return self.sharded_parameters + self.gathered_parameters + self.gradients + self.optimizer_state
-
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
     """Counts the bytes that this rank holds for `model` and `optimizer`, each storage once.
