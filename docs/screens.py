@@ -33,7 +33,6 @@ WIDTH, COLOURS = 1280, 64
 PAGES = {
     "report.png": ("outputs/quickstart/report.html", "h1", 1100),
     "data_page.png": ("outputs/quickstart/data_report.html", "#examples", 760),
-    "samples.png": ("sampled/samples.html", "h1", 760),
 }
 """Picture -> page in the work folder, the element at its top, and its height (px)."""
 
@@ -58,7 +57,7 @@ TRACKERS = {
 
 
 def train(work: Path, trackers: list[str]) -> None:
-    """Leaves two runs, which the trackers have, and sampled answers in the folder."""
+    """Leaves two runs, which the trackers have."""
     toolkit = [sys.executable, "-m", "toolkit"]
     logging = [f"logging.trackers=[{', '.join(trackers)}]", "logging.project_name=support-bot"]
     logging += ["logging.tracker_settings.trackio.name={run}"] if "trackio" in trackers else []
@@ -67,19 +66,6 @@ def train(work: Path, trackers: list[str]) -> None:
     for words in (
         ["train", "quickstart", "--cpu", "2", *(word.format(run="quickstart") for word in logging)],
         ["train", "quickstart", "--cpu", "2", *slower, *(word.format(run="slower") for word in logging)],
-        [
-            "sample",
-            "outputs/slower",
-            "requests_held_out.jsonl",
-            "--to",
-            "sampled",
-            "--samples",
-            "4",
-            "--compare",
-            "structured",
-            "--cpu",
-            "1",
-        ],
     ):
         subprocess.run([*toolkit, *words], cwd=work, env=environment(work), check=True)  # noqa: S603
 
@@ -128,7 +114,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for the runs")
     work = parser.parse_args().work.resolve()
     trackers = [name for name in TRACKERS if find_spec(name) is not None]
-    if not (work / "sampled").exists():
+    if not (work / "outputs/slower").exists():
         work.mkdir(parents=True, exist_ok=True)
         train(work, trackers)
     with browser(work / "profile") as tab:

@@ -29,11 +29,11 @@ MAX_LISTED_SOURCES = 10
 MAX_SAMPLES = 3
 """The most samples shown."""
 
-SAMPLE_LENGTH = 600
-"""A sample is shortened to about this length (characters)."""
+LONGEST_PIECE = {True: 240, False: 120}
+"""A segment is shortened to about this length (characters): a target, and what the model only reads."""
 
-SHORTEST_PIECE = 24
-"""The shortest length to which a segment is cut, so that it stays recognisable (characters)."""
+MOST_AT_AN_END = 4
+"""The most segments shown from the beginning and from the end of a sample."""
 
 INDENT = 12
 """Width of the names before the colons, and of the margin of the lines below them (characters)."""
@@ -187,37 +187,19 @@ def _sample_text(console: Console, segments: Iterable[Iterable[Any]]) -> Text:
     opening, closing = target_marks(console)
     ellipsis = " ... " if console.options.ascii_only else " … "
     text = Text()
-    for piece, is_target in shortened(((str(part), bool(flag)) for part, flag in segments), SAMPLE_LENGTH, ellipsis):
+    for piece, is_target in shortened(((str(part), bool(flag)) for part, flag in segments), ellipsis):
         shown = f"{opening}{piece}{closing}" if is_target else piece
         text.append(_printable(console, shown), TARGET_STYLE if is_target else CONTEXT_STYLE)
     text.rstrip()
     return text
 
 
-def shortened(segments: Iterable[Stretch], length: int, ellipsis: str = " … ") -> list[Stretch]:
-    """Shortens the segments to about `length` characters.
-
-    Long segments lose their middle, those that are not targets first. If there are too many short ones for that,
-    those in the middle of the sample are left out.
-    """
+def shortened(segments: Iterable[Stretch], ellipsis: str = " … ") -> list[Stretch]:
+    """Leaves out the middle of long segments, and of many those in the middle."""
     whole = [("".join(text for text, _ in run), flag) for flag, run in groupby(segments, key=itemgetter(1))]
-    sizes = {flag: [len(text) for text, is_target in whole if is_target is flag] for flag in (True, False)}
-    # Targets take what they need, but leave a third for the rest, because a target means little without its prompt.
-    room = max(length - sum(sizes[True]), length // 3)
-    limits = {False: _common_limit(sizes[False], room)}
-    limits[True] = _common_limit(sizes[True], length - sum(min(size, limits[False]) for size in sizes[False]))
-    pieces = [(_without_middle(text, limits[is_target], ellipsis), is_target) for text, is_target in whole]
-    return _both_ends(pieces, length, ellipsis)
-
-
-def _common_limit(sizes: list[int], room: int) -> int:
-    """Returns the largest limit on each size at which all fit into `room`, but at least `SHORTEST_PIECE`."""
-    for index, size in enumerate(sorted(sizes)):
-        share = room // (len(sizes) - index)
-        if size > share:
-            return max(share, SHORTEST_PIECE)
-        room -= size
-    return max([*sizes, SHORTEST_PIECE])
+    if len(whole) > 2 * MOST_AT_AN_END:
+        whole = [*whole[:MOST_AT_AN_END], (ellipsis, False), *whole[-MOST_AT_AN_END:]]
+    return [(_without_middle(text, LONGEST_PIECE[is_target], ellipsis), is_target) for text, is_target in whole]
 
 
 def _without_middle(text: str, limit: int, ellipsis: str) -> str:
@@ -225,23 +207,6 @@ def _without_middle(text: str, limit: int, ellipsis: str) -> str:
         return text
     tail = limit // 2
     return text[: limit - tail] + ellipsis + text[-tail:]
-
-
-def _both_ends(pieces: list[Stretch], length: int, ellipsis: str) -> list[Stretch]:
-    """Returns the first and the last pieces of about `length` characters, or all if they are hardly more."""
-    if sum(len(text) for text, _ in pieces) <= 1.5 * length:
-        return pieces
-    first, last = _num_within(pieces, length // 2), _num_within(pieces[::-1], length // 2)
-    return [*pieces[:first], (ellipsis, False), *pieces[len(pieces) - last :]]
-
-
-def _num_within(pieces: list[Stretch], length: int) -> int:
-    """Returns how many of the first pieces fit into `length` characters."""
-    for index, (text, _) in enumerate(pieces):
-        length -= len(text)
-        if length < 0:
-            return index
-    return len(pieces)
 
 
 # ---- text of strangers ----

@@ -21,7 +21,7 @@ from test_run_page import eval_line, non_finite_line, summary, train_line, train
 from toolkit.pages.data_page import render_data_page
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.pages.run_page import render_report
-from toolkit.pages.samples_page import SampledPrompt, render_samples
+from toolkit.pages.samples_page import SampledPrompt
 from toolkit.recipe.objectives.registry import SPECS
 
 FOLDER = Path(__file__).parent / "golden"
@@ -68,7 +68,6 @@ def pages() -> dict[str, str]:
     found["experts"] = render_report(summary(loads, **LITTLE))
     found["gaps"] = render_report(summary(gaps, command="toolkit train 'a b.yaml'", doubts=["a doubt"], **LITTLE))
     found["data"] = render_data_page("chat", report())
-    found["samples"] = render_samples("sampled", ["1 prompt"], [SAMPLED])
     return found
 
 

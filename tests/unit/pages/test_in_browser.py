@@ -14,7 +14,6 @@ from support.html_page import HOSTILE
 from toolkit.pages.data_page import render_data_page
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.pages.run_page import render_report
-from toolkit.pages.samples_page import SampledPrompt, render_samples
 from toolkit.pages.status import Status
 
 pytestmark = [
@@ -36,7 +35,6 @@ ROWS = [
     data.example((f"a question of row {row}, " * 9, False), ("its answer", True), row=f"chat.jsonl:{row}", split=split)
     for row, split in enumerate(["train"] * 60 + ["validation"] * 20)
 ]
-SAMPLED = SampledPrompt("a.jsonl:1", ASKED, [(1.0, "yes", True), (None, LONG, False)])
 WHOLE = run.summary(LINES, side_by_side=SIDES, command=f"toolkit train {LONG}", doubts=["a doubt"])
 PAGES = {
     "report": render_report(WHOLE),
@@ -44,7 +42,6 @@ PAGES = {
     "failed report": render_report(run.summary([], status=Status("failed", 0, 100, None, 1.7e9, 30, LONG))),
     "hostile report": render_report(run.summary(LINES, title=HOSTILE, side_by_side=[SideBySide(HOSTILE, HOSTILE)])),
     "data": render_data_page("rows", {**data.report(), "examples": ROWS}),
-    "samples": render_samples("sampled", ["1 prompt"], [SAMPLED]),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +18,6 @@ from toolkit.generation.text.command import load_for
 from toolkit.generation.text.evaluation import has_function, scoring_of
 from toolkit.generation.text.load import tokenizer_of_source
 from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
-from toolkit.pages.samples_page import SAMPLES_PAGE, SampledPrompt, write_samples_page
 from toolkit.terminal import Terminal
 
 T = TypeVar("T")
@@ -60,28 +58,9 @@ def sample(options: SampleOptions) -> Sampled:
 
     def files() -> Sampled:
         write(options.to, scored)
-        written = write_rows(options.to, rows, scored, form, options.reward is not None)
-        write_samples_page(
-            options.to / SAMPLES_PAGE, options.to.name, written.summary().splitlines(), _by_prompt(rows, scored)
-        )
-        return written
+        return write_rows(options.to, rows, scored, form, options.reward is not None)
 
     return ranks.on_first_rank(files)
-
-
-def _by_prompt(rows: list[PromptRow], scored: list[Sample]) -> list[SampledPrompt]:
-    """Groups the samples by their prompts, for the page."""
-    of_rows: list[list[Sample]] = [[] for _ in rows]
-    for sample in scored:
-        of_rows[sample.row].append(sample)
-    return [
-        SampledPrompt(
-            row.place,
-            row.given if isinstance(row.given, str) else json.dumps(row.given, ensure_ascii=False),
-            [(sample.score, sample.completion, sample.stopped) for sample in samples],
-        )
-        for row, samples in zip(rows, of_rows, strict=True)
-    ]
 
 
 def _complete_missing(options: SampleOptions, rows: list[PromptRow], found: list[Sample]) -> tuple[list[Sample], bool]:
