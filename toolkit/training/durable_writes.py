@@ -26,8 +26,7 @@ class LinesFile:
     All lines are kept: if somebody deletes, renames, cuts or rotates the file, they are written again.
 
     Args:
-        warn: called once a minute with the number of waiting lines and the reason, and when all lines are written
-            again.
+        warn: called once a minute with the number of waiting lines and the reason.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -35,7 +34,6 @@ class LinesFile:
         self._warn = warn
         self._size = 0
         self._lines: list[str] = []
-        self._file: tuple[int, int] | None = None
         self._waiting: list[str] = []
         self._told = -TELL_SECONDS
         self._tried = -RETRY_SECONDS
@@ -48,7 +46,7 @@ class LinesFile:
             line for line, found in takewhile(lambda pair: pair[0].encode() == pair[1], zip(lines, there, strict=False))
         ]
         self._size = sum(len(line.encode()) for line in same)
-        self._lines, self._file, self._waiting = same, None, lines[len(same) :]
+        self._lines, self._waiting = same, lines[len(same) :]
         self.catch_up()
 
     def append(self, line: str) -> None:
@@ -79,7 +77,8 @@ class LinesFile:
         # No link: its target is somebody's file.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            self._detect_changes(os.fstat(descriptor))
+            if os.fstat(descriptor).st_size < self._size:
+                self._waiting, self._lines, self._size = [*self._lines, *self._waiting], [], 0
             data, written = "".join(self._waiting).encode(), 0
             try:
                 while written < len(data):
@@ -93,17 +92,6 @@ class LinesFile:
             os.ftruncate(descriptor, self._size)
         finally:
             os.close(descriptor)
-
-    def _detect_changes(self, found: os.stat_result) -> None:
-        """Marks all lines as unwritten if the file is not the one that they were written to, or has another size."""
-        file = (found.st_dev, found.st_ino)
-        changed = self._file is not None and (file != self._file or found.st_size != self._size)
-        self._file = file
-        if changed and self._lines:
-            what = "is another file" if found.st_size == 0 else f"has {found.st_size:,} bytes instead of {self._size:,}"
-            self._warn(f"{self._path} {what} than was written: its {len(self._lines)} records are written again")
-        if changed:
-            self._waiting, self._lines, self._size = [*self._lines, *self._waiting], [], 0
 
 
 def patiently(

@@ -40,7 +40,7 @@ PLAIN = Manifest(
     date="2026-11-22",
     versions={"torch": "2.13"},
     loads=(3, [[0.1, 2.9]]),
-    tensors={"weight": ["int8", [3, 2]]},
+    tensors={"weight": ("int8", [3, 2])},
 )
 
 
@@ -64,7 +64,7 @@ def written(run: Path, step: int, **recipe: Any) -> Path:
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     folder = written(tmp_path, 7)
     manifest = read_checkpoint(folder)
-    assert (manifest.step, manifest.tensors, manifest.eval_loss) == (7, {"weight": ["int8", [3, 2]]}, 2.5)
+    assert (manifest.step, manifest.tensors, manifest.eval_loss) == (7, {"weight": ("int8", [3, 2])}, 2.5)
     assert manifest.loads == (3, [[0.1, 2.9]])
     content = (folder / "a.json").read_bytes()
     assert manifest.files["a.json"].bytes == len(content)

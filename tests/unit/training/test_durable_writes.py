@@ -162,13 +162,11 @@ def test_all_records_are_there_whatever_becomes_of_the_file(change: Callable[[Pa
     lines = [f'{{"step": {step:03}}}\n' for step in range(9)]
     for line in lines[:5]:
         file.append(line)
-    assert not told
     change(path)
     for line in lines[5:]:
         file.append(line)
     assert path.read_text() == "".join(lines)
-    assert len(told) == 1
-    assert "its 5 records are written again" in told[0]
+    assert not told
 
 
 def test_records_are_not_written_through_a_link(tmp_path: Path) -> None:
