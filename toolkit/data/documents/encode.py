@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.documents.byte_tokens import ByteTokens
 from toolkit.data.images.images import Images, parse
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.left_out import NO_CALLS, NO_TOOLS, left_out_of
@@ -357,6 +358,31 @@ class Encoder:
 
     def _tokens(self, prepared: list[_Prepared]) -> Iterator[_Tokens]:
         """Yields the tokens of each text."""
+        counted = self._by_bytes(prepared)
+        offsets = self._by_offsets([item for item, found in zip(prepared, counted, strict=True) if not found])
+        for found in counted:
+            yield found or next(offsets)
+
+    def _by_bytes(self, prepared: list[_Prepared]) -> list[_Tokens | None]:
+        """Returns the tokens of each text, or None for one whose targets only offsets can tell."""
+        counting = ByteTokens.of(self.tokenizer)
+        if counting is None:
+            return [None] * len(prepared)
+        found: list[_Tokens | None] = []
+        for item, ids in zip(prepared, counting.encode([item.text for item in prepared]), strict=True):
+            edges = sorted({*item.starts, *(edge for span in item.spans for edge in span)})
+            places = counting.places(item.text, ids, edges)
+            if places is None:
+                found.append(None)
+                continue
+            token_at = dict(zip(edges, places.tolist(), strict=True))
+            mask = np.zeros(len(ids), dtype=bool)
+            for start, end in item.spans:
+                mask[token_at[start] : token_at[end]] = True
+            found.append((ids, mask, [token_at[start] for start in item.starts]))
+        return found
+
+    def _by_offsets(self, prepared: list[_Prepared]) -> Iterator[_Tokens]:
         if not prepared:
             return
         # Text that is learned whole needs no offsets, so it works with tokenizers that cannot give them.
@@ -372,9 +398,7 @@ class Encoder:
             return
         for item, ids, pairs in zip(prepared, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             offsets = spans_array(pairs)
-            # White space, to which a tokenizer that trims offsets gives an empty span at its end, begins before that.
-            begins = np.minimum(offsets[:, 0], offsets[:, 1] - 1)
-            mask, firsts = target_mask(item.spans, offsets), np.searchsorted(begins, item.starts).tolist()
+            mask, firsts = target_mask(item.spans, offsets), np.searchsorted(offsets[:, 0], item.starts).tolist()
             for start, first in zip(item.starts, firsts, strict=True):
                 # The prompt's last token may take the white space after it, as Phi 3's `<|assistant|>` does.
                 if first and offsets[first - 1, 1] > start:
