@@ -79,6 +79,7 @@ class SourceReport(_Part):
     Attributes:
         passes: how often a row is seen in a pass over the mix.
         share: the source's share of the rows of that pass.
+        tokens_by: the package that made the tokens, if it is known.
     """
 
     source: str
@@ -90,6 +91,7 @@ class SourceReport(_Part):
     weight: float | None
     passes: float
     share: float
+    tokens_by: str | None = None
 
 
 class SplitReport(_Part):
@@ -259,6 +261,7 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
                 weight=source.weight,
                 passes=used / max(1, len(mine)),
                 share=used / max(1, len(order)),
+                tokens_by=source.tokens_by,
             )
         )
     return found
@@ -452,4 +455,6 @@ def warnings(splits: dict[str, SplitReport]) -> list[str]:
             for source in split.sources
             if source.passes >= MANY_PASSES
         ]
+        slow = {str(each.tokens_by) for each in split.sources if str(each.tokens_by).startswith("tokenizers, ")}
+        found += [f"{name}: tokens are made by {each}" for each in sorted(slow)]
     return found

@@ -21,6 +21,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from toolkit.data.documents.fast_tokens import FastTokens
+
 SPLITS = {"Split", "Digits", "Punctuation", "ByteLevel"}
 """Pre-tokenizers that add nothing to a text."""
 
@@ -30,11 +32,13 @@ class ByteTokens:
     """Encodes texts with a byte-level tokenizer, without special tokens.
 
     Attributes:
+        encoder: makes the tokens.
         widths: bytes of each token, (vocabulary,), int64.
         is_composed: whether texts are brought into Unicode's form NFC first, as Qwen's are.
     """
 
     tokenizer: PreTrainedTokenizerBase
+    encoder: FastTokens
     widths: np.ndarray[Any, Any]
     is_composed: bool
 
@@ -45,11 +49,8 @@ class ByteTokens:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray[Any, Any]]:
         """Returns the tokens of each text, each (length,), int32."""
-        backend: Tokenizer = self.tokenizer.backend_tokenizer
-        backend.no_truncation()  # another call may have set these
-        backend.no_padding()
-        backend.encode_special_tokens = getattr(self.tokenizer, "split_special_tokens", False)
-        return [np.array(found.ids, np.int32) for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        found = self.encoder.encode(texts, getattr(self.tokenizer, "split_special_tokens", False))
+        return [np.array(ids, np.int32) for ids in found]
 
     def places(self, text: str, ids: np.ndarray[Any, Any], edges: Sequence[int]) -> np.ndarray[Any, Any] | None:
         """Returns the number of the token that begins at each of these characters, (edges,), int64.
@@ -70,6 +71,12 @@ class ByteTokens:
         return found[1:-1]
 
 
+def tokens_by(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Returns the package that this process has tokenised texts with, or None if it has not by `ByteTokens`."""
+    found = ByteTokens.of(tokenizer)
+    return found.encoder.way if found is not None and found.encoder.calls else None
+
+
 @lru_cache(maxsize=4)  # large vocabularies take a tenth of a second
 def _byte_tokens(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> ByteTokens | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -83,7 +90,7 @@ def _byte_tokens(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> ByteTok
     widths = np.zeros(1 + max([*known.values(), *added]), dtype=np.int64)
     widths[list(known.values())] = [len(entry) for entry in known]
     widths[list(added)] = list(added.values())
-    return ByteTokens(tokenizer, widths, normalizer == ["NFC"])
+    return ByteTokens(tokenizer, FastTokens(backend), widths, normalizer == ["NFC"])
 
 
 def _encodes_by_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
