@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
+import io
 import json
+import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,39 @@ from support.tiny import recipe_values, save_llama, unfinish
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
+from toolkit.training.extension import Extension
 
+WARNED = {
+    "data report": "also in train: the held-out loss is too low",
+    "checks before step 1": "this run of 8 steps ends within its warm-up of 9",
+    "resume": "the learning rate was 0.0004 in step 4, and is 1.5 in the next",
+    "evaluation": "cannot be written (Is a directory): training goes on",
+    "training": "is written again, and holds all records",
+    "export": "has changed since training began; the export has it as it was then",
+    "outcome": "after the last step, worse than",
+}
+"""Stage of a run -> what it warns of."""
+LIMIT = "4 of 12 held-out rows are also in train"
 STRATEGIES = {"zero3": {}, "ema": {"ema": 0.5}}
+
+
+class Disturbs(Extension):
+    """Changes files of a run and of its base, on rank 0: in an evaluation, and before a step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._metrics, self._base = folder / "zero3/metrics.jsonl", folder / "model/generation_config.json"
+        self._acts = os.environ["RANK"] == "0"
+
+    def at_evaluation(self, trainer: Any) -> dict[str, Any]:
+        if trainer.global_step == 5 and self._acts:
+            self._metrics.unlink()
+            self._metrics.mkdir()
+        return {}
+
+    def before_step(self, step: int) -> None:
+        if step == 7 and self._acts:
+            self._metrics.rmdir()
+            self._base.write_text(self._base.read_text() + " ")
 
 
 def runs(folder: Path) -> None:
@@ -30,7 +64,7 @@ def runs(folder: Path) -> None:
         values["data"] |= {"validation": str(folder / "held_out.jsonl")}
         values["training"] |= {"eval_every_steps": 1, **training}
         values["optimizer"] |= {"learning_rate": 1e-3}
-        values["schedule"] = {"kind": "constant"}
+        values["schedule"] = {"kind": "constant", "warmup_steps": 9}
         values["checkpoint"] = {"every_steps": 1, "keep_last": 1, "keep_best": True, "asynchronous": False}
         values["sharding"] = {"strategy": "zero3"}
         finetune(Recipe.from_mapping(values))
@@ -39,7 +73,10 @@ def runs(folder: Path) -> None:
         values["optimizer"]["learning_rate"] = 3.0  # from here on it only gets worse
         values["optimizer"]["weight_decay"] = 0.5
         meet()
-        finetune(Recipe.from_mapping(values))
+        with contextlib.redirect_stderr(io.StringIO()) as shown:
+            finetune(Recipe.from_mapping(values), extensions=[Disturbs(folder)] if name == "zero3" else [])
+        if os.environ["RANK"] == "0":
+            (folder / name / "terminal.txt").write_text(shown.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +110,18 @@ def test_the_best_weights_are_exported_and_told_everywhere(name: str, folder: Pa
     assert not list(run.glob(".checkpoint*")), "nothing is left"
     said = f"step {best} of 8, whose held-out loss is {losses[best]:.4g}; the last is {losses[8]:.4g}"
     shown = CliRunner().invoke(app, ["status", str(run)]).output
-    texts = [shown, (run / "export/README.md").read_text(), (run / "report.html").read_text()]
-    assert [said in text for text in texts] == [True] * 3
-    assert re.search(rf'class="lead">.*Exported: {re.escape(said)}\.</p>', texts[2]), "without a click"
-    assert json.loads((run / "export/training.json").read_text())["exported"] == said
+    limited = f"{said} (but {LIMIT})"
+    texts = [shown, *((run / page).read_text() for page in ("terminal.txt", "export/README.md", "report.html"))]
+    assert [limited in text for text in texts] == [True] * 4
+    assert re.search(rf'class="lead">.*Exported: {re.escape(limited)}\.</p>', texts[3]), "without a click"
+    assert f"\nExported: {limited}.\n" in texts[2]
+    record = json.loads((run / "run.json").read_text())
+    origin = json.loads((run / "export/training.json").read_text())
+    of_step = {"step": best, "value": losses[best]}
+    assert record["best"] == {**of_step, "by": "loss", "checkpoint": f"checkpoints/step_{best:08d}"}
+    assert (record["exported"], record["last"]) == (of_step, {"step": 8, "value": losses[8]})
+    told = ("starts", "limits", "outcome", "best", "last", "exported")
+    assert {name: record[name] for name in told} == {name: origin[name] for name in told}
 
 
 def test_each_start_and_what_it_changed_is_told(folder: Path) -> None:
@@ -88,16 +133,32 @@ def test_each_start_and_what_it_changed_is_told(folder: Path) -> None:
         "optimizer.weight_decay": (changed["optimizer.weight_decay"][0], "0.5"),
         "training.max_steps": ("4", "8"),
     }
-    for page in ("export/README.md", "report.html"):
-        text = re.sub("&gt;", ">", (folder / "zero3" / page).read_text())
-        assert "from step 4 on 2 ranks with optimizer.learning_rate 0.001 -> 3.0, " in text
-    assert "from step 4" in text.partition('id="tile-duration"')[2].partition("</div>")[0], "of the report"
+    told = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
+    texts = told_by(folder / "zero3")
+    for name in ("status", "card", "report"):
+        assert f"from step 4 on 2 ranks with {told}" in texts[name], name
+    tile = texts["report"].partition('id="tile-duration"')[2].partition("</div>")[0]
+    assert "from step 4" in tile, "without a click"
 
 
-def test_a_limit_and_a_warning_of_the_rows_travel_with_the_figures(folder: Path) -> None:
-    limit = "4 of 12 held-out rows are also in train"
-    shown: list[Any] = [CliRunner().invoke(app, ["status", str(folder / "zero3")]).output]
-    shown += [(folder / "zero3" / page).read_text() for page in ("export/README.md", "report.html")]
-    assert [limit in text for text in shown] == [True] * 3
-    assert ["also in train: the held-out loss is too low" in text for text in shown] == [True] * 3
-    shutil.rmtree(folder / "zero3/export")
+def told_by(run: Path) -> dict[str, str]:
+    """All that tells of a run that is done."""
+    files = {"terminal": "terminal.txt", "record": "run.json", "report": "report.html", "card": "export/README.md"}
+    texts = {name: (run / file).read_text() for name, file in {**files, "origin": "export/training.json"}.items()}
+    texts["status"] = CliRunner().invoke(app, ["status", str(run)]).output
+    return {name: html.unescape(text) for name, text in texts.items()}
+
+
+@pytest.mark.parametrize("stage", WARNED)
+def test_a_warning_of_each_stage_arrives_everywhere(stage: str, folder: Path) -> None:
+    found = {name: WARNED[stage] in text for name, text in told_by(folder / "zero3").items()}
+    assert found == dict.fromkeys(found, True)
+
+
+def test_what_limits_a_figure_is_next_to_it(folder: Path) -> None:
+    """In its tiles and tables: tests/unit/pages/test_story.py."""
+    texts = told_by(folder / "zero3")
+    outcome = json.loads(texts["record"])["outcome"]
+    for name, shown in (("terminal", outcome), ("status", outcome), ("report", outcome.replace("->", "→"))):
+        assert re.search(rf"{re.escape(shown)}( in \d+ s in 2 starts)? \(but {LIMIT}\)", texts[name]), name
+    assert f"On held-out data (but {LIMIT}):" in texts["card"]

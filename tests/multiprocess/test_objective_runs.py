@@ -48,6 +48,15 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "another teacher": ("distillation", {**UNPACKED, "checkpoint": {"resume": "half"}}),
 }
 """Name -> the objective, and what its recipe has beside it."""
+JUDGED = {
+    "preference": "margin",
+    "reward": "accuracy",
+    "kto": "lower kl",
+    "token_classification": "recall",
+    "sequence_classification": "f1_macro",
+    "distillation": "divergence",
+}
+"""Objective -> the figure that judges its evaluations (`training.best_by`)."""
 
 
 def runs(models: Path, folder: Path) -> dict[str, Any]:
@@ -70,7 +79,10 @@ def runs(models: Path, folder: Path) -> dict[str, Any]:
         values["optimizer"] = {"learning_rate": 3e-3, "weight_decay": 0.0}
         values["schedule"] = {"kind": "constant"}
         values["training"] |= {"max_steps": 4, "seed": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
+        values["training"] |= {"best_by": JUDGED[kind], "patience": 9, "eval_every_steps": 4}
         values = with_sections(values, sections)
+        if values["data"]["validation"] is None:
+            del values["training"]["patience"], values["training"]["eval_every_steps"]
         if "resume" in values.get("checkpoint", {}):
             values["checkpoint"]["resume"] = str(folder / values["checkpoint"]["resume"])
         try:
@@ -110,6 +122,21 @@ def evaluated(records: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, 
     """Before the first step and after the last one."""
     first, last = (record for record in records if record["split"] == "eval")
     return first, last
+
+
+def test_a_figure_of_each_objective_judges_its_evaluations(found: dict[str, Any], folder: Path) -> None:
+    for name in ("dpo", "reward", "kto", "tags", "classes", "student"):
+        by = JUDGED[RUNS[name][0]]
+        field, better = by.split()[-1], min if by in ("lower kl", "divergence") else max
+        values = {record["step"]: record[field] for record in evaluated(found[name])}
+        told = json.loads((folder / name / "run.json").read_text())
+        best = better(values, key=values.__getitem__)
+        assert {key: told["best"][key] for key in ("step", "by", "value")} == {
+            "step": best,
+            "by": by,
+            "value": pytest.approx(values[best]),
+        }, name
+        assert (told["last"]["step"], told["last"]["value"]) == (4, pytest.approx(values[4])), name
 
 
 def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -60,4 +60,4 @@ def test_finetune_takes_a_name_and_overrides(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_result_is_one_line(tmp_path: Path) -> None:
     result = result_of(tmp_path, METRICS, None)
-    assert repr(result) == f"FinetuneResult({str(tmp_path)!r}, 3 steps, held-out loss 7)"
+    assert repr(result) == f"FinetuneResult({str(tmp_path)!r}, 3 steps, held-out loss 7.0000 -> not finite)"

@@ -6,7 +6,6 @@ Reference: Mitchell et al., "Model Cards for Model Reporting", arXiv 1810.03993.
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +18,8 @@ from toolkit.errors import listed
 from toolkit.pages.parts.charts import polylines
 from toolkit.pages.parts.run_metrics import split_lines
 from toolkit.pages.parts.story import with_limits
-from toolkit.pages.run_page import RunSummary, main_chart
+from toolkit.pages.run_page import STEPS, RunSummary, evaluations_table, main_chart
 from toolkit.paths import is_file_source, is_hub_name, source_name
-from toolkit.recipe.figures import figure_of
 from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, compares, read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.yaml_values import yaml_text
@@ -60,6 +58,7 @@ def render_card(recipe: Recipe, summary: RunSummary, loading: str = "", serving:
         f"```bash\n{serving}\n```\n" if serving else "",
         "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
         _evaluations(summary.metrics, summary.limits),
+        "".join(f"{name.title()}: {_plain(summary.facts[name])}.\n" for name in STEPS if name in summary.facts),
         _warnings(summary.doubts),
         f"## Data\n\n{_data_table(summary.data_report)}",
         f"## Training\n\n{_table(['', ''], [[key, value] for key, value in summary.facts.items()])}\n{AGAIN}\n",
@@ -110,16 +109,10 @@ def model_and_data(recipe: Recipe, class_name: str, is_done: bool = True) -> str
 
 
 def _evaluations(metrics: list[dict[str, Any]], limits: Sequence[str]) -> str:
-    lines = [record for record in metrics if record["split"] == "eval"]
-    if not lines:
+    table = evaluations_table(split_lines(metrics, "eval"), MAX_EVALUATIONS)
+    if not table.rows:
         return "No held-out data.\n"
-    # The confusion matrix is a table of its own, which the report shows.
-    columns = [key for key in lines[-1] if key not in ("split", "non_finite", "confusion")]
-    step = max(1, math.ceil(len(lines) / MAX_EVALUATIONS))
-    shown = [*lines[:-1:step], lines[-1]]
-    rows = [[_metric_cell(record.get(column)) for column in columns] for record in shown]
-    table = _table([figure_of(column).heading for column in columns], rows)
-    return f"{with_limits('On held-out data', limits)}:\n\n{table}"
+    return f"{with_limits('On held-out data', limits)}:\n\n{_table(table.head, table.rows)}"
 
 
 def _warnings(doubts: Sequence[str]) -> str:
@@ -132,12 +125,6 @@ def without_paths(text: str) -> str:
     quoted = r"(?<=['\"`])(?:~|/|[A-Za-z]:\\)[^'\"`\n]*[/\\](?=[^'\"`\n/\\]+['\"`])"  # with blanks
     bare = r"(?:(?<![\w.:/])|(?<=file://))(?:~|/|[A-Za-z]:\\)[^\s'\"`,;()]*[/\\](?=[^\s/\\])"
     return re.sub(f"{quoted}|{bare}", "", text)
-
-
-def _metric_cell(value: Any) -> str:
-    if value is None:
-        return "not finite"
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
 
 
 def _data_table(report: dict[str, Any]) -> str:
@@ -159,7 +146,7 @@ def _arguments_of_rows(report: dict[str, Any]) -> str:
     return f"\nArguments of the chat template that rows bring (`chat_template_kwargs`):\n\n{listed}" if listed else ""
 
 
-def _table(columns: list[str], rows: list[list[str]]) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join("| " + " | ".join(_plain(cell) for cell in line) + " |\n" for line in lines)
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.pages.parts.charts import polylines
-from toolkit.pages.parts.number_text import finite
 from toolkit.pages.parts.page import render
-from toolkit.pages.parts.run_metrics import Metrics, column, samples_itself, split_lines
+from toolkit.pages.parts.run_metrics import Metrics, last_step, split_lines
 from toolkit.pages.parts.story import read_story
-from toolkit.pages.run_page import lead_of, main_chart
+from toolkit.pages.run_page import lead_of, main_chart, progress_of
 from toolkit.terminal import clock
 
 SIZE_PX = (700, 220)
@@ -42,14 +41,10 @@ def progress_output(
     metrics: Metrics, num_steps: int, seconds_left: float | None, curve: dict[str, Any] | None, summary: str = ""
 ) -> Output:
     """Returns a run's progress and its last losses; `summary` is the summary that it printed before its first step."""
-    train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
-    step = max((line["step"] for line in train + evals), default=0)
+    step = last_step(metrics)
     told = [f"step {step:,} of {num_steps:,}"]
     told += [f"{clock(seconds_left)} left"] if seconds_left else []
-    main = "reward" if samples_itself(train) else "loss"
-    told += [f"{main} {value:.4f}" for value in finite(column(train, main))[-1:]]
-    told += [f"held-out loss {loss:.4f}" for loss in finite(column(evals, "loss"))[-1:]]
-    text = ", ".join(told)
+    text = ", ".join([*told, *progress_of(metrics)])
     return _output(text, text=text, step=step, num_steps=num_steps, curve=curve, summary=summary)
 
 
@@ -58,8 +53,9 @@ def result_output(
 ) -> Output:
     """Returns the result of a run: its losses, warnings, and the paths of report and export."""
     story = read_story(output_dir)
-    doubts = story.told(doubts)
-    lead = lead_of(metrics, story.limits)
+    doubts = list(dict.fromkeys([*doubts, *story.told()]))
+    weights = [f"{name}: {told}" for name, told in story.weights().items()]
+    lead = "\n".join(filter(None, [lead_of(metrics, story.outcome, story.limits), *weights]))
     places = [("report", str(output_dir / "report.html")), ("model", str(export_dir or ""))]
     found = [(name, path) for name, path in places if path]
     text = "\n".join(filter(None, [lead, *doubts, *(f"{name}: {path}" for name, path in found)]))

@@ -65,14 +65,14 @@ class RunSummary:
     recipe_yaml: str
     metrics: Metrics  # the lines of metrics.jsonl, in order
     data_report: dict[str, Any]  # as `render_data_page` takes it; empty without one
-    units: list[dict[str, Any]]  # rows of name, class_name, count, num_parameters, num_bytes
+    units: Sequence[Sequence[str]]  # rows of name, class, count, parameters, size
     facts: dict[str, str]  # strategy, ranks, precision, parameters, duration
     versions: dict[str, str]
     side_by_side: Sequence[SideBySide] = ()
     sampled: tuple[int, Sequence[SampledPrompt]] | None = None  # a step, and some of its own samples with rewards
     doubts: Sequence[str] = ()  # warnings about the losses, and those of the run
     limits: Sequence[str] = ()  # limits of the figures of held-out rows
-    best_by: str = "loss"  # the figure that judges evaluations, as in `training.best_by`
+    outcome: str = ""  # its figures, as `headline` writes them
     status: Status | None = None  # None if the run is finished
     folder: str = ""  # name of the run's folder
     command: str = ""  # starts the run again
@@ -92,7 +92,7 @@ def render_report(summary: RunSummary) -> str:
     return render(
         "run.html.jinja",
         it=summary,
-        lead=lead_of(summary.metrics, summary.limits, summary.best_by),
+        lead=lead_of(summary.metrics, summary.outcome, summary.limits),
         written="" if summary.written is None else format_time(summary.written),
         status_head="" if status is None else status_head(status),
         status_note="" if status is None else status_note(status),
@@ -113,6 +113,7 @@ def render_report(summary: RunSummary) -> str:
         dropped=dropped_table(data),
         tables=_tables(summary, evals),
         technical=_technical_tables(summary),
+        steps=STEPS,
         recipe_lines=_recipe_lines(summary.recipe_yaml),
     )
 
@@ -143,19 +144,33 @@ def headline(metrics: Metrics, best_by: str = "loss") -> str:
     return ", ".join(told)
 
 
+STEPS = ("exported", "best")
+"""Facts that say which step's weights are meant, in as far as they are not the last ones."""
+
 HEADLINES = (KNOWN["accuracy"], KNOWN["f1_macro"], KNOWN["f1"], ANSWERS)
 """Figures that say what came of a run, in the words of its objective."""
 
 
-def lead_of(metrics: Metrics, limits: Sequence[str] = (), best_by: str = "loss") -> str:
+def progress_of(metrics: Metrics, limits: Sequence[str] = ()) -> list[str]:
+    """Returns the last figures of a run under way: the reward or loss of a step, and those of its last evaluation."""
+    train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
+    main, form = ("reward", ".3f") if samples_itself(train) else ("loss", ".4f")
+    told = [f"held-out loss {loss:.4f}" for loss in finite(column(evals, "loss"))[-1:]]
+    for figure in HEADLINES:
+        told += [f"{figure.name} {figure.in_short(value)}" for value in finite(column(evals, figure.field))[-1:]]
+    steps = [f"{main} {value:{form}}" for value in finite(column(train, main))[-1:]]
+    return [*steps, with_limits(", ".join(told), limits)] if told else steps
+
+
+def lead_of(metrics: Metrics, outcome: str, limits: Sequence[str] = ()) -> str:
     """Returns the outcome of a run in a sentence, or an empty text if nothing was logged."""
-    train, told = split_lines(metrics, "train"), headline(metrics, best_by)
-    if not train or not told:
+    train = split_lines(metrics, "train")
+    if not train or not outcome:
         return ""
     steps, tokens = counted(train[-1]["step"], "step"), number(train[-1].get("tokens"))
     on = f" on {format_short(tokens)} tokens" if math.isfinite(tokens) else ""
     limited = limits if split_lines(metrics, "eval") else ()
-    return with_limits(f"In {steps}{on}: {told.replace('->', '→')}", limited) + "."
+    return with_limits(f"In {steps}{on}: {outcome.replace('->', '→')}", limited) + "."
 
 
 def _first_and_last(values: Sequence[float]) -> list[float]:
@@ -193,7 +208,8 @@ def _eval_loss_tile(evals: Metrics, limits: Sequence[str]) -> Tile:
     losses = column(evals, "loss")
     values = [_format_loss(loss) for loss in losses]
     plain = f"{'; '.join(limits) or 'on rows that are not trained on'}; lower is better"
-    return Tile("tile-loss", "Held-out loss", values, plain, _eval_note(evals, losses), _change(losses))
+    steps = dict.fromkeys(f"step {line['step']:,}" for line in (evals[0], evals[-1]))
+    return Tile("tile-loss", "Held-out loss", values, plain, " → ".join(steps), _change(losses))
 
 
 def _train_loss_tile(train: Metrics, held_out: str) -> Tile:
@@ -203,18 +219,6 @@ def _train_loss_tile(train: Metrics, held_out: str) -> Tile:
     values = [_format_loss(loss) for loss in ends] or [MISSING]
     note = "no finite value logged" if not losses else "" if width == 1 else f"medians of {width} logged steps"
     return Tile("tile-loss", "Training loss", values, f"{held_out}; lower is better", note, _change(ends))
-
-
-def _eval_note(evals: Metrics, losses: list[float]) -> str:
-    first, last = evals[0]["step"], evals[-1]["step"]
-    if len(evals) == 1:
-        return f"one evaluation, at step {first:,}"
-    finite = [(loss, line["step"]) for loss, line in zip(losses, evals, strict=True) if math.isfinite(loss)]
-    best, best_step = min(finite, default=(math.nan, last))
-    # Compared as they are written: a best value that reads like the last one is not worth a note.
-    is_last_best = _format_loss(best) == _format_loss(losses[-1])
-    best_note = "" if is_last_best else f"; best {_format_loss(best)} at step {best_step:,}"
-    return f"step {first:,} → step {last:,}{best_note}"
 
 
 def _change(values: Sequence[float]) -> tuple[str, str] | None:
@@ -424,23 +428,25 @@ def expert_loads(train: Metrics) -> dict[str, Any] | None:
 
 def _tables(summary: RunSummary, evals: Metrics) -> list[Table]:
     labels = list((summary.data_report.get("train") or {}).get("labels") or {})
-    return [_evaluations_table(evals), confusion_table(evals, labels)]
+    limited = "; ".join(summary.limits)
+    tables = evaluations_table(evals, MAX_TABLE_ROWS), confusion_table(evals, labels)
+    return [replace(table, remark="; ".join(filter(None, [table.remark, limited]))) for table in tables]
 
 
 def _technical_tables(summary: RunSummary) -> list[Table]:
     """Returns tables of how the run was done, which are shown on demand."""
-    # The duration has a tile of its own, and doubts a box.
-    facts = [item for item in summary.facts.items() if item[0].lower() not in ("duration", "outcome")]
+    facts = [item for item in summary.facts.items() if item[0].lower() != "duration"]  # it has a tile of its own
     told = ", ".join(summary.facts[name] for name in ("strategy", "ranks", "precision") if name in summary.facts)
     head = ("Unit", "Class", "Count", "Parameters", "Size")
     return [
         Table("facts", "How it ran", (), facts, "names", told),
-        Table("units", "FSDP units", head, _unit_rows(summary.units), "names"),
+        Table("units", "FSDP units", head, summary.units, "names"),
         Table("versions", "Versions and machine", (), list(summary.versions.items()), "names"),
     ]
 
 
-def _evaluations_table(evals: Metrics) -> Table:
+def evaluations_table(evals: Metrics, max_rows: int) -> Table:
+    """Returns a table of evaluations, the first, the last and evenly spaced ones between them."""
     figures, has_loss = figures_of(evals), any("loss" in line for line in evals)
     rows = [
         (
@@ -448,7 +454,7 @@ def _evaluations_table(evals: Metrics) -> Table:
             *([_format_loss(number(line.get("loss")))] if has_loss else []),
             *(written(figure, number(line.get(figure.field))) for figure in figures),
         )
-        for line in evenly_spaced(evals, MAX_TABLE_ROWS)
+        for line in evenly_spaced(evals, max_rows)
     ]
     return Table(
         "evaluations",
@@ -456,19 +462,6 @@ def _evaluations_table(evals: Metrics) -> Table:
         ("Step", *(["Loss"] if has_loss else []), *(figure.heading for figure in figures)),
         rows,
     )
-
-
-def _unit_rows(units: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(unit["name"]),
-            str(unit["class_name"]),
-            f"{unit['count']:,}",
-            f"{unit['num_parameters']:,}",
-            format_bytes(unit["num_bytes"]),
-        )
-        for unit in units
-    ]
 
 
 def _recipe_lines(recipe_yaml: str) -> list[list[tuple[str, str]]]:

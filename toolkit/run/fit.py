@@ -165,6 +165,7 @@ def _report_stream(opened: OpenedRun, run: PreparedRun) -> None:
     assert run.data.stream is not None
     report = describe_stream(run.data.report, run.data.stream)
     run.shown.data_report = report
+    opened.story.of_rows(report.to_dict())
     ranks.on_first_rank(lambda: write_data_report(opened.output_dir, opened.recipe, report))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -92,7 +91,6 @@ def finetune(
 
 def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult:
     """Runs a recipe on the ranks that are running."""
-    started = time.perf_counter()
     with open_run(recipe) as opened, ExitStack() as running:
         recipe, output_dir, console = opened.recipe, opened.output_dir, opened.console
         if ranks.on_first_rank(lambda: is_same_and_finished(output_dir, recipe)):
@@ -113,16 +111,17 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
         output = notebook_output(run.num_steps)
         with output.holding(console) if output is not None else nullcontext():
             print_run_summary(opened, run, facts)
-        live = _live_report(opened, run, facts, started, output)
+        live = _live_report(opened, run, facts, output)
         with ended_in(live):
             if found.start is not None:
                 heartbeat.enter_phase(Phase.RESTORE)
             fitted = fit(opened, run, parts, found, store, heartbeat, live, facts)
+            if fitted.missing is not None:
+                console.warn(fitted.missing)
             heartbeat.enter_phase(Phase.EXPORT)
             export_dir, difference = export_model(opened, run, heartbeat)
-            seconds = time.perf_counter() - started
             guess = uniform_guess(run.objective, run.inner, opened.recipe.objective.class_weights)
-            result = result_of(output_dir, fitted.records, export_dir, difference, seconds, guess)
+            result = result_of(output_dir, fitted.records, export_dir, difference, guess)
             pages = functools.partial(write_pages, opened, run, reads_of(parts), facts, result)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn, heartbeat.wait))
             for part in parts:
@@ -131,8 +130,6 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             output.finish(result)
         else:
             print_result(console, opened.recipe, result, opened.story, run.shown.side_by_side)
-        if fitted.missing is not None:
-            console.warn(fitted.missing)
         ranks.on_first_rank(lambda: forget_starts(output_dir))
         heartbeat.enter_phase(Phase.EXPORT)
         _push(opened.recipe, result)
@@ -190,12 +187,14 @@ def find_checkpoint(recipe: Recipe, output_dir: Path, store: StorePath | None, c
 
 
 def _live_report(
-    opened: OpenedRun, run: PreparedRun, facts: dict[str, str], started: float, output: NotebookOutput | None
+    opened: OpenedRun, run: PreparedRun, facts: dict[str, str], output: NotebookOutput | None
 ) -> LiveReport:
     def summary(records: list[dict[str, Any]]) -> RunSummary:
-        result = result_of(opened.output_dir, records, None, seconds=time.perf_counter() - started)
+        # Without doubts, as the losses may get better yet.
+        result = replace(result_of(opened.output_dir, records, None), doubts=())
         title = model_and_data(opened.recipe, run.inner.config.architectures[0], is_done=False)
-        told = opened.story.told()  # not of the losses, which may get better yet
-        return replace(summary_of(opened, run, facts, result), title=title, doubts=told)
+        summary = summary_of(opened, run, facts, result)
+        opened.story.write(opened.output_dir)
+        return replace(summary, title=title)
 
     return LiveReport(opened.output_dir / REPORT, summary, run.num_steps, output)

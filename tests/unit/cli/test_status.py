@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from toolkit.cli.app import app
 from toolkit.errors import ToolkitError
 from toolkit.pages.card import CARD
+from toolkit.pages.parts.story import Start, Story
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
 from toolkit.supervise.rank_status import FOLDER, RankStatus, to_text
@@ -109,12 +110,21 @@ def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None
     assert shown(tmp_path).exit_code == 0, "it may still push its export"
     write(tmp_path, GOES, ago=90.0)
     assert shown(tmp_path).stdout.splitlines()[0] == "finished: 0 steps"
-    losses = [{"split": "eval", "step": step, "loss": loss} for step, loss in ((0, 3.25), (7, 2.5))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
+    (tmp_path / "metrics.jsonl").write_text('{"split": "eval", "step": 7, "loss": 2.5}\n')
+    story = Story(outcome="held-out loss 3.2500 -> 2.5000 (-23.1%)", limits=["4 of 12 held-out rows are also in train"])
+    story.best, story.last = {"step": 3, "by": "loss", "value": 1.5}, {"step": 7, "value": 2.5}
+    story.doubts, story.starts = ["a doubt"], [Start(0, 2, "zero3", {}, seconds=3.0)]
+    story.write(tmp_path)
     told = shown(tmp_path)
     assert told.exit_code == 0
     lines = told.stdout.splitlines()
-    assert lines[0] == "finished: 7 steps, held-out loss 3.2500 -> 2.5000 (-23.1%)"
+    limited = "(but 4 of 12 held-out rows are also in train)"
+    assert lines[0] == f"finished: 7 steps, held-out loss 3.2500 -> 2.5000 (-23.1%) {limited}"
+    assert lines[1].startswith("duration: ")
+    assert lines[2:4] == [
+        f"best: step 3 of 7, whose held-out loss is 1.5; the last is 2.5 {limited}",
+        "beware: a doubt",
+    ]
     assert lines[-1] == f"report: {tmp_path / 'report.html'}", "it has neither export nor checkpoint"
     (tmp_path / "recipe.yaml").write_text("checkpoint: {to: 's3://bucket/first'}")
     assert shown(tmp_path).stdout.splitlines()[-1] == "next: toolkit export s3://bucket/first --to FOLDER"
@@ -177,7 +187,7 @@ def test_what_somebody_else_has_put_into_the_folder_is_no_traceback_and_no_wait(
     deep = b"[" * 200_000 + b"]" * 200_000
     nan = to_text([GOES], 1, time.time()).replace("0.5", "NaN").encode()
     text = to_text([GOES], 1, time.time()).replace("0.5", '"x"').encode()
-    files = ("metrics.jsonl", "recipe.yaml", "report.html", "finished.json", "export/training.json", "stall.txt")
+    files = ("metrics.jsonl", "recipe.yaml", "report.html", "finished.json", "run.json", "stall.txt")
     files += (f"{FOLDER}/host_00000.json", "checkpoints/step_00000005/COMPLETE")
     wrong = []
     for number, name in enumerate(files):
@@ -201,7 +211,7 @@ def test_what_somebody_else_has_put_into_the_folder_is_no_traceback_and_no_wait(
         file.write("{\n")
     (damaged / "recipe.yaml").write_bytes(b"\xff model: [")
     result = shown(damaged)
-    assert result.stdout.splitlines()[0] == "finished: 5 steps, held-out loss 3.5000 -> 3.2500 (-7.1%)"
+    assert result.stdout.splitlines()[0] == "finished: 5 steps"
     assert result.stderr.splitlines() == [
         "warning: recipe.yaml is damaged: it is not readable as YAML",
         "warning: metrics.jsonl is damaged: line 8 cannot be read and is left out",

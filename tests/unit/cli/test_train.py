@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from toolkit.cli.app import app
 from toolkit.cli.ranks import launch_options, launcher
 from toolkit.cli.ranks.launcher import run_launcher
 from toolkit.errors import BadInputError, ToolkitError
+from toolkit.pages.parts.story import Story
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
 from toolkit.ranks import free_port
@@ -271,18 +273,15 @@ def test_ctrl_c_prints_no_line_of_torchs_launcher(tmp_path: Path) -> None:
 def test_json_tells_the_command_and_what_the_run_has_left(launched: list[list[str]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "export").mkdir(parents=True)
-    splits = [("eval", 0, 5.0), ("train", 1, 4.0), ("train", 2, 3.0), ("eval", 2, 2.0)]
-    lines = [json.dumps({"split": split, "step": step, "loss": loss}) for split, step, loss in splits]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    story = Story(last={"step": 2, "value": 2.0}, outcome="held-out loss 5.0000 -> 2.0000")
+    story.write(folder)
     result = run("quickstart", "--json", f"training.output_dir={folder}")
     told = json.loads(result.stdout)
     assert told.pop("command") == result.stderr.splitlines()[-1]
     assert told == {
         "exit_code": 3,
         "output_dir": str(folder),
-        "steps": 2,
-        "train_loss": [4.0, 3.0],
-        "eval_loss": [5.0, 2.0],
+        "record": asdict(story),
         "export_dir": str(folder / "export"),
         "report": None,
     }

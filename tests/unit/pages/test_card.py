@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import numpy as np
 import peft
 import pytest
+import torch
+import transformers
 from PIL import Image
+from support.plain_objectives import OBJECTIVES
+from support.sights import save_seeing
 from support.texts import make_texts
-from support.tiny import save_llama
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from support.tiny import VOCAB_SIZE, save_llama
+from transformers import AutoConfig
 
 from toolkit.pages.card import recipe_for_readers, render_card, write_card
 from toolkit.pages.parts.run_metrics import Metrics
@@ -75,65 +80,84 @@ def test_neither_paths_nor_keys_are_published(tmp_path: Path) -> None:
     assert not wrong
 
 
+NAMES = {0: "no", 1: "it's ```", 2: "yes"}
+USED: dict[str, tuple[dict[str, Any], str]] = {
+    "causal_lm": ({}, "generated_text"),
+    "seeing": ({}, "generated_text"),
+    "blind": ({}, r"^\["),
+    "seq2seq": ({}, r"^\["),
+    "sequence_classification": ({"id2label": NAMES}, r"'label': ['\"](no|it's ```|yes)['\"], 'score': 0\."),
+    "token_classification": ({"id2label": NAMES}, "'entity': "),
+    "reward": ({"id2label": {0: "reward"}, "problem_type": "regression"}, r"'label': 'reward', 'score': 0\.0\b"),
+}
+"""Objective, or kind of model -> what its configuration has, and what its program prints."""
+
+
+def saved(kind: str, folder: Path, whole: bool = True) -> Any:
+    """A small model with its tokenizer or processor in a folder, without its head if it isn't `whole`."""
+    _, auto, _, _ = OBJECTIVES.get(kind, ("", "AutoModelForImageTextToText", "", {}))
+    save = functools.partial(save_llama, tied=False) if kind in OBJECTIVES else functools.partial(save_seeing, "llava")
+    save(folder=folder, texts=make_texts(5))
+    config = AutoConfig.from_pretrained(folder, **USED[kind][0], pad_token_id=1)
+    if kind == "seq2seq":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+        config = AutoConfig.for_model("t5", vocab_size=VOCAB_SIZE, decoder_start_token_id=0, **sizes)
+    model = getattr(transformers, auto).from_config(config)
+    if kind == "reward":
+        torch.nn.init.zeros_(model.score.weight)
+    model.config.architectures = [type(model).__name__]
+    if whole or kind == "seq2seq":
+        model.save_pretrained(folder)
+    return model
+
+
 @pytest.mark.parametrize("is_adapter", [False, True])
-def test_the_card_says_how_to_load_and_serve_it(
-    is_adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", USED)
+def test_the_program_of_a_card_runs_as_it_stands(
+    kind: str, is_adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = save_llama(tmp_path / "base", make_texts(5), tied=False)
-    folder = base
+    own, printed = USED[kind]
+    objective = kind if kind in OBJECTIVES else "causal_lm"
+    folder, model = tmp_path / "export", saved(kind, tmp_path / "export", not is_adapter)
     if is_adapter:
-        folder = tmp_path / "adapter"
-        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
-        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(base).save_pretrained(folder)
-    recipe = Recipe.load("quickstart", {"model.name_or_path": str(base)})
-    write_card(folder, recipe, of_run(METRICS), *_how_to_use(folder, recipe, AutoConfig.from_pretrained(base)))
+        folder.rename(tmp_path / "base")
+        target = "q" if kind == "seq2seq" else "q_proj"
+        peft.get_peft_model(
+            model, peft.LoraConfig(task_type=OBJECTIVES[objective][2], target_modules=[target])
+        ).save_pretrained(folder)
+        for file in (tmp_path / "base").iterdir():
+            if not file.name.startswith(("model", "config")):
+                shutil.copy(file, folder)
+        (folder / "base").symlink_to(tmp_path / "base")  # the program names it
+    if kind == "blind":
+        (folder / "chat_template.jinja").unlink()
+    values = {"model.config": None, "model.train_tokenizer_vocab_size": None, "objective.kind": objective}
+    plain = {"data.chat_template": None, "logging.held_out_samples": 0, "model.name_or_path": str(tmp_path / "base")}
+    recipe = Recipe.load("quickstart", values | plain)
+    write_card(folder, recipe, of_run(METRICS), *_how_to_use(folder, recipe, model.config))
     text = (folder / "README.md").read_text()
     assert str(tmp_path) not in text
-    assert ("```bash\nvllm serve .\n```" in text) == (not is_adapter), "the base is a folder that others do not have"
-    code = text.partition("```python\n")[2].partition("```")[0]
+    is_served = kind in ("causal_lm", "seeing", "blind") and not is_adapter  # nobody else has the base
+    assert ("```bash\nvllm serve .\n```" in text) == is_served
     monkeypatch.chdir(folder)
-    if is_adapter:
-        (folder / "base").symlink_to(base)  # the program names it
     loaded: dict[str, Any] = {}
-    exec(code, loaded)
-    assert "generated_text" in capsys.readouterr().out
-    assert loaded["model"].get_input_embeddings().weight.shape[0] == len(loaded["tokenizer"])
+    exec(text.partition("```python\n")[2].partition("```")[0], loaded)
+    assert re.search(printed, capsys.readouterr().out)
     assert isinstance(loaded["model"], peft.PeftModel) == is_adapter
-    if is_adapter:
-        told = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps({**told, "base_model_name_or_path": "org/base"}))
+    assert {name: getattr(loaded["model"].config, name) for name in own} == own
+
+
+def test_the_card_names_the_base_its_commit_and_how_to_serve_it(tmp_path: Path) -> None:
+    config = saved("causal_lm", tmp_path).config
     named = Recipe.load("quickstart", {"model.name_or_path": "org/base", "export.push_to_hub": "me/mine"})
-    loading, serving = _how_to_use(folder, named, AutoConfig.from_pretrained(base))
-    assert 'from_pretrained("me/mine")' in loading
-    assert ('from_pretrained("org/base")' in loading) == is_adapter
-    expected = "vllm serve org/base --tokenizer me/mine --enable-lora --lora-modules tuned=me/mine"
-    assert serving == (expected if is_adapter else "vllm serve me/mine")
-
-
-def test_the_card_says_what_a_base_needs_that_its_own_files_do_not_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The classes of a classifier, whose adapter has no names for them, and the commit and the code of a base."""
-    base, folder = save_llama(tmp_path / "base", make_texts(5), tied=False), tmp_path / "adapter"
-    labels = {"id2label": {0: "no", 1: "it's ```", 2: "yes"}, "pad_token_id": 1}
-    model = AutoModelForSequenceClassification.from_pretrained(base, **labels)
-    model.config.architectures = [type(model).__name__]
-    peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"])).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
-    own = {"model.config": None, "model.train_tokenizer_vocab_size": None, "model.name_or_path": "org/base"}
-    classes = {"objective.kind": "sequence_classification", "data.chat_template": None, "logging.held_out_samples": 0}
-    recipe = Recipe.load("quickstart", own | classes)
-    code = _how_to_use(folder, recipe, model.config)[0].replace('"org/base"', "BASE")
-    assert "```" not in code
-    monkeypatch.chdir(folder)
-    loaded: dict[str, Any] = {"BASE": str(base)}
-    exec(code, loaded)
-    assert re.search(r"'label': ['\"](no|it's ```|yes)['\"], 'score': 0\.", capsys.readouterr().out)
-    found = loaded["model"].config
-    assert {name: getattr(found, name) for name in labels} == labels
-    pinned = Recipe.load("quickstart", {**own, "model.revision": "v2", "model.trust_remote_code": True})
-    code, _ = _how_to_use(folder, pinned, AutoConfig.from_pretrained(base))
+    loading, serving = _how_to_use(tmp_path, named, config)
+    assert ('AutoModelForCausalLM.from_pretrained("me/mine")' in loading, serving) == (True, "vllm serve me/mine")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "r": 8}')
+    loading, serving = _how_to_use(tmp_path, named, config)
+    assert 'AutoModelForCausalLM.from_pretrained("org/base")' in loading
+    assert serving.startswith("vllm serve org/base --tokenizer me/mine --generation-config me/mine --enable-lora ")
+    own = {"model.name_or_path": "org/base", "model.revision": "v2", "model.trust_remote_code": True}
+    code, _ = _how_to_use(tmp_path, Recipe.load("quickstart", own), config)
     assert "AutoModelForCausalLM.from_pretrained(\"org/base\", revision='v2', trust_remote_code=True)" in code
 
 

@@ -62,10 +62,6 @@ def test_pictures_without_scripts_have_pieces_between_gaps() -> None:
     assert polylines(Chart("loss", "Loss", [flat], [], (7, 7)), flat, (200, 100)) == [[(0, 0)]]
 
 
-def test_without_a_value_there_is_no_data() -> None:
-    assert curve_data(Chart("loss", "Loss", [Series("", [1], [math.nan], "chart-1")], [], (1, 1))) == ""
-
-
 def test_the_names_of_sources_are_data_and_nothing_else() -> None:
     lines = [{"split": "eval", "step": step, "loss": 1.0, f"loss/{HOSTILE}": 2.0} for step in (0, 1)]
     text = render_report(RunSummary("t", "", lines, {}, [], {}, {}))

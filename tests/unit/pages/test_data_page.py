@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.cases import cases
 from support.html_page import HOSTILE, Page
 
 from toolkit.pages.data_console import MAX_LISTED_ROWS, shortened, show_report
 from toolkit.pages.data_page import MAX_BARS, render_data_page, write_data_page
+
+TABLES = cases(__file__)
 
 MARKUP = "[bold red]loud[/] [/nothing] :smile: [link=https://evil.example]x[/link]"
 
@@ -145,7 +148,7 @@ def test_the_first_rows_are_open_and_the_others_unfold() -> None:
 
 @pytest.mark.parametrize(
     "histogram",
-    [None, {}, {"edges": [0, 1], "counts": [0]}, {"edges": [3, 3], "counts": [1]}, {"edges": [0, 1], "counts": [1, 2]}],
+    TABLES["HISTOGRAMS"],
 )
 def test_a_histogram_that_cannot_be_drawn_is_left_out(histogram: dict[str, Any] | None) -> None:
     data = split(length_histogram=histogram, target_share_histogram=histogram)
@@ -169,19 +172,7 @@ def test_a_first_window_is_named() -> None:
     assert "first window" not in "".join(text_of().values())
 
 
-MINIMAL: list[dict[str, Any]] = [
-    {},
-    {"train": {}},
-    {"train": None, "warnings": None, "examples": None},
-    {"train": {"read": 1}},
-    {"validation": {"read": 1}},
-    {"train": {"dropped": {"x": {}}, "sources": [{}], "labels": {}, "longest": {}, "lengths": {}, "long": None}},
-    {"train": {"read": 0, "kept": 0, "tokens": 0, "labels": {"a": 0}, "sources": [{"source": "a", "tokens": 0}]}},
-    {"train": {"read": 1}, "examples": [{}, {"segments": []}, {"segments": [["", True]]}]},
-]
-
-
-@pytest.mark.parametrize("data", MINIMAL, ids=range(len(MINIMAL)))
+@pytest.mark.parametrize("data", TABLES["MINIMAL"])
 def test_any_key_may_be_missing(data: dict[str, Any]) -> None:
     page = Page(render_data_page("t", data))
     assert page.elements["h1"] == 1

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 from support.html_page import HOSTILE, Page
 
 from toolkit.pages.parts.side_by_side import SideBySide
-from toolkit.pages.run_page import MAX_LISTED_STEPS, RunSummary, render_report, write_report
+from toolkit.pages.run_page import MAX_LISTED_STEPS, RunSummary, headline, render_report, write_report
+
+TABLES = cases(__file__)
 
 GIB = 2**30
 
@@ -78,13 +81,13 @@ def summary(metrics: list[dict[str, Any]], **changes: Any) -> RunSummary:
             "validation": {"read": 77, "tokens": 555},
         },
         units=[
-            {"name": "layers.*", "class_name": "Block", "count": 4, "num_parameters": 123456, "num_bytes": 2 * GIB},
+            ("layers.*", "Block", "4", "123,456", "2.00 GiB"),
         ],
         facts={"strategy": "full_shard", "ranks": "2", "duration": "51 s"},
         versions={"torch": "2.13.0"},
         side_by_side=[SideBySide("To be,\n", "\n  or not < to be")],
     )
-    return replace(whole, **changes)
+    return replace(whole, **{"outcome": headline(metrics), **changes})
 
 
 def page_of(metrics: list[dict[str, Any]], **changes: Any) -> Page:
@@ -97,11 +100,6 @@ def curves_of(page: str) -> list[dict[str, Any]]:
 
 
 # ---- headline ----
-
-
-def test_a_loss_that_rose_is_shown_as_worse() -> None:
-    text = render_report(summary([eval_line(0, 2.0), train_line(1), eval_line(1, 2.5)]))
-    assert '<span class="delta bad">▲ +25.0 %</span>' in text
 
 
 def test_duration_without_a_fact_is_the_sum_of_step_times() -> None:
@@ -152,16 +150,6 @@ def test_every_shape_of_run_renders(metrics: list[dict[str, Any]]) -> None:
     assert re.search(r"\b(nan|infinity)\b", text, re.IGNORECASE) is None  # no such coordinates in a chart either
 
 
-def test_without_evaluation_the_training_loss_stands_in() -> None:
-    page = page_of([train_line(step, loss=4.0 if step <= 10 else 1.0) for step in range(1, 101)])
-    assert "Training loss" in page.text_of["tile-loss"]
-    assert "4.000 → 1.000" in page.text_of["tile-loss"]
-    assert "75.0 %" in page.text_of["tile-loss"]
-    assert "tile-perplexity" not in page.text_of
-    assert "evaluations" not in page.text_of
-    assert "held-out" not in page.text_of["chart-loss"]
-
-
 def test_a_long_run_stays_small_and_keeps_its_spike() -> None:
     metrics = [train_line(step) for step in range(1, 5001)]
     metrics[2345]["grad_norm"] = 5e6
@@ -187,31 +175,12 @@ def test_the_note_names_the_first_steps_and_counts_the_rest() -> None:
 
 @pytest.mark.parametrize(
     "report",
-    [{"train": {}}, {"train": {"read": 3}}, {"validation": {"dropped": {"x": {}}}}, {"warnings": ["x"], "train": None}],
+    TABLES["REPORTS"],
 )
 def test_a_data_report_may_lack_any_key(report: dict[str, Any]) -> None:
     text = render_report(summary([], data_report=report))
     assert "data_report.html" in text
     assert "None" not in Page(text).text_of["data"]
-
-
-@pytest.mark.parametrize(
-    ("metrics", "told"),
-    [
-        (
-            [train_line(1), eval_line(1, 2.0), eval_line(2, 2.5)],
-            "In 1 step on 4,096 tokens: held-out loss 2.0000 → 2.5",
-        ),
-        ([train_line(1), eval_line(1, 2.0), eval_line(2, None)], ": held-out loss 2.0000 → not finite."),
-        ([train_line(1, loss=3.0), train_line(2, loss=1.0)], ": training loss 3.0000 → 1.0000 (-66.7%)."),
-        ([train_line(1)], None),
-        ([], None),
-    ],
-)
-def test_a_sentence_says_what_came_of_the_run(metrics: list[dict[str, Any]], told: str | None) -> None:
-    text = render_report(summary(metrics))
-    assert ('class="lead"' in text) == (told is not None)
-    assert told is None or told in text
 
 
 def test_the_title_says_model_and_data_and_the_time_is_in_utc() -> None:
@@ -230,7 +199,6 @@ def test_many_evaluations_are_thinned_to_a_short_table_with_both_ends() -> None:
 
 
 def with_text_everywhere(text: str) -> RunSummary:
-    unit = {"name": text, "class_name": text, "count": 1, "num_parameters": 1, "num_bytes": 1}
     return summary(
         [*train_lines(12), eval_line(12, 1.0)],
         title=text,
@@ -238,7 +206,7 @@ def with_text_everywhere(text: str) -> RunSummary:
         data_report={
             "train": {"dropped": {text: {"count": 1, "rows": [text]}}, "longest": {"row": text, "tokens": 3}},
         },
-        units=[unit],
+        units=[[text] * 5],
         facts={text: text, "duration": text},
         versions={text: text},
         side_by_side=[SideBySide(text, text)],

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 from test_card import METRICS, of_run
 
 from toolkit.pages.card import render_card, without_paths
 from toolkit.pages.notebook_output import result_output
-from toolkit.pages.parts.story import RUN_JSON, Start, Story, limits_of, read_story
+from toolkit.pages.parts.story import RUN_JSON, Start, Story, read_story
 from toolkit.pages.run_page import headline, render_report
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts.story import changes
 from toolkit.terminal import Terminal, warnings_heard
+
+TABLES = cases(__file__)
 
 LIMIT = "43 of 107 held-out rows are also in train"
 
@@ -55,28 +58,35 @@ def test_a_record_that_cannot_be_read_is_none(content: str, tmp_path: Path) -> N
 
 
 def test_a_limit_stands_beside_each_figure_that_it_limits(tmp_path: Path) -> None:
-    report = {"validation": {"kept": 107, "also_in_train": 43}}
-    assert limits_of(report) == [LIMIT]
-    assert limits_of({}) == limits_of({"validation": {"kept": 3, "also_in_train": 0}}) == []
+    story = told()
+    for split in ({"kept": 107, "also_in_train": 1}, {"kept": 107, "also_in_train": 43}):  # a stream's grows
+        story.of_rows({"validation": split, "warnings": [str(split["also_in_train"])]})
+    assert story.limits == [LIMIT]
+    assert story.told()[2:] == ["43"]
+    story.of_rows({"validation": {"kept": 3, "also_in_train": 0}, "warnings": []})
+    assert story.limits == []
     metrics: list[dict[str, Any]] = [{**record, "accuracy": 1.0} for record in METRICS]
-    run = of_run(metrics, limits=[LIMIT], doubts=["a warning"])
+    run = of_run(metrics, limits=[LIMIT], doubts=["a warning"], outcome=headline(metrics))
     page = render_report(run)
-    assert page.count(LIMIT) == 3, "the sentence at the top, the loss and the accuracy"
+    assert page.count(LIMIT) == 4, "the sentence at the top, the loss, the accuracy and the table of evaluations"
     assert "on rows that are not trained on" not in page
     assert "a warning" in page
     card = render_card(Recipe.load("quickstart"), run)
     assert f"On held-out data (but {LIMIT}):" in card
     assert "## Warnings\n\n- a warning\n" in card
-    story = told()
-    story.limits = [LIMIT]
+    story.limits, story.outcome = [LIMIT], headline(metrics)
     story.write(tmp_path)
-    assert LIMIT in result_output(metrics, tmp_path, None, ())["text/plain"]
+    shown = result_output(metrics, tmp_path, None, ())["text/plain"]
+    assert f"accuracy 100.0% → 100.0%, held-out loss 5.0000 → 3.2500 (-35.0%) (but {LIMIT})." in shown
 
 
 def test_the_headline_is_in_the_words_of_the_objective() -> None:
     evals = [{"split": "eval", "step": step, "accuracy": step / 8, "mine": 3.0 * step} for step in (2, 4)]
     rewards = [{"split": "train", "step": step, "reward": float(step)} for step in range(1, 4)]
     assert headline(METRICS) == "held-out loss 5.0000 -> 3.2500 (-35.0%)"
+    assert headline([METRICS[0], {**METRICS[-1], "loss": None}]) == "held-out loss 5.0000 -> not finite"
+    assert headline(METRICS[1:4]) == "training loss 4.5000 -> 3.5000 (-22.2%)"
+    assert headline(METRICS[1:2]) == headline([]) == ""
     assert headline(evals) == "accuracy 25.0% -> 50.0%"
     assert headline([*rewards, *evals], "higher mine") == (
         "mean reward 1.000 -> 3.000, accuracy 25.0% -> 50.0%, mine 6 -> 12"
@@ -85,12 +95,7 @@ def test_the_headline_is_in_the_words_of_the_objective() -> None:
 
 @pytest.mark.parametrize(
     ("text", "published"),
-    [
-        ("passed over /home/me/run/step_3: bad", "passed over step_3: bad"),
-        ("'~/data/a.jsonl' and C:\\me\\b.txt", "'a.jsonl' and b.txt"),
-        ("'/home/Ada L/a b.jsonl' in file:///home/me/s, not '/x' or 'y'", "'a b.jsonl' in file://s, not '/x' or 'y'"),
-        ("1/2 of s3://bucket/runs, org/model and a/b.jsonl", "1/2 of s3://bucket/runs, org/model and a/b.jsonl"),
-    ],
+    TABLES["PATHS"],
 )
 def test_paths_are_not_published(text: str, published: str) -> None:
     assert without_paths(text) == published

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.pages.parts.story import Story
+from toolkit.pages.run_page import headline
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.shown.outcome import print_result, result_of
 from toolkit.terminal import Terminal
+
+TABLES = cases(__file__)
 
 TOKENS = Guess(1024, "tokens")
 
@@ -60,18 +64,7 @@ def rewarded(*intervals: tuple[float | None, float]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("intervals", "answers"),
-    [
-        (
-            [(None, 0.5), (0.5, 0.4), (0.7, 0.3)],
-            "from 50.0% to 30.0% right over 2 evaluations, while the reward rose to 0.7",
-        ),
-        ([(None, 0.5), (0.5, 0.6), (0.7, 0.4), (0.8, 0.3), (0.9, 0.9)], "60.0% to 30.0%"),  # it came back later
-        ([(None, 0.5), (0.5, 0.4), (0.7, 0.4), (0.8, 0.3)], None),  # not in a row
-        ([(None, 0.5), (0.5, 0.4), (0.4, 0.3)], None),  # the reward fell, too
-        ([(None, 0.5), (0.5, 0.6), (0.7, 0.7)], None),
-        ([(0.5, 0.6), (0.7, 0.5)], None),
-        ([(None, 0.5)], None),  # a report that is written before the first step
-    ],
+    TABLES["REWARDED"],
 )
 def test_a_reward_that_rises_while_answers_get_worse_is_told(intervals: Any, answers: str | None) -> None:
     told = doubts_of(rewarded(*intervals), None)
@@ -84,7 +77,7 @@ def test_without_a_guess_only_held_out_losses_speak() -> None:
 
 def test_the_last_lines_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = result_of(tmp_path, records(BURST, (7.0, 9.0)), None, guess=TOKENS)
-    print_result(Terminal(), Recipe.load("quickstart"), result, Story())
+    print_result(Terminal(), Recipe.load("quickstart"), result, Story(doubts=[*result.doubts]))
     told = capsys.readouterr()
     assert [line.partition(":")[0] for line in told.err.splitlines() if ":" in line][-2:] == ["warning", "warning"]
     assert told.out == f"run: {tmp_path}\nreport: {tmp_path / 'report.html'}\n"
@@ -92,20 +85,7 @@ def test_the_last_lines_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize(
     ("prompt", "words"),
-    [
-        (
-            "<|im_start|>system\nOh.<|im_end|>\n<|im_start|>user\nWho goes\nthere?<|im_end|>\n<|im_start|>assistant\n",
-            "Who goes there?",
-        ),
-        (
-            "<|start_header_id|>user<|end_header_id|>\n\nWho?<|eot_id|><|start_header_id|>assistant",
-            "Who?",
-        ),
-        ("<bos><start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\n", "Who?"),
-        ("<s>[INST] Who? [/INST]", "Who?"),
-        ("user: is a < b?", "user: is a < b?"),
-        ("", ""),
-    ],
+    TABLES["LAST_TURNS"],
 )
 def test_the_last_turn_of_a_prompt(prompt: str, words: str) -> None:
     assert last_turn(prompt) == words
@@ -115,7 +95,8 @@ def test_the_last_lines_have_answers_before_and_after(tmp_path: Path, capsys: py
     right = SideBySide("<|user|>\nuser asks", "yes", before="no\n\x1b[2J", after="yes ")
     wrong = SideBySide("Why?", "so", before="", after="x" * 500)
     result = result_of(tmp_path, records(FALLING), None)
-    print_result(Terminal(), Recipe.load("quickstart"), result, Story(), [right, wrong, right, right])
+    story = Story(outcome=headline(result.metrics))
+    print_result(Terminal(), Recipe.load("quickstart"), result, story, [right, wrong, right, right])
     first, *lines = capsys.readouterr().err.splitlines()
     assert first.startswith("training loss 6.9000 -> 4.2000 (-39.1%)")
     assert lines[:4] == ["asks", "  before: no \u241b[2J", "  after: yes", "Why?"]

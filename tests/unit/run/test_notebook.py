@@ -16,6 +16,7 @@ import torch
 from toolkit import ranks
 from toolkit.errors import BadInputError
 from toolkit.pages.notebook_output import Output
+from toolkit.pages.parts.story import Story
 from toolkit.run.shown import notebook
 from toolkit.run.shown.notebook import NotebookOutput, notebook_output
 from toolkit.run.shown.outcome import result_of
@@ -60,6 +61,7 @@ def test_a_run_has_one_output_that_ends_as_its_result(
     for number in range(3):
         clock[0] += 1
         output.record([EVALS[0], *TRAIN[: number + 1]], 65.0)
+    Story(outcome="held-out loss 4.0000 -> 2.5000 (-37.5%)").write(tmp_path)
     output.finish(result_of(tmp_path, [*EVALS, *TRAIN], tmp_path / "export"))
     [shown] = displays.outputs
     assert [each["text/plain"].splitlines()[0] for each in shown] == [

@@ -7,24 +7,19 @@ from typing import Any, get_args
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from support.cases import cases
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import Tracker, TrainingSection
 from toolkit.training.extensions.best import merit_at, patience_is_over
 
+TABLES = cases(__file__)
+
 
 @pytest.mark.parametrize(
     ("losses", "patience", "over"),
-    [
-        ([3, 3], 1, True),
-        ([3, 2, 2.5], 2, False),
-        ([3, 2, 2.5, 2.2], 2, True),
-        ([3, 2, 2.5, 1.9, 2.2], 2, False),
-        ([3, None, 2], 2, False),
-        ([3, None, None], 2, True),
-        ([None, None], 2, True),
-    ],
+    TABLES["ENDS"],
 )
 def test_the_run_ends_after_so_many_evaluations_without_a_lower_loss(
     losses: list[float | None], patience: int | None, over: bool
@@ -48,17 +43,16 @@ def test_by_the_answers_it_is_the_share_of_right_ones_that_decides() -> None:
         "no higher share of right answers in 2 evaluations (training.patience); the highest is 50.0%, at step 10"
     )
     assert patience_is_over(records, training(2)) is None
+    # Rewards are figures of steps: their means up to each evaluation are compared, 2.0, 3.0 and 2.5.
+    own = [{"split": "train", "step": step, "reward": reward} for step, reward in enumerate((1, 3, 2, 4, 5, 0), 1)]
+    asked = [{"split": "eval", "step": step, "answer_accuracy": 0.5} for step in (0, 2, 4, 6)]
+    assert patience_is_over([*asked, *own], training(2, best_by="reward", eval_every_steps=2)) is None
+    assert patience_is_over([*asked, *own], training(1, best_by="reward", eval_every_steps=2)) is not None
 
 
 @pytest.mark.parametrize(
     ("best_by", "record", "merit"),
-    [
-        ("loss", {"loss": 2.0}, -2.0),
-        ("f1_macro", {"loss": 2.0, "f1_macro": 0.5}, 0.5),
-        ("lower mine", {"mine": -3.0}, 3.0),
-        ("loss/code", {"loss/code": 1.5}, -1.5),
-        ("answers", {"answer_accuracy": None}, -float("inf")),
-    ],
+    TABLES["DECIDE"],
 )
 def test_any_figure_of_the_evaluations_may_decide(best_by: str, record: dict[str, Any], merit: float) -> None:
     assert merit_at([{"split": "eval", "step": 3, **record}], 3, training(None, best_by=best_by).best_by, 1) == merit
@@ -73,12 +67,7 @@ def test_a_reward_counts_as_its_mean_over_the_steps_between_two_saves() -> None:
 
 @pytest.mark.parametrize(
     ("best_by", "told"),
-    [
-        ("acuracy", "(did you mean 'accuracy'?); write higher acuracy, or lower acuracy"),
-        ("mine", "whether more of 'mine' is better is not known (did you mean 'margin'?); write higher mine"),
-        ("higher loss", "of loss, lower is better; write loss"),
-        ("", "is not the name of a figure"),
-    ],
+    TABLES["REFUSED"],
 )
 def test_a_figure_that_cannot_decide_is_refused(best_by: str, told: str) -> None:
     with pytest.raises(BadInputError, match=re.escape(told)):

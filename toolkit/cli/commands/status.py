@@ -28,6 +28,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
 
     Exit code 1 if it is neither: it says how the run ended, and where the same command resumes.
     """
+    from toolkit.pages.parts.story import read_story
     from toolkit.run.folder.read_run import read_run
     from toolkit.supervise.rank_status import COLUMNS, GONE_SECONDS, cells, late_ranks, read_statuses, verdict
 
@@ -44,6 +45,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
     told = verdict(ranks, STANDING_SECONDS) if late else None
     if as_json:
         values = {**_progress(found), "ranks": [asdict(rank) for rank in ranks], "late": late, "verdict": gone or told}
+        values["record"] = asdict(read_story(run))
         print(json.dumps(values, indent=2))
         raise typer.Exit(1 if gone or not ranks else 0)
     if gone is not None:
@@ -56,7 +58,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
         _print_result(run, found)
         return
     if found.state == "running":
-        _print_progress(found)
+        _print_progress(run, found)
     print_table(list(COLUMNS), cells(ranks))
     if told is not None:
         print(f"\n{told}")
@@ -79,31 +81,28 @@ def _progress(found: RunState) -> dict[str, Any]:
     }
 
 
-def _print_progress(found: RunState) -> None:
-    values = _progress(found)
+def _print_progress(run: Path, found: RunState) -> None:
+    from toolkit.pages.parts.story import read_story
+    from toolkit.pages.run_page import progress_of
+
+    left = _progress(found)["seconds_left"]
     total = "" if found.num_steps is None else f" of {found.num_steps:,}"
-    parts = [f"running: step {values['step']:,}{total}" if found.metrics else "running: before the first step"]
-    if "reward" in values:
-        parts.append(f"reward {values['reward']:.3f}")
-    elif values["loss"] is not None:
-        parts.append(f"loss {values['loss']:.4f}")
-    parts += [f"held-out loss {values['held_out_loss']:.4f}"] if values["held_out_loss"] is not None else []
-    parts += [f"{clock(values['seconds_left'])} left"] if values["seconds_left"] is not None else []
+    parts = [f"running: step {found.step:,}{total}" if found.metrics else "running: before the first step"]
+    parts += progress_of(found.metrics, read_story(run).limits)
+    parts += [f"{clock(left)} left"] if left is not None else []
     print(", ".join(parts))
 
 
 def _print_result(run: Path, found: RunState) -> None:
     """Prints the result of a run that is done, its folder, and what to do next."""
     from toolkit.pages.parts.story import read_story, with_limits
-    from toolkit.pages.run_page import headline
-    from toolkit.run.shown.loss_warnings import doubts_of
 
     story = read_story(run)
-    told = with_limits(headline(found.metrics, str(found.recipe.get("training.best_by", "loss"))), story.limits)
+    told = with_limits(story.outcome, story.limits)
     print(", ".join(filter(None, [f"finished: {counted(found.step, 'step')}", told])))
-    if story.exported:
-        print(f"exported: {story.exported}")
-    for doubt in story.told(doubts_of(found.metrics, None)):
+    for name, told in (story.facts() if story.starts else {}).items():
+        print(f"{name}: {told}")
+    for doubt in story.told():
         print(f"beware: {doubt}")
     print(f"report: {run / 'report.html'}")
     if (run / "export").is_dir():

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ from toolkit.cli.shared.arguments import (
 from toolkit.cli.shared.hub import models_of
 from toolkit.data.rows.files import paths_of
 from toolkit.errors import ToolkitError
-from toolkit.paths import read_foreign, require_folder
+from toolkit.paths import require_folder
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import stdout_on_stderr
 
@@ -124,23 +125,9 @@ def require_inputs(recipe: Recipe) -> None:
 
 
 def _run_results(folder: Path) -> dict[str, Any]:
-    """Returns the results of a run: its folder, its steps, and the first and the last loss of each split."""
-    from toolkit.pages.parts.run_metrics import parse_metrics
+    """Returns the results of a run: its folder, its record, and what it wrote."""
+    from toolkit.pages.parts.story import read_story
 
-    file = folder / "metrics.jsonl"
-    records = parse_metrics(read_foreign(file))[0] if file.is_file() else []
-    losses = {
-        f"{split}_loss": [found[0], found[-1]] if (found := _losses_of_split(records, split)) else None
-        for split in ("train", "eval")
-    }
     parts = {name: str(folder / path) for name, path in (("export_dir", "export"), ("report", "report.html"))}
-    return {
-        "output_dir": str(folder),
-        "steps": max((record["step"] for record in records), default=0),
-        **losses,
-        **{name: path if Path(path).exists() else None for name, path in parts.items()},
-    }
-
-
-def _losses_of_split(records: list[dict[str, Any]], split: str) -> list[float]:
-    return [record["loss"] for record in records if record["split"] == split and "loss" in record]
+    written = {name: path if Path(path).exists() else None for name, path in parts.items()}
+    return {"output_dir": str(folder), "record": asdict(read_story(folder)), **written}

@@ -68,6 +68,11 @@ def split_lines(metrics: Metrics, split: str) -> Metrics:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def last_step(metrics: Metrics) -> int:
+    """Returns the last step of the records, or 0."""
+    return max((line["step"] for line in metrics), default=0)
+
+
 def column(lines: Metrics, field: str) -> list[float]:
     """Returns a field of each line, or NaN if it is missing, null or not finite."""
     return [number(line.get(field)) for line in lines]

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from toolkit.paths import ORIGIN, shipped_folder, shown_path
 from toolkit.run.stages.stages import OpenedRun
 
 PACKAGES = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
+
+
+OF_STORY = ("starts", "limits", "outcome", "best", "last", "exported")
+"""What an export has of the record of its run, as it is; warnings may have paths."""
 
 
 def write_origin(export: Path, opened: OpenedRun, reads: dict[str, str | None], summary: RunSummary) -> None:
@@ -34,10 +39,8 @@ def write_origin(export: Path, opened: OpenedRun, reads: dict[str, str | None], 
         "precision": opened.accelerator.mixed_precision,
         "versions": summary.versions,
         **{name: reads.get(name) for name in DIGESTS},
-        "starts": opened.story.values()["starts"],
+        **{name: value for name, value in asdict(opened.story).items() if name in OF_STORY},
         "warnings": [without_paths(text) for text in summary.doubts],
-        "limits": list(summary.limits),
-        "exported": opened.story.exported,
         "code": {name: digest for name, digest in reads.items() if name not in DIGESTS},
     }
     (export / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.pages.card import published_values
-from toolkit.pages.parts.story import Start, Story, limits_of
+from toolkit.pages.parts.story import Start, Story
 from toolkit.recipe.load import dotted
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.origin import versions
@@ -32,10 +32,7 @@ class Recorded(RunPart):
         opened.story.begin(start, None if resumed is None else resumed.story)
 
     def prepared(self, run: PreparedRun) -> None:
-        report = run.data.report.to_dict()
-        self.opened.story.limits = limits_of(report)
-        for text in report["warnings"]:
-            self.opened.story.warn(text)
+        self.opened.story.of_rows(run.data.report.to_dict())
 
     def start(self, run: PreparedRun, facts: Mapping[str, str], is_resumed: bool) -> None:
         with contextlib.suppress(OSError):  # what must be written reports a full disk

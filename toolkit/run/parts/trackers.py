@@ -17,6 +17,7 @@ from toolkit import ranks
 from toolkit.errors import BadInputError, first_line, in_words
 from toolkit.pages.card import published
 from toolkit.pages.parts.side_by_side import SideBySide
+from toolkit.pages.parts.story import RUN_JSON
 from toolkit.paths import GIB, atomic_write
 from toolkit.planning.check import Planned
 from toolkit.recipe.load import dotted
@@ -120,7 +121,7 @@ class Trackers:
                 self._try(tracker, lambda tracker=tracker: tracker.log(named, step=step))  # type: ignore[misc]
 
     def show(self, samples: Sequence[SideBySide], report: Path) -> None:
-        """Gives each tracker the report and what the model wrote after held-out prompts."""
+        """Gives each tracker the report, the record of the run and what the model wrote after held-out prompts."""
         for tracker in list(self._accelerator.trackers):
             if (give := SHOWN.get(tracker.name)) is not None:
                 self._try(
@@ -222,20 +223,23 @@ def _to_wandb(tracker: Any, samples: Sequence[SideBySide], report: Path) -> None
     import wandb
 
     tracker.tracker.log(_rich(wandb, samples, report))
-    tracker.tracker.save(str(report), base_path=str(report.parent), policy="now")
+    for path in (report, report.with_name(RUN_JSON)):
+        tracker.tracker.save(str(path), base_path=str(report.parent), policy="now")
 
 
 def _to_trackio(tracker: Any, samples: Sequence[SideBySide], report: Path) -> None:
     import trackio
 
     tracker.tracker.log(_rich(trackio, samples, report))
-    trackio.log_artifact(report)
+    for path in (report, report.with_name(RUN_JSON)):
+        trackio.log_artifact(path)
 
 
 def _to_mlflow(tracker: Any, samples: Sequence[SideBySide], report: Path) -> None:
     import mlflow
 
-    tracker.log_artifact(str(report))
+    for path in (report, report.with_name(RUN_JSON)):
+        tracker.log_artifact(str(path))
     if samples:
         columns = zip(*rows_of(samples), strict=True)
         mlflow.log_table(dict(zip(COLUMNS, map(list, columns), strict=True)), "held_out.json")
@@ -248,6 +252,7 @@ def _to_tensorboard(tracker: Any, samples: Sequence[SideBySide], report: Path) -
 
     writer: Any = tracker.tracker
     writer.add_text("report", str(report))
+    writer.add_text("record", f"```\n{report.with_name(RUN_JSON).read_text(encoding='utf-8')}\n```")
     for number, row in enumerate(rows_of(samples)):
         text = "\n\n".join(f"**{name}**\n\n```\n{value}\n```" for name, value in zip(COLUMNS, row, strict=True))
         writer.add_text(f"held_out/{number}", text)

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit import ranks
 from toolkit.errors import StoppedError, first_line, is_lost_peer
+from toolkit.pages.parts.run_metrics import last_step
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, mark_ended, state_of
 from toolkit.run.shown.notebook import NotebookOutput
@@ -63,7 +64,7 @@ class LiveReport:
         self._slowest = max(self._slowest, started - self._recorded)
         self._recorded = started
         # The page of the last step stays for as long as an export takes.
-        is_last = self._num_written > 0 and self._step() >= self._num_steps
+        is_last = self._num_written > 0 and last_step(self._records) >= self._num_steps
         if ranks.rank() != 0 or (started < self._due and not is_last):
             return
         self._write("running", seconds_left=seconds_left)
@@ -90,13 +91,10 @@ class LiveReport:
         elif ranks.fails_alone(error):
             mark_ended(self._path, "failed", problem if is_lost else f"Rank {ranks.rank()}: {problem}")
 
-    def _step(self) -> int:
-        return max((record["step"] for record in self._records), default=0)
-
     def _write(self, state: str, seconds_left: float | None = None, problem: str = "") -> None:
         status = Status(
             state,
-            self._step(),
+            last_step(self._records),
             self._num_steps,
             seconds_left,
             round(time.time(), 1),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
+from toolkit.checkpoint.manifest import step_folder
 from toolkit.checkpoint.writer import clear_unfinished
 from toolkit.errors import counted, first_line
 from toolkit.model.adapters.adapters import base_of
@@ -17,9 +19,9 @@ from toolkit.model.beside_weights.base_files import CHAT_TEMPLATE
 from toolkit.model.load import auto_class
 from toolkit.pages.card import model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
-from toolkit.pages.parts.run_metrics import damage_in_words, parse_metrics
+from toolkit.pages.parts.run_metrics import damage_in_words, last_step, parse_metrics
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
-from toolkit.pages.parts.story import Story, with_limits
+from toolkit.pages.parts.story import Story, read_story, with_limits
 from toolkit.pages.run_page import RunSummary, headline, write_report
 from toolkit.paths import is_hub_name, read_foreign
 from toolkit.recipe.figures import steering
@@ -32,7 +34,7 @@ from toolkit.serving.servers import ADAPTER, adapter_problem, vllm_command
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.supervise.rank_status import REPORT
 from toolkit.terminal import Terminal, format_bytes, harmless
-from toolkit.training.extensions.best import patience_is_over
+from toolkit.training.extensions.best import judged, patience_is_over
 
 MOST_SHOWN = 160
 """Characters of a prompt, or of an answer to it, in the last lines of a run."""
@@ -50,7 +52,6 @@ class FinetuneResult:
         final_eval_loss: held-out loss after the last step.
         logits_difference: difference between model and export, as a share of the largest logit.
         doubts: warnings about the losses, a sentence each.
-        seconds: duration of the run, or of its part since it was resumed; 0 if it was finished before.
     """
 
     output_dir: Path
@@ -59,14 +60,12 @@ class FinetuneResult:
     initial_eval_loss: float | None
     final_eval_loss: float | None
     logits_difference: float | None
-    seconds: float
     doubts: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        steps = max((record["step"] for record in self.metrics), default=0)
-        losses = [f"{loss:.4g}" for loss in (self.initial_eval_loss, self.final_eval_loss) if loss is not None]
-        held_out = f", held-out loss {' -> '.join(losses)}" if losses else ""
-        return f"FinetuneResult({str(self.output_dir)!r}, {counted(steps, 'step')}{held_out})"
+        steps = counted(last_step(self.metrics), "step")
+        told = [repr(str(self.output_dir)), steps, headline(self.metrics)]
+        return f"FinetuneResult({', '.join(filter(None, told))})"
 
     def _repr_html_(self) -> str:
         """Returns the run as a notebook shows it: losses, curve, and the paths of report and export."""
@@ -82,7 +81,7 @@ def finished_before(output_dir: Path) -> FinetuneResult:
         metrics, problems = [], (f"metrics.jsonl cannot be read: {first_line(error)}",)
     export_dir = output_dir / "export"
     result = result_of(output_dir, metrics, export_dir if export_dir.is_dir() else None)
-    return replace(result, doubts=(*problems, *result.doubts))
+    return replace(result, doubts=(*problems, *read_story(output_dir).doubts))
 
 
 def result_of(
@@ -90,14 +89,13 @@ def result_of(
     metrics: list[dict[str, Any]],
     export_dir: Path | None,
     difference: float | None = None,
-    seconds: float = 0.0,
     guess: Guess | None = None,
 ) -> FinetuneResult:
     """Returns the result of these records and this export; `guess` is what the loss has to beat."""
     losses = [record.get("loss") for record in metrics if record["split"] == "eval"]
     first, last = (losses[0], losses[-1]) if losses else (None, None)
     doubts = tuple(doubts_of(metrics, guess))
-    return FinetuneResult(output_dir, export_dir, metrics, first, last, difference, seconds, doubts)
+    return FinetuneResult(output_dir, export_dir, metrics, first, last, difference, doubts)
 
 
 def write_pages(
@@ -110,9 +108,8 @@ def write_pages(
     """
     clear_unfinished(result.output_dir)  # leftovers of saves that a full disk interrupted
     opened.story.reads = reads
-    opened.story.exported = exported_fact(result.metrics, run.shown.exported_step, opened.recipe)
-    opened.story.write(result.output_dir)
     summary = summary_of(opened, run, facts, result)
+    opened.story.write(result.output_dir)
     if result.export_dir is not None:
         use = _how_to_use(result.export_dir, opened.recipe, base_of(run.inner).config)
         write_card(result.export_dir, opened.recipe, summary, *use)
@@ -121,31 +118,35 @@ def write_pages(
     write_finished(result.output_dir, result.export_dir)
 
 
-def exported_fact(metrics: list[dict[str, Any]], step: int | None, recipe: Recipe) -> str:
-    """Says which step's weights the run leaves, if they are not the last ones.
+def judge(story: Story, recipe: Recipe, result: FinetuneResult, exported_step: int | None) -> None:
+    """Takes the outcome so far into the record of a run: figures, doubts, and the best, last and exported step.
 
     Args:
-        step: that step, or None for the last one.
+        exported_step: the step whose weights the run leaves, or None for the last one.
     """
-    if step is None:
-        return ""
-    figure, last = steering(recipe.training.best_by), max(record["step"] for record in metrics)
-    having = [record for record in metrics if record.get(figure.field) is not None]
-    judged = [record for record in having if record["split"] == "eval"] or having
-    of_steps = {record["step"]: figure.in_short(record[figure.field]) for record in judged}
-    told = f"step {step:,} of {last:,}, whose {figure.name} is {of_steps.get(step, 'not known')}"
-    return f"{told}; the last is {of_steps[judged[-1]['step']]}" if judged else told
+    by, last, run = recipe.training.best_by, last_step(result.metrics), result.output_dir
+    merits = judged(result.metrics, by, recipe.checkpoint.every_steps)
+    values = {step: steering(by).merit(merit) for step, merit in merits.items() if math.isfinite(merit)}
+    story.outcome, story.doubts = headline(result.metrics, by), list(result.doubts)
+    story.last = {"step": last, "value": values.get(max(merits, default=last))}
+    if result.export_dir is not None:
+        step = exported_step or last
+        story.exported = {"step": step, "value": values.get(step)}
+    if (best := max(values, key=merits.__getitem__, default=None)) is not None:
+        folder = step_folder(run, best)
+        kept = str(folder.relative_to(run)) if folder.exists() else None
+        story.best = {"step": best, "by": by, "value": values[best], "checkpoint": kept}
 
 
 def print_result(
     console: Terminal, recipe: Recipe, result: FinetuneResult, story: Story, side_by_side: Sequence[SideBySide] = ()
 ) -> None:
     """Prints the last lines: the outcome in figures, answers, and the paths of report and export."""
-    if told := headline(result.metrics, recipe.training.best_by):
-        console.print(f"{with_limits(told, story.limits)} in {story.facts()['duration']}", markup=False)
-        if story.exported:
-            console.print(f"exported: {story.exported}", markup=False)
-    for doubt in result.doubts:
+    if story.outcome:
+        console.print(with_limits(f"{story.outcome} in {story.facts()['duration']}", story.limits), markup=False)
+    for name, told in story.weights().items():
+        console.print(f"{name}: {told}", markup=False)
+    for doubt in story.doubts:
         console.warn(doubt)
     for sample in side_by_side[:3]:
         _print_answers(console, sample)
@@ -185,31 +186,45 @@ def _how_to_use(export_dir: Path, recipe: Recipe, config: PretrainedConfig) -> t
     base = recipe.model.name_or_path
     known_base = base is not None and is_hub_name(base)
     trusted = {"trust_remote_code": True} if recipe.model.trust_remote_code else {}
-    auto, own = auto_class(config).__name__, f'"{name}"'
+    auto, own, spec = auto_class(config).__name__, f'"{name}"', recipe.objective.spec
+    sees, chats = auto == AutoModelForImageTextToText.__name__, (export_dir / CHAT_TEMPLATE).is_file()
+    reader = "Processor" if sees else "Tokenizer"
     is_adapter = (export_dir / ADAPTER).is_file()
     if is_adapter:
         shown = f'"{base}"' if known_base else "BASE"
         with_base = {**_of_base(recipe, config), **trusted}
         lines = [
             "from peft import PeftModel",
-            f"from transformers import {auto}, AutoTokenizer\n",
+            f"from transformers import {auto}, Auto{reader}\n",
             f"base = {_loaded(auto, shown, with_base)}  # the model that was fine-tuned",
         ]
         if not known_base:
             lines.insert(2, f"BASE = {Path(base or '').name!r}  # its folder")
         if (export_dir / "generation_config.json").is_file():  # the ends of an answer that training taught
-            lines[1] = lines[1].replace("AutoTokenizer", "AutoTokenizer, GenerationConfig")
+            lines[1] = lines[1].replace(f"Auto{reader}", f"Auto{reader}, GenerationConfig")
             lines.append(f"base.generation_config = GenerationConfig.from_pretrained({own})")
         lines.append(f"model = PeftModel.from_pretrained(base, {own})")
     else:
-        lines = [f"from transformers import {auto}, AutoTokenizer\n", f"model = {_loaded(auto, own, trusted)}"]
-    lines.append(f"tokenizer = {_loaded('AutoTokenizer', own, trusted)}")
-    spec = recipe.objective.spec
-    if auto == AutoModelForCausalLM.__name__ or not spec.writes_text:
+        lines = [f"from transformers import {auto}, Auto{reader}\n", f"model = {_loaded(auto, own, trusted)}"]
+    lines.append(f"{reader.lower()} = {_loaded(f'Auto{reader}', own, trusted)}")
+    if sees and chats:
+        lines[0] = f"from PIL import Image\nfrom transformers import pipeline\n{lines[0]}"
+        parts = '{"type": "image", "image": Image.new("RGB", (64, 64))}, {"type": "text", "text": "What is it?"}'
+        lines.append(
+            f'asked = [{{"role": "user", "content": [{parts}]}}]  # an image of your own in place of the black one'
+        )
+        lines.append(
+            'print(pipeline("image-text-to-text", model=model, processor=processor)(asked, max_new_tokens=64))'
+        )
+    elif auto == AutoModelForCausalLM.__name__ or not spec.writes_text:
         lines[0] = f"from transformers import pipeline\n{lines[0]}"
-        asks = spec.writes_text and (export_dir / CHAT_TEMPLATE).is_file()
+        asks = spec.writes_text and chats
         asked = '[{"role": "user", "content": "Hello!"}], max_new_tokens=64' if asks else '"Hello!"'
         lines.append(f'print(pipeline("{spec.pipeline_task}", model=model, tokenizer=tokenizer)({asked}))')
+    else:
+        text, tokenizer = ("text=", "processor.tokenizer") if sees else ("", "tokenizer")
+        lines.append(f'inputs = {reader.lower()}({text}"Hello!", return_tensors="pt")')
+        lines.append(f"print({tokenizer}.batch_decode(model.generate(**inputs, max_new_tokens=64)))")
     is_served = spec.writes_text and not spec.encoder_decoder and adapter_problem(export_dir) is None
     is_served = is_served and (known_base or not is_adapter)
     served = vllm_command(export_dir).replace(str(export_dir), name) if is_served else ""
@@ -221,6 +236,7 @@ def _of_base(recipe: Recipe, config: PretrainedConfig) -> dict[str, Any]:
     needed: dict[str, Any] = {} if recipe.model.revision is None else {"revision": recipe.model.revision}
     if not recipe.objective.spec.writes_text:  # the adapter's file has no names of classes
         needed |= {"id2label": config.id2label, "pad_token_id": config.get_text_config().pad_token_id}
+        needed |= {"problem_type": config.problem_type}  # of a reward model: its score as it is
     return needed
 
 
@@ -242,6 +258,7 @@ def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
 def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:
     """Collects what the report shows of a run so far."""
     recipe = opened.recipe
+    judge(opened.story, recipe, result, run.shown.exported_step)
     opened.story.values()  # takes the time
     facts = {**facts, **opened.story.facts()}
     facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
@@ -251,8 +268,6 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         facts["export checked"] = f"logits differ by {result.logits_difference:.1e} of the largest"
     if (ended := patience_is_over(result.metrics, recipe.training)) is not None:
         facts["ended early"] = ended
-    if result.doubts:
-        facts["outcome"] = "; ".join(result.doubts)
     return RunSummary(
         title=model_and_data(recipe, run.inner.config.architectures[0]),
         recipe_yaml=recipe_for_readers(recipe),
@@ -263,9 +278,9 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         versions=versions(),
         side_by_side=run.shown.side_by_side,
         sampled=run.shown.sampled,
-        doubts=opened.story.told(result.doubts),
+        doubts=opened.story.told(),
         limits=opened.story.limits,
-        best_by=recipe.training.best_by,
+        outcome=opened.story.outcome,
         folder=result.output_dir.name,
         command=own_command(opened),
         written=time.time(),
@@ -283,14 +298,10 @@ def _measured_memory(metrics: list[dict[str, Any]]) -> str:
     return f"{format_bytes(host)} of host memory, with Python and its libraries"
 
 
-def _unit_rows(plan: UnitPlan | None) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "class_name": units[0].class_name,
-            "count": len(units),
-            "num_parameters": sum(unit.num_parameters for unit in units),
-            "num_bytes": sum(unit.num_bytes for unit in units),
-        }
-        for name, units in (plan.groups() if plan is not None else [])
-    ]
+def _unit_rows(plan: UnitPlan | None) -> list[tuple[str, ...]]:
+    rows = []
+    for name, units in plan.groups() if plan is not None else []:
+        numbers = [len(units), sum(unit.num_parameters for unit in units)]
+        size = format_bytes(sum(unit.num_bytes for unit in units))
+        rows.append((name, units[0].class_name, *(f"{number:,}" for number in numbers), size))
+    return rows

@@ -13,6 +13,7 @@ import torch
 from toolkit import ranks
 from toolkit.checkpoint.push import require_login
 from toolkit.errors import BadInputError, first_line
+from toolkit.pages.parts.story import Story
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.stages.accelerator import (
     build_accelerator,
@@ -68,7 +69,8 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
     plugin: ShardingPlugin = plugins["fsdp_plugin"]
     output_dir = Path(recipe.training.output_dir).expanduser().resolve()
     hook = sys.excepthook
-    with timed_rendezvous(recipe.training.stall_minutes):
+    story = Story()
+    with warnings_heard(story.warn), timed_rendezvous(recipe.training.stall_minutes):
         accelerator = build_accelerator(recipe, plugins, output_dir)
         if ranks.world_size() > 1:
             # While a group is made, torch waits for a rank that has ended as long as the group may: here for days.
@@ -80,6 +82,5 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
     console = Terminal(quiet=not accelerator.is_main_process)
     with released_at_last(accelerator, plugin), ended_with_launcher():
         ranks.on_first_rank(lambda: require_login(recipe.export))
-        opened = OpenedRun(recipe, accelerator, plugin, output_dir, console)
-        with warnings_heard(opened.story.warn):
-            yield opened
+        with warnings_heard(story.warn):
+            yield OpenedRun(recipe, accelerator, plugin, output_dir, console, story)

@@ -6,7 +6,7 @@ Early stopping: Prechelt, "Early Stopping - But When?", 1998.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit import ranks
@@ -79,7 +79,7 @@ class BestEvaluation(Extension):
         self._restore(self._trainer)
 
 
-def patience_is_over(records: Iterable[dict[str, Any]], settings: TrainingSection) -> str | None:
+def patience_is_over(records: Sequence[Mapping[str, Any]], settings: TrainingSection) -> str | None:
     """Returns why a run ends after its last evaluation, or None if it goes on.
 
     Only the records decide, so a resumed run decides as if it had never stopped.
@@ -92,13 +92,11 @@ def patience_is_over(records: Iterable[dict[str, Any]], settings: TrainingSectio
     if settings.patience is None:
         return None
     best, best_step, since = -math.inf, 0, 0
-    for record in records:
-        if record["split"] == "eval":
-            merit = merit_of(record, settings.best_by)
-            if merit > best:
-                best, best_step, since = merit, record["step"], 0
-            else:
-                since += 1
+    for step, merit in judged(records, settings.best_by, settings.eval_every_steps).items():
+        if merit > best:
+            best, best_step, since = merit, step, 0
+        else:
+            since += 1
     if since < settings.patience:
         return None
     figure = steering(settings.best_by)
@@ -114,6 +112,20 @@ def merit_of(record: Mapping[str, Any], best_by: str) -> float:
     figure = steering(best_by)
     value = record.get(figure.field)
     return -math.inf if value is None else figure.merit(float(value))
+
+
+def judged(records: Sequence[Mapping[str, Any]], best_by: str, every: int | None) -> dict[int, float]:
+    """Returns step -> merit of the weights after it, for each step with an evaluation that has the figure.
+
+    If none has it, those are the multiples of `every`, with the mean over the steps up to each, as in `merit_at`.
+    """
+    field, merits = steering(best_by).field, dict[int, list[float]]()
+    evals = [record for record in records if record["split"] == "eval" and field in record]
+    width = 1 if evals else every if field != "loss" else None
+    for record in evals or records:
+        if field in record and width is not None:
+            merits.setdefault(-(-record["step"] // width) * width, []).append(merit_of(record, best_by))
+    return {step: sum(found) / len(found) for step, found in merits.items() if step <= records[-1]["step"]}
 
 
 def merit_at(records: Sequence[Mapping[str, Any]], step: int, best_by: str, every: int) -> float:
