@@ -8,8 +8,9 @@ vocabulary of 30,000 by Zipf's law, and a chat template: ours of ChatML, or one 
 that drop the thoughts of earlier turns, answers have thoughts. The tokenizer is trained on the rows. The toolkit masks
 all but the assistant's words, and reports on every row. TRL's SFTTrainer packs by the same algorithm, and is timed from
 reading the file until it stands, with a model of one layer: once it learns the whole text (`trl`), once it makes the
-same masks (`trl-masks`, assistant_only_loss). Each tool works in a process of one thread; what counts is its CPU time
-after its imports, and the ratio of two in the same round.
+same masks (`trl-masks`, assistant_only_loss). `toolkit-tokenizers` is the toolkit without the package fastokens. Each
+tool works in a process of one thread; what counts is its CPU time after its imports, and the ratio of two in the same
+round.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from turns import ratios
 
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 WORDS, MAX_LENGTH = 30_000, 2048
-TOOLS = ("toolkit", "trl", "trl-masks")
+TOOLS = ("toolkit", "toolkit-tokenizers", "trl", "trl-masks")
 TEMPLATES = ("chatml", "llama3", "qwen3", "deepseek_r1_distill")
 THINKING = ("qwen3", "deepseek_r1_distill")
 """Templates for which answers have thoughts."""
@@ -104,7 +105,7 @@ def by_toolkit(rows: str, tokenizer: Any, folder: str) -> tuple[Any, int]:
     from toolkit.data import build
     from toolkit.recipe.schema import DataSection
 
-    settings = {"train": rows, "max_length": MAX_LENGTH, "cache_dir": folder, "long_rows": "truncate"}
+    settings = {"train": rows, "max_length": MAX_LENGTH, "cache_dir": folder, "long_rows": "truncate", "num_proc": 1}
     started = time.process_time()
     made = build.build(DataSection.model_validate(settings), tokenizer, 0)
     return started, len(made.train)
@@ -140,7 +141,14 @@ def work(tool: str, rows: str, tokenizer: str) -> None:
     torch.set_num_threads(1)
     loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
     with tempfile.TemporaryDirectory() as folder:
-        makers = {"toolkit": by_toolkit, "trl": by_trl, "trl-masks": partial(by_trl, masks=True)}
+        if tool == "toolkit-tokenizers":
+            sys.modules["fastokens"] = None  # type: ignore[assignment]  # as if it were not installed
+        makers = {
+            "toolkit": by_toolkit,
+            "toolkit-tokenizers": by_toolkit,
+            "trl": by_trl,
+            "trl-masks": partial(by_trl, masks=True),
+        }
         started, samples = makers[tool](rows, loaded, folder)
         print(json.dumps({"cpu": time.process_time() - started, "samples": samples}))
 

@@ -16,7 +16,6 @@ from toolkit.data.images.image_files import preview
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.registry import LAYOUTS
-from toolkit.data.layouts.row_flags import IN_PARTS
 from toolkit.data.samples.samples import Rows
 from toolkit.data.templates.masks import special_ids
 from toolkit.errors import counted
@@ -79,6 +78,7 @@ class SourceReport(_Part):
     Attributes:
         passes: how often a row is seen in a pass over the mix.
         share: the source's share of the rows of that pass.
+        tokens_by: the package that made the tokens, if it is known.
     """
 
     source: str
@@ -90,6 +90,7 @@ class SourceReport(_Part):
     weight: float | None
     passes: float
     share: float
+    tokens_by: str | None = None
 
 
 class SplitReport(_Part):
@@ -259,6 +260,7 @@ def describe_sources(rows: Rows, kept: Any, dropped: dict[int, str], order: Any)
                 weight=source.weight,
                 passes=used / max(1, len(mine)),
                 share=used / max(1, len(order)),
+                tokens_by=source.tokens_by,
             )
         )
     return found
@@ -372,20 +374,12 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, by_answe
                 f"{source.name}: no special token ends the assistant's turns, so the model does not learn to stop; "
                 "use a chat template whose end of turn is a special token of the tokenizer"
             )
-        elif by_answer and (some := _with_open_answers(source, special, mine - start)):
+        elif by_answer and (some := np.intersect1d(without_end(source, special), mine - start).tolist()):
             found.append(
                 f"{source.name}: {counted(len(some), 'row')} with an answer that no special token ends: "
                 f"{', '.join(source.row_name(row) for row in some[:3])}; there the model does not learn to stop"
             )
     return found
-
-
-def _with_open_answers(source: Documents, special: set[int], mine: Any) -> list[int]:
-    """Returns the rows of a source with an answer that no special token ends."""
-    # Answers that are learned in parts are left out, because parts may end anywhere.
-    notes = source.notes()
-    open_ones = np.intersect1d(without_end(source, special), mine).tolist()
-    return [row for row in open_ones if IN_PARTS not in notes.get(row, [])]
 
 
 def without_end(source: Documents, special: Set[int]) -> Any:
@@ -452,4 +446,6 @@ def warnings(splits: dict[str, SplitReport]) -> list[str]:
             for source in split.sources
             if source.passes >= MANY_PASSES
         ]
+        slow = {str(each.tokens_by) for each in split.sources if str(each.tokens_by).startswith("tokenizers, ")}
+        found += [f"{name}: tokens are made by {each}" for each in sorted(slow)]
     return found

@@ -177,7 +177,7 @@ class Stream:
         return [row[0] for row in drawn], table.append_column("row", [[row[4] for row in drawn]])
 
     def _as_rows(self, table: pa.Table, contents: dict[str, bytes]) -> Rows:
-        return Rows([StreamedDocuments("", "", None, [], [], table, None, None, self._roots, contents)])
+        return Rows([StreamedDocuments("", "", None, [], [], table, None, None, self._roots, contents=contents)])
 
     @functools.cached_property
     def _roots(self) -> tuple[str, ...]:

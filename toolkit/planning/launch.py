@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from toolkit.paths import shipped_folder, shown_path
 from toolkit.planning.hardware import Hardware
@@ -13,7 +15,6 @@ from toolkit.planning.setup import Setup
 from toolkit.planning.table import Plan
 from toolkit.recipe.schema import ShardingSection
 from toolkit.sharding.accelerate_config import AccelerateConfig, hybrid_options, read_accelerate_config
-from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.plan.strategy import OFFLOAD, parse_strategy
 
 
@@ -61,47 +62,32 @@ def launch_of(found: Plan, row: PlanRow, recipe_name: str, overrides: list[str])
 
 def _row_settings(found: Plan, setup: Setup) -> dict[str, str]:
     """Returns the recipe settings that this row needs."""
-    section = found.recipe.sharding
+    section, asked = found.recipe.sharding, setup.checkpointing
     settings = {
         "training.micro_batch_size": str(setup.micro_batch_size),
         "training.gradient_accumulation_steps": str(setup.accumulation),
     }
     if setup.sequence is not None:
         settings["sharding.sequence"] = str(setup.sequence)
-    if (setup.mesh.tensor, section.tensor) != (1, 1):
-        settings["sharding.tensor"] = str(setup.mesh.tensor)
-    settings |= _checkpoint_settings(section, setup.checkpointing)
-    if section.accumulate != "by_micro_batch":
-        settings["sharding.accumulate"] = "by_block" if setup.by_block else "by_micro_batch"
-    if section.reshard_after_forward is not None:
-        settings["sharding.reshard_after_forward"] = (
-            "null" if setup.mesh.reshard_after_forward is None else str(setup.mesh.reshard_after_forward)
-        )
-    # The recipe and the Accelerate config may both name a strategy, but must not differ.
-    if section.strategy is not None:
-        settings["sharding.strategy"] = setup.strategy.name
+    # What neither the row nor the recipe sets is left out. An Accelerate config may have set what the recipe lacks.
+    of_row: dict[str, Any] = {
+        "tensor": setup.mesh.tensor,
+        "activation_checkpointing": None if asked is None else asked.every,
+        "offload_checkpoints": asked is not None and asked.offload,
+        "chunk_tokens": None if asked is None else asked.chunk_tokens,
+        "accumulate": "by_block" if setup.by_block else "by_micro_batch",
+        "reshard_after_forward": setup.mesh.reshard_after_forward,
+        # The recipe and the Accelerate config may both name a strategy, but must not differ.
+        "strategy": None if section.strategy is None else setup.strategy.name,
+        **({} if setup.offload else {"offload_executor": None, "device_state_gib": None}),
+    }
+    for key, value in of_row.items():
+        if (value, getattr(section, key)) != (default := ShardingSection.model_fields[key].default, default):
+            settings[f"sharding.{key}"] = value if isinstance(value, str) else json.dumps(value)
     if setup.offload and not _config_name(setup, found.hardware).endswith("offload"):
         settings["sharding.offload"] = "optimizer"
     elif section.offload == "optimizer" and not setup.offload:
         settings["sharding.offload"] = "none"
-    if not setup.offload:
-        settings |= {
-            f"sharding.{key}": "null"
-            for key in ("offload_executor", "device_state_gib")
-            if getattr(section, key) is not None
-        }
-    return settings
-
-
-def _checkpoint_settings(section: ShardingSection, asked: Checkpointing | None) -> dict[str, str]:
-    settings = {}
-    if asked is not None or section.activation_checkpointing is not None:
-        settings["sharding.activation_checkpointing"] = "null" if asked is None else str(asked.every)
-    offload, chunk_tokens = (False, None) if asked is None else (asked.offload, asked.chunk_tokens)
-    if offload or section.offload_checkpoints:
-        settings["sharding.offload_checkpoints"] = "true" if offload else "false"
-    if chunk_tokens is not None or section.chunk_tokens is not None:
-        settings["sharding.chunk_tokens"] = "null" if chunk_tokens is None else str(chunk_tokens)
     return settings
 
 

@@ -5,22 +5,18 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Sequence
 from datetime import date
-from types import SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from toolkit.errors import did_you_mean
-from toolkit.recipe.combinations import refusals
 from toolkit.recipe.gone import GONE_KEYS, gone_sentence
 from toolkit.recipe.objectives.section import Section
-from toolkit.recipe.schema import Sections
 
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -38,7 +34,7 @@ Location = tuple[int | str, ...]
 """The keys and list positions that lead to a field."""
 
 
-def problems_of(root: type[Section], errors: list[ErrorDetails], values: dict[str, Any]) -> list[str]:
+def problems_of(root: type[Section], errors: list[ErrorDetails]) -> list[str]:
     """Returns a line for each wrong field; a field that fits no member of a union has one line."""
     by_field: dict[str, str] = {}
     listed: set[str] = set()
@@ -47,28 +43,7 @@ def problems_of(root: type[Section], errors: list[ErrorDetails], values: dict[st
             by_field.update((line, line) for line in str(details["msg"]).splitlines())
         else:
             by_field.setdefault(_dotted(_field_location(root, details["loc"])), _describe(root, details, listed))
-    unknown = [details["loc"] for details in errors if details["type"] == "extra_forbidden"]
-    hidden = _hidden_contradictions(root, values, unknown)
-    return list(by_field.values()) + [text for text in hidden if text not in by_field]
-
-
-def _hidden_contradictions(root: type[Section], values: dict[str, Any], unknown: list[Location]) -> list[str]:
-    """Returns the contradictions that pydantic does not look for while other fields are wrong."""
-    values = copy.deepcopy(values)
-    for location in unknown:
-        node: Any = values
-        for part in location[:-1]:
-            # A bare mapping stands for a list of one.
-            node = node if part == 0 and isinstance(node, dict) else node[part]
-        del node[location[-1]]
-    right, found = SimpleNamespace(), []
-    for name, field in root.model_fields.items():
-        if (kind := section_of(field.annotation)) is not None:
-            try:
-                setattr(right, name, kind.model_validate(values.get(name, {})))
-            except ValidationError as error:
-                found += [str(details["msg"]) for details in error.errors() if details["type"] == "contradiction"]
-    return found + list(map(str, refusals(cast(Sections, right))))
+    return list(by_field.values())
 
 
 def _describe(root: type[Section], details: ErrorDetails, listed: set[str]) -> str:

@@ -122,7 +122,7 @@ class Recipe(Sections):
         try:
             recipe = cls.model_validate(values)
         except ValidationError as error:
-            raise RecipeError(origin, problems + problems_of(cls, error.errors(), values)) from None
+            raise RecipeError(origin, problems + problems_of(cls, error.errors())) from None
         if problems:
             raise RecipeError(origin, problems)
         return recipe

@@ -390,16 +390,6 @@ def test_all_bad_settings_at_once() -> None:
     assert [line.split(":")[0] for line in LOSSES["dpo"].problems(given)] == ["beta", "odds_weight"]
 
 
-def test_bad_shapes() -> None:
-    two, three = torch.zeros(2), torch.zeros(3)
-    with pytest.raises(ValueError, match=r"every tensor of the pairs is \(P,\)"):
-        Pairs(two, three, two, two)
-    with pytest.raises(ValueError, match=r"every tensor of the pairs is \(P,\)"):
-        Pairs(*[torch.zeros(2, 1)] * 4)
-    with pytest.raises(ValueError, match="both the chosen and the rejected"):
-        Pairs(two, two, two, two, reference_chosen=two)
-
-
 def test_packed_sums_are_those_of_rows_alone(trl: Trl) -> None:
     documents = trl.documents(trl.rows(trl.dpo))
     batch, segments = packed(documents)

@@ -11,8 +11,9 @@ import typer
 
 from toolkit.cli.shared.arguments import MACHINE, OVERRIDES, AsJson, CpuOption, GpusOption, complete_hardware
 from toolkit.cli.shared.hub import settle_names
+from toolkit.cli.shared.shipped import require_new, write_to
 from toolkit.errors import BadInputError, counted
-from toolkit.paths import GIB, atomic_write
+from toolkit.paths import GIB
 from toolkit.recipe.json_schema import schema_line
 from toolkit.terminal import Terminal
 
@@ -67,7 +68,9 @@ def init(
     if gpus is not None and cpu is not None:
         raise BadInputError("--gpus and --cpu exclude each other; leave one of them out")
     file = output or Path(f"{_name_after(data)}.yaml")
-    _require_new(file, force)
+    if file.suffix not in (".yaml", ".yml"):
+        raise BadInputError(f"--to: {str(file)!r}: the name of a recipe ends in .yaml or .yml")
+    require_new(file, force)
     given = dict(override.partition("=")[::2] for override in overrides or [])
     settle_names({"model": model}, [data], {"model": given.get("model.revision")})
     from toolkit.suggest.suggestion import suggest  # torch is imported only for arguments that are right
@@ -82,7 +85,7 @@ def init(
         folder=file.parent,
         tell=lambda line: console.print(line, markup=False),
     )
-    _write_recipe(file, schema_line(file.parent) + found.text())
+    write_to(file, schema_line(file.parent) + found.text())
     if as_json:
         print(json.dumps(_suggestion_as_json(found, file), indent=1, ensure_ascii=False))
     else:
@@ -93,21 +96,6 @@ def _name_after(data: str) -> str:
     """Returns a name for the recipe, and for its run, after the data."""
     path = Path(data)
     return (path.parent.name if "*" in path.name else path.name.partition(".")[0]) or "recipe"
-
-
-def _require_new(file: Path, force: bool) -> None:
-    if file.suffix not in (".yaml", ".yml"):
-        raise BadInputError(f"--to: {str(file)!r}: the name of a recipe ends in .yaml or .yml")
-    if file.exists() and not force:
-        raise BadInputError(f"--to: {str(file)!r} exists; name another file, or replace it with --force")
-
-
-def _write_recipe(file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, text)
-    except OSError as error:
-        raise BadInputError(f"--to: {str(file)!r} cannot be written: {error.strerror}; name another") from error
 
 
 def _machine_of_options(gpus: int | None, cpu: int | None, hardware: str | None) -> Machine:

@@ -19,8 +19,9 @@ from toolkit.cli.shared.arguments import (
     split_arguments,
 )
 from toolkit.cli.shared.hub import settle_hub
+from toolkit.cli.shared.shipped import require_new, write_to
 from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.paths import GIB, atomic_write
+from toolkit.paths import GIB
 
 if TYPE_CHECKING:
     from toolkit.cluster.job import Job
@@ -93,17 +94,11 @@ def job(
     )
     check_job(made, device)
     file = output or Path(f"{made.name}.slurm.sh")
-    if file.exists() and not force:
-        raise BadInputError(f"--to: {str(file)!r} exists; name another file, or replace it with --force")
+    require_new(file, force)
     if file.exists() and Path(source).exists() and file.samefile(source):
         raise BadInputError(f"--to: {str(file)!r} is the recipe that the job trains; name another file")
     # Its lines begin the file as comments; what it is given may hold an end of line.
-    text = made.text(" ".join(shlex.join(["toolkit", *sys.argv[1:]]).splitlines()))
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, text)
-    except OSError as error:
-        raise BadInputError(f"--to: {str(file)!r} cannot be written: {error.strerror}; name another") from error
+    write_to(file, made.text(" ".join(shlex.join(["toolkit", *sys.argv[1:]]).splitlines())))
     if device is not None:
         print(_verdict(made, device))
     print(f"{file}: look at it, then submit it:\n  sbatch {shlex.quote(str(file))}")

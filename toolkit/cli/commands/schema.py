@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.errors import BadInputError
-from toolkit.paths import atomic_write
+from toolkit.cli.shared.shipped import write_to
 from toolkit.recipe.json_schema import SCHEMA_FILE, recipe_schema
 
 
@@ -25,10 +24,7 @@ def schema(
     if to is None:
         print(text)
         return
-    try:
-        atomic_write(to, f"{text}\n")
-    except OSError as error:
-        raise BadInputError(f"--to: {str(to)!r} cannot be written: {error.strerror}; name another file") from error
+    write_to(to, f"{text}\n")
     print(f"{to}: name it in the first line of a recipe: # yaml-language-server: $schema={to.name}")
     if to.name == SCHEMA_FILE:
         print("new recipes in its folder have that line")

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from toolkit.data.documents.byte_tokens import tokens_by
 from toolkit.data.documents.encode import FEATURES, STARTS_OF_IMAGES, Encoder, notes_in, records_of
 from toolkit.data.documents.processes import Work, encoded
 from toolkit.data.images.images import parse
@@ -51,6 +52,7 @@ class Documents:
         folder: the folder in the cache that holds them; None for streamed rows.
         told_as: the name under which the loss of its rows is reported, if it has one.
         roots: folder of the images of each shard's rows.
+        tokens_by: the package that made the tokens, if it is known.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Documents:
     folder: Path | None
     told_as: str | None = None
     roots: tuple[str, ...] = ()
+    tokens_by: str | None = None
 
     def images(self, row: int, start: int | None = None) -> list[tuple[dict[str, Any], str]]:
         """Returns the record and the root of each image of a row, or of its piece that begins with token `start`."""
@@ -134,7 +137,7 @@ def write_documents(
     with pa.OSFile(str(folder / "rows-00000.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as written:
         while together := list(islice(documents, WRITTEN_BATCHES)):
             written.write_table(pa.Table.from_batches(together).combine_chunks())
-    facts = {"layout": layout.name, "label_names": list(layout.label_names)}
+    facts = {"layout": layout.name, "label_names": list(layout.label_names), "tokens_by": tokens_by(encoder.tokenizer)}
     (folder / "source.json").write_text(json.dumps(facts), encoding="utf-8")
 
 

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.data.documents.byte_tokens import ByteTokens
 from toolkit.data.images.images import Images, parse
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.left_out import NO_CALLS, NO_TOOLS, left_out_of
 from toolkit.data.layouts.messages import ONLY_ASSISTANTS
-from toolkit.data.layouts.row_flags import Span, without
 from toolkit.data.layouts.template_arguments import date_of, note_of, require_taken, takes_tools
 from toolkit.data.layouts.thoughts import THOUGHTS
 from toolkit.data.rows.examples import Answer, Conversation, Example, Message, Text
@@ -26,7 +26,7 @@ from toolkit.data.rows.image_places import MARK, PLACE, WITH_IMAGES
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.chat import GREETING, Rendered, Targets, Turn, render
-from toolkit.data.templates.masks import PLAIN, holds_prompt, spans_array, target_mask
+from toolkit.data.templates.masks import PLAIN, Span, holds_prompt, spans_array, target_mask
 from toolkit.data.templates.stops import NextTurn, end_texts, next_turn_of
 from toolkit.data.templates.templates import template_that
 from toolkit.errors import DataError, first_line
@@ -37,8 +37,6 @@ NOTE_END = "; "
 
 EACH_TURN: Final = "each_turn"
 """`data.targets` for a text of each answer, even where one text would have them all."""
-
-NOT_ONCE = "a message with train_detail is not in the rendered text exactly once"
 
 JOINED = "the beginning of an answer and the end of its prompt are one token"
 
@@ -277,7 +275,7 @@ class Encoder:
         starts = [start for start, _ in spans if start] if is_asked else []
         if self.next_turn is not None:
             text, spans = self.next_turn.stopped(text, spans, messages)
-        spans = without([span for span in spans if span[0] < span[1]], _parts_in(text, messages, example.parts))
+        spans = [span for span in spans if span[0] < span[1]]
         note = joined_notes([*notes, *left_out_of(messages, text, example.tools)])
         if not example.images:
             return _Prepared(text, spans, False, note, starts=tuple(starts), example=example)
@@ -297,11 +295,9 @@ class Encoder:
         return _Turns(texts, joined_notes(notes))
 
     def _prepared_turn(self, turn: Turn, example: Conversation, messages: list[Message]) -> _Prepared:
-        parts = {turn.index: example.parts[turn.index]} if turn.index in example.parts else {}
         prompt, records = self._shown(turn.prompt, example, messages[: turn.index])
-        learned = without([(0, len(turn.written))], _parts_in(turn.written, messages, parts))
-        spans = [(len(prompt) + start, len(prompt) + end) for start, end in learned]
-        return _Prepared(prompt + turn.written, spans, False, images=tuple(records), starts=(len(prompt),))
+        text = prompt + turn.written
+        return _Prepared(text, [(len(prompt), len(text))], False, images=tuple(records), starts=(len(prompt),))
 
     def _shown(self, prompt: str, example: Conversation, before: list[Message]) -> tuple[str, list[str]]:
         """Returns the prompt with the images of the messages before an answer expanded, and their records."""
@@ -357,6 +353,31 @@ class Encoder:
 
     def _tokens(self, prepared: list[_Prepared]) -> Iterator[_Tokens]:
         """Yields the tokens of each text."""
+        counted = self._by_bytes(prepared)
+        offsets = self._by_offsets([item for item, found in zip(prepared, counted, strict=True) if not found])
+        for found in counted:
+            yield found or next(offsets)
+
+    def _by_bytes(self, prepared: list[_Prepared]) -> list[_Tokens | None]:
+        """Returns the tokens of each text, or None for one whose targets only offsets can tell."""
+        counting = ByteTokens.of(self.tokenizer)
+        if counting is None:
+            return [None] * len(prepared)
+        found: list[_Tokens | None] = []
+        for item, ids in zip(prepared, counting.encode([item.text for item in prepared]), strict=True):
+            edges = sorted({*item.starts, *(edge for span in item.spans for edge in span)})
+            places = counting.places(item.text, ids, edges)
+            if places is None:
+                found.append(None)
+                continue
+            token_at = dict(zip(edges, places.tolist(), strict=True))
+            mask = np.zeros(len(ids), dtype=bool)
+            for start, end in item.spans:
+                mask[token_at[start] : token_at[end]] = True
+            found.append((ids, mask, [token_at[start] for start in item.starts]))
+        return found
+
+    def _by_offsets(self, prepared: list[_Prepared]) -> Iterator[_Tokens]:
         if not prepared:
             return
         # Text that is learned whole needs no offsets, so it works with tokenizers that cannot give them.
@@ -372,9 +393,7 @@ class Encoder:
             return
         for item, ids, pairs in zip(prepared, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             offsets = spans_array(pairs)
-            # White space, to which a tokenizer that trims offsets gives an empty span at its end, begins before that.
-            begins = np.minimum(offsets[:, 0], offsets[:, 1] - 1)
-            mask, firsts = target_mask(item.spans, offsets), np.searchsorted(begins, item.starts).tolist()
+            mask, firsts = target_mask(item.spans, offsets), np.searchsorted(offsets[:, 0], item.starts).tolist()
             for start, first in zip(item.starts, firsts, strict=True):
                 # The prompt's last token may take the white space after it, as Phi 3's `<|assistant|>` does.
                 if first and offsets[first - 1, 1] > start:
@@ -455,21 +474,6 @@ TRIALS = [
     Conversation([*_CALLED, *_ASKED]),
 ]
 """Conversations that show whether a chat template lets all answers be in one text."""
-
-
-def _parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ...]]) -> list[Span]:
-    """Returns the places of parts of messages in a text (characters).
-
-    Raises:
-        RowProblem: if a message with parts is not in the text exactly once, word for word.
-    """
-    found = []
-    for number, spans in parts.items():
-        words = messages[number]["content"]
-        if text.count(words) != 1:
-            raise RowProblem(NOT_ONCE)
-        found += [(text.index(words) + start, text.index(words) + end) for start, end in spans]
-    return found
 
 
 def notes_of_template(messages: list[Message], tools: list[dict[str, Any]] | None, template: str) -> list[str]:

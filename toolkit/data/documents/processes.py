@@ -29,6 +29,7 @@ import psutil
 import pyarrow as pa
 
 from toolkit.data.documents.encode import Document, Encoder
+from toolkit.data.documents.fast_tokens import OtherTokensError
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.readers import Row, Shard, mapped, row_of_line, stored_in
 from toolkit.errors import DataError
@@ -88,7 +89,11 @@ class Work:
             encoder = replace(encoder, image_root=image_root(batch.shard, encoder.image_root))
         if batch.shard.map is not None:
             rows = list(mapped(iter(rows), batch.shard.map, batch.shard, batch.before))
-        documents: list[Document] = encoder.documents(rows, self.layout)
+        try:
+            documents: list[Document] = encoder.documents(rows, self.layout)
+        except OtherTokensError as error:
+            where = f"{batch.shard.path}, rows {batch.before + 1} to {batch.before + len(rows)}"
+            raise OtherTokensError(f"{where}: {error}") from None
         columns = {name: [document[name] for document in documents] for name in self.schema.names if name != "shard"}
         return pa.RecordBatch.from_pydict({**columns, "shard": [batch.number] * len(rows)}, schema=self.schema)
 

@@ -34,9 +34,6 @@ class Pairs:
         rejected_tokens: |y_l|.
         reference_chosen: log ref(y_w|x) (nats), or None without a reference.
         reference_rejected: log ref(y_l|x) (nats), or None without a reference.
-
-    Raises:
-        ValueError: if shapes differ, or only one completion has a reference.
     """
 
     chosen: torch.Tensor
@@ -45,13 +42,6 @@ class Pairs:
     rejected_tokens: torch.Tensor
     reference_chosen: torch.Tensor | None = None
     reference_rejected: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        shapes = {name: tuple(value.shape) for name, value in vars(self).items() if value is not None}
-        if len(set(shapes.values())) > 1 or self.chosen.dim() != 1:
-            raise ValueError(f"every tensor of the pairs is (P,), got {shapes}")
-        if (self.reference_chosen is None) != (self.reference_rejected is None):
-            raise ValueError("a reference has log-probabilities of both the chosen and the rejected completions")
 
     def log_ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns log pi(y|x) - log ref(y|x) of chosen and rejected (nats), each (P,), float32.
