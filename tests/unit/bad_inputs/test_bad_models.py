@@ -110,41 +110,10 @@ def split_by(pattern: str) -> Spoil:
 NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 
 REFUSED: dict[str, tuple[Spoil, str]] = {
-    "heads that do not divide": (configured(num_attention_heads=5), "number of attention heads (5)"),
-    "heads below 0": (configured(num_attention_heads=-4), "negative dimension -48"),
-    "key heads that do not divide": (configured(num_key_value_heads=3), "k_proj.weight [24, 48] for [36, 48]"),
-    "an attention from the hub": (
-        configured(_attn_implementation="kernels-community/flash-attn"),
-        "asks for code from the hub (_attn_implementation: 'kernels-community/flash-attn')",
-    ),
-    "an attention from the hub inside": (
-        configured(text_config={"attn_implementation": "kernels-community/flash-attn@v1:forward"}),
-        "asks for code from the hub (attn_implementation: ",
-    ),
     "weights in 8 bits": (
         changed(lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)})),
         f"in 8 bits, as in quantised models, without the scales that they need: {HEAD};",
     ),
-    "hidden size 0": (configured(hidden_size=0), "[295, 48] for [295, 0]"),
-    "another hidden size": (configured(hidden_size=96), "48] for ["),
-    "no layers": (configured(num_hidden_layers=0), "model.layers.0."),
-    "more layers than the files": (configured(num_hidden_layers=3), "model.layers.2."),
-    "fewer layers than the files": (configured(num_hidden_layers=1), "model.layers.1."),
-    "vocabulary below the tokenizer's": (configured(vocab_size=100), "100 rows"),
-    "unknown activation": (configured(hidden_act="gelu_nope"), "gelu_nope"),
-    "padding outside the vocabulary": (configured(pad_token_id=100_000), "model.name_or_path"),
-    "unknown rope": (configured(rope_parameters={"rope_type": "nope"}), "nope"),
-    "no model type": (configured(model_type=...), "model_type"),
-    "unknown model type": (configured(model_type="lama"), "lama"),
-    "another architecture": (configured(model_type="gpt2"), "model.name_or_path"),
-    "code of its own": (
-        configured(model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}),
-        "set model.trust_remote_code=true to run it",
-    ),
-    "gptq": (quantised("gptq"), "gptq"),
-    "config is a list": (written("config.json", "[1]"), "config.json"),
-    "config is cut": (cut("config.json"), "config.json"),
-    "no config": (without("config.json"), "config.json"),
     "all weights zero": (changed(lambda t: [tensor.zero_() for tensor in t.values()]), "is zero"),
     "a norm with a NaN": (
         changed(lambda t: t[NORM][3].fill_(float("nan"))),
@@ -164,79 +133,21 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         lambda folder: (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + (folder / "config.json").read_bytes()),
         "config.json",
     ),
-    "odd head dimension": (configured(head_dim=7), "head_dim"),
-    "middle size 0": (configured(intermediate_size=0), "do not match its configuration"),
     "initial range that is no number": (configured(initializer_range=float("nan")), "initializer_range"),
-    "a config inside the config": (configured(text_config={"hidden_size": 5}), "config.json"),
     "weights as whole numbers": (
         changed(lambda t: t.update({n: w.char() for n, w in t.items()})),
         "stored as integers",
     ),
     "a norm of another size": (changed(lambda t: t.update({NORM: torch.ones(7)})), f"{NORM} [7] for [48]"),
     "a weight too many": (changed(lambda t: t.update(extra=torch.ones(2))), "extra"),
-    "tied weights that differ": (configured(tie_word_embeddings=True), HEAD),
-    "weights are a pointer": (written(WEIGHTS, "version https://git-lfs.github.com/spec/v1\n"), "Git-LFS"),
-    "weights are cut": (cut(WEIGHTS), "weights"),
-    "no weights": (without(WEIGHTS), "weights"),
     "a pickle without weights": (pickled, "are pickled (pytorch_model.bin), and a pickle can run code"),
-    "index is a list": (indexed("[]"), "it has no weight_map that names any tensor"),
-    "index with a list of names": (indexed('{"weight_map": ["lm_head.weight"]}'), "it has no weight_map"),
-    "index of numbers": (indexed('{"weight_map": {"a": 3}}'), "it names 3, which is not a file next to it"),
-    "index of a missing file": (
-        indexed('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'),
-        "it names 'gone.safetensors', which is not there",
-    ),
-    "index that leads out": (
-        indexed('{"weight_map": {"lm_head.weight": "../model/model.safetensors"}}'),
-        "it names '../model/model.safetensors', which is not a file next to it",
-    ),
-    "index with a NUL": (indexed('{"weight_map": {"lm_head.weight": "a\\u0000b"}}'), "which is not a file next to it"),
-    "index of another file": (indexed('{"weight_map": {"lm_head.weight": "config.json"}}'), "cannot be read"),
-    "a tokenizer that never ends": (
-        split_by(r"(((((a|b| |[a-z])+)+)+)+)+X"),
-        "the tokenizer of {folder} cannot read a row: Onig: Regex search error: retry-limit-in-match over",
-    ),
-    "tokenizer is cut": (cut("tokenizer.json"), "tokenizer.json"),
-    "tokenizer is a folder": (as_folder("tokenizer.json"), "tokenizer"),
-    "tokenizer with a number too large": (
-        tokenized(added_tokens=[], model={"type": "WordLevel", "vocab": {"a": 0, "king": 900}, "unk_token": "a"}),
-        "rows; use the tokenizer",
-    ),
-    "a text config that is a list": (configured(text_config=[]), "Correct its config.json"),
-    "key heads below 0": (configured(num_key_value_heads=-2), "negative dimension -24"),
-    "middle size below 0": (configured(intermediate_size=-1), "negative dimension -1"),
-    "activation as a number": (configured(hidden_act=3), "Field 'hidden_act' expected str, got int"),
-    "a quantisation without a method": (configured(quantization_config={}), "quantization_config"),
-    "positions of the tokenizer as text": (
-        set_of_tokenizer(model_max_length="long"),
-        "model_max_length is 'long', and needs to be a number",
-    ),
-    "a chat template that is a number": (set_of_tokenizer(chat_template=3), "chat_template is 3, and needs to be text"),
-    "end of text beyond the vocabulary": (set_of_tokenizer(eos_token="<nope>"), "rows; use the tokenizer"),
-    "added tokens of odd numbers": (set_of_tokenizer(added_tokens_decoder={"a": 3}), "added_tokens_decoder"),
-    "tokenizer of another version": (tokenized(version="9.0"), "Unknown tokenizer version '9.0'"),
-    "pairs that are not in the vocabulary": (
-        tokenized(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}),
-        "out of vocabulary",
-    ),
-    "an adapter beside the weights": (written("adapter_config.json", "{}"), "{folder} holds an adapter"),
-    "weights under another name": (configured(transformers_weights="other.safetensors"), "rename that file to model.s"),
-    "settings of the tokenizer are cut": (cut("tokenizer_config.json"), "tokenizer_config.json"),
 }
 """Name -> what is done to a good folder, and what the error names."""
 
 FILES_WITHOUT_WEIGHTS = {"weights are a pointer", "weights are cut", "index of another file"}
 """Those that may be pointers of Git-LFS."""
 
-DESCRIBED: dict[str, str] = {
-    "num_attention_heads=0": "ZeroDivisionError: integer division or modulo by zero. Correct model.config",
-    "hidden_size=0": "0.0 cannot be raised to a negative power. Correct model.config",
-    "num_hidden_layers=0": "no transformer block found in LlamaForCausalLM",
-    "vocab_size=0": "model.config.vocab_size: 0 is less than the tokenizer's",
-    "attn_implementation=kernels-community/flash-attn": "the recipe asks for code from the hub (attn_implementation: ",
-    "hidden_sizes=48": "hidden_sizes: unknown to the model type llama (did you mean 'hidden_size'?); allowed: ",
-    "model_type=lama": "lama",
-}
+DESCRIBED: dict[str, str] = {}
 """Fields of `model.config` for a Llama of 4 heads, and what the error says."""
 
 TAKEN: dict[str, tuple[Spoil, str]] = {
@@ -251,16 +162,7 @@ TAKEN: dict[str, tuple[Spoil, str]] = {
         ),
         "JSON's last one holds, in every reader",
     ),
-    "several ends of text": (configured(eos_token_id=[1, 2]), "Llama 3 has them"),
     "weights in 64 bits": (changed(lambda t: t.update({HEAD: t[HEAD].double()})), "they are rounded to model.dtype"),
-    "no limit of positions": (configured(max_position_embeddings=-1), "so says XLNet, whose positions have no limit"),
-    "unknown class of the tokenizer": (
-        written("tokenizer_config.json", '{"tokenizer_class": "Other", "eos_token": "<|endoftext|>"}'),
-        "tokenizer.json holds all that it needs",
-    ),
-    "a chat template that is broken": (written("chat_template.jinja", "{% for %}"), "plain text does not use it"),
-    "no settings of generation": (written("generation_config.json", "{"), "training generates nothing"),
-    "an unknown key of the config": (configured(colour="red"), "configurations carry notes of their makers"),
 }
 """Name -> what is done to a good folder, and why it is trained all the same."""
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.packed_rows import Documents, gpt2, packed, qwen
-from support.tiny import llama
+from support.tiny import llama, tiny_config
 from torch import nn
-from transformers import RobertaConfig, RobertaForCausalLM, masking_utils
+from transformers import AutoModelForCausalLM, RobertaConfig, RobertaForCausalLM, masking_utils
 
 from toolkit.data.kinds.pairs import PairSamples
 from toolkit.data.samples.packing import whole
@@ -27,7 +27,7 @@ from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks import packing_check
-from toolkit.run.checks.packing_check import check_causal, check_leaks
+from toolkit.run.checks.packing_check import LeakError, check_causal, check_leaks
 from toolkit.run.stages.model_checks import check_packing
 from toolkit.run.stages.stages import OpenedRun, ShardedModel
 
@@ -283,6 +283,20 @@ def test_completions_of_a_pair_share_a_sample_that_is_not_packed(make: Callable[
     opened = OpenedRun(packed, accelerator, nothing, nothing, nothing)
     with pytest.raises(BadInputError, match="Both completions of a pair share") if leaks else nullcontext():
         assert check_packing(opened, sharded, CausalLM(model), data) == (None, None)
+
+
+def test_pairs_that_no_row_of_the_model_can_hold_are_kept_apart() -> None:
+    """Each half has its own positions, but GPT-Neo's masks are as long as a row of these."""
+    rows = Documents(6)
+    lengths = np.array([len(row) for row in rows.rows])
+    pairs = PairSamples(rows, whole(np.arange(6), lengths, 64), list(range(1, 7)), 64, True, 0, splits=lengths // 2)
+    config = tiny_config("gpt_neo")
+    config.vocab_size, config.max_position_embeddings = 131, pairs.longest
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(LeakError) as caught:
+        check_leaks(model, model, CausalLM(model), pairs, 2, torch.device("cpu"), False)
+    why = "GPTNeoForCausalLM with attention 'eager' cannot run rows that share a sample (RuntimeError: The size"
+    assert caught.value.why.startswith(why)
 
 
 def test_without_rows_that_share_a_sample_there_is_nothing_to_check() -> None:

@@ -17,6 +17,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attention_of
 from toolkit.model.attention.full_attention import attends_in_full
+from toolkit.model.attention.positions import num_positions
 from toolkit.model.structure.model_parts import sees
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
@@ -39,13 +40,12 @@ through no other code. For 135M parameters the three forwards take 0.9 s of CPU,
 
 
 class LeakError(BadInputError):
-    """Rows that share a sample see each other.
+    """Rows that share a sample see each other, or the model cannot run them."""
 
-    Attributes:
-        why: what was found, without the field and what to do.
-    """
-
-    why: str
+    @property
+    def why(self) -> str:
+        """Returns what was found, without the field and what to do."""
+        return str(self).removeprefix("data.packing: ").rpartition(". ")[0]
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def check_leaks(
     """
     few = not compiled and attends_in_full(inner)
     most, in_all = (FEW_TOKENS, 2 * FEW_TOKENS) if few else (MOST_TOKENS, MOST_TOKENS)
-    length = min(samples.max_length, most)
+    length = min(samples.max_length, most, num_positions(inner) or most)  # a row may be longer than each document
     numbers = _numbers_to_compare(samples, min(micro_batch_size, in_all // length))
     if numbers is None:
         return None
@@ -95,7 +95,8 @@ def check_leaks(
     with without_dropout(model):
         with on_text_alone(inner):
             alone = _few_logits(model, objective, ids, device, slice(span.stop - span.start))
-        with refused(f"data.packing: {what} cannot run rows that share a sample ({{error}}). {samples.keep_apart}"):
+        cannot = f"data.packing: {what} cannot run rows that share a sample ({{error}}). {samples.keep_apart}"
+        with refused(cannot, LeakError):
             both = (batch, _others_replaced(batch, span.start))
             together, replaced = (_few_logits(model, objective, one, device, span) for one in both)
     found = (relative_difference(replaced, together), relative_difference(together, alone))
@@ -207,7 +208,4 @@ def require_apart(changes: float, differs: float, in_16_bits: bool, what: str, m
         how = f"differ by {differs:.1e} of the largest from its own alone, more than {ROUNDED[in_16_bits]:.0e}"
     else:
         return
-    why = f"rows that share a sample see each other in {what}: the logits of one {how}"
-    leak = LeakError(f"data.packing: {why}. {mend}")
-    leak.why = why
-    raise leak
+    raise LeakError(f"data.packing: rows that share a sample see each other in {what}: the logits of one {how}. {mend}")
