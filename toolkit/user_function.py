@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.machinery
 import importlib.util
 import inspect
 import numbers
@@ -33,6 +34,9 @@ _streams: dict[str, dict[str, Any]] = {}
 
 _seed = [0]
 """What the streams of own code begin with."""
+
+_running = threading.RLock()
+"""Held while code of the user's runs: generators, folder and stdout are the process's, and a thread may make rows."""
 
 SHOWN = 80
 """Characters of a value that are printed."""
@@ -184,7 +188,7 @@ def fenced(action: Callable[[], T], what: str | Callable[[], str], mend: str, st
         BadInputError: names the exception and the user's line.
     """
     try:
-        with stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _same_state(), _drawing_from(stream):
+        with _running, stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _same_state(), _drawing_from(stream):
             return action()
     except KeyboardInterrupt:
         raise
@@ -216,9 +220,10 @@ def made_while_training() -> None:
 def generators() -> dict[str, Any]:
     """Returns the states of this process's generators of random numbers, by the library that has them."""
     numpy, torch = (sys.modules.get(name) for name in ("numpy", "torch"))
-    found: dict[str, Any] = {"python": random.getstate()}
-    if numpy is not None:
-        found["numpy"] = numpy.random.get_state()
+    with _running:  # of the run, not of code that makes rows in another thread
+        found: dict[str, Any] = {"python": random.getstate()}
+        if numpy is not None:
+            found["numpy"] = numpy.random.get_state()
     if torch is not None:
         found["torch"] = torch.get_rng_state()
         if torch.cuda.is_initialized():  # of this rank's device: the others belong to other ranks
@@ -404,8 +409,11 @@ def _import_anew(place: str, what: str) -> _Imported:
     is_path, stream = place.endswith(".py"), Path(place).name
     if is_path and not Path(place).is_file():
         raise BadInputError(f"there is no file {place!r}; correct the path")
-    if in_notebook() and place in sys.modules:  # a cell may have imported it before it was edited
-        _forget({_file_of(sys.modules[place])})
+    if in_notebook():  # a cell, or a function when it was called, may have imported a file of the folder before an edit
+        found = None if is_path else importlib.machinery.PathFinder.find_spec(place.partition(".")[0])
+        where = Path(place if found is None else str(found.origin)).parent
+        modules = [module for name, module in list(sys.modules.items()) if not name.startswith("toolkit")]
+        _forget({file for file in map(_file_of, modules) if file.endswith(".py") and Path(file).parent == where})
     before = set(sys.modules)
 
     def find() -> tuple[types.ModuleType, dict[str, bytes]]:

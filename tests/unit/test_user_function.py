@@ -88,6 +88,7 @@ def forgets_gradients(value):
 
 
 def draws(value):
+    callable(value) and value()
     return random.random(), numpy.random.rand(), torch.rand(()).item()
 
 
@@ -206,6 +207,21 @@ def test_each_row_draws_its_own_numbers_wherever_it_is_made(file: Path) -> None:
     assert torch.rand(()) == third, "a thread that makes rows puts no state back that the training thread has left"
 
 
+def test_code_in_two_threads_draws_its_own_numbers(file: Path) -> None:
+    """A stream's rows are made in a thread while a loss may run."""
+    inside, done = threading.Event(), threading.Event()
+
+    def numbers(meanwhile: Any) -> list[Any]:
+        begin_streams(1)
+        loss, rows = (load_function(f"{file}:draws", field) for field in ("objective.loss", "data.map"))
+        thread = threading.Thread(target=rows.call, args=("", lambda: [inside.set(), done.wait()]))
+        found = [loss.call("", lambda: meanwhile(thread))]
+        done.set(), thread.is_alive() and thread.join()
+        return [*found, loss.call("", 1)]
+
+    assert numbers(lambda thread: [thread.start(), inside.wait(0.3)]) == numbers(lambda thread: None)
+
+
 def test_an_edit_is_what_runs_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     name = "edited_" + hashlib.sha256(str(tmp_path).encode()).hexdigest()[:8]
@@ -215,15 +231,18 @@ def test_an_edit_is_what_runs_next(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             function = load_function(named, "f")
             assert function.call("") == (1, 2)[number], named
             assert function.fingerprint == hashlib.sha256(text.encode()).hexdigest()
-    # Also of a module that a cell of a notebook has imported, and of what a file imports from its folder.
+    # Also of a module that a cell of a notebook has imported, and of what a file imports from its folder, at any time.
     monkeypatch.setattr("toolkit.user_function.in_notebook", lambda: True)
     (tmp_path / f"{name}_b.py").write_text(f"from {name}_c import f\n\n\ndef g():\n    return f()\n")
     (tmp_path / f"{name}_c.py").write_text("def f():\n    return 1\n")
-    importlib.import_module(f"{name}_c")
-    for text in ("def f():\n    return 3\n", "def f():\n    return 4\n"):
-        (tmp_path / f"{name}_c.py").write_text(text)
-        for named in (f"{name}_c:f", f"{tmp_path}/{name}_b.py:g", f"{name}_b:g"):
-            assert load_function(named, "f").call("") == int(text.split()[-1]), named
+    (tmp_path / f"{name}_d.py").write_text(f"def g():\n    from {name}_c import f\n\n    return f()\n")
+    for named in (f"{name}_c:f", *(f"{place}{name}_{file}:g" for file in "bd" for place in ("", f"{tmp_path}/"))):
+        named = named.replace(":g", ".py:g") if "/" in named else named
+        importlib.import_module(f"{name}_c")
+        for number in (3, 4):
+            (tmp_path / f"{name}_c.py").write_text(f"def f():\n    return {number}\n")
+            begin_streams(0)
+            assert load_function(named, "f").call("") == number, named
 
 
 def test_functions_of_a_file_share_its_names_and_its_random_numbers(tmp_path: Path) -> None:
