@@ -20,6 +20,7 @@ from toolkit.run.parts.part import NEW_FOLDER, Read, RunPart
 from toolkit.run.stages.stages import MetaModel, PreparedRun
 
 RESUME = "checkpoint.resume"
+CHANGED = "its weights have changed since the run began; the record has the hash of those that it began with"
 
 
 class Rows(RunPart):
@@ -73,10 +74,7 @@ class Base(RunPart):
             began = self._began or run.fit.origin
             self.reads.append(Read("base", began, "", unknown=""))
             if began != run.fit.origin:
-                self.opened.console.warn(
-                    "model.name_or_path: its weights have changed since the run began; the run goes on from its "
-                    "checkpoint, and its record has the hash of those that it began with"
-                )
+                self.opened.console.warn(f"model.name_or_path: {CHANGED}")
 
     def facts(self, run: PreparedRun) -> Mapping[str, str]:
         fact = quantised_fact(run.inner)
