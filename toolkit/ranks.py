@@ -89,7 +89,7 @@ def on_first_rank(action: Callable[[], T]) -> T:
 
     The other ranks wait as long as it takes, up to `PATIENCE`. If it raises, every rank raises.
     """
-    return _first_outcome(action if rank() == 0 else None)
+    return next(found for acted, found in _outcomes(action if rank() == 0 else None) if acted)
 
 
 def alone_on_first_rank(action: Callable[[], T]) -> T | None:
@@ -209,11 +209,6 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     gathered: list[Any] = [None] * world_size()
     dist.all_gather_object(gathered, value, group=group or patient_group())
     return gathered
-
-
-def _first_outcome(action: Callable[[], T] | None) -> T:
-    """Returns the first result of the ranks that have an `action`. Raises the first error of any rank on all."""
-    return next(found for acted, found in _outcomes(action) if acted)
 
 
 def _outcomes(action: Callable[[], T] | None) -> list[tuple[bool, T]]:

@@ -303,10 +303,9 @@ def _same_state() -> Iterator[None]:
     """Puts the working folder, and whether torch records gradients, back at the end of the block."""
     torch = sys.modules.get("torch")
     records = torch is None or torch.is_grad_enabled()
-    try:
+    folder = None
+    with contextlib.suppress(OSError):  # it was removed
         folder = os.getcwd()
-    except OSError:  # it was removed
-        folder = None
     try:
         yield
     finally:

@@ -102,8 +102,7 @@ class OwnLoss(CausalLM):
             OwnCodeError: if the function fails, or returns something else.
         """
         labels, num_rows = arguments["labels"], arguments["num_rows"]
-        source = arguments.get("logits", arguments.get("log_probabilities"))
-        assert source is not None
+        source: torch.Tensor = arguments["logits" if "logits" in arguments else "log_probabilities"]
         if not len(labels):
             # With a graph, so that this rank's backward gathers what the others gather.
             return source.sum(), (0 if not self.needs_whole_steps else source.new_zeros(()))

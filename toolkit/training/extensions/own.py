@@ -61,13 +61,9 @@ class Own:
 
     def call(self, call: str, *arguments: Any) -> Any:
         """Returns what a call of the extension returns; what it raises becomes an error that names it."""
+        action = functools.partial(getattr(self.extension, call), *arguments)
         with while_training():
-            return fenced(
-                functools.partial(getattr(self.extension, call), *arguments),
-                f"{self.field}: {call} failed",
-                MEND,
-                self.field,
-            )
+            return fenced(action, f"{self.field}: {call} failed", MEND, self.field)
 
     def wrong(self, call: str, found: Any, needed: str) -> OwnCodeError:
         return OwnCodeError(f"{self.field}: {call} returned {shown(found)}; needs {needed}")
@@ -184,13 +180,11 @@ class OwnExtensions(Extension):
 
     def _any_true(self, call: str, *arguments: Any) -> bool:
         """Asks all, whatever the first one returns."""
-        return True in [self._is_true(own, call, *arguments) for own in self._of(call)]
-
-    def _is_true(self, own: Own, call: str, *arguments: Any) -> bool:
-        found = own.call(call, *arguments)
-        if not isinstance(found, bool):
-            raise own.wrong(call, found, "True or False")
-        return found
+        found = [(own, own.call(call, *arguments)) for own in self._of(call)]
+        for own, value in found:
+            if not isinstance(value, bool):
+                raise own.wrong(call, value, "True or False")
+        return any(value for _, value in found)
 
     def after_update(self, step: int, skipped: bool) -> dict[str, Any]:
         return self._figures("after_update", step, skipped)
