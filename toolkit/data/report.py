@@ -16,6 +16,7 @@ from toolkit.data.images.image_files import preview
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.registry import LAYOUTS
+from toolkit.data.layouts.row_flags import IN_PARTS
 from toolkit.data.samples.samples import Rows
 from toolkit.data.templates.masks import special_ids
 from toolkit.errors import counted
@@ -374,12 +375,20 @@ def unclosed(tokenizer: PreTrainedTokenizerBase, rows: Rows, kept: Any, by_answe
                 f"{source.name}: no special token ends the assistant's turns, so the model does not learn to stop; "
                 "use a chat template whose end of turn is a special token of the tokenizer"
             )
-        elif by_answer and (some := np.intersect1d(without_end(source, special), mine - start).tolist()):
+        elif by_answer and (some := _with_open_answers(source, special, mine - start)):
             found.append(
                 f"{source.name}: {counted(len(some), 'row')} with an answer that no special token ends: "
                 f"{', '.join(source.row_name(row) for row in some[:3])}; there the model does not learn to stop"
             )
     return found
+
+
+def _with_open_answers(source: Documents, special: set[int], mine: Any) -> list[int]:
+    """Returns the rows of a source with an answer that no special token ends."""
+    # Answers that are learned in parts are left out, because parts may end anywhere.
+    notes = source.notes()
+    open_ones = np.intersect1d(without_end(source, special), mine).tolist()
+    return [row for row in open_ones if IN_PARTS not in notes.get(row, [])]
 
 
 def without_end(source: Documents, special: Set[int]) -> Any:

@@ -117,7 +117,8 @@ OPEN = ChatTemplate(
 def test_answers_without_an_end_are_counted_over_all_rows(tmp_path: Path, place: str) -> None:
     good, bad = [user("a"), assistant("b")], [user("a"), assistant("open")]
     mixed = [*good, *bad] if place == "last" else [*bad, *good]
-    rows = [good, [*good, *good], mixed, good, mixed]
+    parts = assistant("b c") | {"train_detail": [{"begin_offset": 1, "end_offset": 2, "train": False}]}
+    rows = [good, [*good, *good], mixed, good, mixed, [user("a"), parts]]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     fields = {"train": str(tmp_path / "a.jsonl"), "cache_dir": str(tmp_path / "cache"), "max_length": 64}
     report = build.build(DataSection.model_validate(fields), new_tokenizer(OPEN), seed=0).report

@@ -18,6 +18,7 @@ from support.chat_templates import (
     GLM_45,
     LLAMA_31,
     MINIMAX_M2,
+    MISTRAL_V1,
     MISTRAL_V3,
     PHI_3,
     QWEN_3,
@@ -275,6 +276,18 @@ def test_a_mark_that_takes_the_white_space_of_an_answer_is_not_learned() -> None
     document = in_lists(Encoder(tokens).documents([{"messages": [user("a"), assistant("  yes")]}], MESSAGES)[0])
     learned = [t for t, on in zip(document["input_ids"], document["targets"], strict=True) if on]
     assert tokens.decode(learned).startswith("yes<|end|>")
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN_3, MISTRAL_V1], ids=lambda template: template.name)
+def test_parts_of_a_message_are_not_learned(template: ChatTemplate) -> None:
+    """In one text and in a text of each answer; Mistral's tokenizer writes a space before each text."""
+    parts = [{"begin_offset": 0, "end_offset": 3, "train": False}]
+    messages = [user("a"), assistant("Plain"), user("b"), {**assistant("some words"), "train_detail": parts}]
+    learned = ""
+    for ids, targets in samples_of(document_of(template, messages, targets="each_turn")):
+        learned = tokenizer_for(template).decode([t for t, on in zip(ids, targets, strict=True) if on])
+    assert "words" in learned
+    assert "some" not in learned
 
 
 def test_an_answer_that_nothing_comes_before() -> None:

@@ -19,6 +19,7 @@ from toolkit.data.images.images import Images, parse
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.left_out import NO_CALLS, NO_TOOLS, left_out_of
 from toolkit.data.layouts.messages import ONLY_ASSISTANTS
+from toolkit.data.layouts.row_flags import Span, without
 from toolkit.data.layouts.template_arguments import date_of, note_of, require_taken, takes_tools
 from toolkit.data.layouts.thoughts import THOUGHTS
 from toolkit.data.rows.examples import Answer, Conversation, Example, Message, Text
@@ -26,7 +27,7 @@ from toolkit.data.rows.image_places import MARK, PLACE, WITH_IMAGES
 from toolkit.data.rows.readers import Row
 from toolkit.data.rows.values import RowProblem
 from toolkit.data.templates.chat import GREETING, Rendered, Targets, Turn, render
-from toolkit.data.templates.masks import PLAIN, Span, holds_prompt, spans_array, target_mask
+from toolkit.data.templates.masks import PLAIN, holds_prompt, spans_array, target_mask
 from toolkit.data.templates.stops import NextTurn, end_texts, next_turn_of
 from toolkit.data.templates.templates import template_that
 from toolkit.errors import DataError, first_line
@@ -37,6 +38,8 @@ NOTE_END = "; "
 
 EACH_TURN: Final = "each_turn"
 """`data.targets` for a text of each answer, even where one text would have them all."""
+
+NOT_ONCE = "a message with train_detail is not in the rendered text exactly once"
 
 JOINED = "the beginning of an answer and the end of its prompt are one token"
 
@@ -275,7 +278,7 @@ class Encoder:
         starts = [start for start, _ in spans if start] if is_asked else []
         if self.next_turn is not None:
             text, spans = self.next_turn.stopped(text, spans, messages)
-        spans = [span for span in spans if span[0] < span[1]]
+        spans = without([span for span in spans if span[0] < span[1]], _parts_in(text, messages, example.parts))
         note = joined_notes([*notes, *left_out_of(messages, text, example.tools)])
         if not example.images:
             return _Prepared(text, spans, False, note, starts=tuple(starts), example=example)
@@ -295,9 +298,11 @@ class Encoder:
         return _Turns(texts, joined_notes(notes))
 
     def _prepared_turn(self, turn: Turn, example: Conversation, messages: list[Message]) -> _Prepared:
+        parts = {turn.index: example.parts[turn.index]} if turn.index in example.parts else {}
         prompt, records = self._shown(turn.prompt, example, messages[: turn.index])
-        text = prompt + turn.written
-        return _Prepared(text, [(len(prompt), len(text))], False, images=tuple(records), starts=(len(prompt),))
+        learned = without([(0, len(turn.written))], _parts_in(turn.written, messages, parts))
+        spans = [(len(prompt) + start, len(prompt) + end) for start, end in learned]
+        return _Prepared(prompt + turn.written, spans, False, images=tuple(records), starts=(len(prompt),))
 
     def _shown(self, prompt: str, example: Conversation, before: list[Message]) -> tuple[str, list[str]]:
         """Returns the prompt with the images of the messages before an answer expanded, and their records."""
@@ -474,6 +479,21 @@ TRIALS = [
     Conversation([*_CALLED, *_ASKED]),
 ]
 """Conversations that show whether a chat template lets all answers be in one text."""
+
+
+def _parts_in(text: str, messages: list[Message], parts: dict[int, tuple[Span, ...]]) -> list[Span]:
+    """Returns the places of parts of messages in a text (characters).
+
+    Raises:
+        RowProblem: if a message with parts is not in the text exactly once, word for word.
+    """
+    found = []
+    for number, spans in parts.items():
+        words = messages[number]["content"]
+        if text.count(words) != 1:
+            raise RowProblem(NOT_ONCE)
+        found += [(text.index(words) + start, text.index(words) + end) for start, end in spans]
+    return found
 
 
 def notes_of_template(messages: list[Message], tools: list[dict[str, Any]] | None, template: str) -> list[str]:

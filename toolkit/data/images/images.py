@@ -23,12 +23,12 @@ from transformers.utils import cached_file
 
 from toolkit.data.images.image_files import content_of, decoded, file_or_content
 from toolkit.data.images.pixel_limits import CONFIGURATIONS, NO_LIMITS, PixelLimits
+from toolkit.data.layouts.row_flags import Span
 from toolkit.data.rows.cache import digest
 from toolkit.data.rows.files import local_path
 from toolkit.data.rows.hub_refusals import hub_error
 from toolkit.data.rows.sources import ROWS_LOOKED_AT
 from toolkit.data.rows.values import RowProblem
-from toolkit.data.templates.masks import Span
 from toolkit.errors import BadInputError, DataError, first_line, in_words
 from toolkit.paths import install_command
 from toolkit.recipe.objectives.objective_section import ObjectiveSection

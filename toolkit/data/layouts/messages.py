@@ -6,11 +6,13 @@ from typing import Any
 
 from toolkit.data.layouts.row_flags import (
     FLAGS,
+    IN_PARTS,
     MEDIA,
     PARTS,
     is_learned,
     refuse_media,
     refuse_parts,
+    unlearned_parts,
 )
 from toolkit.data.layouts.thoughts import FIELDS, THOUGHTS, in_one_message, is_thought, thoughts_of
 from toolkit.data.rows.examples import Conversation, Message
@@ -51,7 +53,7 @@ KNOWN = ("name", "tool_call_id", "channel")
 READ = {*KNOWN, *FIELDS, *FLAGS, PARTS, *MEDIA, "tool_calls", "function_call"}
 """Keys of a message that are read, apart from its role and content."""
 
-OF_ROW = ("unread", "weight", WITH_IMAGES)
+OF_ROW = ("unread", "parts", "weight", WITH_IMAGES)
 """Keys of a message that are not for a template."""
 
 SYSTEM = ("system", "developer")
@@ -142,23 +144,25 @@ def _message(item: Any, images: bool = False) -> Message:
     writable(known, "a message")
     shown = [part for part in content if is_image(part)] if images and isinstance(content, list) else []
     words = None if content is None else _text_of_content(_with_places(content) if shown else content, role)
-    message = {"role": role, "content": words, **known, **_row_fields(fields, role)}
+    message = {"role": role, "content": words, **known, **_row_fields(fields, role, words or "")}
     if shown:
         message[WITH_IMAGES] = [reference_of(part) for part in shown]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _row_fields(fields: dict[str, Any], role: str) -> dict[str, Any]:
+def _row_fields(fields: dict[str, Any], role: str, words: str) -> dict[str, Any]:
     """Returns a message's own flags under the keys `OF_ROW`: whether it is learned, and what of it is ignored."""
-    learned = is_learned(fields)
+    learned, parts = is_learned(fields), unlearned_parts(fields, words)
     unread = [f"a message's {key_shown(key)} is not read" for key in sorted(fields.keys() - READ)]
     if learned is False:
         names = [name for name in FLAGS if name in fields]
         unread.append(f"a message is not learned ({names[0]}: {str(fields[names[0]]).lower()})")
     elif learned and role != "assistant":
         unread.append(f"a message of the {role} {ONLY_ASSISTANTS}")
-    found = {"unread": unread, "weight": None if learned is None else int(learned)}
-    return {key: value for key, value in found.items() if value not in (None, [])}
+    if parts:
+        unread.append(IN_PARTS)
+    found = {"unread": unread, "parts": parts, "weight": None if learned is None else int(learned)}
+    return {key: value for key, value in found.items() if value not in (None, [], ())}
 
 
 def _with_places(content: list[Any]) -> list[Any]:
@@ -246,10 +250,11 @@ def conversation(
     if roles[0] == "assistant" and len(roles) == 1:
         raise RowProblem("nothing is asked")
     unlearned = frozenset(number for number, message in enumerate(messages) if message.get("weight") == 0)
+    parts = {number: message["parts"] for number, message in enumerate(messages) if "parts" in message}
     notes = dict.fromkeys(note for message in messages for note in message.get("unread", ()))
     # A template that writes whole messages would write these, too.
     plain = [{key: value for key, value in message.items() if key not in OF_ROW} for message in messages]
-    return Conversation(plain, tools, unlearned, (*notes, *where), images=tuple(images))
+    return Conversation(plain, tools, unlearned, parts, (*notes, *where), images=tuple(images))
 
 
 def answered_last(found: Conversation) -> Conversation:

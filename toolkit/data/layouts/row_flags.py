@@ -1,6 +1,6 @@
-"""Reads a row's flags: which messages are learned, and what of it is ignored.
+"""Reads a row's flags: which messages and parts of them are learned, and what of it is ignored.
 
-Each tool has its own flags on a message: OpenAI `weight`, axolotl `train`, ms-swift `loss` and
+Each tool has its own flags on a message: OpenAI `weight`, axolotl `train` and `train_detail`, ms-swift `loss` and
 `loss_scale`; others `mask`. They mean the same here. If two of them contradict each other, or one has a value that is
 neither yes nor no, the row is dropped by name.
 """
@@ -12,11 +12,16 @@ from typing import Any
 
 from toolkit.data.rows.values import RowProblem, is_empty, key_shown, yes_or_no
 
+Span = tuple[int, int]
+
 FLAGS = ("weight", "train", "training", "loss", "loss_scale", "mask")
 """Flags that say whether a message is learned; `mask` says that it is not."""
 
 PARTS = "train_detail"
-"""axolotl's key for the characters of a message that are learned. Whole messages are learned here, or not."""
+"""Key for the characters of a message that are learned: a list of inclusive begin_offset and end_offset, `train`."""
+
+IN_PARTS = f"parts of a message are not learned ({PARTS})"
+"""Note of the report about such a message."""
 
 MEDIA = tuple(
     name
@@ -70,10 +75,8 @@ def is_learned(fields: Mapping[str, Any]) -> bool | None:
     """Returns whether a message's flags say that it is learned, or None if it has none.
 
     Raises:
-        RowProblem: if a flag is neither yes nor no, or two contradict each other, or parts of it are flagged.
+        RowProblem: if a flag is neither yes nor no, or two contradict each other.
     """
-    if not is_empty(fields.get(PARTS)):
-        raise RowProblem(f"a message has {PARTS}, and whole messages are learned or not; flag it by train alone")
     said = {name: _yes_or_no(name, fields[name]) != (name == "mask") for name in FLAGS if name in fields}
     if len(set(said.values())) > 1:
         yes, no = (next(name for name, learned in said.items() if learned is wanted) for wanted in (True, False))
@@ -87,3 +90,35 @@ def _yes_or_no(name: str, value: Any) -> bool:
         what = "0 nor 1" if name in ("weight", "loss_scale") else "true nor false"
         raise RowProblem(f"a message's {name} is neither {what}")
     return found
+
+
+def unlearned_parts(fields: Mapping[str, Any], text: str) -> tuple[Span, ...]:
+    """Returns the characters of a message that are not learned, by axolotl's `train_detail`, sorted.
+
+    Raises:
+        RowProblem: if it is not a list of parts of the text.
+    """
+    parts = fields.get(PARTS)
+    if is_empty(parts):
+        return ()
+    spans = []
+    for part in parts if isinstance(parts, list) else [parts]:
+        found = part if isinstance(part, dict) else {}
+        begin, end, train = (found.get(name) for name in ("begin_offset", "end_offset", "train"))
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end < len(text):
+            raise RowProblem(f"a message's {PARTS} names no parts of its text (begin_offset, end_offset, train)")
+        if not _yes_or_no(PARTS, train):
+            spans.append((begin, end + 1))
+    return tuple(sorted(spans))
+
+
+def without(spans: list[Span], cuts: list[Span]) -> list[Span]:
+    """Returns the spans, sorted and disjoint, without the characters of `cuts`."""
+    for first, last in cuts:
+        spans = [
+            piece
+            for start, end in spans
+            for piece in ((start, min(end, first)), (max(start, last), end))
+            if piece[0] < piece[1]
+        ]
+    return spans

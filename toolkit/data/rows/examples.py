@@ -60,6 +60,7 @@ class Conversation(Example):
 
     Attributes:
         unlearned: numbers of the messages that are not learned, whoever speaks.
+        parts: by a message's number, the characters of its words that are not learned.
         notes: parts of its messages that are ignored or not learned.
         arguments: the row's arguments for the chat template.
         images: in the order of their places in the messages' words: paths, URIs, bytes or mappings with one of them.
@@ -69,6 +70,7 @@ class Conversation(Example):
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     unlearned: frozenset[int] = frozenset()
+    parts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
     images: tuple[Any, ...] = ()
