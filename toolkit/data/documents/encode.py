@@ -398,7 +398,9 @@ class Encoder:
             return
         for item, ids, pairs in zip(prepared, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             offsets = spans_array(pairs)
-            mask, firsts = target_mask(item.spans, offsets), np.searchsorted(offsets[:, 0], item.starts).tolist()
+            # White space, to which a tokenizer that trims offsets gives an empty span at its end, begins before that.
+            begins = np.minimum(offsets[:, 0], offsets[:, 1] - 1)
+            mask, firsts = target_mask(item.spans, offsets), np.searchsorted(begins, item.starts).tolist()
             for start, first in zip(item.starts, firsts, strict=True):
                 # The prompt's last token may take the white space after it, as Phi 3's `<|assistant|>` does.
                 if first and offsets[first - 1, 1] > start:
