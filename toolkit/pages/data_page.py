@@ -6,7 +6,7 @@ its keys: what is missing is left out. No text in it is trusted, so all are esca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from toolkit.pages.parts.number_text import (
     format_tick,
     number,
 )
-from toolkit.pages.parts.page import Histogram, Key, Note, Table, Tile, render, script, script_policy, write_page
+from toolkit.pages.parts.page import Histogram, Key, Note, Table, render, script, script_policy, write_page
 
 Report = dict[str, Any]
 
@@ -40,9 +40,6 @@ SCRIPT = "rows.js"
 
 START = 90
 """Characters of a folded sample that its line shows."""
-
-MAX_BARS = 12
-"""The most bars of sources; the smaller sources share the last bar."""
 
 FARTHEST_MARK = 1.6
 """The axis is widened to show `max_length` up to this many times the longest row; beyond, it is only named."""
@@ -71,12 +68,9 @@ def render_data_page(title: str, report: Report) -> str:
     return render(
         "data.html.jinja",
         title=title,
-        remark=window_remark(report),
-        tiles=_tiles(report) if splits(report) else [],
+        splits=split_table(report),
         warnings=Note("warnings", counted(len(warnings), "warning"), "", warnings) if warnings else None,
         histograms=[chart for name, split in splits(report) for chart in _histograms(name, split, report)],
-        source_bars=_source_bars(report),
-        fill_bars=_fill_bars(report),
         examples=[_example(example) for example in report.get("examples") or []],
         num_open=OPEN_EXAMPLES,
         example_splits=list(dict.fromkeys(example.get("split", "train") for example in report.get("examples") or [])),
@@ -89,7 +83,7 @@ def render_data_page(title: str, report: Report) -> str:
             *(_sources_table(name, split) for name, split in splits(report)),
             _labels_table(report),
         ],
-        settings=[split_table(report), _settings(report)],
+        settings=_settings(report),
     )
 
 
@@ -179,76 +173,6 @@ def _longest(split: Report) -> str:
     return f"{tokens} ({longest['row']})" if longest.get("row") else tokens
 
 
-# ---- headline ----
-
-
-def _tiles(report: Report) -> list[Tile]:
-    train, held_out = report.get("train") or {}, report.get("validation") or {}
-    return [
-        _rows_tile(train, held_out, report),
-        _tokens_tile(train, held_out),
-        _share_tile(train, held_out),
-        _fill_tile(train, held_out, report),
-        _samples_tile(train, held_out, report),
-        _duplicates_tile(train, held_out),
-    ]
-
-
-def _rows_tile(train: Report, held_out: Report, report: Report) -> Tile:
-    value = f"{format_count(train.get('kept'))} of {format_count(train.get('read'))}"
-    dropped = _count(train, "num_dropped")
-    notes = [
-        "first window" if report.get("streaming") else "",
-        f"{dropped:,} dropped" if dropped else "",
-        _validation_note(f"{format_count(held_out.get('kept'))} of {format_count(held_out.get('read'))}", held_out),
-    ]
-    return Tile("tile-rows", "Rows kept", [value], _semicolon_list(notes))
-
-
-def _tokens_tile(train: Report, held_out: Report) -> Tile:
-    targets = number(train.get("target_tokens"))
-    notes = [
-        f"{format_short(targets)} targets" if targets >= 0 else "",
-        _validation_note(format_short(number(held_out.get("tokens"))), held_out),
-    ]
-    return Tile("tile-tokens", "Tokens", [format_short(number(train.get("tokens")))], _semicolon_list(notes))
-
-
-def _share_tile(train: Report, held_out: Report) -> Tile:
-    notes = ["of the tokens, learned", _validation_percent(held_out, "target_share")]
-    return Tile("tile-share", "Target share", [format_percent(train.get("target_share"))], _semicolon_list(notes))
-
-
-def _fill_tile(train: Report, held_out: Report, report: Report) -> Tile:
-    note = _validation_percent(held_out, "fill_rate") if report.get("packing", True) else "not packed"
-    return Tile("tile-fill", "Fill rate", [format_percent(train.get("fill_rate"))], note)
-
-
-def _samples_tile(train: Report, held_out: Report, report: Report) -> Tile:
-    length = f"of up to {format_count(report['max_length'])} tokens" if report.get("max_length") else ""
-    notes = [length, _validation_note(format_count(held_out.get("samples")), held_out)]
-    return Tile("tile-samples", "Samples", [format_count(train.get("samples"))], _semicolon_list(notes))
-
-
-def _duplicates_tile(train: Report, held_out: Report) -> Tile:
-    also = _count(held_out, "also_in_train")
-    notes = ["rows equal to an earlier one", f"{also:,} of validation also in train" if also else ""]
-    count = format_count((train.get("duplicates") or {}).get("count"))
-    return Tile("tile-duplicates", "Duplicates", [count], _semicolon_list(notes))
-
-
-def _validation_percent(held_out: Report, key: str) -> str:
-    return _validation_note(format_percent(held_out.get(key)), held_out)
-
-
-def _validation_note(value: str, held_out: Report) -> str:
-    return f"validation {value}" if held_out and MISSING not in value else ""
-
-
-def _semicolon_list(notes: Iterable[str]) -> str:
-    return "; ".join(filter(None, notes))
-
-
 # ---- charts ----
 
 
@@ -309,28 +233,6 @@ def _histogram_card(
     place = None if mark is None else (mark - first) / (last - first)
     table = Table("", "", (x_label.capitalize(), "Rows"), bins)
     return Histogram(f"chart-{name}", title, remark, keys, bars, axis, place, spoken, table)
-
-
-Bar = tuple[str, str, float]
-"""A label, a value as text, and a share of the full width between 0 and 1."""
-
-
-def _source_bars(report: Report) -> list[Bar]:
-    """Returns the tokens of each training source, the largest first."""
-    sources = [(str(item.get("source")), _count(item, "tokens")) for item in _sources(report.get("train"))]
-    sources.sort(key=lambda item: -item[1])
-    rest = sources[MAX_BARS - 1 :] if len(sources) > MAX_BARS else []
-    shown = sources[: len(sources) - len(rest)]
-    if rest:
-        shown.append((f"{len(rest):,} smaller sources", sum(tokens for _, tokens in rest)))
-    longest = max((tokens for _, tokens in shown), default=0)
-    return [(name, format_short(tokens), tokens / longest) for name, tokens in shown if longest]
-
-
-def _fill_bars(report: Report) -> list[Bar]:
-    """Returns the share of each split's samples that is tokens and not padding."""
-    rates = [(name, number(split.get("fill_rate"))) for name, split in splits(report)]
-    return [(name, f"{format_percent(rate)} filled", rate) for name, rate in rates if rate >= 0]
 
 
 def _example(example: Report) -> Report:

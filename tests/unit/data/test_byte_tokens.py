@@ -72,7 +72,7 @@ def test_the_mask_is_that_of_offsets(kind: str) -> None:
             mask = [any(token_at[a] <= i < token_at[b] for a, b in spans) for i in range(len(ids))]
             assert mask == target_mask(spans, expected["offset_mapping"]), (text, spans)
             item = _Prepared(text, [*spans, (len(text), len(text))], False, starts=tuple(edges[:1]))
-            firsts = list(Encoder(tokens)._by_offsets([item]))[0][2]
+            firsts = next(Encoder(tokens)._by_offsets([item]))[2]
             assert firsts == [token_at[edge] for edge in edges[:1]], (text, spans)
     assert found > 100
 

@@ -15,7 +15,7 @@ from support.cases import cases
 from support.html_page import HOSTILE, Page
 
 from toolkit.pages.data_console import MAX_LISTED_ROWS, shortened, show_report
-from toolkit.pages.data_page import MAX_BARS, render_data_page, write_data_page
+from toolkit.pages.data_page import render_data_page, write_data_page
 
 TABLES = cases(__file__)
 
@@ -155,20 +155,10 @@ def test_a_histogram_that_cannot_be_drawn_is_left_out(histogram: dict[str, Any] 
     assert not [name for name in text_of(train=data, validation=data) if name.startswith(("chart-l", "chart-sh"))]
 
 
-def test_many_sources_share_a_last_bar() -> None:
-    sources = [source(f"file-{index}", tokens=1000 - index) for index in range(40)]
-    html = render_data_page("t", report(train=split(sources=sources)))
-    bars = Page(html).text_of["chart-sources"]
-    assert "file-0" in bars
-    assert f"{40 - MAX_BARS + 1} smaller sources" in bars
-    assert max(float(width) for width in re.findall(r"width:([\d.]+)%", html)) == 100
-
-
 def test_a_first_window_is_named() -> None:
     found = text_of(streaming=True)
-    for name in ("chart-lengths-train", "splits", "labels", "chart-sources"):
+    for name in ("chart-lengths-train", "splits", "labels"):
         assert "(first window)" in found[name]
-    assert "first window" in found["tile-rows"]
     assert "first window" not in "".join(text_of().values())
 
 
@@ -222,7 +212,7 @@ def test_any_text_can_be_written_and_shown(tmp_path: Path, text: str) -> None:
 
 
 def test_a_dollar_sign_is_no_formula() -> None:
-    assert "$\\frac$" in Page(render_data_page("t", texts("$\\frac$"))).text_of["chart-sources"]
+    assert "$\\frac$" in Page(render_data_page("t", texts("$\\frac$"))).text_of["sources-train"]
 
 
 # ---- the console ----
