@@ -140,9 +140,6 @@ class Grpo(OfCompletions):
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         raise NotImplementedError("grpo has no held-out rows with a loss; its answers are what is evaluated")
 
-    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        raise NotImplementedError("grpo has no held-out rows with a loss; its answers are what is evaluated")
-
 
 def _with_owners(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     targets, owners = predictions_of(batch)

@@ -170,11 +170,9 @@ class Kto(OfCompletions):
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         """Returns means over rows: loss, share and distance of rewards on the right side of z0, z0, and rewards."""
-        rows = max(1.0, sums[1])
-        figures = {name: value / rows for name, value in zip(self.figures, sums[2:5], strict=True)}
         num_good, good, num_bad, bad = sums[5:]
         rewards = {"chosen_reward": good / max(1.0, num_good), "rejected_reward": bad / max(1.0, num_bad)}
-        return {"loss": sums[0] / rows, "rows": int(sums[1]), **figures, **rewards}
+        return super().evaluation_record(sums[:5]) | rewards
 
 
 def _mismatched(batch: Batch) -> Batch:

@@ -137,9 +137,14 @@ class Objective(ABC):
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns N numbers to add up over a held-out data set, (N,), float64, the loss first; all batches have N."""
 
-    @abstractmethod
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Returns `loss` and the objective's own metrics, from `evaluation_sums` summed over batches and ranks."""
+        """Returns `loss` and the objective's own metrics, from `evaluation_sums` summed over batches and ranks.
+
+        As it is here, sums are those of the losses, of what is counted and of `figures`, of which it returns means.
+        """
+        count = max(1.0, sums[1])
+        figures = {name: value / count for name, value in zip(self.figures, sums[2:], strict=True)}
+        return {"loss": sums[0] / count, self.unit: int(sums[1]), **figures}
 
     def window_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns numbers (N,), without a graph, whose sum over an accumulation window all its losses share.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -112,9 +111,3 @@ class Preference(OfCompletions):
         losses, figures, counted = self._losses_and_figures(model, batch)
         kept = [losses, counted.float(), *(figures[name] for name in self.figures)]
         return torch.stack([values.double().masked_fill(~counted, 0.0).sum() for values in kept])
-
-    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Returns means over the pairs: loss, rewards, margin, how often it is positive, and KL to the reference."""
-        pairs = max(1.0, sums[1])
-        figures = {name: value / pairs for name, value in zip(self.figures, sums[2:], strict=True)}
-        return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}

@@ -123,12 +123,6 @@ class Reward(Objective):
         loss, figures = self.training_sums(model, batch)
         return torch.cat([torch.stack([loss, batch["learned"].sum()]), figures]).double()
 
-    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
-        """Returns means over the pairs: loss, rewards, their margin, and how often it is positive."""
-        pairs = max(1.0, sums[1])
-        figures = {name: value / pairs for name, value in zip(self.figures, sums[2:], strict=True)}
-        return {"loss": sums[0] / pairs, "pairs": int(sums[1]), **figures}
-
 
 def _figures(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     """Returns `Reward.figures` of each pair, (4, P)."""
