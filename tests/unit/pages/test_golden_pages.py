@@ -15,6 +15,7 @@ import pytest
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+from support.html_page import Page
 from test_data_page import report
 from test_run_page import eval_line, non_finite_line, summary, train_line, train_lines
 
@@ -82,9 +83,32 @@ def test_each_objective_has_a_page() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == set(pages())
 
 
-@pytest.mark.parametrize("name", sorted([*FIGURES, "grpo", "experts", "gaps", "data"]))
+NAMES = sorted([*FIGURES, "grpo", "experts", "gaps", "data"])
+LINKS = "href src xlink:href action srcset"
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_as_it_was(name: str) -> None:
     assert normalised(pages()[name]) == (FOLDER / f"{name}.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_complete_by_itself(name: str) -> None:
+    """It loads nothing, ids are unique, what refers to one finds it, and light and dark have every colour."""
+    text = pages()[name]
+    page = Page(text)
+    of = {
+        kind: [value for _, attribute, value in page.attributes if attribute in kind.split()] for kind in (LINKS, "id")
+    }
+    assert {link for link in of[LINKS] if not link.startswith(("#", "data:"))} <= {"data_report.html"}
+    assert re.findall(r"url\((?!#)|//|@import|<iframe|<img", text) == []
+    assert "default-src 'none'" in text
+    assert len(of["id"]) == len(set(of["id"]))
+    references = {link[1:] for link in of[LINKS] if link.startswith("#")} | set(re.findall(r"url\(#(\w+)\)", text))
+    assert references <= set(of["id"])
+    light, dark = text.partition("<style>")[2].partition("</style>")[0].split("prefers-color-scheme: dark")
+    colours = [f"--{variable}:" for variable in set(re.findall(r"var\(--([\w-]+)\)", text))]
+    assert [colour for colour in colours if colour not in light or colour not in dark] == []
 
 
 if __name__ == "__main__":
