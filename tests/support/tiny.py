@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
+from support.cases import cases
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 
@@ -28,83 +29,7 @@ SIZES = {
 """Of models of every family; each family has some of these fields."""
 
 
-_SIDES = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
-_SIDES |= {"encoder_layers": 2, "decoder_layers": 2, "d_model": 16}
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8}
-_MIXED = ["sliding_attention", "full_attention"]
-OF_KIND: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
-    "blenderbot": _SIDES,
-    "codegen": {"num_attention_heads": 4, "hidden_size": 32, "rotary_dim": 4, "n_ctx": 64},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
-    },
-    "ctrl": {"dff": 24},  # by default 8192 ReLUs, of which some are within rounding of zero
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
-        "n_heads": 2,
-        "n_layers": 2,
-        "d_model": 16,
-    },
-    "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1, "layer_types": _MIXED * 2},
-    "dots1": {"n_shared_experts": 1},
-    "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "layer_types": _MIXED * 2,
-        "intermediate_size": [24] * 4,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "vocab_size_per_layer_input": 64,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 4,
-    },
-    "gemma4_text": {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
-    "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24},
-    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 32, "mamba_d_state": 16, "mamba_chunk_size": 16},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": _MAMBA,
-    "inkling2_loop_text": {  # of its four blocks the second and the third run three times
-        "unpadded_vocab_size": 64,
-        "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid"],
-        **dict.fromkeys(("n_layers_per_attn_res_block", "loop_layer_index_start"), 1),
-        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 2),
-        **dict.fromkeys(("num_hidden_layers", "loop_gate_rank", "d_rel"), 4),
-        "loop_layer_index_end": 3,
-        "swa_head_dim": 8,
-    },
-    "inkling2_text": {"unpadded_vocab_size": 64},
-    "lara_mini": {"num_hidden_layers": 3, "layer_types": ["linear_attention", *_MIXED]},
-    "layoutlmv3": {"coordinate_size": 2, "shape_size": 4, "visual_embed": False},
-    "lilt": {"hidden_size": 24},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 16},
-    "mimo_v2_flash": {"num_attention_heads": 4},
-    "plbart": _SIDES,
-    "prophetnet": {
-        **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads", "ngram"), 2),
-        **dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2),
-        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24),
-        "num_buckets": 8,
-    },
-    "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
-    "squeezebert": {"embedding_size": 16},
-    "t5": {"d_ff": 24},  # by default 2048 ReLUs, of which some are within rounding of zero
-    "whisper": _SIDES,
-    "xlnet": {"d_head": 8, "d_inner": 24},
-    "youtu": {"pad_token_id": None},  # its row of padding is set to zero on every load, which is refused
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "layer_types": ["mamba", "hybrid"] * 2,
-        "mamba_dt_rank": 4,
-        "n_mamba_heads": 2,
-    },
-    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "hybrid"]},
-    "zaya": {"num_experts_per_tok": 1},
-}
+OF_KIND: dict[str, dict[str, Any]] = cases(__file__)["OF_KIND"]
 """What else the families need, by their names in transformers."""
 
 _UNSET = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 
 from toolkit.data.kinds.registry import KINDS
 from toolkit.objectives.build import CLASSES
@@ -15,56 +16,8 @@ from toolkit.recipe.objectives.registry import SPECS
 
 LINT: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / ".ci/lint.py"))
 
-PLANTED = {
-    "upward_imports": (
-        "sharding/plugin",
-        "from toolkit import ranks\nfrom toolkit.run.run import a\ndef show():\n    from toolkit import planning\n",
-        [2, 4],
-    ),
-    "classes_of_samples": (
-        "run/fit",
-        "isinstance(rows,\n    TextSamples | samples.PairSamples)\nisinstance(rows, Rows)\n",
-        [1],
-    ),
-    "branches_on_kinds": (
-        "data/build",
-        """
-if spec.rows == "text": pass
-if self.kind.name in NAMES: pass
-if layout.name == "text": pass
-if form == "tagged": pass
-if isinstance(kind, PairRows): pass
-self.tagged = objective.spec.padded
-if source.name == "text": pass
-""",
-        list(range(2, 8)),
-    ),
-    "branches_on_objectives": (
-        "run/fit",
-        """
-if recipe.objective.kind == "reward": pass
-if objective.kind in PADDED: pass
-if self.objective == "kto": pass
-if isinstance(run.objective, Seq2Seq | Kto): pass
-if isinstance(section, ObjectiveSection): pass
-found = {"seq2seq": 1, "kto": 2}.get(kind)
-if recipe.adapter.kind == "none" and recipe.objective.spec.padded: pass
-""",
-        [2, 3, 4, 5, 6, 7],
-    ),
-    "attributes_of_ours": (
-        "model/load",
-        """
-model.fit = fit
-chosen, self.model.kept = layers(model)
-setattr(model, "trained_parts", parts)
-optimizer.zero_grad = zero
-model.config = config
-self.model = model
-""",
-        [2, 3, 4],
-    ),
-    "words_for_images": ("data/images/images", "image = 1\npicture_count = 2\nrow['pictures']\n", [2]),
+PLANTED: dict[str, tuple[str, str, list[int]]] = {
+    **cases(__file__)["PLANTED"],
     "length": ("data/build", "\n" * 700 + "a = 1\n", [700]),
 }
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from support.cases import cases
 from support.refusals import Outcome, finetune, unclear
 from transformers import AutoModelForCausalLM
 
@@ -25,11 +26,12 @@ Spoil = Callable[[Path], object]
 
 
 def configured(**fields: Any) -> Spoil:
-    """adapter_config.json with other fields; `...` takes one out."""
+    """adapter_config.json with other fields; None takes one out."""
 
     def spoil(folder: Path) -> None:
         values = json.loads((folder / CONFIG).read_text()) | fields
-        (folder / CONFIG).write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+        kept = {key: value for key, value in values.items() if fields.get(key, "") is not None}
+        (folder / CONFIG).write_text(json.dumps(kept))
 
     return spoil
 
@@ -45,8 +47,8 @@ def changed(edit: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
     return spoil
 
 
-def written(name: str, content: bytes) -> Spoil:
-    return lambda folder: (folder / name).write_bytes(content)
+def written(name: str, content: str) -> Spoil:
+    return lambda folder: (folder / name).write_text(content)
 
 
 def of_another_configuration(folder: Path) -> None:
@@ -65,7 +67,12 @@ def as_run(folder: Path) -> None:
     (folder / CONFIG).unlink()
 
 
+WAYS: dict[str, Callable[..., Spoil]] = {"configured": configured, "written": written}
 REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
+    **{
+        name: (WAYS[way](**given) if isinstance(given, dict) else WAYS[way](*given), overrides, says)
+        for name, (way, given, overrides, says) in cases(__file__)["REFUSED"].items()
+    },
     "no folder": (lambda folder: shutil.rmtree(folder), [], "does not exist; name the folder of an adapter"),
     "no configuration": (lambda folder: (folder / CONFIG).unlink(), [], "holds no adapter (adapter_config.json)"),
     "a run's folder": (as_run, [], "/export'"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from s3fs import S3FileSystem
+from support.cases import cases
 from support.refusals import Outcome, finetune, toolkit, unclear
 
 TAG = "objective.kind=token_classification"
@@ -53,24 +54,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
 SEPARATED = {";": "';'", "\t": "'\\t'", "|": "'|'"}
 """What a CSV file has between its columns, and how the error shows it."""
 
-PATHS = {
-    "/nowhere/a.jsonl": "/nowhere/a.jsonl",
-    "{place}/": "*.jsonl",
-    "/dev/null": "/dev/null",
-    "a\0.jsonl": "data.train",
-    "~nobody-like-this/a.jsonl": "~nobody-like-this/a.jsonl",
-    "s3://": "'s3://' names no file; name one",
-    "file:///nowhere/*.jsonl": "there is no file",
-    "file:///proc": "is a folder; name files, for example file:///proc/*.jsonl",
-    "file://host/a.jsonl": "there is no file 'file://host/a.jsonl'",
-    "http://localhost:1/a.jsonl": "http://localhost:1/a.jsonl",
-    "http://localhost:99999/a.jsonl": "Port out of range",
-    "http://[::1/a.jsonl": "Invalid IPv6 URL",
-    "az://a/b.jsonl": "the driver of az:// cannot be imported",
-    "S3://a/b.jsonl": "Protocol not known: S3",
-    "zip://a.jsonl::/nowhere.zip": "there is no file",
-    "hf://a": "Repository id must be",
-}
+PATHS: dict[str, str] = cases(__file__)["PATHS"]
 """`data.train`, and what the error names."""
 
 TAKEN: dict[str, tuple[str, tuple[str, ...]]] = {

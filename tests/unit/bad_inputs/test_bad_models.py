@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cases import cases
 from support.refusals import Outcome, finetune, toolkit, unclear
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -25,7 +26,7 @@ Spoil = Callable[[Path], object]
 
 
 def configured(**fields: Any) -> Spoil:
-    """config.json with other fields; `...` takes one out."""
+    """config.json with other fields; None takes one out."""
     return lambda folder: rewritten(folder / "config.json", fields)
 
 
@@ -41,7 +42,7 @@ def set_of_tokenizer(**fields: Any) -> Spoil:
 
 def rewritten(path: Path, fields: dict[str, Any]) -> None:
     values = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+    path.write_text(json.dumps({key: value for key, value in values.items() if fields.get(key, "") is not None}))
 
 
 def written(name: str, content: str | bytes) -> Spoil:
@@ -107,9 +108,24 @@ def split_by(pattern: str) -> Spoil:
     return spoil
 
 
-NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
+WAYS: dict[str, Callable[..., Spoil]] = {
+    way.__name__: way
+    for way in (configured, tokenized, set_of_tokenizer, written, indexed, as_folder, without, cut, quantised, split_by)
+}
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+TABLES = cases(__file__)
+"""Name -> a way to spoil a folder, its arguments, and what the error names, or why it is trained all the same."""
 
-REFUSED: dict[str, tuple[Spoil, str]] = {
+
+def spoiled_by(table: str) -> dict[str, tuple[Spoil, str]]:
+    rows = TABLES[table].items()
+    return {
+        name: (WAYS[way](**given) if isinstance(given, dict) else WAYS[way](*given), says)
+        for name, (way, given, says) in rows
+    }
+
+
+REFUSED = spoiled_by("REFUSED") | {
     "weights in 8 bits": (
         changed(lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)})),
         f"in 8 bits, as in quantised models, without the scales that they need: {HEAD};",
@@ -142,15 +158,13 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "a weight too many": (changed(lambda t: t.update(extra=torch.ones(2))), "extra"),
     "a pickle without weights": (pickled, "are pickled (pytorch_model.bin), and a pickle can run code"),
 }
-"""Name -> what is done to a good folder, and what the error names."""
-
 FILES_WITHOUT_WEIGHTS = {"weights are a pointer", "weights are cut", "index of another file"}
 """Those that may be pointers of Git-LFS."""
 
-DESCRIBED: dict[str, str] = {}
+DESCRIBED: dict[str, str] = TABLES["DESCRIBED"]
 """Fields of `model.config` for a Llama of 4 heads, and what the error says."""
 
-TAKEN: dict[str, tuple[Spoil, str]] = {
+TAKEN = spoiled_by("TAKEN") | {
     "one matrix zero": (
         changed(lambda t: t["model.layers.0.mlp.up_proj.weight"].zero_()),
         "some models begin with layers that add nothing",
@@ -164,7 +178,6 @@ TAKEN: dict[str, tuple[Spoil, str]] = {
     ),
     "weights in 64 bits": (changed(lambda t: t.update({HEAD: t[HEAD].double()})), "they are rounded to model.dtype"),
 }
-"""Name -> what is done to a good folder, and why it is trained all the same."""
 
 
 Folder = Callable[[], Path]

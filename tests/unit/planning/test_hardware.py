@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.cases import cases
 
 from toolkit.errors import BadInputError
 from toolkit.planning.hardware import hardware_of, peak_flops_of, preset_of_device, presets
@@ -44,30 +45,12 @@ def test_an_unknown_name_is_told_with_the_nearest_and_all() -> None:
         hardware_of("H100")
 
 
-DEVICES = [
-    ("NVIDIA H100 80GB HBM3", "h100_sxm"),
-    ("NVIDIA H200", "h200_sxm"),
-    ("NVIDIA A100-SXM4-40GB", "a100_40"),
-    ("NVIDIA A100-SXM4-80GB", "a100_80"),
-    ("NVIDIA L40S", "l40s"),
-    ("NVIDIA GeForce RTX 5090", "rtx5090"),
-    ("NVIDIA L4", "l4"),
-    ("NVIDIA L40", None),
-    ("NVIDIA A10G", "a10g"),
-    ("NVIDIA A10", None),
-    ("NVIDIA RTX A6000", "a6000"),
-    ("NVIDIA RTX 6000 Ada Generation", None),
-    ("Tesla V100-SXM2-16GB", "v100_16"),
-    ("Tesla V100-SXM2-32GB", "v100_32"),
-    ("AMD Instinct MI300X", "mi300x"),
-    ("NVIDIA GeForce RTX 4090", "rtx4090"),
-    ("NVIDIA GeForce GTX 1080", None),
-]
+DEVICES: dict[str, str | None] = cases(__file__)["DEVICES"]
 
 
 def test_a_device_is_known_by_its_name() -> None:
     expected = {"h100_sxm": 989e12, "h200_sxm": 989e12, "a100_40": 312e12, "a100_80": 312e12, "l40s": 362e12}
-    for device, preset in DEVICES:
+    for device, preset in DEVICES.items():
         found = preset_of_device(device)
         assert (found.name if found else None) == preset, device
         if preset is None or preset in expected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.cases import cases
 from support.every_multimodal import UNTRIED, WITHOUT_SIZES, multimodal_kinds, on_meta
 from torch import nn
 
@@ -10,25 +11,7 @@ from toolkit.sharding.plan import units
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.sharding.plan.units import plan_units
 
-IN_THE_ROOT: dict[str, tuple[str, ...]] = {
-    "chameleon": ("vqmodel.encoder.down",),
-    "cosmos3_omni": ("visual.deepstack_merger_list",),
-    "emu3": (
-        "vqmodel.encoder.down_block.down",
-        "vqmodel.encoder.time_conv",
-        "vqmodel.decoder.time_conv",
-        "vqmodel.decoder.up_block.up",
-    ),
-    "evolla": ("protein_encoder.sequence_compressor_resampler.layers",),
-    "florence2": ("vision_tower.convs", "vision_tower.blocks"),
-    "janus": ("vqmodel.encoder.down", "vqmodel.decoder.up"),
-    "qwen2_5_omni": ("code2wav_bigvgan_model.resblocks", "code2wav_bigvgan_model.ups"),
-    "qwen3_omni_moe": ("visual.merger_list", "code2wav.upsample"),
-    "qwen3_omni_moe_thinker": ("visual.merger_list",),
-    "qwen3_vl": ("visual.deepstack_merger_list",),
-    "qwen3_vl_moe": ("visual.deepstack_merger_list",),
-    "vibevoice_asr": ("tokenizer_encoder.stem.stage",),
-}
+IN_THE_ROOT: dict[str, list[str]] = cases(__file__)["IN_THE_ROOT"]
 """By type the lists that may be gathered with the root, by the ends of their paths."""
 
 
@@ -67,7 +50,7 @@ def test_no_list_of_blocks_is_in_the_root_but_those_that_are_known(
     for kind in set(multimodal_kinds()) - left_out:
         model = on_meta(kind, small=small)
         found = lists_in_the_root(model, plan_units(model))
-        unexpected += [f"{kind}: {path}" for path in found if not path.endswith(IN_THE_ROOT.get(kind, ()))]
+        unexpected += [f"{kind}: {path}" for path in found if not path.endswith(tuple(IN_THE_ROOT.get(kind, ())))]
     assert not unexpected
 
 

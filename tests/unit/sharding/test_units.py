@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from support.cases import cases
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,102 +22,19 @@ from toolkit.errors import UnitError
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.sharding.plan.units import plan_units
 
-VOCABULARY = 64
-DECODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
-ENCODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
-BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
-T5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 3}
-ZAMBA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 32,
-    "num_mem_blocks": 1,
-    "mamba_d_state": 8,
-    "mamba_headdim": 8,
-    "n_mamba_heads": 4,
-    "mamba_ngroups": 1,
-}
+
+def of_transformers(kind: str, name: str, fields: dict[str, Any]) -> nn.Module:
+    return getattr(hf, f"AutoModelFor{kind}").from_config(hf.AutoConfig.for_model(name, **fields))
 
 
-def causal(config: type, **values: Any) -> nn.Module:
-    return hf.AutoModelForCausalLM.from_config(config(**values))
-
-
-def masked(config: type, **values: Any) -> nn.Module:
-    return hf.AutoModelForMaskedLM.from_config(config(**values))
-
-
-def classifier(config: type, **values: Any) -> nn.Module:
-    return hf.AutoModelForSequenceClassification.from_config(config(**values))
-
-
-def seq2seq(config: type, **values: Any) -> nn.Module:
-    return hf.AutoModelForSeq2SeqLM.from_config(config(**values))
-
-
-def two_towers() -> nn.Module:
-    return hf.AutoModel.from_config(hf.CLIPConfig(text_config=ENCODER, vision_config=VISION, projection_dim=8))
-
-
-def image_text_model() -> nn.Module:
-    text, vision = hf.LlamaConfig(**DECODER), hf.CLIPVisionConfig(**VISION)
-    return hf.LlavaForConditionalGeneration(hf.LlavaConfig(text_config=text, vision_config=vision, image_token_id=5))
-
-
-def vision_tower_last() -> nn.Module:
-    text = {"vocab_size": VOCABULARY, "embed_dim": 16, "ffn_dim": 32, "layers": 3, "attention_heads": 2}
-    return hf.Kosmos2ForConditionalGeneration(hf.Kosmos2Config(text_config=text, vision_config=VISION))
-
-
-def lora(tied: bool = False, **values: Any) -> nn.Module:
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, **values)
-    return peft.get_peft_model(causal(hf.LlamaConfig, **DECODER, tie_word_embeddings=tied), config)
-
-
-def lora_classifier() -> nn.Module:
-    return peft.get_peft_model(classifier(hf.BertConfig, **ENCODER), peft.LoraConfig(task_type="SEQ_CLS", r=2))
+def lora(base: str = "llama", **values: Any) -> nn.Module:
+    values = {"task_type": "CAUSAL_LM", "r": 2, **values}
+    return peft.get_peft_model(of_transformers(*TABLE[base][:3]), peft.LoraConfig(**values))
 
 
 def prompt_tuned() -> nn.Module:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    return peft.get_peft_model(causal(hf.LlamaConfig, **DECODER), config)
+    return peft.get_peft_model(of_transformers(*TABLE["llama"][:3]), config)
 
 
 @dataclass(frozen=True)
@@ -128,103 +46,18 @@ class Family:
     embeddings: str = ""
     tail: str = ""
 
-    @classmethod
-    def of(cls, kind: Callable[..., nn.Module], config: type, values: dict[str, Any], *expected: str) -> Family:
-        return cls(functools.partial(kind, config, **values), *expected)
 
-
-TIED = DECODER | {"tie_word_embeddings": True}
-ROWS = "model.layers.0..2"
-EMBED = "model.embed_tokens"
-UNTIED_TAIL = "lm_head model.norm"
-TIED_TAIL = "model.embed_tokens model.norm lm_head"
+TABLE = cases(__file__)["FAMILIES"]
+ROWS, EMBED = "model.layers.0..2", "model.embed_tokens"
 PEFT = "base_model.model."
 PEFT_ROWS = PEFT + ROWS
 PEFT_TIED_TAIL = f"{PEFT}model.embed_tokens {PEFT}model.norm {PEFT}lm_head"
 PEFT_UNTIED_TAIL = f"{PEFT}lm_head {PEFT}model.norm"
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
-SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
-SEQ2SEQ_EMBED = "model.shared model.encoder.embed_tokens model.decoder.embed_tokens"
 
 FAMILIES = {
-    "llama": Family.of(causal, hf.LlamaConfig, DECODER, ROWS, EMBED, UNTIED_TAIL),
-    "llama_tied": Family.of(causal, hf.LlamaConfig, TIED, ROWS, "", TIED_TAIL),
-    "llama_one_layer": Family.of(
-        causal, hf.LlamaConfig, DECODER | {"num_hidden_layers": 1}, "model.layers.0", EMBED, UNTIED_TAIL
-    ),
-    "llama_classifier": Family.of(classifier, hf.LlamaConfig, DECODER | {"pad_token_id": 0}, ROWS, EMBED),
-    "gemma3n": Family.of(causal, hf.Gemma3nTextConfig, DECODER | {"num_kv_shared_layers": 0}, ROWS, "", TIED_TAIL),
-    "phi": Family.of(causal, hf.PhiConfig, DECODER, ROWS, EMBED, "lm_head model.final_layernorm"),
-    "mixtral": Family.of(causal, hf.MixtralConfig, DECODER | {"num_local_experts": 4}, ROWS, EMBED, UNTIED_TAIL),
-    "gpt2": Family.of(
-        causal, hf.GPT2Config, GPT2, "transformer.h.0..2", "", "transformer.wte transformer.ln_f lm_head"
-    ),
-    "zamba2": Family.of(
-        causal,
-        hf.Zamba2Config,
-        ZAMBA,
-        "model.layers.0 model.layers.1+model.layers.3 model.layers.2",
-        "",
-        "model.embed_tokens model.final_layernorm lm_head",
-    ),
-    "bert": Family.of(
-        masked, hf.BertConfig, ENCODER, "bert.encoder.layer.0..2", "", "bert.embeddings.word_embeddings cls.predictions"
-    ),
-    "bert_classifier": Family.of(
-        classifier, hf.BertConfig, ENCODER, "bert.encoder.layer.0..2", "bert.embeddings.word_embeddings"
-    ),
-    "albert": Family.of(
-        masked,
-        hf.AlbertConfig,
-        ENCODER | {"embedding_size": 8},
-        "albert.encoder.albert_layer_groups.0",
-        "",
-        "albert.embeddings.word_embeddings predictions",
-    ),
-    "t5": Family.of(
-        seq2seq,
-        hf.T5Config,
-        T5,
-        "encoder.block.0..1 decoder.block.0..2",
-        "",
-        "shared encoder.embed_tokens decoder.embed_tokens decoder.final_layer_norm lm_head",
-    ),
-    "bart": Family.of(
-        seq2seq,
-        hf.BartConfig,
-        BART,
-        "model.encoder.layers.0..1 model.decoder.layers.0..2",
-        "",
-        SEQ2SEQ_EMBED + " lm_head",
-    ),
-    "bart_classifier": Family.of(
-        classifier, hf.BartConfig, BART, "model.encoder.layers.0..1 model.decoder.layers.0..2", SEQ2SEQ_EMBED
-    ),
-    "vit": Family(
-        lambda: hf.AutoModelForImageClassification.from_config(hf.ViTConfig(**VISION)),
-        "vit.layers.0..1",
-        "vit.embeddings.patch_embeddings",
-    ),
-    "swin": Family(
-        lambda: hf.AutoModelForImageClassification.from_config(hf.SwinConfig(**SWIN)),
-        "swin.encoder.layers.0..1",
-        "swin.embeddings.patch_embeddings",
-    ),
-    "clip": Family(two_towers, "text_model.encoder.layers.0..2 vision_model.encoder.layers.0..1"),
-    "llava": Family(
-        image_text_model,
-        "model.vision_tower.encoder.layers.0..1 model.language_model.layers.0..2",
-        "model.language_model.embed_tokens",
-        "lm_head model.language_model.norm",
-    ),
-    "kosmos2": Family(
-        vision_tower_last,
-        "text_model.model.layers.0..2 vision_model.model.encoder.layers.0..1",
-        "",
-        "text_model.model.embed_tokens text_model.model.layer_norm text_model.lm_head",
-    ),
+    **{name: Family(functools.partial(of_transformers, *row[:3]), *row[3:]) for name, row in TABLE.items()},
     "lora": Family(lora, PEFT_ROWS, PEFT + EMBED, PEFT_UNTIED_TAIL),
-    "lora_tied": Family(functools.partial(lora, True), PEFT_ROWS, "", PEFT_TIED_TAIL),
+    "lora_tied": Family(functools.partial(lora, "llama_tied"), PEFT_ROWS, "", PEFT_TIED_TAIL),
     "lora_saved_modules": Family(
         functools.partial(lora, modules_to_save=["lm_head", "embed_tokens"]),
         PEFT_ROWS,
@@ -232,16 +65,18 @@ FAMILIES = {
         PEFT_UNTIED_TAIL,
     ),
     "lora_saved_modules_tied": Family(
-        functools.partial(lora, True, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+        functools.partial(lora, "llama_tied", modules_to_save=["embed_tokens"], ensure_weight_tying=True),
         PEFT_ROWS,
         "",
         PEFT_TIED_TAIL,
     ),
     "lora_new_tokens_tied": Family(
-        functools.partial(lora, True, trainable_token_indices=[1, 2]), PEFT_ROWS, "", PEFT_TIED_TAIL
+        functools.partial(lora, "llama_tied", trainable_token_indices=[1, 2]), PEFT_ROWS, "", PEFT_TIED_TAIL
     ),
     "lora_classifier": Family(
-        lora_classifier, PEFT + "bert.encoder.layer.0..2", PEFT + "bert.embeddings.word_embeddings"
+        functools.partial(lora, "bert_classifier", task_type="SEQ_CLS"),
+        PEFT + "bert.encoder.layer.0..2",
+        PEFT + "bert.embeddings.word_embeddings",
     ),
     "prompt_tuned": Family(
         prompt_tuned, "base_model." + ROWS, "base_model." + EMBED, "base_model.lm_head base_model.model.norm"
@@ -323,25 +158,6 @@ def test_units_of_a_family(name: str) -> None:
     assert modules_of(plan, "embeddings") == tuple(family.embeddings.split())
     assert modules_of(plan, "tail") == tuple(family.tail.split())
     check_rules(built(name), plan)
-
-
-def test_owners_of_tied_weights_share_a_unit() -> None:
-    model, plan = built("t5"), planned("t5")
-    owners = ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
-    assert len({id(model.get_submodule(owner).weight) for owner in owners}) == 1
-    assert set(owners) <= set(modules_of(plan, "tail"))
-    assert plan.units[-2].num_parameters == VOCABULARY * 16 + 16
-
-
-def test_units_are_in_forward_order() -> None:
-    assert [unit.name for unit in planned("llama").units] == [
-        "embeddings",
-        "model.layers.0",
-        "model.layers.1",
-        "model.layers.2",
-        "tail",
-        "root",
-    ]
 
 
 def test_plan_is_the_same_every_time() -> None:
@@ -767,7 +583,7 @@ def test_sharded_model_equals_the_plain_one(name: str, mesh: dist.DeviceMesh) ->
     model = FAMILIES[name].build()
     for parameter in model.parameters():
         parameter.requires_grad_()
-    ids = torch.randint(3, VOCABULARY, (2, 8))
+    ids = torch.randint(3, 64, (2, 8))
     inputs = {"input_ids": ids, "decoder_input_ids": ids} if name in ("t5", "bart") else {"input_ids": ids}
     check_sharded(model, mesh, inputs)
 
