@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.ranks import run_on_ranks
+from support.runs import records_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
@@ -40,7 +41,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_llama(tmp_path / "model", texts, tied=False)
     run_on_ranks(run, 2, tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "run")
     steps, evaluations = ([r for r in records if r["split"] == split] for split in ("train", "eval"))
     assert [r["step"] for r in evaluations] == [0, 2, 4]
     assert all(0 <= r["token_accuracy"] <= 1 and r["cross_entropy"] > 0 for r in evaluations)

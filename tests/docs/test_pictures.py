@@ -1,4 +1,4 @@
-"""The pictures of docs/ are as `python docs/pictures.py` draws them, readable, and true to the strategies' formulas.
+"""The pictures of docs/ are as `python docs/pictures.py` draws them, and true to the strategies' formulas.
 
 Those of pages and trackers, by docs/screens.py, are small, and a page shows each.
 """
@@ -23,18 +23,6 @@ def test_the_pictures_are_up_to_date() -> None:
         drawn = draw()
         assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == drawn, f"{name}: run python docs/pictures.py"
         assert ElementTree.fromstring(drawn).tag.endswith("svg")
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance as WCAG 2 defines it, of a colour like #2f6fd0."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_white_text_is_readable() -> None:
-    for colour in DRAWN["COLOURS"].values():
-        assert 1.05 / (luminance(colour) + 0.05) >= 4.5
 
 
 def test_bytes_are_those_of_the_formulas() -> None:

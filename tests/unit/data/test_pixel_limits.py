@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from support.runs import losses_of
 from support.sights import save_rows, save_seeing
 from support.texts import make_texts
 from support.tiny import recipe_values
@@ -132,7 +133,7 @@ def test_a_run_with_limits_is_that_of_a_processor_that_has_them(adapter: str, tm
 
 def run(values: dict[str, Any]) -> list[float]:
     result = finetune(Recipe.from_mapping(values))
-    return [record["loss"] for record in result.metrics if record["split"] == "train"]
+    return losses_of(result.metrics)
 
 
 @pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")

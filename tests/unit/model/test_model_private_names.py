@@ -8,34 +8,10 @@ from __future__ import annotations
 import inspect
 
 import torch
-from torch.nn.attention import SDPBackend
-from transformers import (
-    AttentionInterface,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    masking_utils,
-)
+from transformers import AttentionInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.model.attention.attention import known_packing
-
-
-def test_what_says_whether_a_model_has_flash_attention() -> None:
-    """`attention.best_flash` reads it before it asks for the kernels."""
-    assert PreTrainedModel._supports_flash_attn is False
-    assert LlamaForCausalLM._supports_flash_attn is True
-
-
-def test_what_says_which_kernel_sdpa_takes() -> None:
-    """`attention.sdpa_kernel` asks it; its number is one of `SDPBackend`."""
-    rows = torch.zeros(1, 2, 4, 8)
-    assert SDPBackend(torch._fused_sdp_choice(rows, rows, rows, attn_mask=None, is_causal=True)).name
-
-
-def test_what_says_which_attention_a_model_has() -> None:
-    """`attention.attention_of` reads the name from the configuration."""
-    assert PretrainedConfig(attn_implementation="sdpa")._attn_implementation == "sdpa"
 
 
 def test_what_says_whether_rows_hold_several_documents() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from toolkit.sharding.fsdp2.versions import PRIVATE_NAMES, SUPPORTED_VERSIONS, PrivateName
@@ -42,22 +41,6 @@ def test_a_name_that_moved_is_found() -> None:
         assert problem is None if told is None else told in str(problem)
 
 
-def test_public_methods_of_fsdp2() -> None:
-    for name in (
-        "set_requires_gradient_sync",
-        "set_requires_all_reduce",
-        "set_reshard_after_backward",
-        "reshard",
-        "unshard",
-        "set_custom_all_gather",
-        "set_custom_reduce_scatter",
-        "set_all_reduce_hook",
-        "set_gradient_divide_factor",
-        "set_force_sum_reduction_for_comms",
-    ):
-        assert callable(getattr(FSDPModule, name)), name
-
-
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
@@ -84,15 +67,3 @@ def test_what_verify_takes_of_the_launcher() -> None:
 
     assert callable(launch_command_parser)
     assert "return args, defaults, mp_from_config_flag" in source(_validate_launch_command)
-
-
-def test_an_optimizer_without_gradients_does_nothing() -> None:
-    """After the engine's step hook the optimizer's own step runs, and must find nothing to do."""
-    from torch import nn
-
-    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
-        parameter = nn.Parameter(torch.ones(3))
-        optimizer = kind([parameter], lr=1.0, weight_decay=0.5)
-        optimizer.step()
-        assert torch.equal(parameter, torch.ones(3))
-        assert not optimizer.state[parameter]

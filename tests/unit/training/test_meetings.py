@@ -1,4 +1,7 @@
-"""Host and device meet once a step: operators that make the host wait for the device are counted in whole steps."""
+"""Host and device meet once a step: operators that make the host wait for the device are counted in whole steps.
+
+tests/devices has all objectives, on a device that gives no value to the host.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,11 @@ from support.tiny import llama
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForSequenceClassification
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.classification import SequenceClassification
-from toolkit.objectives.losses.preference_losses import LOSSES
-from toolkit.objectives.preference import Preference
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.trainer import Trainer
@@ -109,9 +109,9 @@ def paused(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def texts(**more: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+def texts() -> list[dict[str, torch.Tensor]]:
     """Two micro-batches of three rows of two documents."""
-    return [{"input_ids": VALUES, "labels": VALUES, "position_ids": POSITIONS, **more} for _ in range(2)]
+    return [{"input_ids": VALUES, "labels": VALUES, "position_ids": POSITIONS} for _ in range(2)]
 
 
 def flash_by_hand(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -149,26 +149,3 @@ def test_flash_attention_on_packed_rows_is_told_where_documents_are(monkeypatch:
 def test_rows_under_sdpa_have_one_meeting_a_step(packed: bool) -> None:
     model = llama("sdpa")
     assert meetings_of_a_step(model, CausalLM(model, packed), texts()) == {"tolist": 1}
-
-
-def test_preferences_have_one_meeting_a_step() -> None:
-    model = llama("sdpa")
-    segments = torch.cat([torch.zeros(5), torch.ones(11)]).long() + 2 * torch.arange(3)[:, None]
-    window = texts(segments=segments, reference=torch.zeros(3, 2))
-    objective = Preference(model, LOSSES["dpo"], {})
-    assert meetings_of_a_step(model, objective, window) == {"tolist": 1}
-
-
-def test_classification_has_no_more_than_the_model() -> None:
-    """transformers asks, once in a forward, whether anything is padding."""
-    torch.manual_seed(0)
-    model = LlamaForSequenceClassification._from_config(llama().config, attn_implementation="sdpa")
-    model.config.pad_token_id = 0
-    batch = {"input_ids": VALUES, "attention_mask": torch.ones_like(VALUES), "labels": torch.tensor([0, 1, -100])}
-    objective = SequenceClassification(model, 2, [1.0, 2.0])
-    found = meetings_of_a_step(model, objective, [batch, batch])
-    assert found == {"tolist": 1, "_local_scalar_dense": 2}
-    with Meetings() as seen:
-        sums = objective.evaluation_sums(model, batch)
-    assert seen.found == {"_local_scalar_dense": 1}
-    assert sums[1:].sum() == 2, "a row without a class is not counted"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.runs import records_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from test_trainer import built
@@ -138,7 +139,7 @@ def test_each_call_does_what_the_page_says(file: Path, tmp_path: Path, capfd: py
     shown = capfd.readouterr()
     assert "training.extensions.Meter mine.py:Meter (SHA-256" in " ".join(shown.err.split())
     result = finetune(recipe)
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "run")
     steps, evaluations = ([r for r in records if r["split"] == split] for split in ("train", "eval"))
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5], "it went on, and ended behind the evaluation of step 5"
     assert [r["learning_rate"] for r in steps] == [2e-3, 2e-3, 1e-3, 1e-3, 1e-3]
