@@ -115,7 +115,6 @@ def loader_of(model: Any) -> Any:
 
 
 def make_trainer(run: Run) -> Any:
-
     plugins: dict[str, Any] = sharding_kwargs(run.strategy, **run.backend)
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_plugin=accumulation_plugin(2), **plugins)
     model = make_model(accelerator.device, run.model)
@@ -145,7 +144,6 @@ def make_trainer(run: Run) -> Any:
 
 
 def make_window(run: Run) -> list[Batch]:
-
     batch = run.batch()
     return [Part(0, run.sequence).of({**batch, "lengths": torch.tensor([16, 16])}) if run.sequence > 1 else batch] * 2
 

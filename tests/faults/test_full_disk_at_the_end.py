@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from support.disturbances import small_disk
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
@@ -37,7 +38,6 @@ def starts(home: Path) -> dict[str, Any]:
 
     And one that nothing disturbs, in `home / "run"`.
     """
-    from toolkit import Recipe, finetune
     from toolkit.checkpoint import list_checkpoints
     from toolkit.run import export
     from toolkit.training import durable_writes
@@ -65,9 +65,8 @@ def starts(home: Path) -> dict[str, Any]:
 
         ballast: list[Path] = []
         export.require_room = full
-        meet()
         with pytest.raises(ToolkitError) as caught:
-            finetune(Recipe.from_mapping(recipe_of(home, run)))
+            finetuned(recipe_of(home, run))
         assert caught.value.exit_code == 1
         told.append(str(caught.value))
         # The other rank waits here until nothing is left to look at.
@@ -80,11 +79,9 @@ def starts(home: Path) -> dict[str, Any]:
     start(180_000, is_seen=False)
     checkpoints = [(found.step, found.problem) for found in list_checkpoints(run)]
     export.require_room = require_room
-    meet()
-    finetune(Recipe.from_mapping(recipe_of(home, run)))
+    finetuned(recipe_of(home, run))
     Trainer.train_step = train_step  # type: ignore[method-assign]
-    meet()
-    finetune(Recipe.from_mapping(recipe_of(home, home / "run")))
+    finetuned(recipe_of(home, home / "run"))
     return {"steps": steps, "told": told, "there": there, "checkpoints": checkpoints}
 
 

@@ -7,7 +7,6 @@ SkyPilot the commands of docs/examples run here, and the signals of their ends a
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ import pytest
 import yaml
 from support import slurm as support_slurm
 from support.launches import clean_environment, launch
+from support.runs import losses_of, records_of
 from support.slurm import NODES, Slurm, two_nodes, until
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
@@ -103,7 +103,7 @@ def job_of(place: Path, recipe: Path, *options: str) -> str:
 
 def records(run: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return records_of(run)
     except (OSError, ValueError):
         return []
 
@@ -117,7 +117,7 @@ def wait_for_step(run: Path, step: int, told: Callable[[], str] = str, seconds: 
 
 
 def losses(run: Path) -> list[float]:
-    return [record["loss"] for record in records(run) if record["split"] == "train"]
+    return losses_of(records(run))
 
 
 def digest(run: Path) -> str:

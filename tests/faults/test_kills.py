@@ -19,6 +19,7 @@ import yaml
 from safetensors.torch import load_file
 from support import ranks
 from support.disturbances import KINDS, LIMIT_SECONDS, Site, possible, small_disk
+from support.runs import records_of
 from support.stand_in import NUM_RANKS, attempt
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
@@ -109,7 +110,7 @@ def saved_step(folder: Path) -> int:
 
 def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The records and weights of a run that is done."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(folder)
     return [{k: r.get(k) for k in TOLD} for r in records], load_file(folder / "export" / "model.safetensors")
 
 

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS, alone, run_on_ranks
+from support.runs import records_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
@@ -220,7 +221,7 @@ def test_terminated_at_every_moment(tmp_path: Path, text_file: Path) -> None:
 
 def outcome(run: Path) -> tuple[bytes, list[tuple[Any, ...]]]:
     """The weights and the losses of a run."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run)
     return (run / "export/model.safetensors").read_bytes(), [(r["split"], r["step"], r["loss"]) for r in records]
 
 

@@ -73,6 +73,26 @@ WITH_OBJECTIVES = {
 }
 
 
+IN_TENSOR_GROUPS: list[Row] = [
+    {
+        **{name: values[0] for name, values in WITH_OBJECTIVES.items()},
+        **{"strategy": "zero3", "tensor": 2, "max_grad_norm": 0.5, "accumulate": "by_micro_batch"} | changes,
+    }
+    for changes in [
+        *(
+            {"objective": kind}
+            for kind in ("distillation", "reward", "sequence_classification", "token_classification")
+        ),
+        {"objective": "distillation", "adapter": "lora", "accumulate": "one"},
+        {"objective": "reward", "adapter": "lora", "activation_checkpointing": 1, "offload": "optimizer"},
+        {"objective": "sequence_classification", "adapter": "lora", "accumulate": "one"},
+        {"objective": "token_classification", "adapter": "lora", "accumulate": "one"},
+        {"objective": "distillation", "activation_checkpointing": 1, "offload": "optimizer"},
+    ]
+]
+"""What the matrices of some objectives need at once, which pairs alone might not have."""
+
+
 def settings_of(row: Row) -> Sections:
     adapter, kind = row.get("adapter", "none"), row.get("objective", "causal_lm")
     count = 1 if row["accumulate"] == "one" else 2
@@ -288,19 +308,19 @@ def wrong_figures(row: Row, records: list[dict[str, Any]], expected: plain_objec
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more"),
+    ("ranks", "more", "besides"),
     [
-        pytest.param(2, FEWER, marks=pytest.mark.first),
-        (2, {"compile": (False,)}),
-        pytest.param(2, {}, marks=pytest.mark.grid),
-        pytest.param(4, {**ON_FOUR, "tied": (False,), "compile": (False,)}, marks=pytest.mark.grid),
+        pytest.param(2, FEWER, [], marks=pytest.mark.first),
+        (2, {"compile": (False,)}, IN_TENSOR_GROUPS),
+        pytest.param(2, {}, [], marks=pytest.mark.grid),
+        pytest.param(4, {**ON_FOUR, "tied": (False,), "compile": (False,)}, [], marks=pytest.mark.grid),
     ],
     ids=["few factors", "eager", "compiled", "4 ranks"],
 )
 def test_every_allowed_pair_of_objectives_adapters_and_optimizers_is_the_plain_loop(
-    ranks: int, more: dict[str, tuple[Any, ...]], with_objectives: Path
+    ranks: int, more: dict[str, tuple[Any, ...]], besides: list[Row], with_objectives: Path
 ) -> None:
-    rows = covering_array({**WITH_OBJECTIVES, **more}, is_allowed)
+    rows = [*covering_array({**WITH_OBJECTIVES, **more}, is_allowed), *besides]
     found = run_on_ranks(runs, ranks, with_objectives, with_objectives / "text.jsonl", rows)[0]
     wrong = []
     for row, records in zip(rows, found, strict=True):

@@ -15,8 +15,9 @@ import torch
 from support.four_bits import as_dequantised
 from support.moe import mixture
 from support.ranks import meet, run_on_ranks
+from support.runs import records_of
 from support.texts import make_texts
-from support.tiny import llama, recipe_values
+from support.tiny import llama, recipe_values, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import toolkit
@@ -71,18 +72,13 @@ def recipe_of(folder: Path, name: str, **sections: dict[str, Any]) -> toolkit.Re
     values["training"] |= {"eval_every_steps": 8, "micro_batch_size": 2}
     values["optimizer"] = {"learning_rate": 2e-2}
     values["answers"] = {"file": str(folder / "facts.jsonl"), "max_new_tokens": MAX_TOKENS, "batch_size": 2}
-    for section, fields in sections.items():
-        values[section] = {**values.get(section, {}), **fields}
+    values = with_sections(values, sections)
     values["model"]["name_or_path"] = str(folder / values["model"]["name_or_path"])
     return toolkit.Recipe.from_mapping(values)
 
 
-def records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def evaluations(run: Path) -> list[dict[str, Any]]:
-    return [line for line in records(run) if line["split"] == "eval"]
+    return [line for line in records_of(run) if line["split"] == "eval"]
 
 
 def curve(run: Path) -> list[list[Any]]:
@@ -238,7 +234,7 @@ def test_answers_change_nothing_that_is_learned(folder: Path) -> None:
     told = [
         [
             [line.get(key) for key in ("loss", "grad_norm", "balance_loss", "expert_load")]
-            for line in records(folder / name)
+            for line in records_of(folder / name)
         ]
         for name in ("experts", "unasked")
     ]

@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
+from support.runs import finetuned, records_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
 from typer.testing import CliRunner
 
+from toolkit import Recipe, finetune
 from toolkit.cli.app import app
 from toolkit.training.extension import Extension
 
@@ -56,10 +58,7 @@ class Disturbs(Extension):
 
 
 def runs(folder: Path) -> None:
-    from toolkit import Recipe, finetune
-
     for name, training in STRATEGIES.items():
-        meet()
         values = recipe_values(folder / "model", folder / "texts.jsonl", folder / name, folder / "cache", max_steps=4)
         values["data"] |= {"validation": str(folder / "held_out.jsonl")}
         values["training"] |= {"eval_every_steps": 1, **training}
@@ -67,7 +66,7 @@ def runs(folder: Path) -> None:
         values["schedule"] = {"kind": "constant", "warmup_steps": 9}
         values["checkpoint"] = {"every_steps": 1, "keep_last": 1, "keep_best": True, "asynchronous": False}
         values["sharding"] = {"strategy": "zero3"}
-        finetune(Recipe.from_mapping(values))
+        finetuned(values)
         unfinish(folder / name)
         values["training"]["max_steps"] = 8
         values["optimizer"]["learning_rate"] = 3.0  # from here on it only gets worse
@@ -94,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_best_weights_are_exported_and_told_everywhere(name: str, folder: Path, tmp_path: Path) -> None:
     run = folder / name
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run)
     losses = {record["step"]: record["loss"] for record in records if record["split"] == "eval"}
     best = min((step for step in losses if step), key=losses.__getitem__)
     assert best < 8, "it got worse"

@@ -132,65 +132,6 @@ def test_a_window_is_gathered_twice_and_reduced_once_whatever_the_lengths_of_its
     assert found[0]["threads"] == 0, "a forward that fails ends the others'"
 
 
-def tied_gradients(precision: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Gradients of a window of a model with tied embeddings, by block and reduced once a step."""
-    found = {}
-    for strategy in ("zero3", "zero1"):
-        model = llama(num_hidden_layers=3, tie_word_embeddings=True)
-        plan = plan_units(model)
-        mesh = init_device_mesh("cpu", (1,))
-        apply(model, plan, STRATEGIES[strategy], mesh, precision, lambda: True, Checkpointing(1))
-        forwards = [functools.partial(_quarter_of_a_loss, model, row) for row in rows_of(0)]
-        if strategy == "zero3":
-            ByBlock(model, plan).run(forwards, torch.Tensor.backward)
-        else:
-            for forward in forwards:
-                for switch in ("set_requires_gradient_sync", "set_reshard_after_backward", "set_is_last_backward"):
-                    getattr(model, switch)(forward is forwards[-1])
-                forward().backward()
-        found[strategy] = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    return found
-
-
-def _quarter_of_a_loss(model: Any, row: torch.Tensor) -> Any:
-    return model(input_ids=row, labels=row).loss / 4
-
-
-def parts_of_a_tied_gradient() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of each micro-batch: what the head adds to the gradient of tied embeddings, and what their own use adds."""
-    model = llama(num_hidden_layers=3, tie_word_embeddings=True)
-    weight, heads, embeddings = model.model.embed_tokens.weight.detach(), [], []
-    for row in rows_of(0):
-        embedding, head = weight.clone().requires_grad_(), weight.clone().requires_grad_()
-        hidden = model.model(inputs_embeds=torch.nn.functional.embedding(row, embedding)).last_hidden_state
-        logits = hidden @ head.T
-        (torch.nn.functional.cross_entropy(logits[0, :-1], row[0, 1:]) / 4).backward()
-        heads.append(head.grad)
-        embeddings.append(embedding.grad)
-    return heads, embeddings
-
-
-def test_by_block_the_two_parts_of_a_tied_gradient_are_added_in_another_order() -> None:
-    """By block all heads come before all embeddings, each added in float32; otherwise the two parts of a micro-batch
-    are added first, in the type of the weights."""
-    name = "model.embed_tokens.weight"
-    found = run_on_ranks(tied_gradients, 1, "no")[0]
-    heads, embeddings = parts_of_a_tied_gradient()
-    together = [head + embedding for head, embedding in zip(heads, embeddings, strict=True)]
-    for strategy, parts in (("zero3", [*heads, *embeddings]), ("zero1", together)):
-        expected = functools.reduce(torch.add, parts)
-        assert torch.equal(found[strategy].pop(name), expected), strategy
-    assert all(torch.equal(found["zero3"][other], found["zero1"][other]) for other in found["zero1"])
-
-    rounded = run_on_ranks(tied_gradients, 1, "bf16")[0]
-    by_block, at_once = (rounded[strategy].pop(name) for strategy in ("zero3", "zero1"))
-    assert not torch.equal(by_block, at_once)
-    # A sum of a head and an embedding is rounded to 8 bits, by at most half of the last one; four of them.
-    largest = float(torch.stack([*together]).abs().max())
-    assert float((by_block - at_once).abs().max()) < 4 * largest * 2**-8
-    assert all(torch.equal(rounded["zero3"][other], rounded["zero1"][other]) for other in rounded["zero1"])
-
-
 def runs(folder: Path, cases: dict[str, Any], of_one_step: str) -> dict[str, Any]:
     from toolkit import finetune
 

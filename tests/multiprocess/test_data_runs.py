@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned, losses_of
 from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama, unfinish, with_sections
 from transformers import (
@@ -52,15 +53,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runs(folder: Path) -> dict[str, Any]:
-    from toolkit import Recipe, finetune
-
     def run(name: str, data: dict[str, Any], **sections: dict[str, Any]) -> Any:
-        meet()
         values = recipe_values(folder / "model", folder / "chats.jsonl", folder / name, folder / f"cache-{name}")
         values = with_sections(values, {"data": data, **sections})
         values["training"] = {key: value for key, value in values["training"].items() if value is not None}
         values["schedule"] = {key: value for key, value in values["schedule"].items() if value is not None}
-        return finetune(Recipe.from_mapping(values))
+        return finetuned(values)
 
     found = {}
     one_step = {"num_epochs": 1.0, "max_steps": None, "micro_batch_size": 4, "gradient_accumulation_steps": 12}
@@ -96,10 +94,6 @@ def found(folder: Path) -> dict[str, Any]:
     return run_on_ranks(runs, 2, folder)[0]
 
 
-def losses(metrics: list[dict[str, Any]], split: str = "train") -> list[float]:
-    return [record["loss"] for record in metrics if record["split"] == split]
-
-
 def test_a_step_on_conversations_is_the_mean_over_the_assistants_words(found: dict[str, Any], folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -132,8 +126,8 @@ def test_a_step_on_conversations_is_the_mean_over_the_assistants_words(found: di
 
 def test_a_stream_that_is_cut_off_goes_on_exactly(found: dict[str, Any]) -> None:
     whole, rest = found["whole"][0], found["rest"][0]
-    assert losses(found["cut"][0]) == losses(whole)[:5]
-    assert losses(rest) == losses(whole)
+    assert losses_of(found["cut"][0]) == losses_of(whole)[:5]
+    assert losses_of(rest) == losses_of(whole)
     assert [r["samples"] for r in rest if r["split"] == "train"] == [16 * (step + 1) for step in range(12)]
     evaluated = [r for r in whole if r["split"] == "eval"]
     assert len({r["target_tokens"] for r in evaluated}) == 1

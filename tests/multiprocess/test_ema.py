@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.plain_loop import in_turn, plain_loop
 from support.ranks import meet, run_on_ranks
+from support.runs import finetuned
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -61,7 +62,6 @@ def values(folder: Path, name: str, case: str, **training: Any) -> dict[str, Any
 
 
 def runs(folder: Path) -> dict[str, Any]:
-    from toolkit import Recipe, finetune
     from toolkit.run import fit as fit_module
     from toolkit.run.parts.averages import WeightAverages
 
@@ -76,8 +76,7 @@ def runs(folder: Path) -> dict[str, Any]:
         return trainer
 
     def run(name: str, case: str, **training: Any) -> list[dict[str, Any]]:
-        meet()
-        return finetune(Recipe.from_mapping(values(folder, name, case, **training))).metrics
+        return finetuned(values(folder, name, case, **training)).metrics
 
     if ranks == 4:
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.backend import accelerated
 from support.every_multimodal import small_config
 from support.plain_loop import Trained, plain_loop
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
 from torch import nn
 from transformers import AutoModelForMultimodalLM
 
@@ -102,17 +103,9 @@ def plain_steps(kind: str) -> Trained:
 
 def sharded_steps(kind: str) -> tuple[list[str], list[float], float]:
     """Names of the units, this rank's losses, and how far the weights are off, as a share of the largest change."""
-    from accelerate import Accelerator
-
-    from toolkit.sharding import sharding_kwargs
-    from toolkit.sharding.plugin import reset_accelerate
-
     units.LARGE = 0  # so that the small model's lists count as the large one's do
     expected = plain_steps(kind).weights
-    meet()
-    reset_accelerate()
-    backend: Any = sharding_kwargs("zero3")
-    accelerator = Accelerator(**backend)
+    accelerator = accelerated("zero3")
     model: Any = Senses(kind).train()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
@@ -126,7 +119,7 @@ def sharded_steps(kind: str) -> tuple[list[str], list[float], float]:
     whole = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
     largest = max((expected[name] - before[name]).abs().max().item() for name in expected)
     off = max((whole[name] - expected[name]).abs().max().item() for name in expected) / largest
-    names = [unit.name for unit in backend["fsdp_plugin"].unit_plan.units]
+    names = [unit.name for unit in accelerator.state.fsdp_plugin.unit_plan.units]
     accelerator.end_training()
     return names, losses, off
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cuts import cut_in_step
 from support.moe import MODELS, by_batched_mm, mixture, two_experts_alone
 from support.moe_steps import Case, require_plain, sharded_step, steps_of
 from support.ranks import meet, run_on_ranks
+from support.runs import finetuned
 from support.tiny import recipe_values, save_llama
 from support.traffic import Traffic
 from torch import nn
 from transformers import AutoTokenizer
 
-from toolkit import Recipe, finetune
 from toolkit.model.adapters.adapters import add_adapter
 from toolkit.planning.traffic import traffic
 from toolkit.planning.workload.unit_shapes import unit_shapes
@@ -35,7 +37,6 @@ from toolkit.run.parts import experts as expert_loads
 from toolkit.sharding import plan_units
 from toolkit.sharding.parallel import expert_parallel
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
-from toolkit.training.trainer import Trainer
 
 
 def first_block_dense(_: Any) -> Any:
@@ -226,27 +227,10 @@ def test_every_model_on_any_ranks_with_any_accumulation_and_spread(num_ranks: in
         require_plain(case, found, num_ranks)
 
 
-class CutError(Exception):
-    """Power is gone."""
-
-
-def dies(trainer: Any, window: Any) -> Any:
-    """In place of `Trainer.train_step`: the fourth step is never taken."""
-    if trainer.global_step == 3:
-        raise CutError
-    return _train_step(trainer, window)
-
-
-_train_step = Trainer.train_step
-
-
 def metrics_of(values: dict[str, Any], cut: bool = False) -> list[dict[str, Any]]:
     """Of a run, or of one that dies in its fourth step, two steps after its checkpoint."""
-    meet()
-    if not cut:
-        return finetune(Recipe.from_mapping(values)).metrics
-    with patch.object(Trainer, "train_step", dies), pytest.raises(CutError):
-        finetune(Recipe.from_mapping(values))
+    with cut_in_step(4) if cut else nullcontext():
+        return finetuned(values).metrics
     return []
 
 

@@ -5,7 +5,6 @@ Each case is compared with a plain model on one process; all cases of a number o
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections.abc import Callable
@@ -15,12 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.utils import TorchDynamoPlugin
+from peft import LoraConfig, get_peft_model
 from support import tiny
+from support.backend import accelerated
 from support.plain_loop import Trained, plain_loop
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from toolkit.sharding import Checkpointing, Compilation, compile_blocks, plan_units
 
 STEPS = 4
 ROWS = 8
@@ -37,8 +42,6 @@ def gpt2_with_dropout() -> GPT2LMHeadModel:
 
 
 def lora_llama(dropout: float = 0.0, rank: int = 2) -> Any:
-    from peft import LoraConfig, get_peft_model
-
     model = get_peft_model(
         llama(), LoraConfig(r=rank, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     )
@@ -89,9 +92,10 @@ def head_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 MODELS = {
     "frozen": (frozen_llama, language_loss),
     "small heads": (TwoSmallHeads, head_loss),
-    "lora": (lora_llama, language_loss),
     "tied": (lambda: llama(tie_word_embeddings=True), language_loss),
 }
+SPECIAL = ("frozen", "small heads")
+"""Tried under every strategy; tied ones and adapters are in test_all_pairs.py."""
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -110,23 +114,10 @@ def plain_run(name: str) -> Trained:
     return plain_loop(model, batches, lambda rows: loss_of(model, rows), max_norm=0.3, optimizer=adamw(model))
 
 
-def accelerator_for(strategy: str, **kwargs: Any) -> Any:
-    from accelerate import Accelerator
-
-    from toolkit import sharding_kwargs
-    from toolkit.sharding.plugin import reset_accelerate
-
-    meet()
-    reset_accelerate()
-    extra = {"dynamo_plugin": kwargs.pop("dynamo_plugin")} if "dynamo_plugin" in kwargs else {}
-    sizes = {"shard_size": 2} if strategy == "hybrid" else {}
-    return Accelerator(**sharding_kwargs(strategy, **{**sizes, **kwargs}), **extra)
-
-
 def sharded_run(
     name: str, strategy: str, prepare_model: Callable[[Any], None] = lambda _: None, **kwargs: Any
 ) -> dict[str, Any]:
-    accelerator = accelerator_for(strategy, **kwargs)
+    accelerator = accelerated(strategy, **kwargs)
     make, loss_of = MODELS[name]
     model: Any = make()
     names = {id(p): n for n, p in model.named_parameters()}
@@ -169,7 +160,7 @@ def sharded_run(
 def runs_under_strategies() -> dict[tuple[str, str], dict[str, Any]]:
     # On one rank nothing is sharded, whatever the strategy; hybrid needs two groups of two.
     strategies = {1: ["zero3"], 2: ["zero1", "zero2", "zero3"], 4: ["zero3", "hybrid"]}[int(os.environ["WORLD_SIZE"])]
-    return {(name, strategy): sharded_run(name, strategy) for name in MODELS for strategy in strategies}
+    return {(name, strategy): sharded_run(name, strategy) for name in SPECIAL for strategy in strategies}
 
 
 def test_models_with_special_parameters_train_as_the_plain_model(on_2_ranks: list[dict[str, Any]]) -> None:
@@ -200,7 +191,7 @@ def require_plain(of_ranks: list[dict[tuple[str, str], dict[str, Any]]]) -> None
 
 def gradients(make: Any, strategy: str, checkpointing: Any, micro_batches: int = 2) -> dict[str, Any]:
     """Gradients of two micro-batches with dropout, from the same random state."""
-    accelerator = accelerator_for(strategy, checkpointing=checkpointing)
+    accelerator = accelerated(strategy, checkpointing=checkpointing)
     model = make()
     model, _ = accelerator.prepare(model, adamw(model))
     model.train()
@@ -217,8 +208,6 @@ def gradients(make: Any, strategy: str, checkpointing: Any, micro_batches: int =
 
 
 def checkpointed_gradients() -> dict[str, dict[str, Any]]:
-    from toolkit.sharding import Checkpointing
-
     found = {}
     for name, make in (("gpt2", gpt2_with_dropout), ("lora", lambda: lora_llama(dropout=0.1))):
         for strategy in ("zero3", "zero1"):
@@ -241,49 +230,16 @@ def test_checkpointed_dropout_gives_the_same_gradients(on_2_ranks: list[dict[str
                 assert torch.equal(run["gradients"][name], gradient), (key, name)
 
 
-def saved_bytes() -> dict[str, int]:
-    """Bytes that autograd keeps between forward and backward, on the device's side."""
-    from toolkit.sharding import Checkpointing, checkpoint_blocks, plan_units
-
-    found = {}
-    for name, checkpointing in (("none", None), ("all", Checkpointing(1)), ("offload", Checkpointing(1, offload=True))):
-        model = llama(num_hidden_layers=8)
-        if checkpointing is not None:
-            checkpoint_blocks(model, plan_units(model), checkpointing)
-        kept: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            language_loss(model, token_rows(0))
-        found[name] = sum(kept.values())
-    return found
-
-
-def test_checkpointing_keeps_less_and_offload_less_still(on_2_ranks: list[dict[str, Any]]) -> None:
-    found = on_2_ranks[0]["saved bytes"]
-    assert found["all"] < 0.6 * found["none"]
-    assert found["offload"] < found["all"]
-
-
 def compiled_losses() -> dict[str, Any]:
-    from accelerate.utils import TorchDynamoPlugin
-
     found = {}
     for strategy in ("zero3", "zero2"):
         plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
-        found[strategy] = sharded_run("tied", strategy, dynamo_plugin=plugin)["losses"]
+        found[strategy] = sharded_run("tied", strategy, dynamo=plugin)["losses"]
     return found
 
 
 def own_compiled_losses() -> dict[str, tuple[list[float], int, str | None]]:
     """Losses, graphs and what failed, of blocks compiled by ourselves."""
-    from torch._dynamo.utils import counters
-
-    from toolkit.sharding import Checkpointing, Compilation, compile_blocks, plan_units
-
     compilation = Compilation("aot_eager")
     ours: dict[str, Any] = {"compilation": compilation}
     everything = {**ours, "checkpointing": Checkpointing(1, offload=True), "offload": "optimizer"}
@@ -328,66 +284,27 @@ def require_one_graph(found: dict[str, tuple[list[float], int, str | None]]) -> 
         assert problem is None
 
 
-def prefetched_runs() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, kwargs in (
-        ("two", {"prefetch": 2}),
-        ("all, offload", {"prefetch": 9, "offload": "optimizer"}),
-    ):
-        found[name] = sharded_run("tied", "zero3", **kwargs)["losses"]
-    accelerator = accelerator_for("zero3", prefetch=2)
+def prefetched() -> dict[str, list[list[int]]]:
+    """Numbers of the blocks that each block asks for."""
+    accelerator = accelerated("zero3", prefetch=2)
     model: Any = llama()
     model, _ = accelerator.prepare(model, adamw(model))
     layers = list(model.model.layers)
     asked = [layer._get_fsdp_state() for layer in layers]
     number = {id(state): i for i, state in enumerate(asked)}
-    found["forward"] = [[number[id(other)] for other in state._states_to_forward_prefetch] for state in asked]
-    found["backward"] = [[number[id(other)] for other in state._states_to_backward_prefetch] for state in asked]
-    return found
+    return {
+        way: [[number[id(other)] for other in getattr(state, f"_states_to_{way}_prefetch")] for state in asked]
+        for way in ("forward", "backward")
+    }
 
 
-def test_prefetch_asks_for_the_blocks_to_come_and_changes_no_loss(on_2_ranks: list[dict[str, Any]]) -> None:
-    plain = plain_run("tied")
-    found = on_2_ranks[0]["prefetched"]
-    assert found["two"] == pytest.approx(plain.losses, rel=1e-6)
-    assert found["all, offload"] == pytest.approx(plain.losses, rel=1e-6)
-    assert found["forward"] == [[1, 2], [2, 3], [3], []]
-    assert found["backward"] == [[], [0], [1, 0], [2, 1]]
-
-
-def gathered_rows() -> list[int]:
-    from torch.utils.data import DataLoader
-
-    accelerator = accelerator_for("zero3")
-    model = llama()
-    model, _ = accelerator.prepare(model, adamw(model))
-    loader = accelerator.prepare(DataLoader([torch.tensor([i] * 4) for i in range(9)], batch_size=2))
-    seen: list[int] = []
-    with torch.no_grad():
-        for batch in loader:
-            model(input_ids=batch, use_cache=False)
-            seen += accelerator.gather_for_metrics(batch)[:, 0].tolist()
-    assert accelerator.unwrap_model(model) is model
-    return seen
-
-
-def test_gather_for_metrics_counts_each_row_once(on_2_ranks: list[dict[str, Any]]) -> None:
-    assert sorted(on_2_ranks[0]["gathered rows"]) == list(range(9))
-
-
-def test_the_plan_of_a_copy_is_the_same() -> None:
-    from toolkit.sharding import plan_units
-
-    model = llama()
-    assert plan_units(copy.deepcopy(model)) == plan_units(model)
+def test_prefetch_asks_for_the_blocks_to_come(on_2_ranks: list[dict[str, Any]]) -> None:
+    """That it changes no loss: test_all_pairs.py."""
+    blocks = {"forward": [[1, 2], [2, 3], [3], []], "backward": [[], [0], [1, 0], [2, 1]]}
+    assert on_2_ranks[0]["prefetched"] == blocks
 
 
 def precisions() -> dict[str, dict[str, Any]]:
-    from accelerate import Accelerator
-
-    from toolkit import sharding_kwargs
-    from toolkit.sharding.plugin import reset_accelerate
-
     found = {}
     for name, strategy, precision, held in (
         ("bf16", "zero3", "bf16", torch.float32),
@@ -395,10 +312,7 @@ def precisions() -> dict[str, dict[str, Any]]:
         ("pure bf16", "zero3", "no", torch.bfloat16),
         ("float32", "zero1", "no", torch.float32),
     ):
-        meet()
-        reset_accelerate()
-        accelerator = Accelerator(mixed_precision=precision, **sharding_kwargs(strategy))
-        model: Any = llama().to(held)
+        accelerator, model = accelerated(strategy, precision=precision), llama().to(held)
         model, _ = accelerator.prepare(model, adamw(model))
         computed: list[torch.dtype] = []
         model.model.layers[1].mlp.register_forward_hook(lambda _m, _i, out, seen=computed: seen.append(out.dtype))
@@ -428,9 +342,7 @@ def all_on_2_ranks() -> dict[str, Any]:
     return {
         "strategies": runs_under_strategies(),
         "dropout": checkpointed_gradients(),
-        "saved bytes": saved_bytes(),
-        "prefetched": prefetched_runs(),
-        "gathered rows": gathered_rows(),
+        "prefetched": prefetched(),
         "precisions": precisions(),
         "own compiled": own_compiled_losses(),
         "compiled": {} if OLD_ACCELERATE else compiled_losses(),

@@ -13,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned, records_of
 from support.sights import EYES, drawn_image, save_all
 from support.texts import make_texts
 from support.tiny import recipe_values
@@ -35,11 +36,8 @@ PREFERRED: dict[str, int] = {}
 
 
 def runs(folder: Path) -> None:
-    from toolkit import Recipe, finetune
-
     sys.path.insert(0, str(folder))
     for kind in KINDS:
-        meet()
         values = recipe_values(
             folder / kind, folder / "rows.jsonl", folder / f"{kind}-run", folder / "cache", max_steps=1
         )
@@ -49,7 +47,7 @@ def runs(folder: Path) -> None:
         values["answers"] |= {"max_new_tokens": ANSWER_TOKENS, "batch_size": 2}
         values["sharding"] = {"strategy": "zero3"}
         values["training"]["micro_batch_size"] = 1
-        finetune(Recipe.from_mapping(values))
+        finetuned(values)
 
 
 def prefer_images(model: Path) -> None:
@@ -122,7 +120,7 @@ def test_what_a_run_writes_is_what_transformers_writes(kind: str, folder: Path) 
 def test_rows_with_images_are_answered_while_the_run_trains(kind: str, folder: Path) -> None:
     """On two ranks, of which one has two of the three rows with images, and the other two batches of texts of three."""
     assert (sum(map(bool, COUNTS)), len(COUNTS)) == (3, 8)
-    lines = [json.loads(line) for line in (folder / f"{kind}-run/metrics.jsonl").read_text().splitlines()]
+    lines = records_of(folder / f"{kind}-run")
     last = [line for line in lines if line["split"] == "eval"][-1]
     found = [last[f"answer_{name}"] for name in ("accuracy", "stopped", "mean_tokens")]
     answers = [answered(folder, kind, number) for number in range(len(COUNTS))]

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
+from support.runs import finetuned, records_of
 from support.sights import save_all
 from support.texts import make_texts
 from support.tiny import recipe_values, unfinish
@@ -41,8 +42,7 @@ def runs(folder: Path) -> None:
         values["training"] |= {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
         values["model"]["train"] = ["language", "projector", "vision"]
         values |= {"sharding": sharding, "checkpoint": {"every_steps": 2, "keep_last": None}}
-        meet()
-        finetune(Recipe.from_mapping(values))
+        finetuned(values)
         meet()
         if os.environ["RANK"] == "0":
             shutil.copytree(output, kept)
@@ -54,8 +54,7 @@ def runs(folder: Path) -> None:
 
 
 def told(run: Path) -> list[tuple[Any, ...]]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(r["step"], r["split"], r["loss"], r.get("grad_norm")) for r in records]
+    return [(r["step"], r["split"], r["loss"], r.get("grad_norm")) for r in records_of(run)]
 
 
 @pytest.fixture(scope="module")

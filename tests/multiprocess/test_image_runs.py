@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from support.four_bits import read_by_hand
 from support.peft_by_hand import SEED, adapted
 from support.plain_loop import Trained, plain_loop
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned, losses_of
 from support.sights import EYES, can_be_read, drawn_image, save_rows, save_seeing
 from support.texts import make_texts
 from support.tiny import recipe_values, with_sections
@@ -211,11 +212,8 @@ def patterns(model: Path, projector: float, vision: float) -> dict[str, float]:
 
 
 def runs(folder: Path, kind: str, cases: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    from toolkit import Recipe, finetune
-
     found: dict[str, list[float]] = {}
     for case, sections in cases.items():
-        meet()
         values = recipe_values(folder / kind, folder / "rows.jsonl", folder / f"{kind}-{case}", folder / "cache")
         # An image is 70 tokens of Gemma 4's, at the least.
         values["data"] |= {"max_length": 512 if kind == "gemma4" else 128, "shuffle": False, "packing": False}
@@ -231,8 +229,8 @@ def runs(folder: Path, kind: str, cases: dict[str, dict[str, Any]]) -> dict[str,
             values["optimizer"] |= FOR_ADAPTERS
         if kind in NOT_PACKED and case == "packed":
             values["data"]["packing"] = None
-        result = finetune(Recipe.from_mapping(values))
-        found[case] = [record["loss"] for record in result.metrics if record["split"] == "train"]
+        result = finetuned(values)
+        found[case] = losses_of(result.metrics)
     return found
 
 
@@ -303,7 +301,6 @@ def test_a_run_of_another_family_is_the_plain_loop(kind: str, tmp_path: Path) ->
 
 def losses_of_named(folder: Path) -> list[dict[str, float]]:
     """The losses of a run of one step on two rows of each of two named sources; in each source one row has images."""
-    from toolkit import Recipe, finetune
 
     lines = (folder / "rows.jsonl").read_text().splitlines()
     named = {"first": lines[:2], "second": lines[2:4]}
@@ -311,11 +308,10 @@ def losses_of_named(folder: Path) -> list[dict[str, float]]:
     if os.environ["RANK"] == "0":
         for name, rows in named.items():
             (folder / f"{name}.jsonl").write_text("\n".join(rows))
-    meet()
     train = [{"path": str(folder / f"{name}.jsonl"), "name": name} for name in named]
     values["data"] |= {"train": train, "max_length": 128, "packing": False, "shuffle": False}
     values["training"] |= {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
-    found = finetune(Recipe.from_mapping(values)).metrics
+    found = finetuned(values).metrics
     return [{key: record[key] for key in record if key.startswith("loss")} for record in found]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.ranks import run_on_ranks
+from support.runs import losses_of
 from support.texts import make_texts
 from support.tiny import save_llama
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ def train(recipe: Path, folder: Path) -> list[float]:
     from toolkit import Recipe, finetune
 
     os.chdir(folder)  # where the user stands: the output folder is relative to it
-    return [record["loss"] for record in finetune(Recipe.load(recipe)).metrics if record["split"] == "train"]
+    return losses_of(finetune(Recipe.load(recipe)).metrics)
 
 
 def test_the_written_recipe_trains_and_the_last_command_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

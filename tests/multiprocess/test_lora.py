@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned, losses_of, outcome
 from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
@@ -102,11 +103,8 @@ def recipe(folder: Path, name: str, adapter: dict[str, Any], **training: Any) ->
 
 
 def runs(folder: Path, ranks: int) -> dict[str, Any]:
-    from toolkit import Recipe, finetune
-
     found = {}
     for case, strategy, accumulation in RUNS[ranks]:
-        meet()
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if strategy == "hybrid" else "1"
         name = f"{case}-{strategy}-{ranks}"
         sequence = 2 if SHARED.get(ranks) == (case, strategy) else 1
@@ -123,8 +121,8 @@ def runs(folder: Path, ranks: int) -> dict[str, Any]:
         checkpointing = 1 if case == "plain" else None
         values["sharding"] = {"strategy": strategy, "activation_checkpointing": checkpointing, "sequence": sequence}
         values["sharding"]["experts"] = 2 if case == "spread" else 1
-        result = finetune(Recipe.from_mapping(values))
-        found[name] = ([r["loss"] for r in result.metrics if r["split"] == "train"], result.logits_difference)
+        result = finetuned(values)
+        found[name] = (losses_of(result.metrics), result.logits_difference)
     return found
 
 
@@ -152,21 +150,11 @@ def test_the_run_is_that_of_peft_alone(ranks: int, folder: Path, plain: dict[str
 
 
 def other_runs(folder: Path) -> dict[str, Any]:
-    from toolkit import Recipe, finetune
-    from toolkit.errors import ToolkitError
-
     found: dict[str, Any] = {}
 
     def run(name: str, values: dict[str, Any], **sections: Any) -> None:
-        meet()
-        for section, fields in sections.items():
-            values[section] = {**values.get(section, {}), **fields}
-        try:
-            result = finetune(Recipe.from_mapping(values))
-            losses = [record["loss"] for record in result.metrics if record["split"] == "train"]
-            found[name] = (losses, result.logits_difference)
-        except ToolkitError as error:
-            found[name] = (str(error), error.exit_code)
+        result = outcome(values, sections)
+        found[name] = result if type(result) is tuple else (losses_of(result.metrics), result.logits_difference)
 
     adapter = {"r": 2, "use_dora": True, "modules_to_save": ["norm"], "dropout": 0.1}
     size = {"micro_batch_size": 2, "gradient_accumulation_steps": 3}

@@ -13,16 +13,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from support.backend import accelerated
 from support.moe import mixture
 from support.offload_loops import VOCABULARY, Case, learning_rate, loss_of, make_model, make_optimizer
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
 from torch import nn
 
-from toolkit.sharding import sharding_kwargs
 from toolkit.sharding.fsdp2.shards import local_tensor, whole_tensor
 from toolkit.sharding.loss_scale import share_overflows
-from toolkit.sharding.plugin import reset_accelerate
 
 STEPS, RANKS, MAX_NORM = 5, 4, 0.8
 OVERFLOW, WHERE = 2, 1
@@ -83,10 +81,7 @@ def scaler() -> Any:
 
 
 def prepared(run: Run) -> tuple[Any, Any, Any]:
-    meet()
-    reset_accelerate()
-    sizes = {"shard_size": 2} if run.strategy == "hybrid" else {}
-    accelerator = Accelerator(cpu=True, **sharding_kwargs(run.strategy, experts=run.experts, **sizes))
+    accelerator = accelerated(run.strategy, experts=run.experts)
     accelerator.scaler, accelerator.native_amp = scaler(), True
     accelerator.state._mixed_precision = "fp16"
     if run.strategy == "ddp":

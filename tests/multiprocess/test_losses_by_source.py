@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,11 +31,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 def records_of(folder: str) -> dict[str, list[dict[str, Any]]]:
     """By case, the records of a run of one step over all rows."""
-    from toolkit import Recipe, finetune
 
     home, found = Path(folder), {}
     for case, changes in CASES.items():
-        meet()
         values = recipe_values(home / "model", home / "a.jsonl", home / case, home / "cache", max_steps=1)
         train = [{"path": str(home / f"{name}.jsonl"), "name": name} for name in "ab"]
         held_out = [{"path": str(home / f"held_{name}.jsonl"), "name": name} for name in ("a", "b")]
@@ -43,7 +42,7 @@ def records_of(folder: str) -> dict[str, list[dict[str, Any]]]:
         values["sharding"] = {"strategy": "zero3", **changes.get("sharding", {})}
         values["training"] |= {"micro_batch_size": 1, "gradient_accumulation_steps": 6, **changes.get("training", {})}
         values["export"] = {"enabled": False}
-        found[case] = finetune(Recipe.from_mapping(values)).metrics
+        found[case] = finetuned(values).metrics
     return found
 
 

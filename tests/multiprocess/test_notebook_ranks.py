@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from support.ranks import alone, run_on_ranks
+from support.runs import records_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
@@ -119,7 +120,7 @@ def test_ranks_give_back_their_result_or_their_error_whatever_was_done_before(tm
     left = [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("torchelastic_")]
     assert left == [], "torch's launcher leaves a folder for each start"
     assert found["handler"], "the next interrupt is the notebook's"
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "run")
     assert found["result"].metrics == records
     assert [record["step"] for record in records] == [1, 2]
     assert found["result"].output_dir == tmp_path / "run"

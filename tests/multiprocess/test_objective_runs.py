@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.plain_objectives import CLASSES, HELD_OUT, OBJECTIVES, PAIRS, ROWS, save_models
 from support.ranks import meet, run_on_ranks
+from support.runs import outcome
 from support.tiny import recipe_values, with_sections
 from transformers import AutoModelForCausalLM, pipeline
 
@@ -61,13 +62,9 @@ JUDGED = {
 
 def runs(models: Path, folder: Path) -> dict[str, Any]:
     """The records of each run, or its error; and what is known of the reference after one step and after two."""
-    from toolkit import Recipe, finetune
-    from toolkit.errors import ToolkitError
-
     found: dict[str, Any] = {}
     known: list[Path] = []
     for name, (kind, sections) in RUNS.items():
-        meet()
         if name == "another teacher":
             change_teacher(models / "teacher")
         rows, _, _, settings = OBJECTIVES[kind]
@@ -85,10 +82,8 @@ def runs(models: Path, folder: Path) -> dict[str, Any]:
             del values["training"]["patience"], values["training"]["eval_every_steps"]
         if "resume" in values.get("checkpoint", {}):
             values["checkpoint"]["resume"] = str(folder / values["checkpoint"]["resume"])
-        try:
-            found[name] = finetune(Recipe.from_mapping(values)).metrics
-        except ToolkitError as error:
-            found[name] = str(error)
+        result = outcome(values)
+        found[name] = result[0] if isinstance(result, tuple) else result.metrics
         references = [*(folder / "cache").glob("reference-*/*.npy")]
         if name in ("one step", "two steps"):
             found[f"known after {name}"] = np.load(next(path for path in references if path not in known))
@@ -99,6 +94,7 @@ def runs(models: Path, folder: Path) -> dict[str, Any]:
 
 def change_teacher(folder: Path) -> None:
     """Its weights; the recipe, which names the folder, stays the same."""
+    meet()
     if os.environ["RANK"] == "0":
         teacher = AutoModelForCausalLM.from_pretrained(folder)
         torch.nn.init.normal_(teacher.lm_head.weight)

@@ -10,10 +10,15 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from support.backend import accelerated, close
+from support.memory import memory_report
 from support.offload_loops import (
     STEPS,
     Case,
@@ -26,28 +31,23 @@ from support.offload_loops import (
     prepare,
     train,
 )
-from support.ranks import meet, run_on_ranks
-from support.texts import make_texts
-from support.tiny import llama, recipe_values, save_llama
+from support.ranks import run_on_ranks
+from support.tiny import llama
 
 from toolkit.errors import BadInputError, ToolkitError, TrainingError
+from toolkit.sharding import OffloadSettings, sharding_kwargs
+from toolkit.sharding.apply import apply
+from toolkit.sharding.offload import engine as engines
+from toolkit.sharding.offload import host
+from toolkit.sharding.offload.host import held_bytes
 
 CASE = Case(tied=False)
-
-
-def close(accelerator: Any) -> None:
-    accelerator.state.fsdp_plugin.close()
-    accelerator.end_training()
 
 
 # Memory
 
 
 def measure_memory() -> dict[str, Any]:
-    from support.memory import memory_report
-
-    from toolkit.sharding import OffloadSettings
-
     found: dict[str, Any] = {}
     for name, settings in (("none", {}), ("some", {"device_state_gib": 0.0005})):
         accelerator, model, optimizer = prepare(CASE, OffloadSettings(executor="cpu_torch", **settings))
@@ -109,8 +109,6 @@ def test_the_dial_moves_state_to_the_device(memory: list[dict[str, Any]]) -> Non
 
 
 def other_ways_to_step() -> dict[str, Any]:
-    from toolkit.sharding.offload import OffloadSettings
-
     settings = OffloadSettings(executor="cpu_torch")
     found: dict[str, Any] = {}
 
@@ -247,60 +245,11 @@ def test_hybrid_on_one_host_is_refused() -> None:
         assert "dp_shard_size to 4" in text
 
 
-# By recipe
-
-
-def finetune_both(folder: str, model: str, data: str) -> dict[str, Any]:
-    from toolkit import Recipe, finetune
-
-    found = {}
-    exact = {"offload": "optimizer", "offload_executor": "cpu_torch"}
-    ways = {"none": {}, "optimizer": exact, "backward": exact}
-    for way, sharding in ways.items():
-        meet()
-        limit = None if way == "backward" else 0.5
-        values = recipe_values(
-            Path(model),
-            Path(data),
-            Path(folder) / way,
-            Path(folder) / "cache",
-            max_steps=6,
-            mixed_precision="bf16",
-            max_grad_norm=limit,
-            eval_every_steps=3,
-        )
-        values["data"]["validation_fraction"] = 0.2
-        found[way] = finetune(Recipe.from_mapping({**values, "sharding": sharding})).metrics
-    return found
-
-
-def test_a_recipe_with_offload_is_the_one_without(tmp_path: Path, text_file: Path) -> None:
-    model = save_llama(tmp_path / "model", make_texts(60), tied=True)
-    found = run_on_ranks(finetune_both, 2, str(tmp_path), str(model), str(text_file))[0]
-    told = ("split", "step", "loss", "grad_norm", "learning_rate")
-    plain, offload = (
-        [{key: record.get(key) for key in told} for record in found[way]] for way in ("none", "optimizer")
-    )
-    assert plain == offload
-    weights = [load_file(tmp_path / way / "export" / "model.safetensors") for way in ("none", "optimizer")]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert all(tensor.dtype == torch.float32 for tensor in weights[1].values())
-    assert "of host memory a rank" in (tmp_path / "optimizer" / "report.html").read_text()
-    # Without a limit the first step is the same; the units are stepped while backward still runs.
-    assert found["backward"][1]["loss"] == found["none"][1]["loss"]
-    assert found["backward"][-1]["loss"] < found["backward"][0]["loss"]
-
-
 # Errors
 
 
 def fail_at_step(how: str) -> str:
     """Rank 1's third unit step fails; what each rank says when its forward comes to wait for it."""
-    import torch.distributed as dist
-
-    from toolkit.sharding.offload import engine as engines
-
     case = Case()
     accelerator, model, optimizer = prepare(case, "optimizer")
     engine = accelerator.state.fsdp_plugin.engine
@@ -338,11 +287,6 @@ def test_a_failing_step_ends_all_ranks(how: str) -> None:
 
 def run_out_of_memory(how: str) -> str:
     """Rank 1 may not take the 400 MB that it needs."""
-    import psutil
-    import torch.distributed as dist
-
-    from toolkit.sharding.offload import host
-
     large = llama(vocab_size=100_000, hidden_size=256, num_hidden_layers=1)
     if dist.get_rank() == 1:
         if how == "limit":
@@ -374,11 +318,6 @@ def test_too_little_host_memory_is_told_on_all_ranks() -> None:
 
 def lose_weights() -> str:
     """A run whose weights cannot be read ends as `finetune` ends it; the error that comes through."""
-    from unittest.mock import patch
-
-    from accelerate.state import AcceleratorState
-
-    from toolkit.sharding.apply import apply
 
     def cannot(_: Any) -> None:
         raise OSError("no such weights")
@@ -401,8 +340,6 @@ def test_an_offload_that_never_began_can_be_ended() -> None:
 
 def drop_a_model() -> tuple[int, int, list[str]]:
     """Trains a step, and lets go of everything as a Trainer that is deleted does; the bytes held before and after."""
-    from toolkit.sharding.offload.host import held_bytes
-
     accelerator, model, optimizer = prepare(CASE, "optimizer")
     accelerator.backward(loss_of(model, CASE, 0, 0))
     optimizer.step()
@@ -425,63 +362,50 @@ def test_who_lets_go_of_the_model_gets_the_memory_back() -> None:
 
 def refused() -> dict[str, str]:
     """What cannot be had, and what is said."""
-    from accelerate import Accelerator
-
-    from toolkit.sharding import OffloadSettings, sharding_kwargs
-    from toolkit.sharding.plugin import reset_accelerate
-
     found = {}
 
-    def note(name: str, attempt: Any) -> None:
-        meet()
-        reset_accelerate()
-        try:
-            attempt()
-        except BadInputError as error:
-            found[name] = str(error)
+    def note(**attempts: Any) -> None:
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+            except BadInputError as error:
+                found[name] = str(error)
 
-    def prepared_with(optimizer: Any, precision: str = "bf16", **settings: Any) -> None:
-        accelerator = Accelerator(
-            mixed_precision=precision, **sharding_kwargs("zero3", offload=OffloadSettings(**settings))
+    def prepared_with(optimizer: Any, **settings: Any) -> None:
+        accelerator, model = (
+            accelerated("zero3", precision="bf16", offload=OffloadSettings(**settings)),
+            make_model(CASE),
         )
-        model = settings.pop("model", None) or make_model(Case())
         accelerator.prepare(model, optimizer(model.parameters()))
 
-    note("ddp", lambda: sharding_kwargs("ddp", offload="optimizer"))
-    note("ddp text", lambda: sharding_kwargs("ddp+offload"))
-    note("word", lambda: sharding_kwargs("zero3", offload="everything"))
-    note("contradiction", lambda: sharding_kwargs("zero3+offload", offload="none"))
-    note("optimizer", lambda: prepared_with(lambda p: torch.optim.Adagrad(p)))
-    note("dampening", lambda: prepared_with(lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.1)))
-    note("kernel", lambda: prepared_with(lambda p: torch.optim.Adam(p), executor="cpu_fused"))
-    note("executor", lambda: OffloadSettings(executor="gpu"))  # type: ignore[arg-type]
-    note("gib", lambda: OffloadSettings(device_state_gib=-1.0))
-
+    note(
+        ddp=lambda: sharding_kwargs("ddp", offload="optimizer"),
+        ddp_text=lambda: sharding_kwargs("ddp+offload"),
+        word=lambda: sharding_kwargs("zero3", offload="everything"),
+        contradiction=lambda: sharding_kwargs("zero3+offload", offload="none"),
+        optimizer=lambda: prepared_with(torch.optim.Adagrad),
+        dampening=lambda: prepared_with(lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.1)),
+        kernel=lambda: prepared_with(torch.optim.Adam, executor="cpu_fused"),
+        executor=lambda: OffloadSettings(executor="gpu"),  # type: ignore[arg-type]
+        gib=lambda: OffloadSettings(device_state_gib=-1.0),
+    )
     accelerator, model, optimizer = prepare(Case(), "optimizer")
     accelerator.backward(loss_of(model, Case(), 0, 0))
-    for name, attempt in {
-        "subset": lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0),
-        "norm": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1.0),
-        "value": lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
-        "closure": lambda: optimizer.step(lambda: 0.0),
-    }.items():
-        try:
-            attempt()
-        except BadInputError as error:
-            found[name] = str(error)
+    note(
+        subset=lambda: accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0),
+        norm=lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1.0),
+        value=lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+        closure=lambda: optimizer.step(lambda: 0.0),
+    )
     close(accelerator)
 
     twice = Case(max_norm=None)
     accelerator, model, _ = prepare(twice, OffloadSettings(during_backward=True))
     accelerator.backward(loss_of(model, twice, 0, 0))
-    try:
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    except BadInputError as error:
-        found["limit"] = str(error)
-    try:
-        accelerator.backward(loss_of(model, twice, 0, 1))
-    except BadInputError as error:
-        found["twice"] = str(error)
+    note(
+        limit=lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        twice=lambda: accelerator.backward(loss_of(model, twice, 0, 1)),
+    )
     close(accelerator)
     return found
 
@@ -490,7 +414,7 @@ def test_what_cannot_be_had_is_told_with_the_way_out() -> None:
     found = run_on_ranks(refused, 1)[0]
     expected = {
         "ddp": "zero3+offload",
-        "ddp text": "zero3+offload",
+        "ddp_text": "zero3+offload",
         "word": "none, optimizer",
         "contradiction": "sharding.strategy ends with +offload",
         "optimizer": "torch.optim.AdamW, torch.optim.Adam and torch.optim.SGD",

@@ -21,9 +21,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.backend import close
 from support.offload_loops import Case, learning_rate, loss_of, prepare, train
 from support.ranks import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from toolkit.sharding import OffloadSettings
+from toolkit.sharding.blocks.by_block import ByBlock
 
 RANKS = 4
 
@@ -97,12 +101,8 @@ def noted(is_late: bool) -> Iterator[list[Call]]:
 
 def calls_of(run: Run, slow: int) -> list[Call]:
     """What this rank calls in a run; `slow` is late at each."""
-    from toolkit.sharding import OffloadSettings
-    from toolkit.sharding.blocks.by_block import ByBlock
-
-    settings: dict[str, Any] = {"shard_size": 2} if run.case.strategy == "hybrid" else {}
     offload: Any = "none" if run.executor is None else OffloadSettings(run.executor)  # type: ignore[arg-type]
-    accelerator, model, optimizer = prepare(run.case, offload, **settings)
+    accelerator, model, optimizer = prepare(run.case, offload)
     with noted(dist.get_rank() == slow) as calls:
         if not run.by_block:
             train(run.case, accelerator, model, optimizer, range(2))
@@ -117,9 +117,7 @@ def calls_of(run: Run, slow: int) -> list[Call]:
                 accelerator.clip_grad_norm_(model.parameters(), 0.8)
                 optimizer.step()
                 optimizer.zero_grad()
-        if accelerator.state.fsdp_plugin is not None and run.executor is not None:
-            accelerator.state.fsdp_plugin.close()
-    accelerator.end_training()
+        close(accelerator)
     return calls
 
 

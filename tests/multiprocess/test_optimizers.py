@@ -12,8 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import tiny
-from support.ranks import meet, run_on_ranks
+from support.backend import accelerated
+from support.cuts import cut_in_step
+from support.ranks import run_on_ranks
+from support.runs import finetuned
 from support.tiny import recipe_values, save_llama
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from toolkit.optim.build import build_optimizer
+from toolkit.recipe.schema import OptimizerSection
 
 STEPS = 6
 ROWS = 8
@@ -66,24 +73,13 @@ def plain_run(given: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def sharded_runs() -> dict[Any, Any]:
-    from accelerate import Accelerator
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    from toolkit import sharding_kwargs
-    from toolkit.optim.build import build_optimizer
-    from toolkit.recipe.schema import OptimizerSection
-    from toolkit.sharding.plugin import reset_accelerate
-
     section = OptimizerSection(
         kind="muon", learning_rate=LEARNING_RATE, weight_decay=DECAY, beta1=0.8, beta2=0.9, eps=EPS, momentum=MOMENTUM
     )
     found: dict[Any, Any] = {}
     ways = [("zero3", True), ("zero3", False), ("zero1", False), ("ddp", False)]
     for strategy, given in ways[: 4 if os.environ["WORLD_SIZE"] == "2" else 2]:  # one rank shards nothing
-        meet()
-        reset_accelerate()
-        accelerator = Accelerator(**sharding_kwargs(strategy))
-        model: Any = llama()
+        accelerator, model = accelerated(strategy), llama()
         optimizer = build_optimizer(model, section)
         model, optimizer = accelerator.prepare(model, optimizer)
         named = dict(accelerator.unwrap_model(model).named_parameters())
@@ -126,38 +122,20 @@ def test_muon_of_sharded_matrices_is_that_of_whole_ones(num_ranks: int, plain: d
             assert difference < (1e-6 if given else 1e-5), (strategy, name, difference)
 
 
-class CutError(Exception):
-    """Power is gone."""
-
-
 def resumed_runs(folder: Path, data: Path) -> dict[str, Any]:
     """Whole runs, and runs cut after step 5 that go on from the checkpoint of step 4."""
-    import toolkit.training.trainer
-    from toolkit import Recipe, finetune
-
     torch.compiler.set_stance("force_eager")  # torchao compiles its step, for half a minute
     found: dict[str, Any] = {}
-    train_step = toolkit.training.trainer.Trainer.train_step
-
-    def dies(trainer: Any, window: Any) -> Any:
-        if trainer.global_step == 5:
-            raise CutError
-        return train_step(trainer, window)
-
     for kind in ("adamw", "muon", *QUANTISED):
-        for name, last in (("whole", None), ("cut", CutError)):
+        for name in ("whole", "cut"):
             values = recipe_values(folder / "model", data, folder / f"{kind}-{name}", folder / "cache", max_steps=7)
             values["optimizer"] |= {"kind": kind}
             values["checkpoint"] = {"every_steps": 4} if name == "cut" else {}
             values["export"] = {"enabled": False}
-            if last is not None:
-                toolkit.training.trainer.Trainer.train_step = dies
-                meet()
-                with pytest.raises(CutError):
-                    finetune(Recipe.from_mapping(values))
-                toolkit.training.trainer.Trainer.train_step = train_step
-            meet()
-            found[kind, name] = [record["loss"] for record in finetune(Recipe.from_mapping(values)).metrics]
+            if name == "cut":
+                with cut_in_step(6):
+                    finetuned(values)
+            found[kind, name] = [record["loss"] for record in finetuned(values).metrics]
     return found
 
 
@@ -181,28 +159,3 @@ def test_few_bits_follow_adamw_and_go_on_within_their_precision(losses: dict[Any
     assert losses[kind, "cut"][:4] == losses[kind, "whole"][:4]
     # On as many ranks moments have the same codes; a scale may be rounded once more.
     assert losses[kind, "cut"] == pytest.approx(losses[kind, "whole"], rel=1e-5)
-
-
-def test_adamw_is_fused_under_every_strategy() -> None:
-    for fused in run_on_ranks(fused_everywhere, 2):
-        assert fused == {strategy: [True, True] for strategy in ("ddp", "zero1", "zero2", "zero3")}
-
-
-def fused_everywhere() -> dict[str, list[bool]]:
-    from accelerate import Accelerator
-
-    from toolkit import sharding_kwargs
-    from toolkit.optim.build import build_optimizer
-    from toolkit.recipe.schema import OptimizerSection
-    from toolkit.sharding.plugin import reset_accelerate
-
-    found = {}
-    for strategy in ("ddp", "zero1", "zero2", "zero3"):
-        meet()
-        reset_accelerate()
-        accelerator = Accelerator(**sharding_kwargs(strategy))
-        model: Any = llama()
-        _, optimizer = accelerator.prepare(model, build_optimizer(model, OptimizerSection(learning_rate=1e-3)))
-        found[strategy] = [group["fused"] for group in optimizer.param_groups]
-    assert os.environ["WORLD_SIZE"] == "2"
-    return found

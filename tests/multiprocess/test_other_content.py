@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
 
@@ -31,12 +32,10 @@ def values_of(folder: Path, kind: str, steps: int) -> dict[str, Any]:
 
 def outcome(values: dict[str, Any]) -> tuple[str, int]:
     """What was told, and the exit code; or the number of records and 0."""
-    from toolkit import Recipe, finetune
     from toolkit.errors import ToolkitError
 
-    meet()
     try:
-        return f"{len(finetune(Recipe.from_mapping(values)).metrics)} records", 0
+        return f"{len(finetuned(values).metrics)} records", 0
     except ToolkitError as error:
         return str(error), error.exit_code
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.plain_rows import plain_rows
 from support.ranks import meet, run_on_ranks
+from support.runs import losses_of, records_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -165,9 +166,9 @@ def plain(folder: Path, name: str) -> tuple[list[list[float]], list[float]]:
 
 
 def curve(run: Path) -> tuple[list[list[float]], list[float]]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run)
     steps = [[record["loss"], record["grad_norm"]] for record in records if record["split"] == "train"]
-    return steps, [record["loss"] for record in records if record["split"] == "eval"]
+    return steps, losses_of(records, "eval")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,8 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import meet, run_on_ranks
+from support.backend import accelerated
+from support.ranks import run_on_ranks
 from torch import nn
+
+from toolkit.errors import ToolkitError
+from toolkit.sharding import OffloadSettings
+from toolkit.sharding.blocks.by_block import ByBlock
 
 WINDOWS = 5
 NUM_PARAMETERS = 15
@@ -163,17 +168,9 @@ def whole(value: Any) -> torch.Tensor:
 
 
 def accelerator_of(strategy: str) -> Any:
-    from accelerate import Accelerator
-
-    from toolkit.sharding import OffloadSettings, sharding_kwargs
-    from toolkit.sharding.plugin import reset_accelerate
-
-    reset_accelerate()
     word, _, offload = strategy.partition("+")
     settings = OffloadSettings(executor="cpu_torch") if offload else None
-    replicas = 2 if word == "hybrid" else None
-    units = ["Block", "Embedding"]
-    return Accelerator(**sharding_kwargs(word, unit_classes=units, offload=settings, replicate_size=replicas))
+    return accelerated(word, unit_classes=["Block", "Embedding"], offload=settings)
 
 
 def drawn(seed: int, is_offloaded: bool) -> Program:
@@ -223,7 +220,6 @@ def differences(strategies: list[str], seeds: range) -> dict[str, str]:
             is_offloaded = "offload" in strategy
             program = drawn(seed, is_offloaded)
             num_optimizers = 1 if is_offloaded else (1, 1, 2, NUM_PARAMETERS)[seed % 4]
-            meet()
             loops = [Loop(word, num_optimizers) for word in (None, strategy)]
             for number, (name, arguments) in enumerate(program):
                 for loop in loops:
@@ -253,7 +249,6 @@ def test_a_loop_drawn_at_random_trains_as_torchs_own(num_ranks: int, strategies:
 
 def refusals() -> dict[str, str]:
     """Returns the errors of loops that cannot be right: with offload, and of what hand-written ones leave behind."""
-    from toolkit.errors import ToolkitError
 
     def add(loop: Loop) -> None:
         group = loop.raw_optimizers()[0].param_groups
@@ -286,7 +281,6 @@ def refusals() -> dict[str, str]:
         "kept, zero2": keep,
     }
     for name, change in changes.items():
-        meet()
         name, _, strategy = name.partition(", ")
         loop = Loop(strategy or "zero3+offload")
         loop.train(0, 3, True)
@@ -314,8 +308,6 @@ def test_loops_that_cannot_be_right_are_refused() -> None:
 
 def objects() -> list[Any]:
     """Whether an accelerator is pickled, what a failed window by block leaves, and whether an engine is freed."""
-    from toolkit.sharding.blocks.by_block import ByBlock
-
     assert type(pickle.loads(pickle.dumps(accelerator_of("zero3"))).prepare(3)) is int  # and held by nothing else
     loop, plain = Loop("zero3"), Loop(None)
     by_block = ByBlock(loop.model, loop.accelerator.state.fsdp_plugin.unit_plan)

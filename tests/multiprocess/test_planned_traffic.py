@@ -9,7 +9,8 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import meet, run_on_ranks
+from support.backend import accelerated
+from support.ranks import run_on_ranks
 from support.tiny import llama
 from support.traffic import Traffic
 from torch import nn
@@ -54,19 +55,9 @@ def kind_of(strategy: str) -> Strategy:
 
 def measure(strategy: str, accumulation: int, tied: bool, trained: str, precision: str, tensor: int = 1) -> Any:
     """Bytes and calls of the second optimizer step; bytes of sends, and of torch's own collectives."""
-    from accelerate import Accelerator
-
-    from toolkit import sharding_kwargs
-    from toolkit.sharding.launched import accumulation_plugin
-    from toolkit.sharding.plugin import reset_accelerate
-
-    meet()
-    reset_accelerate()
-    sizes = {"hybrid": {"shard_size": 2}, "zero3 in nodes": {"reshard_after_forward": 2}}.get(strategy, {})
-    accelerator = Accelerator(
-        mixed_precision=precision,
-        gradient_accumulation_plugin=accumulation_plugin(accumulation),
-        **sharding_kwargs(strategy.partition(" ")[0], **sizes, tensor=tensor),
+    node = 2 if strategy.endswith("in nodes") else None
+    accelerator = accelerated(
+        strategy.partition(" ")[0], accumulation, precision, reshard_after_forward=node, tensor=tensor
     )
     model = make_model(tied, trained)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.backend import accelerated, close
 from support.fsdp2_trace import trace
 from support.planning_models import workload
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
 
 from toolkit.planning.memory.fake import Ledger
 from toolkit.planning.memory.probe import Prober
@@ -24,7 +25,7 @@ from toolkit.planning.memory.replay import Memory, replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.workload.unit_shapes import unit_shapes
 from toolkit.planning.workload.workload import Workload
-from toolkit.sharding.blocks.checkpointing import Checkpointing
+from toolkit.sharding import Checkpointing, OffloadSettings
 from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
@@ -85,26 +86,9 @@ CASES = [*TRACED, *WHOLE, *OFFLOADED, *HEAD_LOSS]
 
 
 def prepared(case: Case, work: Workload) -> tuple[Any, Any, Any]:
-    from accelerate import Accelerator
-
-    from toolkit.sharding import OffloadSettings, sharding_kwargs
-    from toolkit.sharding.launched import accumulation_plugin
-    from toolkit.sharding.plugin import reset_accelerate
-
-    meet()
-    reset_accelerate()
     offload = OffloadSettings(executor="cpu_torch", device_state_gib=case.device_state_gib) if case.offload else None
-    accelerator = Accelerator(
-        mixed_precision=case.precision,
-        gradient_accumulation_plugin=accumulation_plugin(case.accumulation),
-        **sharding_kwargs(
-            case.strategy,
-            offload=offload,
-            checkpointing=case.checkpointed,
-            experts=case.experts,
-            tensor=case.tensor,
-        ),
-    )
+    settings = {"checkpointing": case.checkpointed, "experts": case.experts, "tensor": case.tensor}
+    accelerator = accelerated(case.strategy, case.accumulation, case.precision, offload=offload, **settings)
     optimizer = torch.optim.AdamW(work.model.parameters(), lr=1e-3, fused=True)
     return accelerator, *accelerator.prepare(work.model, optimizer)
 
@@ -143,7 +127,7 @@ def measure(case: Case) -> int:
         window()
         optimizer.step()
     found = min(measured_step() for _ in range(STEPS))
-    _close(accelerator)
+    close(accelerator)
     return found
 
 
@@ -162,13 +146,6 @@ def _flush(accelerator: Any) -> None:
     engine = getattr(accelerator.state.fsdp_plugin, "engine", None)
     if engine is not None:
         engine.flush()
-
-
-def _close(accelerator: Any) -> None:
-    plugin = accelerator.state.fsdp_plugin
-    if plugin is not None:
-        plugin.close()
-    accelerator.end_training()
 
 
 def measure_all(cases: list[Case]) -> list[int]:

@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from support.backend import accelerated, close
 from support.bf16_models import loaded, output_types, save_tiny
 from support.offload_loops import slow_down
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
-from toolkit.sharding import Checkpointing, OffloadSettings, apply, sharding_kwargs
+from toolkit.sharding import Checkpointing, OffloadSettings, apply
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.fsdp import autograd_sums_gradients
 from toolkit.sharding.fsdp2.precision import types_of_authors
 from toolkit.sharding.fsdp2.shards import whole_tensor
 from toolkit.sharding.plan.strategy import STRATEGIES
 from toolkit.sharding.plan.units import plan_units
-from toolkit.sharding.plugin import reset_accelerate
 
 KINDS = ["ernie4_5_moe", "minimax", "openai-gpt", "inkling2_text"]
 MORE = ["deepseek_v4", "hy_v4", "inkling_text", "olmo_hybrid", "flint", "beam", "bailing_hybrid", "nemotron_h"]
@@ -70,14 +69,7 @@ def plain(folder: str, batches: list[torch.Tensor]) -> dict[str, Any]:
 def sharded(folder: str, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the backend finds, and what a plain loop does."""
     _, strategy, accumulation, checkpointed, accumulate = case
-    meet()
-    reset_accelerate()
-    plugins = sharding_kwargs(
-        strategy,
-        checkpointing=Checkpointing(1) if checkpointed else None,
-        **({"replicate_size": 2, "shard_size": 2} if strategy == "hybrid" else {}),
-    )
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=accumulation, **plugins)
+    accelerator = accelerated(strategy, accumulation, "bf16", checkpointing=Checkpointing(1) if checkpointed else None)
     size, rank = accelerator.num_processes, accelerator.process_index
     batches = rows(size * accumulation)
     wanted = plain(folder, batches)
@@ -86,7 +78,7 @@ def sharded(folder: str, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     types = output_types(model)
     own = batches[rank::size]
     if accumulate == "by_block":
-        runner = ByBlock(model, plugins["fsdp_plugin"].unit_plan)
+        runner = ByBlock(model, accelerator.state.fsdp_plugin.unit_plan)
         runner.run([lambda ids=ids: loss_of(model, ids) / accumulation for ids in own])
     else:
         for ids in own:
@@ -110,7 +102,7 @@ def all_sharded(cases: list[tuple[str, Case]]) -> list[Any]:
 
 def refused(folder: str) -> str:
     apply.autograd_sums_gradients = lambda: True  # as with torch 2.15; in a process of its own
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", **sharding_kwargs("zero3", offload="optimizer"))
+    accelerator = accelerated("zero3", precision="bf16", offload="optimizer")
     model = loaded(folder, torch.float32)
     with pytest.raises(BadInputError) as told:
         accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
@@ -127,10 +119,7 @@ def test_offload_refuses_by_name_what_stays_in_float32_with_torch_2_15(tmp_path:
 
 def trained(folder: str, strategy: str, accumulation: int, offload: OffloadSettings | None) -> tuple[Any, ...]:
     """Losses and norms of three steps, the weights then, and the types of the shards that are trained."""
-    meet()
-    reset_accelerate()
-    plugins = sharding_kwargs(strategy, offload=offload)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=accumulation, **plugins)
+    accelerator = accelerated(strategy, accumulation, "bf16", offload=offload)
     model = loaded(folder, torch.float32)
     for name, parameter in model.named_parameters():
         # No forward uses it. Clipping without offload counts it with a norm of zero, which moves the sum's last bit.
@@ -151,7 +140,7 @@ def trained(folder: str, strategy: str, accumulation: int, offload: OffloadSetti
         told.append(float(loss.detach()))
     weights = {name: whole_tensor(value).clone() for name, value in model.state_dict().items()}
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    plugins["fsdp_plugin"].close()
+    close(accelerator)
     return told, weights, kinds
 
 

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from support.four_bits import matrix_of, read_by_hand
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned, losses_of, outcome
 from support.tiny import recipe_values, save_llama, unfinish
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -107,11 +108,8 @@ def run_name(case: str, strategy: str, accumulation: int, ranks: int) -> str:
 
 
 def runs(folder: Path, ranks: int) -> dict[str, Any]:
-    from toolkit import Recipe, finetune
-
     found = {}
     for case, strategy, accumulation, sharding in RUNS[ranks]:
-        meet()
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if strategy == "hybrid" else "1"
         name = run_name(case, strategy, accumulation, ranks)
         groups = ranks // sharding.get("sequence", 1)
@@ -119,8 +117,8 @@ def runs(folder: Path, ranks: int) -> dict[str, Any]:
         values = recipe(folder, name, CASES[case][0], **size, gradient_accumulation_steps=accumulation)
         values["sharding"] = {"strategy": strategy, **sharding}
         values["export"] = {"verify": ranks == 1}
-        result = finetune(Recipe.from_mapping(values))
-        found[name] = ([r["loss"] for r in result.metrics if r["split"] == "train"], result.logits_difference)
+        result = finetuned(values)
+        found[name] = (losses_of(result.metrics), result.logits_difference)
     return found
 
 
@@ -147,24 +145,16 @@ def test_the_run_is_that_of_peft_on_bitsandbytes(ranks: int, folder: Path, plain
 
 def other_runs(folder: Path) -> dict[str, Any]:
     """On two ranks: a model saved in nf4, a merge, a run that was cut off, and one whose base has changed since."""
-    from toolkit import Recipe, finetune
-    from toolkit.errors import ToolkitError
-
     found: dict[str, Any] = {}
     size = {"micro_batch_size": 6, "max_steps": 4}
     double = NF4 | {"double_quantization": True}
 
     def run(name: str, adapter: dict[str, Any], base: str = "model", **sections: Any) -> None:
-        meet()
         values = recipe(folder, name, adapter, **size | sections.pop("training", {}))
         values["model"]["name_or_path"] = str(folder / base)
         values["sharding"] = {"strategy": "zero3"}
-        try:
-            result = finetune(Recipe.from_mapping(values | sections))
-            losses = [record["loss"] for record in result.metrics if record["split"] == "train"]
-            found[name] = (losses, result.logits_difference)
-        except ToolkitError as error:
-            found[f"{name} refused"] = (str(error), error.exit_code)
+        result = outcome(values | sections)
+        found[name] = result if type(result) is tuple else (losses_of(result.metrics), result.logits_difference)
 
     saving = {"every_steps": 2, "asynchronous": False}
     run("whole", double)
@@ -210,7 +200,7 @@ def test_a_run_that_was_cut_off_goes_on_exactly(others: dict[str, Any], folder: 
 
 
 def test_another_base_is_refused(others: dict[str, Any], folder: Path) -> None:
-    text, exit_code = others["again refused"]
+    text, exit_code = others["again"]
     assert exit_code == 2
     assert "the adapters were trained on other weights" in text
     from toolkit.errors import BadInputError

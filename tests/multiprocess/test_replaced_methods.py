@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from support.ranks import meet, run_on_ranks
+from support.backend import accelerated
+from support.offload_loops import KeptNorms
+from support.ranks import run_on_ranks
 from support.tiny import llama
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import LlamaForCausalLM
 
-from toolkit.sharding import sharding_kwargs
 from toolkit.sharding.fsdp2.fsdp import fsdp_groups
 from toolkit.sharding.fsdp2.fsdp_replaced import REPLACED
-from toolkit.sharding.plugin import reset_accelerate
-
-
-class KeptNorms(LlamaForCausalLM):
-    """Its authors keep the norms of its blocks in float32."""
-
-    _keep_in_fp32_modules_strict: ClassVar = {"input_layernorm"}
 
 
 def replaced(model: Any) -> dict[str, set[str]]:
@@ -37,15 +31,11 @@ def replaced(model: Any) -> dict[str, set[str]]:
 
 def replaced_by_features() -> list[dict[str, set[str]]]:
     """Of models with offload, and with parameters in float32."""
-    from accelerate import Accelerator
-
     found = []
     for strategy, kind in (("zero3+offload", LlamaForCausalLM), ("zero3", KeptNorms)):
         model: Any = llama()
         model.__class__ = kind
-        meet()
-        reset_accelerate()
-        accelerator = Accelerator(cpu=True, mixed_precision="bf16", **sharding_kwargs(strategy))
+        accelerator = accelerated(strategy, precision="bf16")
         found.append(replaced(accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0]))
     return found
 

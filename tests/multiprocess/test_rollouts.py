@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.four_bits import as_dequantised
 from support.peft_by_hand import adapted
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from transformers import (
@@ -197,14 +198,12 @@ def plain_run(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 def runs(folder: Path, tensor: int = 1) -> dict[str, Any]:
     """The metrics of each case, on ranks that cut matrices in groups of `tensor`, if they can."""
-    from toolkit import Recipe, finetune
 
     ranks = int(os.environ["WORLD_SIZE"])
     found: dict[str, Any] = {}
     for number, (name, case) in enumerate(CASES.items()):
         if tensor > 1 and not is_cut(case):
             continue
-        meet()
         output = folder / f"run-{number}-{ranks}-{tensor}"
         values = recipe_values(folder / "model", folder / "prompts.jsonl", output, folder / f"cache-{ranks}")
         rewards: list[dict[str, Any]] = [{"name": "share", "compare": f"{folder / 'scores.py'}:share"}]
@@ -225,7 +224,7 @@ def runs(folder: Path, tensor: int = 1) -> dict[str, Any]:
         values["export"] = {"merge": "adapter" in case}
         values["training"] |= {"max_steps": STEPS, "seed": SEED, "micro_batch_size": 2}
         values["training"]["gradient_accumulation_steps"] = PER_STEP // 2 // (ranks // tensor)
-        found[name] = finetune(Recipe.from_mapping(values)).metrics
+        found[name] = finetuned(values).metrics
     return found
 
 

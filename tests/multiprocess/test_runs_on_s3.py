@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,10 +12,11 @@ from typing import Any
 
 import boto3
 import pytest
-import torch
 import torch.distributed as dist
 from moto.server import ThreadedMotoServer
+from support.cuts import cut_in_step
 from support.ranks import meet, run_on_ranks
+from support.runs import finetuned
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from typer.testing import CliRunner
@@ -26,19 +25,10 @@ from toolkit.checkpoint import store as stores
 from toolkit.checkpoint.manifest import list_checkpoints
 from toolkit.checkpoint.store import StorePath
 from toolkit.cli.app import app
-from toolkit.data import build
-from toolkit.data.rows.remote import local_copies
-from toolkit.data.tokens.tokenizer import _train_byte_pairs
-from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection
 
 STORE = StorePath("s3://bucket/runs/first")
 CUT_AT = 6  # the step in which the run dies; saved after 2 and 4
 TOLD = ("split", "step", "samples", "tokens", "loss", "grad_norm", "learning_rate")
-
-
-class CutError(Exception):
-    """Power is gone."""
 
 
 @pytest.fixture(scope="module")
@@ -62,31 +52,13 @@ def s3() -> Iterator[dict[str, str]]:
 
 def train(folder: str, output: str, cut: bool = False, **checkpoint: Any) -> tuple[list[dict[str, Any]], str]:
     """The run's records, and what it told."""
-    from toolkit import Recipe, finetune
-    from toolkit.objectives.causal_lm import CausalLM
-
-    meet()
-    home, calls, loss_sum = Path(folder), itertools.count(1), CausalLM.loss_sum
-    own = home / output
+    home, own, records = Path(folder), Path(folder, output), list[dict[str, Any]]()
     recipe = recipe_values(home / "model", home / "texts.jsonl", own, home / "cache", max_steps=7, micro_batch_size=2)
     recipe["checkpoint"] = {"every_steps": 2, "keep_last": 2, **checkpoint}
     recipe["export"] = {"enabled": False}
 
-    def dying(self: Any, model: Any, batch: Any) -> torch.Tensor:
-        is_planned = type(batch["input_ids"]) is not torch.Tensor  # the plan before the run, without values
-        if torch.is_grad_enabled() and not is_planned and next(calls) == CUT_AT:
-            raise CutError
-        return loss_sum(self, model, batch)
-
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
-        try:
-            CausalLM.loss_sum = dying if cut else loss_sum  # type: ignore[method-assign]
-            records = finetune(Recipe.from_mapping(recipe)).metrics
-        except CutError:
-            records = []
-        finally:
-            CausalLM.loss_sum = loss_sum  # type: ignore[method-assign]
+    with contextlib.redirect_stderr(io.StringIO()) as told, cut_in_step(CUT_AT) if cut else contextlib.nullcontext():
+        records = finetuned(recipe).metrics
     return [{key: record.get(key) for key in TOLD} for record in records], told.getvalue()
 
 
@@ -160,29 +132,3 @@ def test_large_files_are_copied_in_parts(s3: dict[str, str], tmp_path: Path, mon
     place.put(tmp_path / "a")
     place.get(tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
-
-
-def test_rows_in_s3_are_those_of_files(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    texts = make_texts(20)
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    (tmp_path / "rows.jsonl").write_text("".join(lines))
-    client = boto3.client("s3")
-    client.put_object(Bucket="bucket", Key="rows/1.jsonl", Body="".join(lines[:7]).encode())
-    client.put_object(Bucket="bucket", Key="rows/2.jsonl", Body="".join(lines[7:]).encode())
-    tokens = _train_byte_pairs(iter(texts), 320)
-
-    def samples(path: str) -> list[list[int]]:
-        local_copies.cache_clear()  # as in another process
-        data = DataSection.model_validate({"train": path, "max_length": 32, "cache_dir": str(tmp_path / "cache")})
-        made = build.build(data, tokens, 0)
-        found: list[list[int]] = made.train.batch(range(len(made.train)))["input_ids"].tolist()
-        return found
-
-    expected = samples(str(tmp_path / "rows.jsonl"))
-    assert samples("s3://bucket/rows/*.jsonl") == expected
-    (tmp_path / "rows.jsonl").write_text("".join(lines[:-1]))
-    client.put_object(Bucket="bucket", Key="rows/2.jsonl", Body="".join(lines[7:-1]).encode())
-    assert samples("s3://bucket/rows/*.jsonl") == samples(str(tmp_path / "rows.jsonl")) != expected
-    with pytest.raises(DataError, match=r"data\.train: .*s3://bucket/rows/3\.jsonl"):
-        samples("s3://bucket/rows/3.jsonl")

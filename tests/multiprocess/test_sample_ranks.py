@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from support.launches import clean_environment
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned
 from support.tiny import recipe_values
 from support.unsure import save_unsure
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-import toolkit
 from toolkit import ranks
 from toolkit.generation.sampling.sample_options import SampleOptions
 from toolkit.generation.sampling.sampling import sample
@@ -43,13 +43,12 @@ def on_two_ranks(folder: Path) -> dict[str, int]:
     sample(options(folder, "judged-two", reward=str(folder / "judge")))
     steps = {}
     for name, objective in OBJECTIVES.items():
-        meet()
         rows = folder / f"two/{name}.jsonl"
         values = recipe_values(folder / "model", rows, folder / f"runs/{name}", folder / "cache", max_steps=1)
         values["data"] |= {"max_length": 128}
         values["training"] |= {"micro_batch_size": 1}
         values["objective"] = {**values.get("objective", {}), **objective}
-        steps[name] = toolkit.finetune(toolkit.Recipe.from_mapping(values)).metrics[-1]["step"]
+        steps[name] = finetuned(values).metrics[-1]["step"]
     return steps
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.plain_loop import in_turn, plain_loop
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned
 from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, recipe_values
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, T5Config
@@ -82,12 +83,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def runs(folder: Path, names: list[str]) -> dict[str, Any]:
-    from toolkit import Recipe, finetune
-
     ranks, found = int(os.environ["WORLD_SIZE"]), {}
     sys.path.insert(0, str(folder))
     for name in names:
-        meet()
         kind, sections = CASES[name]
         values = recipe_values(folder / kind, folder / "train.jsonl", folder / f"{name}-{ranks}", folder / f"c-{ranks}")
         values["data"] |= {
@@ -111,7 +109,7 @@ def runs(folder: Path, names: list[str]) -> dict[str, Any]:
         if name in ANSWERED:
             values["answers"] = {"file": str(folder / "asked.jsonl"), "compare": "scores_of_seq2seq:digest"}
             values["answers"] |= {"max_new_tokens": ANSWER_TOKENS, "batch_size": 2}
-        result = finetune(Recipe.from_mapping({**values, "sharding": {"strategy": "zero3"}, **sections}))
+        result = finetuned({**values, "sharding": {"strategy": "zero3"}, **sections})
         written = None
         if name == kind:
             written = json.loads((folder / f"{name}-{ranks}/samples.json").read_text())[0]["after"]

@@ -16,6 +16,7 @@ from support.ledger import Ledger
 from support.packed_rows import Documents, packed
 from support.plain_samples import run_on_samples
 from support.ranks import meet, run_on_ranks
+from support.runs import losses_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, with_sections
 from support.traffic import Traffic
@@ -250,7 +251,7 @@ def require_plain(found: dict[str, Any], plain: dict[str, Any]) -> None:
         steps = [record for record in records if record["split"] == "train"]
         assert [record["loss"] for record in steps] == pytest.approx(plain["loss"], rel=loss), name
         assert [record["grad_norm"] for record in steps] == pytest.approx(plain["norm"], rel=norm), name
-        evaluated = [record["loss"] for record in records if record["split"] == "eval"]
+        evaluated = losses_of(records, "eval")
         assert evaluated == pytest.approx(plain["eval"], rel=loss), name
         assert (steps[-1]["tokens"], steps[-1]["samples"]) == (plain["tokens"], 4 * STEPS), name
 

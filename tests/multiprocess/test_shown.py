@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import meet, run_on_ranks
+from support.cuts import cut_in_step
+from support.ranks import run_on_ranks
+from support.runs import finetuned, records_of
 from support.texts import make_texts
-from support.tiny import recipe_values, save_llama
+from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
+from toolkit.errors import StoppedError
+from toolkit.pages.run_page import render_report
+from toolkit.run.shown import live_report as live
 
 SAMPLED: dict[str, dict[str, Any]] = {
     "zero3": {"sharding": {"strategy": "zero3"}},
@@ -33,52 +38,32 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 def runs(folder: Path) -> dict[str, Any]:
-    from toolkit import Recipe, finetune
-    from toolkit.errors import StoppedError
-    from toolkit.pages.run_page import render_report
-    from toolkit.run.shown import live_report as live
-    from toolkit.training.trainer import Trainer
-
     live.FIRST_SECONDS, live.EVERY_SECONDS, live.COST_SHARE = 0.0, 1e-9, 1e9
     pages: list[str] = []
     found: dict[str, Any] = {"pages": pages}
-    fails_at = 2
-    write_report, train_step = live.write_report, Trainer.train_step
+    write_report = live.write_report
 
     def writing(path: Path, summary: Any) -> None:
         pages.append(render_report(summary))
         write_report(path, summary)
 
-    def failing(self: Any, window: Any) -> Any:
-        if self.global_step == fails_at:
-            raise ValueError("<the disk> is on fire")
-        return train_step(self, window)
-
     live.write_report = writing
 
-    def run(name: str, error: type[Exception] | None = None, **sections: Any) -> None:
-        meet()
+    def run(name: str, **sections: Any) -> None:
         values = recipe_values(folder / "model", folder / "texts.jsonl", folder / name, folder / "cache", max_steps=4)
         values["data"] |= {"validation": str(folder / "texts.jsonl"), "max_validation_samples": 8}
         values["export"] = {"enabled": False}
-        for section, fields in sections.items():
-            values[section] = {**values.get(section, {}), **fields}
-        recipe = Recipe.from_mapping(values)
-        if error is None:
-            result = finetune(recipe)
-            found[f"losses-{name}"] = [record["loss"] for record in result.metrics]
-        else:
-            with pytest.raises(error):
-                finetune(recipe)
+        result = finetuned(with_sections(values, sections))
+        found[f"losses-{name}"] = [record["loss"] for record in result.metrics]
 
     run("whole")
     found["num_pages"] = len(pages)
-    run("stopped", StoppedError, checkpoint={"time_limit_minutes": 1e-4})
+    with pytest.raises(StoppedError):
+        run("stopped", checkpoint={"time_limit_minutes": 1e-4})
     found["report-stopped"] = (folder / "stopped/report.html").read_text()
     live.EVERY_SECONDS, live.COST_SHARE = 1e9, 0.01
-    Trainer.train_step = failing  # type: ignore[method-assign]
-    run("failed", ValueError)
-    Trainer.train_step = train_step  # type: ignore[method-assign]
+    with cut_in_step(3, ValueError("<the disk> is on fire")):
+        run("failed")
     found["report-failed"] = (folder / "failed/report.html").read_text()
     run("failed")  # the same command, from its beginning
     evaluated = {"max_steps": 9, "eval_every_steps": 2}
@@ -96,14 +81,12 @@ def runs(folder: Path) -> dict[str, Any]:
         run(f"unsampled-{kind}", **sections)
         saves = {"checkpoint": {"every_steps": 1, "keep_last": 9}} if kind == "zero3" else {}
         run(f"sampled-{kind}", **sections, **saves, logging={"held_out_samples": 2}, export={"enabled": True})
-    fails_at = 3
     for name in ("sampled-again", "sampled-torn"):
         sections = {**SAMPLED["zero3"], "optimizer": {"learning_rate": 0.03}, "data": asked}
         sections |= {"training": {"eval_every_steps": 1}, "logging": {"held_out_samples": 2}}
         sections |= {"checkpoint": {"every_steps": 2, "keep_last": 9}}
-        Trainer.train_step = failing  # type: ignore[method-assign]
-        run(name, ValueError, **sections)
-        Trainer.train_step = train_step  # type: ignore[method-assign]
+        with cut_in_step(4):
+            run(name, **sections)
         if name == "sampled-torn" and os.environ["RANK"] == "0":
             (folder / name / "samples.json").write_text("[{")
         run(name, **sections)
@@ -159,7 +142,7 @@ def test_a_run_that_ended_before_its_time_says_so(found: dict[str, Any], folder:
 
 def test_a_run_whose_held_out_loss_falls_no_more_ends_well_and_early(found: dict[str, Any], folder: Path) -> None:
     """At a learning rate of nothing it never falls: the evaluations at steps 2 and 4 are two without a lower one."""
-    records = [json.loads(line) for line in (folder / "patient/metrics.jsonl").read_text().splitlines()]
+    records = records_of(folder / "patient")
     assert [record["step"] for record in records if record["split"] == "eval"] == [0, 2, 4]
     assert max(record["step"] for record in records) == 4
     assert found["losses-patient"] == found["losses-impatient"], "and until then it is the same run"

@@ -11,15 +11,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.backend import accelerated
 from support.moe import mixture
 from support.moe_steps import Case, require_plain, sharded_step, steps_of
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned
 from support.tiny import recipe_values, save_llama, with_sections
 from support.traffic import Traffic
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoTokenizer
 
-from toolkit import Recipe, finetune, sharding_kwargs
 from toolkit.checkpoint.export import gather_on_rank_zero
 from toolkit.optim.build import build_optimizer
 from toolkit.planning.traffic import traffic
@@ -29,7 +30,6 @@ from toolkit.sharding import plan_units
 from toolkit.sharding.fsdp2 import shards
 from toolkit.sharding.fsdp2.fsdp import fsdp_groups
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
-from toolkit.sharding.plugin import reset_accelerate
 
 EXPERTS = {"mixtral": {"num_local_experts": 3}, "gpt_oss": {"num_local_experts": 3}, "qwen3_moe": {"num_experts": 3}}
 """Along experts a third of what 2 or 4 ranks hold, gather and reduce would be padding."""
@@ -49,12 +49,7 @@ CASES = [
 
 
 def prepared(strategy: str, model: Any, optimizer: torch.optim.Optimizer) -> Any:
-    from accelerate import Accelerator
-
-    meet()
-    reset_accelerate()
-    accelerator = Accelerator(cpu=True, **sharding_kwargs(strategy))
-    return accelerator.prepare(model, optimizer)[0]
+    return accelerated(strategy).prepare(model, optimizer)[0]
 
 
 def held() -> tuple[int, bool]:
@@ -143,8 +138,7 @@ def losses_of(folder: Path, data: Path, name: str, changes: dict[str, dict[str, 
     values = recipe_values(folder / "model", data, folder / name, folder / "cache", max_steps=5, max_grad_norm=None)
     values["sharding"] = {"strategy": "zero3"}
     values["checkpoint"] = {"every_steps": 3}
-    meet()
-    records = finetune(Recipe.from_mapping(with_sections(values, changes))).metrics
+    records = finetuned(with_sections(values, changes)).metrics
     return [record["loss"] for record in records]
 
 

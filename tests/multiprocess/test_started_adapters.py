@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.four_bits import read_by_hand
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, loop_of
 from support.ranks import meet, run_on_ranks
+from support.runs import losses_of, outcome
 from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -158,18 +159,11 @@ def dpo(folder: Path, name: str, start: Path, ranks: int, **training: Any) -> di
 
 def runs(folder: Path) -> dict[str, Any]:
     """Losses of each run, or its error."""
-    from toolkit import Recipe, finetune
-    from toolkit.errors import ToolkitError
-
     ranks, found = int(os.environ["WORLD_SIZE"]), {}
 
     def run(name: str, values: dict[str, Any]) -> None:
-        meet()
-        try:
-            result = finetune(Recipe.from_mapping(values))
-            found[name] = [record["loss"] for record in result.metrics if record["split"] == "train"]
-        except ToolkitError as error:
-            found[name] = str(error)
+        result = outcome(values)
+        found[name] = result[0] if isinstance(result, tuple) else losses_of(result.metrics)
 
     def on_first_rank(act: Any) -> None:
         meet()

@@ -11,17 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from support.backend import accelerated
 from support.every_model import causal_kinds
 from support.plain_loop import Trained, plain_loop
 from support.ranks import meet, run_on_ranks
 from support.tiny import tiny_config
 from support.whole_divergence import KINDS as DIVERGENCES
 from support.whole_divergence import V, heads, whole_divergence
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
+from toolkit.checkpoint.export import gather_on_rank_zero
 from toolkit.errors import BadInputError
 from toolkit.objectives.losses import divergence as divergences
 from toolkit.objectives.losses import fused_linear_cross_entropy as head_losses
+from toolkit.sharding import Checkpointing, OffloadSettings
+from toolkit.sharding.fsdp2.shards import shard_rows, shard_shape, tensor_dim, tensor_group, whole_tensor
+from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, reset_accelerate
 from toolkit.sharding.tensor.moves import TensorRanks
 from toolkit.verify.plain import set_dropout
 
@@ -105,8 +111,6 @@ def model_of(case: Case) -> Any:
             parameter.add_(0.1 * torch.randn_like(parameter))
     if not (case.lora or case.dora):
         return model
-    from peft import LoraConfig, get_peft_model
-
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=case.dora)
     adapted: Any = get_peft_model(model, config)
     with torch.no_grad():
@@ -135,23 +139,13 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def trained(case: Case) -> Trained:
     """On ranks, in a loop of a user's own."""
-    from accelerate import Accelerator
-
-    from toolkit.sharding import Checkpointing, OffloadSettings, sharding_kwargs
-    from toolkit.sharding.fsdp2.shards import whole_tensor
-    from toolkit.sharding.launched import accumulation_plugin
-    from toolkit.sharding.plugin import reset_accelerate
-
-    meet()
-    reset_accelerate()
-    plugins = sharding_kwargs(
+    accelerator = accelerated(
         case.strategy,
-        shard_size=2 if case.strategy == "hybrid" else None,
+        case.accumulation,
         checkpointing=Checkpointing(every=1) if case.checkpointed else None,
         tensor=case.tensor,
         offload=OffloadSettings(executor="cpu_torch") if case.offload else None,
     )
-    accelerator = Accelerator(gradient_accumulation_plugin=accumulation_plugin(case.accumulation), **plugins)
     model = model_of(case)
     model, optimizer = accelerator.prepare(model, adamw(model))
     require_shards(accelerator.unwrap_model(model), dict(model_of(case).named_parameters()))
@@ -171,7 +165,7 @@ def trained(case: Case) -> Trained:
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(float(accelerator.reduce(total, "mean")))
-    if (engine := plugins["fsdp_plugin"].engine) is not None:
+    if (engine := accelerator.state.fsdp_plugin.engine) is not None:
         engine.flush()
     require_alike(model)
     weights = {name: whole_tensor(parameter).detach() for name, parameter in model.named_parameters()}
@@ -180,9 +174,6 @@ def trained(case: Case) -> Trained:
 
 def require_shards(model: Any, whole: dict[str, torch.Tensor]) -> None:
     """That each rank's shard is where it is said to be, and that gathering gives the same bits."""
-    from toolkit.checkpoint.export import gather_on_rank_zero
-    from toolkit.sharding.fsdp2.shards import shard_rows, shard_shape
-
     for name, parameter in model.named_parameters():
         local, gathered = parameter.to_local(), gather_on_rank_zero(parameter.detach())
         assert torch.equal(whole[name][shard_rows(parameter)], local), name
@@ -192,8 +183,6 @@ def require_shards(model: Any, whole: dict[str, torch.Tensor]) -> None:
 
 def require_alike(model: Any) -> None:
     """That what several ranks of a group hold whole has the same bits on all of them."""
-    from toolkit.sharding.fsdp2.shards import tensor_dim, tensor_group
-
     for name, parameter in model.named_parameters():
         if tensor_dim(parameter) is None:
             group, local = tensor_group(parameter), parameter.to_local().detach()
@@ -222,37 +211,19 @@ def require_plain(case: Case, found: Trained, groups: int) -> None:
         assert difference < 1e-5, f"{case}: {name} {difference}"
 
 
-@pytest.mark.first
-def test_a_step_is_that_of_the_plain_loop() -> None:
-    for found in run_on_ranks(all_trained, 2, FIRST):
-        for case, result in zip(FIRST, found, strict=True):
-            require_plain(case, result, 1)
-
-
-def test_a_step_of_other_models_is_that_of_the_plain_loop() -> None:
-    for found in run_on_ranks(all_trained, 2, TWO):
-        for case, result in zip(TWO, found, strict=True):
-            require_plain(case, result, 1)
-
-
-def test_a_step_on_4_ranks_is_that_of_the_plain_loop() -> None:
-    for found in run_on_ranks(all_trained, 4, ON_FOUR):
-        for case, result in zip(ON_FOUR, found, strict=True):
-            require_plain(case, result, 4 // case.tensor)
-
-
-def test_a_step_on_replicas_is_that_of_the_plain_loop() -> None:
-    for found in run_on_ranks(all_trained, 8, REPLICAS):
-        for case, result in zip(REPLICAS, found, strict=True):
-            require_plain(case, result, 4)
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [pytest.param(2, FIRST, marks=pytest.mark.first), (2, TWO), (4, ON_FOUR), (8, REPLICAS)],
+    ids=["first", "2 ranks", "4 ranks", "replicas"],
+)
+def test_a_step_is_that_of_the_plain_loop(num_ranks: int, cases: list[Case]) -> None:
+    for found in run_on_ranks(all_trained, num_ranks, cases):
+        for case, result in zip(cases, found, strict=True):
+            require_plain(case, result, num_ranks // case.tensor)
 
 
 def by_trainer(folder: str, tensor: int | None) -> list[tuple[float, float]]:
     """Losses and norms of transformers' Trainer; without `tensor` it is stock."""
-    from transformers import Trainer, TrainingArguments
-
-    from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, reset_accelerate
-
     reset_accelerate()
     settings: dict[str, Any] = {"max_steps": 4, "logging_steps": 1, "max_grad_norm": 0.5, "seed": 1}
     settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
@@ -293,17 +264,9 @@ IDS = torch.randint(3, 64, (2, 13), generator=torch.Generator().manual_seed(1))
 
 def gradients(kinds: list[str]) -> dict[str, dict[str, torch.Tensor] | str]:
     """By type, the gradients of the second of two backwards; or why it is refused."""
-    from accelerate import Accelerator
-
-    from toolkit.sharding import sharding_kwargs
-    from toolkit.sharding.fsdp2.shards import whole_tensor
-    from toolkit.sharding.plugin import reset_accelerate
-
     found: dict[str, dict[str, torch.Tensor] | str] = {}
     for kind in kinds:
-        meet()
-        reset_accelerate()
-        accelerator = Accelerator(**sharding_kwargs("zero3", tensor=2))
+        accelerator = accelerated("zero3", tensor=2)
         try:
             whole = of_kind(kind)
             model, _ = accelerator.prepare(whole, torch.optim.AdamW(whole.parameters()))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from support.peft_by_hand import adapted
 from support.plain_samples import run_on_samples
 from support.ranks import meet, run_on_ranks
+from support.runs import losses_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -207,7 +208,7 @@ def require_plain(metrics: list[dict[str, Any]], plain: dict[str, Any], name: st
     assert [record["loss"] for record in steps] == pytest.approx(plain["loss"], rel=1e-6), name
     assert [record["grad_norm"] for record in steps] == pytest.approx(plain["norm"], rel=1e-5), name
     assert steps[-1]["tokens"] == plain["tokens"], name
-    held_out = [record["loss"] for record in metrics if record["split"] == "eval"]
+    held_out = losses_of(metrics, "eval")
     assert [held_out[0], held_out[-1]] == pytest.approx(plain["eval"], rel=1e-6), name
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from support.runs import losses_of, records_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 
@@ -84,8 +85,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
 
 
 def losses(folder: Path) -> list[float]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["split"] == "train"]
+    return losses_of(records_of(folder))
 
 
 def written(folder: Path) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def test_trackio(run: Callable[[str], Path], tmp_path: Path) -> None:
     assert storage.get_run_config("kings", "first")["training.max_steps"] == 6
 
 
-def records_of(path: Path) -> Iterator[bytes]:
+def parts_of(path: Path) -> Iterator[bytes]:
     """The records of an offline run's file: LevelDB's log format behind a header of 7 bytes."""
     data, place, parts = path.read_bytes(), 7, b""
     while place + 7 <= len(data):
@@ -170,7 +170,7 @@ def test_wandb(run: Callable[[str], Path], tmp_path: Path) -> None:
     for place in sorted((tmp_path / "wandb").glob("offline-run-*")):
         files |= {str(file.relative_to(place / "files")) for file in (place / "files").rglob("*") if file.is_file()}
         [path] = place.glob("*.wandb")
-        for data in records_of(path):
+        for data in parts_of(path):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "run":

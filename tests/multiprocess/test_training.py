@@ -15,8 +15,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
+from support.runs import finetuned, records_of
 from support.texts import make_texts
-from support.tiny import recipe_values, save_llama
+from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -39,20 +40,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
 def runs(folder: Path, data: Path) -> dict[str, Any]:
     import toolkit.run.stages.accelerator
     import toolkit.training.trainer
-    from toolkit import Recipe, finetune
+    from toolkit import Recipe
     from toolkit.errors import ToolkitError
     from toolkit.run.run import rehearse
 
     results: dict[str, Any] = {}
 
     def run(name: str, model: str = "model", **sections: dict[str, Any]) -> None:
-        meet()
         values = recipe_values(folder / model, data, folder / name, folder / "cache")
-        for section, fields in sections.items():
-            values[section] = {**values.get(section, {}), **fields}
+        values = with_sections(values, sections)
         values["training"] = {key: value for key, value in values["training"].items() if value is not None}
         try:
-            results[name] = finetune(Recipe.from_mapping(values))
+            results[name] = finetuned(values)
         except ToolkitError as error:
             results[name] = (type(error).__name__, str(error), error.exit_code)
 
@@ -100,7 +99,7 @@ def test_a_non_finite_loss_stops_the_run_with_step_ranks_and_rate(folder: Path, 
         assert (kind, exit_code) == ("TrainingError", 1)
         assert "step 2: non-finite loss on rank 0, 1" in text
         assert "learning rate" in text
-    lines = [json.loads(line) for line in (folder / "broken-run/metrics.jsonl").read_text().splitlines()]
+    lines = records_of(folder / "broken-run")
     assert [(line["step"], line["loss"], line["non_finite"]) for line in lines] == [(1, None, True), (2, None, True)]
 
 
@@ -160,7 +159,7 @@ def test_the_run_folder(results: list[dict[str, Any]], folder: Path) -> None:
     names = {path.name for path in result.output_dir.iterdir()}
     assert {"recipe.yaml", "metrics.jsonl", "data_report.json", "report.html", "export"} <= names
     assert not [name for name in names if "unfinished" in name]
-    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = records_of(result.output_dir)
     assert lines == result.metrics
     keys = {"split", "step", "epoch", "samples", "tokens", "target_tokens", "loss", "grad_norm", "learning_rate"}
     keys |= {f"{what}_per_second" for what in ("tokens", "padded_tokens", "targets", "samples")}
@@ -231,15 +230,12 @@ def test_the_export_has_a_model_card(folder: Path, results: list[dict[str, Any]]
 
 
 def with_new_tokens(folder: Path, data: Path) -> dict[str, Any]:
-    from toolkit import Recipe, finetune
-
     found = {}
     for name in ("tied", "untied"):
-        meet()
         values = recipe_values(folder / name, data, folder / f"new-{name}", folder / "cache-new", max_steps=1)
         values["model"]["add_tokens"] = ["<|im_start|>", "<|im_end|>", "<extra>"]
         values["optimizer"] = {"learning_rate": 1e-9, "weight_decay": 0.0}
-        found[name] = finetune(Recipe.from_mapping(values)).logits_difference
+        found[name] = finetuned(values).logits_difference
     return found
 
 

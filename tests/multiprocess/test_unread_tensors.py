@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.every_multimodal import save_small
-from support.ranks import meet, run_on_ranks
+from support.ranks import run_on_ranks
+from support.runs import finetuned
 from support.tiny import recipe_values, tiny_config
 from support.whole_models import LORA, TEXTS, tensors_of, write_texts
 
@@ -30,15 +31,10 @@ def save_base(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def runs(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
-    from toolkit import Recipe, finetune
-
     for name, changes in cases.items():
-        meet()
         values = recipe_values(folder / "base", folder / "rows.jsonl", folder / name, folder / "cache")
         values["training"] |= {"max_steps": 2}
-        for section, fields in changes.items():
-            values[section] = {**values.get(section, {}), **fields}
-        finetune(Recipe.from_mapping(values))
+        finetuned(values, changes)
 
 
 def test_they_are_in_full_and_merged_exports_and_in_those_of_checkpoints(tmp_path: Path) -> None:

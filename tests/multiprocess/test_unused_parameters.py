@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.backend import accelerated, close
 from support.plain_loop import Trained, plain_loop
 from support.ranks import meet, run_on_ranks
 from torch import nn
+
+from toolkit.errors import TrainingError
+from toolkit.sharding import OffloadSettings
+from toolkit.sharding.fsdp2.shards import whole_tensor
+from toolkit.sharding.fsdp2.unused import has_branches
 
 STEPS = 3
 SIZES = (32, 16, 24, 32)  # of the experts; the last one is never used
@@ -82,23 +87,9 @@ def plain(num_ranks: int, accumulation: int, clipped: bool) -> Trained:
 
 
 def sharded(strategy: str, accumulation: int, during_backward: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
-    from accelerate import Accelerator
-
-    from toolkit.sharding import OffloadSettings, sharding_kwargs
-    from toolkit.sharding.fsdp2.shards import whole_tensor
-    from toolkit.sharding.fsdp2.unused import has_branches
-    from toolkit.sharding.launched import accumulation_plugin
-    from toolkit.sharding.plugin import reset_accelerate
-
-    reset_accelerate()
     word, _, offload = strategy.partition("+")
-    backend: Any = sharding_kwargs(
-        word,
-        unit_classes=["Layer"],
-        offload=OffloadSettings(executor="cpu_torch", during_backward=during_backward) if offload else None,
-        replicate_size=2 if word == "hybrid" else None,
-    )
-    accelerator = Accelerator(gradient_accumulation_plugin=accumulation_plugin(accumulation), **backend)
+    settings = OffloadSettings(executor="cpu_torch", during_backward=during_backward) if offload else None
+    accelerator = accelerated(word, accumulation, unit_classes=["Layer"], offload=settings)
     model = Model()
     if word == "ddp":
         accelerator.ddp_handler.find_unused_parameters = has_branches(model)
@@ -110,14 +101,12 @@ def sharded(strategy: str, accumulation: int, during_backward: bool) -> tuple[di
                 rank = dist.get_rank()
                 accelerator.backward(model(rows(step, micro, rank), chosen(micro, rank)).square().mean())
                 if accelerator.sync_gradients and not during_backward:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                    norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+                    norms.append(float(whole_tensor(accelerator.clip_grad_norm_(model.parameters(), 0.5))))
                 optimizer.step()
                 optimizer.zero_grad()
     state = accelerator.unwrap_model(model).state_dict()
     weights = {name: whole_tensor(value).clone() for name, value in state.items()}
-    backend["fsdp_plugin"].close()
-    accelerator.end_training()
+    close(accelerator)
     return weights, norms
 
 
@@ -157,12 +146,7 @@ def test_unequal_experts_take_the_plain_step(num_ranks: int, cases: list[tuple[s
 
 def skip_different_blocks() -> str:
     """Rank 0 leaves out the second block and rank 1 the third, which has the same sizes."""
-    from accelerate import Accelerator
-
-    from toolkit.errors import TrainingError
-    from toolkit.sharding import sharding_kwargs
-
-    accelerator = Accelerator(**sharding_kwargs("zero3", unit_classes=["Layer"]))
+    accelerator = accelerated("zero3", unit_classes=["Layer"])
     model = Model()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
     rank = dist.get_rank()
@@ -181,11 +165,7 @@ def test_ranks_that_use_different_blocks_do_not_take_a_step() -> None:
 
 def step_on_gradients_of_its_own() -> bool:
     """Whether a step on gradients that no backward has made moves every parameter, after others were dropped."""
-    from accelerate import Accelerator
-
-    from toolkit.sharding import sharding_kwargs
-
-    accelerator = Accelerator(**sharding_kwargs("zero3", unit_classes=["Layer"]))
+    accelerator = accelerated("zero3", unit_classes=["Layer"])
     model = Model()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
     accelerator.backward(model(rows(0, 0, 0), 0).square().mean())
@@ -209,16 +189,9 @@ def expert_of(step: int) -> int:
 
 def train_and_resume(strategy: str, folder: str) -> tuple[float, bool]:
     """How far a run is off the plain loop, and whether it goes on from its checkpoint to the last bit."""
-    from accelerate import Accelerator
-
-    from toolkit.sharding import sharding_kwargs
-    from toolkit.sharding.fsdp2.shards import whole_tensor
-
     ends = []
     for first_step in (0, 2):
-        meet()
-        backend: Any = sharding_kwargs(strategy, unit_classes=["Layer"])
-        accelerator = Accelerator(**backend)
+        accelerator = accelerated(strategy, unit_classes=["Layer"])
         model = Model()
         model, optimizer = accelerator.prepare(model, make_optimizer(model))
         if first_step:
@@ -230,8 +203,7 @@ def train_and_resume(strategy: str, folder: str) -> tuple[float, bool]:
             optimizer.step()
             optimizer.zero_grad()
         ends.append({name: whole_tensor(value).clone() for name, value in model.state_dict().items()})
-        backend["fsdp_plugin"].close()
-        accelerator.end_training()
+        close(accelerator)
     by_hand = Model()
 
     def loss_of(step: int) -> torch.Tensor:

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.ranks import meet, run_on_ranks
+from support.backend import accelerated, close
+from support.ranks import run_on_ranks
 from support.traffic import Traffic
 from torch import nn
+
+from toolkit.sharding.blocks.by_block import ByBlock
 
 NUM_MICRO_BATCHES, NUM_BLOCKS = 2, 3
 CASES = [
@@ -69,27 +72,17 @@ def loss_of_window(model: nn.Module, batch: torch.Tensor) -> Any:
 
 def sharded_steps() -> list[tuple[float, int, int]]:
     """For each case: how far the weights are off, and the gathers of a forward and of a window's backwards."""
-    from accelerate import Accelerator
-
-    from toolkit.sharding import sharding_kwargs
-    from toolkit.sharding.blocks.by_block import ByBlock
-    from toolkit.sharding.launched import accumulation_plugin
-    from toolkit.sharding.plugin import reset_accelerate
-
     expected, found = plain_step(), []
     for case, prefetch in CASES:
-        meet()
-        reset_accelerate()
         word, _, is_by_block = case.partition("+")
-        backend: Any = sharding_kwargs(word, unit_classes=["Block"], prefetch=prefetch)
-        accelerator = Accelerator(gradient_accumulation_plugin=accumulation_plugin(NUM_MICRO_BATCHES), **backend)
+        accelerator = accelerated(word, NUM_MICRO_BATCHES, unit_classes=["Block"], prefetch=prefetch)
         model: Any = Model()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
         model, optimizer = accelerator.prepare(model, optimizer)
         batches, counted = [rows(micro, dist.get_rank()) for micro in range(NUM_MICRO_BATCHES)], Traffic()
         if is_by_block:
             with counted:
-                by_block = ByBlock(model, backend["fsdp_plugin"].unit_plan)
+                by_block = ByBlock(model, accelerator.state.fsdp_plugin.unit_plan)
                 by_block.run([partial(loss_of_window, model, batch) for batch in batches])
             optimizer.optimizer.step()
         for batch in () if is_by_block else batches:
@@ -100,8 +93,7 @@ def sharded_steps() -> list[tuple[float, int, int]]:
         whole = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
         off = max((whole[name] - expected[name]).abs().max().item() for name in expected)
         found.append((off, counted.calls["all_gather"], counted.calls["reduce_scatter"]))
-        backend["fsdp_plugin"].close()
-        accelerator.end_training()
+        close(accelerator)
     return found
 
 

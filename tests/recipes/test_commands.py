@@ -18,6 +18,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import DeadKernelError
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS, alone, run_on_ranks
+from support.runs import losses_of, records_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.recipe.recipe import Recipe
@@ -68,8 +69,8 @@ def test_the_readmes_first_command(overrides: list[str], fall: float, tmp_path: 
     out = tmp_path / "run"
     done = start([*shlex.split(run), f"training.output_dir={out}", *overrides], cache)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if record["split"] == "eval"]
+    records = records_of(out)
+    losses = losses_of(records, "eval")
     require_as_planned(out)
     assert losses[-1] < fall * losses[0], losses
     assert f"{losses[0]:.4f} -> {losses[-1]:.4f}" in done.stderr
@@ -129,7 +130,7 @@ def test_torchrun_starts_two_ranks(tmp_path: Path, cache: Path) -> None:
 
 def require_as_planned(run: Path) -> None:
     """The peak of a CPU rank's whole process, Python and its libraries included, is within a tenth of the plan's."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run)
     peaks = [(record["planned_peak_bytes"], record["peak_host_bytes"]) for record in records if "mfu" in record]
     assert peaks[0][0] == pytest.approx(max(taken for _, taken in peaks), rel=0.1)
 
@@ -238,7 +239,7 @@ def test_the_notebook_as_a_service_runs_it(tmp_path: Path, cache: Path, monkeypa
     [shown] = [output for output in training if "data" in output and "text/html" in output["data"]]
     assert "<svg" in shown["data"]["text/html"]
     assert "; from step 4 on " in (run / "report.html").read_text(), "it went on from there"
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = records_of(run)
     assert [record["step"] for record in records if record["split"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert "<svg" in plot[0]["data"]["text/html"], "the curve"
     assert [line.split()[0] for line in text_of(samples).splitlines() if line] == ["asked", "before", "after", "in"]

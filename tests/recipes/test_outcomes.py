@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.launches import clean_environment
+from support.runs import records_of
 
 DATA = Path(__file__).parents[2] / "recipes/data"
 SCORED = {
@@ -56,5 +57,5 @@ def test_the_recipes_end_in_right_answers(tmp_path: Path) -> None:
     assert not low
 
     toolkit(tmp_path, "train", "reward", "--cpu", "2")
-    records = [json.loads(line) for line in (tmp_path / "outputs/reward/metrics.jsonl").read_text().splitlines()]
+    records = records_of(tmp_path / "outputs/reward")
     assert [record for record in records if record["split"] == "eval"][-1]["accuracy"] >= 0.95

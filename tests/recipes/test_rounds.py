@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.launches import clean_environment
+from support.runs import losses_of, records_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +37,6 @@ def test_a_sweep_finds_its_best_run_and_goes_on(tmp_path: Path) -> None:
     study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/study.db")
     assert len(study.trials) == 2, "the second command only adds what is missing"
     for trial in study.trials:
-        records = [
-            json.loads(line) for line in (tmp_path / str(trial.number) / "metrics.jsonl").read_text().splitlines()
-        ]
-        assert trial.value == [record["loss"] for record in records if record["split"] == "eval"][-1]
+        records = records_of(tmp_path / str(trial.number))
+        assert trial.value == losses_of(records, "eval")[-1]
     assert f"run {tmp_path}/{study.best_trial.number}" in done.stdout

@@ -26,6 +26,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from support.peft_by_hand import SEED, adapted
 from support.plain_loop import Trained, plain_loop
 from support.ranks import meet, run_on_ranks
+from support.runs import losses_of, records_of
 from support.sights import EYES, drawn_image, save_seeing
 from support.texts import make_texts
 from support.tiny import recipe_values, unfinish
@@ -168,7 +169,7 @@ def runs(folder: Path, kind: str, work: Sequence[tuple[str, str]]) -> dict[tuple
                 unfinish(output)
             dist.barrier()
         result = finetune(recipe)
-        found[objective, case] = [record["loss"] for record in result.metrics if record["split"] == "train"]
+        found[objective, case] = losses_of(result.metrics)
     return found
 
 
@@ -370,8 +371,8 @@ def difference(folder: Path, kind: str, objective: str, case: str, losses: list[
     output = folder / f"{objective}-{case.replace(' ', '-')}"
     if case == "resumed":
         whole = Path(f"{output}-whole")
-        told = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-        before = [record["loss"] for record in told if record["split"] == "train"]
+        told = records_of(whole)
+        before = losses_of(told)
         weights = [load_file(run / "export/model.safetensors") for run in (whole, output)]
         of_weights = [float((weights[0][name] - tensor).abs().max()) for name, tensor in weights[1].items()]
         return Difference(max(abs(a - b) for a, b in zip(losses, before, strict=True)), max(of_weights))

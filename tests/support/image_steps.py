@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.optim.lr_scheduler import LambdaLR
 
+from support.backend import accelerated, close
 from support.images_by_hand import Row, num_targets, random_rows, samples_of, seeing_model, summed_loss
-from support.ranks import meet
 from toolkit.data.samples.samples import Batch
 from toolkit.model.attention.attention import settle_attention
 from toolkit.model.structure.model_parts import (
@@ -30,11 +29,10 @@ from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.losses.balance import build_balance
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import TrainingSection
-from toolkit.sharding import Checkpointing, OffloadSettings, plan_units, sharding_kwargs
+from toolkit.sharding import Checkpointing, OffloadSettings, plan_units
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.shards import whole_tensor
-from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.trainer import Trainer
 
 LONGEST = 128
@@ -143,8 +141,6 @@ class PlainLoop:
 
 def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
     """Steps of the trainer, each from the same weights; one with offload. Collective."""
-    meet()
-    reset_accelerate()
     model = seeing_model(case.kind, case.text)
     model.config.architectures = [type(model).__name__]  # as a file has it
     freeze_untrained(model, case.parts)
@@ -156,8 +152,7 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
     offload: Any = OffloadSettings("cpu_torch") if case.offload else "none"
     settings: dict[str, Any] = {"checkpointing": checkpointing, "offload": offload} if sharded else {}
     settings |= {"experts": case.experts} if case.experts > 1 else {}
-    plugins = sharding_kwargs(case.strategy, **settings)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(mixes[0][0]), **plugins)
+    accelerator = accelerated(case.strategy, len(mixes[0][0]), **settings)
     if not sharded:
         prepare_blocks(model, plan_units(model), checkpointing, None)
         accelerator.ddp_handler = DistributedDataParallelKwargs(
@@ -184,7 +179,7 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
         objective,
         TrainingSection(output_dir="unused", max_steps=1, max_grad_norm=None),
         NOTHING,
-        by_block=ByBlock(inner, plugins["fsdp_plugin"].unit_plan) if case.by_block else None,
+        by_block=ByBlock(inner, accelerator.state.fsdp_plugin.unit_plan) if case.by_block else None,
         balance=balance,
     )
     found: list[Step] = []
@@ -192,12 +187,10 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
         seen.clear()
         loss = trainer.train_step(batches_of(case, mix, dist.get_rank())).loss
         if case.offload:
-            plugins["fsdp_plugin"].engine.flush()
+            accelerator.state.fsdp_plugin.engine.flush()
             seen |= _gradients_by_weights(case, inner)
         found.append((loss, dict(seen)))
-    if sharded:
-        plugins["fsdp_plugin"].close()
-    accelerator.end_training()
+    close(accelerator)
     return found
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
+from support.backend import accelerated
 from support.moe import Step, micro_batches, mixture, plain_step
-from support.ranks import meet
 from toolkit.data.samples.sequence_parts import Part
 from toolkit.model.attention.attention_by_heads import attend_by_heads
 from toolkit.objectives.causal_lm import CausalLM
@@ -21,12 +20,11 @@ from toolkit.objectives.losses.balance import build_balance
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import TrainingSection
 from toolkit.run.parts.experts import ExpertLoads
-from toolkit.sharding import Checkpointing, plan_units, sharding_kwargs
+from toolkit.sharding import Checkpointing, plan_units
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.shards import whole_tensor
 from toolkit.sharding.parallel.sequence_parallel import form_groups
-from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.trainer import Trainer
 
 
@@ -87,24 +85,16 @@ def steps_of(cases: Sequence[Case]) -> list[Any]:
 
 def sharded_step(case: Case) -> Any:
     """One step of the trainer on this rank's micro-batches: figures and gradients, as the optimizer sees them."""
-    meet()
-    reset_accelerate()
     os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if case.strategy == "hybrid" else "1"
     checkpointing = Checkpointing(1, chunk_tokens=case.chunk_tokens) if case.checkpointed else None
     model = case.model()
+    sharded = case.strategy != "ddp"
+    settings: dict[str, Any] = {"checkpointing": checkpointing if sharded else None, "experts": case.experts}
+    settings |= {"replicate_size": 2} if case.strategy == "hybrid" else {}
+    accelerator = accelerated(case.strategy, case.accumulation, case.precision, **settings)
     form_groups(case.sequence)
     if case.sequence > 1:
         attend_by_heads(model)
-    sharded = case.strategy != "ddp"
-    plugins = sharding_kwargs(
-        case.strategy,
-        replicate_size=2 if case.strategy == "hybrid" else None,
-        checkpointing=checkpointing if sharded else None,
-        experts=case.experts,
-    )
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=case.accumulation, mixed_precision=case.precision, **plugins
-    )
     balance = build_balance(ObjectiveSection(router_aux_coef=case.coef, router_z_coef=case.z), model)
     plan = plan_units(model)
     if not sharded:
@@ -130,7 +120,7 @@ def sharded_step(case: Case) -> Any:
         objective,
         TrainingSection(output_dir="unused", max_steps=1, max_grad_norm=case.max_norm),
         nothing,
-        by_block=ByBlock(inner, plugins["fsdp_plugin"].unit_plan) if case.by_block else None,
+        by_block=ByBlock(inner, accelerator.state.fsdp_plugin.unit_plan) if case.by_block else None,
         balance=balance,
         extensions=[ExpertLoads(balance, nothing)],
     )

@@ -22,8 +22,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm
 
+from support.backend import accelerated, close
 from support.ranks import meet
 from support.tiny import llama
+from toolkit.sharding import Checkpointing, OffloadSettings
+from toolkit.sharding.offload import engine_of, executors
 
 STEPS = 4
 VOCABULARY = 199  # odd: no dimension of the embeddings divides by 2
@@ -210,23 +213,8 @@ def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def prepare(case: Case, offload: Any, model: nn.Module | None = None, **kwargs: Any) -> tuple[Any, Any, Any]:
     """The stock Accelerator with the toolkit's two arguments: (accelerator, model, optimizer)."""
-    from accelerate import Accelerator
-
-    from toolkit.sharding import Checkpointing, sharding_kwargs
-    from toolkit.sharding.launched import accumulation_plugin
-    from toolkit.sharding.plugin import reset_accelerate
-
-    meet()
-    reset_accelerate()
-    accelerator = Accelerator(
-        mixed_precision=case.precision,
-        gradient_accumulation_plugin=accumulation_plugin(case.accumulation),
-        **sharding_kwargs(
-            case.strategy,
-            offload=offload,
-            **{"checkpointing": Checkpointing(1) if case.checkpointing else None, **kwargs},
-        ),
-    )
+    settings = {"offload": offload, "checkpointing": Checkpointing(1) if case.checkpointing else None, **kwargs}
+    accelerator = accelerated(case.strategy, case.accumulation, case.precision, **settings)
     model = model or make_model(case)
     prepared = accelerator.prepare(model, make_optimizer(model, case))
     if case.prefetch:
@@ -273,9 +261,6 @@ def offloaded(case: Case, executor: str = "cpu_torch", delay: float = 0.0, **set
     Args:
         delay: seconds that every unit's step takes longer, so that a forward that does not wait is caught.
     """
-    from toolkit.sharding import OffloadSettings
-    from toolkit.sharding.offload import executors
-
     executors.STREAM_CHUNK = 2048  # every unit passes through the device in several chunks
     accelerator, model, optimizer = prepare(case, OffloadSettings(executor=executor, **settings))
     if delay:
@@ -287,15 +272,12 @@ def offloaded(case: Case, executor: str = "cpu_torch", delay: float = 0.0, **set
         assert torch.equal(parameter.full_tensor().cpu(), weights[name].to(parameter.dtype)), name
         assert parameter.dtype == compute or not parameter.requires_grad
         assert parameter.grad is None
-    accelerator.state.fsdp_plugin.close()
-    accelerator.end_training()
+    close(accelerator)
     return Found(losses, norms, weights)
 
 
 def slow_down(model: nn.Module, seconds: float) -> None:
     """Every unit's step takes so much longer."""
-    from toolkit.sharding.offload import engine_of
-
     engine = engine_of(model)
     assert engine is not None
     for executor in set(engine._executors.values()):
