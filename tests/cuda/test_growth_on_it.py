@@ -37,11 +37,7 @@ class Run:
     training: dict[str, Any] = field(default_factory=dict)
 
 
-RUNS = {
-    "plain": Run(training=BF16),
-    "offload": Run(OFFLOAD, BF16),
-    "by block": Run(BY_BLOCK, BF16),
-}
+RUNS = {"plain": Run(training=BF16), "offload": Run(OFFLOAD, BF16), "by block": Run(BY_BLOCK, BF16)}
 
 
 def fifty_steps(folder: Path, name: str) -> list[Watched]:

@@ -16,10 +16,7 @@ from support.packed_rows import Documents, packed
 from support.sanitized_threads import sanitized_threads  # noqa: F401 (a fixture of every test here)
 from support.tiny import llama, recipe_values, save_llama
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "flash_attention_2"])

@@ -12,10 +12,7 @@ from toolkit.objectives.losses.fused_linear_cross_entropy import AfterHead, summ
 TOKENS, VOCABULARY, WIDTH = 4096, 65_536, 512
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

@@ -13,10 +13,7 @@ import torch
 from support.offload_loops import Case, Found, masters, ordinary, prepare, train
 from support.sanitized_threads import sanitized_threads  # noqa: F401 (a fixture of every test here)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CASES = [
     Case(),

@@ -65,11 +65,7 @@ def recipe(folder: Path, name: str, strategy: str, accumulate: str, changes: dic
     values = recipe_values(folder / "model", folder / "rows.jsonl", folder / name, folder / "cache")
     values["data"] |= {"packing": False}
     values["schedule"] = {"kind": "constant"}
-    values["training"] |= {
-        "max_steps": STEPS,
-        "micro_batch_size": 2,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-    }
+    values["training"] |= {"max_steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": MICRO_BATCHES}
     values["sharding"] = {"strategy": strategy, "accumulate": accumulate, "activation_checkpointing": 1}
     for section, fields in changes.items():
         values[section] = {**values.get(section, {}), **fields}

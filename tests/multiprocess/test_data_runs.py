@@ -13,10 +13,7 @@ from support.ranks import run_on_ranks
 from support.runs import finetuned, losses_of
 from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama, unfinish, with_sections
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data.templates.templates import MARKERS
 from toolkit.data.tokens.tokenizer import _train_byte_pairs

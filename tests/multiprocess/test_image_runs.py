@@ -80,10 +80,7 @@ FEW = ("packed", "all")
 """Of the other families."""
 
 ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "adapters, ddp": (
-        {"adapter": QUERIES, "model": {"train": ALL}, "sharding": {"strategy": "ddp"}},
-        QUERIES,
-    ),
+    "adapters, ddp": ({"adapter": QUERIES, "model": {"train": ALL}, "sharding": {"strategy": "ddp"}}, QUERIES),
     "adapters, by block": (
         {
             "adapter": {"target_modules": "all-linear"},
@@ -109,12 +106,7 @@ ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """The recipe's sections, and peft's settings."""
 
 MIXTURES: dict[str, dict[str, Any]] = {
-    "llava": {
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.0,
-    },
+    "llava": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0},
     "qwen3_vl_moe": {},
 }
 """Type -> changed fields of its language model, which has no balance loss: test_image_grid.py compares that."""
@@ -127,7 +119,7 @@ SPREAD_ADAPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapters, experts": (
         {"adapter": QUERIES, "sharding": {"strategy": "zero3", "experts": 2}},
         {"target_modules": r".*language_model.*(q_proj|v_proj)"},
-    ),
+    )
 }
 FOR_ADAPTERS = {"learning_rate": 1e-2, "eps": 1e-3}
 

@@ -7,13 +7,7 @@ where a forward that does not wait for them would otherwise go unseen.
 from __future__ import annotations
 
 import pytest
-from support.offload_loops import (
-    Case,
-    bf16_ulps,
-    differences,
-    offloaded,
-    ordinary,
-)
+from support.offload_loops import Case, bf16_ulps, differences, offloaded, ordinary
 from support.ranks import run_on_ranks
 
 CASES = [

@@ -21,12 +21,7 @@ from support.ranks import run_on_ranks
 from support.runs import finetuned
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 STEPS, GROUP, PER_STEP, MAX_NEW_TOKENS, SEED = 3, 4, 12, 6, 3
 WANTED = "e"
@@ -53,14 +48,8 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "grpo, ddp": {"objective": {"loss": "grpo"}, "sharding": {"strategy": "ddp"}},
-    "dr_grpo, zero2": {
-        "objective": {"loss": "dr_grpo", "scale_rewards": "batch"},
-        "sharding": {"strategy": "zero2"},
-    },
-    "by block, cut completions masked": {
-        "objective": {"mask_truncated": True},
-        "sharding": {"accumulate": "by_block"},
-    },
+    "dr_grpo, zero2": {"objective": {"loss": "dr_grpo", "scale_rewards": "batch"}, "sharding": {"strategy": "zero2"}},
+    "by block, cut completions masked": {"objective": {"mask_truncated": True}, "sharding": {"accumulate": "by_block"}},
     "padded, offload": {"data": {"packing": False}, "sharding": {"offload": "optimizer"}},
     "lora and a reference": {"objective": {"beta": 0.1}, "adapter": LORA},
     "a frozen reference, ddp": {"objective": {"beta": 0.1}, "sharding": {"strategy": "ddp"}},

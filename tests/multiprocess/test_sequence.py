@@ -300,9 +300,7 @@ def refused() -> str:
     return str(error.value)
 
 
-def test_a_model_that_mixes_tokens_elsewhere_is_refused_before_the_first_step(
-    on_2_ranks: list[dict[str, Any]],
-) -> None:
+def test_a_model_that_mixes_tokens_elsewhere_is_refused_before_the_first_step(on_2_ranks: list[dict[str, Any]]) -> None:
     told = on_2_ranks[0]["refused"]
     assert told.startswith("sharding.sequence: FalconForCausalLM with attention 'sdpa' mixes the tokens of a row")
     assert told == on_2_ranks[1]["refused"]

@@ -15,13 +15,7 @@ from torch import nn
 from toolkit.sharding.blocks.by_block import ByBlock
 
 NUM_MICRO_BATCHES, NUM_BLOCKS = 2, 3
-CASES = [
-    ("zero1", None),
-    ("zero2", None),
-    ("zero3", None),
-    ("zero3", 2),
-    ("zero3+by_block", None),
-]
+CASES = [("zero1", None), ("zero2", None), ("zero3", None), ("zero3", 2), ("zero3+by_block", None)]
 """Strategies, and how many blocks are gathered ahead."""
 
 

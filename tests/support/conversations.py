@@ -104,11 +104,7 @@ def system(content: str) -> dict[str, Any]:
     return {"role": "system", "content": content}
 
 
-CALL = {
-    "id": "a1b2c3d4e",
-    "type": "function",
-    "function": {"name": "get_weather", "arguments": {"city": "Paris"}},
-}
+CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
 TOOLS = [
     {
         "type": "function",

@@ -18,13 +18,7 @@ from support.backend import accelerated, close
 from support.images_by_hand import Row, num_targets, random_rows, samples_of, seeing_model, summed_loss
 from toolkit.data.samples.samples import Batch
 from toolkit.model.attention.attention import settle_attention
-from toolkit.model.structure.model_parts import (
-    LANGUAGE,
-    PROJECTOR,
-    VISION,
-    freeze_untrained,
-    may_leave_unused,
-)
+from toolkit.model.structure.model_parts import LANGUAGE, PROJECTOR, VISION, freeze_untrained, may_leave_unused
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.losses.balance import build_balance
 from toolkit.recipe.objectives.objective_section import ObjectiveSection

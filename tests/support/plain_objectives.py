@@ -272,10 +272,7 @@ def expected_run(
 def _base(path: Path, auto_class: str, in_4_bits: bool) -> Any:
     heads = ["lm_head", "score"]  # which stay as they are
     how = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.float32,
-        llm_int8_skip_modules=heads,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=heads
     )
     more: dict[str, Any] = {"quantization_config": how} if in_4_bits else {}
     read_by_hand()

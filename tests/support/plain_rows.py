@@ -38,8 +38,4 @@ def _row(documents: list[list[int]], pad: int) -> list[list[int]]:
     positions = [i for document in documents for i in range(len(document))]
     missing = T - len(ids)
     last = positions[-1]
-    return [
-        ids + [pad] * missing,
-        labels + [-100] * missing,
-        positions + list(range(last + 1, last + 1 + missing)),
-    ]
+    return [ids + [pad] * missing, labels + [-100] * missing, positions + list(range(last + 1, last + 1 + missing))]

@@ -21,14 +21,7 @@ import torch
 from toolkit.checkpoint.state import random_states, restore_random_states
 from toolkit.data.rows.readers import Shard, mapped
 from toolkit.errors import BadInputError
-from toolkit.user_function import (
-    begin_streams,
-    fenced,
-    leap_streams,
-    load_function,
-    made_while_training,
-    shown,
-)
+from toolkit.user_function import begin_streams, fenced, leap_streams, load_function, made_while_training, shown
 
 SOURCE = """
 import dataclasses, os, random, subprocess, sys

@@ -18,14 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SONAMES = (
-    "libcudart.so.13",
-    "libcuda.so.1",
-    "libcublasLt.so.13",
-    "libcublas.so.13",
-    "libnccl.so.2",
-    "libcudnn.so.9",
-)
+SONAMES = ("libcudart.so.13", "libcuda.so.1", "libcublasLt.so.13", "libcublas.so.13", "libnccl.so.2", "libcudnn.so.9")
 COUNTERS = ("launches", "products", "collectives", "to_device_bytes", "to_host_bytes", "host_waits", "misuses")
 
 computed: Counter[str] = Counter()

@@ -38,10 +38,7 @@ def job(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["job", "quickstart", *arguments])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    TABLES["REFUSED"],
-)
+@pytest.mark.parametrize(("arguments", "told"), TABLES["REFUSED"])
 def test_what_no_node_should_wait_for(arguments: list[str], told: str, here: Path) -> None:
     result = job(*arguments)
     assert isinstance(result.exception, BadInputError), result.output

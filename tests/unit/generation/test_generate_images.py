@@ -14,12 +14,7 @@ import torch
 from support.sights import EYES, drawn_image, save_seeing
 from support.texts import make_texts
 from support.tiny import save_llama
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoProcessor,
-    AutoTokenizer,
-)
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer
 
 from toolkit import evaluate, generate
 from toolkit.data import build

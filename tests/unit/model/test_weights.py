@@ -120,13 +120,7 @@ def test_a_classifiers_head_is_new_and_its_language_model_must_be_whole(folder: 
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-        b"",
-        b"\xff" * 300,
-        None,
-        "cut",
-    ],
+    [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", b"", b"\xff" * 300, None, "cut"],
     ids=["lfs", "empty", "random", "no file", "cut short"],
 )
 def test_files_that_hold_no_weights_are_told(folder: Path, content: bytes | str | None) -> None:

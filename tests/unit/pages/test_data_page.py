@@ -145,10 +145,7 @@ def test_the_first_rows_are_open_and_the_others_unfold() -> None:
     assert "Decoded samples all rows" in " ".join(Page(few).text_of["examples"].split())
 
 
-@pytest.mark.parametrize(
-    "histogram",
-    TABLES["HISTOGRAMS"],
-)
+@pytest.mark.parametrize("histogram", TABLES["HISTOGRAMS"])
 def test_a_histogram_that_cannot_be_drawn_is_left_out(histogram: dict[str, Any] | None) -> None:
     data = split(length_histogram=histogram, target_share_histogram=histogram)
     assert not [name for name in text_of(train=data, validation=data) if name.startswith(("chart-l", "chart-sh"))]

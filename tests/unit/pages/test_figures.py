@@ -54,10 +54,7 @@ def rates(**fields: float) -> list[dict[str, Any]]:
     return [{**line, **fields} if line["split"] == "train" else line for line in lines({})]
 
 
-@pytest.mark.parametrize(
-    ("padded", "keys"),
-    [(100.4, []), (110.0, ["without padding", "with padding"])],
-)
+@pytest.mark.parametrize(("padded", "keys"), [(100.4, []), (110.0, ["without padding", "with padding"])])
 def test_a_curve_that_lies_on_another_is_left_out(padded: float, keys: list[str]) -> None:
     shown = page(rates(tokens_per_second=100.0, padded_tokens_per_second=padded))
     head = shown.partition('id="chart-throughput"')[2].partition("<svg")[0]

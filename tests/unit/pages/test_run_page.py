@@ -79,9 +79,7 @@ def summary(metrics: list[dict[str, Any]], **changes: Any) -> RunSummary:
             },
             "validation": {"read": 77, "tokens": 555},
         },
-        units=[
-            ("layers.*", "Block", "4", "123,456", "2.00 GiB"),
-        ],
+        units=[("layers.*", "Block", "4", "123,456", "2.00 GiB")],
         facts={"strategy": "full_shard", "ranks": "2", "duration": "51 s"},
         versions={"torch": "2.13.0"},
         side_by_side=[SideBySide("To be,\n", "\n  or not < to be")],
@@ -172,10 +170,7 @@ def test_the_note_names_the_first_steps_and_counts_the_rest() -> None:
 # ---- tables and texts ----
 
 
-@pytest.mark.parametrize(
-    "report",
-    TABLES["REPORTS"],
-)
+@pytest.mark.parametrize("report", TABLES["REPORTS"])
 def test_a_data_report_may_lack_any_key(report: dict[str, Any]) -> None:
     text = render_report(summary([], data_report=report))
     assert "data_report.html" in text
@@ -202,9 +197,7 @@ def with_text_everywhere(text: str) -> RunSummary:
         [*train_lines(12), eval_line(12, 1.0)],
         title=text,
         recipe_yaml=f"{text}\n# {text}\nkey: {text}\n",
-        data_report={
-            "train": {"dropped": {text: {"count": 1, "rows": [text]}}, "longest": {"row": text, "tokens": 3}},
-        },
+        data_report={"train": {"dropped": {text: {"count": 1, "rows": [text]}}, "longest": {"row": text, "tokens": 3}}},
         units=[[text] * 5],
         facts={text: text, "duration": text},
         versions={text: text},

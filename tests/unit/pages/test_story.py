@@ -93,10 +93,7 @@ def test_the_headline_is_in_the_words_of_the_objective() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "published"),
-    TABLES["PATHS"],
-)
+@pytest.mark.parametrize(("text", "published"), TABLES["PATHS"])
 def test_paths_are_not_published(text: str, published: str) -> None:
     assert without_paths(text) == published
 

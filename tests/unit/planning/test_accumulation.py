@@ -69,12 +69,7 @@ def test_it_is_by_block_where_a_rank_then_sends_less() -> None:
             "zero3",
             "sharding.accumulate by_block has no effect with training.gradient_accumulation_steps 1",
         ),
-        (
-            recipe(),
-            "bf16",
-            "zero2",
-            "sharding.accumulate by_block has no effect with sharding.strategy zero2",
-        ),
+        (recipe(), "bf16", "zero2", "sharding.accumulate by_block has no effect with sharding.strategy zero2"),
         (recipe(), "fp16", "zero3", "training.mixed_precision fp16 is not possible with sharding.accumulate by_block"),
         (recipe(EXPERTS), "bf16", "zero3", "the balance loss of experts would be over the whole step"),
     ],

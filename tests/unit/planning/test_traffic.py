@@ -14,12 +14,7 @@ from toolkit.sharding.plan.unit_plan import UnitKind
 
 BLOCK, TABLE, BLOCKS, K = 1000, 400, 3, 3
 P = BLOCKS * BLOCK + 2 * TABLE
-UNITS = (
-    unit("embeddings", TABLE),
-    *[unit("block", BLOCK)] * BLOCKS,
-    unit("tail", TABLE),
-    unit("root", 0),
-)
+UNITS = (unit("embeddings", TABLE), *[unit("block", BLOCK)] * BLOCKS, unit("tail", TABLE), unit("root", 0))
 TWICE = 2 * P - TABLE  # forward and backward; the tail once
 
 
@@ -138,12 +133,7 @@ def test_a_gradient_that_is_reduced_or_summed_is_float32(
 ) -> None:
     mesh = MeshShape(1, num_ranks)
     found = traffic(
-        UNITS,
-        STRATEGIES["zero3"],
-        mesh,
-        accumulation=accumulation,
-        compute_bytes=compute_bytes,
-        offload=OffloadPlan(),
+        UNITS, STRATEGIES["zero3"], mesh, accumulation=accumulation, compute_bytes=compute_bytes, offload=OffloadPlan()
     )
     assert found.device_to_host == expected * P // num_ranks
 

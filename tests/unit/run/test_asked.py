@@ -17,12 +17,7 @@ from toolkit.generation.text.rows import PromptRow
 from toolkit.pages.card import recipe_for_readers
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.parts.answers import (
-    _require_room,
-    read_asked,
-    reads_of_answers,
-    require_sighted,
-)
+from toolkit.run.parts.answers import _require_room, read_asked, reads_of_answers, require_sighted
 from toolkit.run.parts.part import Read, require_same_reads
 from toolkit.run.stages.generating import split_over_ranks
 
@@ -130,21 +125,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         (["answers.compare=numeric"], "answers.compare has no effect without answers.file"),
         ([*FILE, "answers.raw=true", "answers.system=Hi"], "answers.system has no effect with"),
-        (
-            [*FILE, "answers.compare=scores"],
-            "answers.compare: unknown 'scores'; allowed: text, strict",
-        ),
+        ([*FILE, "answers.compare=scores"], "answers.compare: unknown 'scores'; allowed: text, strict"),
         ([*FILE, "answers.compare='text=('"], "answers.compare: '(' is not a Python regular expression"),
         ([*FILE, "answers.score=a:b"], "answers.score: gone since 0.3.0; write answers.compare: file.py:function"),
-        (
-            [*FILE, *UNEVALUATED],
-            "answers.file has no effect without data.validation or data.validation_fraction",
-        ),
+        ([*FILE, *UNEVALUATED], "answers.file has no effect without data.validation or data.validation_fraction"),
         (["training.best_by=answers"], "training.best_by answers has no effect without training.patience"),
-        (
-            BY_ANSWERS,
-            "training.best_by answers is not possible without answers.file",
-        ),
+        (BY_ANSWERS, "training.best_by answers is not possible without answers.file"),
     ],
 )
 def test_settings_that_contradict_each_other_are_told(words: list[str], told: str) -> None:

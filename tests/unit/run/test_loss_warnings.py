@@ -62,10 +62,7 @@ def rewarded(*intervals: tuple[float | None, float]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("intervals", "answers"),
-    TABLES["REWARDED"],
-)
+@pytest.mark.parametrize(("intervals", "answers"), TABLES["REWARDED"])
 def test_a_reward_that_rises_while_answers_get_worse_is_told(intervals: Any, answers: str | None) -> None:
     told = doubts_of(rewarded(*intervals), None)
     assert ([] if answers is None else [True]) == [str(answers) in each for each in told], told
@@ -83,10 +80,7 @@ def test_the_last_lines_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert told.out == f"run: {tmp_path}\nreport: {tmp_path / 'report.html'}\n"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    TABLES["LAST_TURNS"],
-)
+@pytest.mark.parametrize(("prompt", "words"), TABLES["LAST_TURNS"])
 def test_the_last_turn_of_a_prompt(prompt: str, words: str) -> None:
     assert last_turn(prompt) == words
 

@@ -55,7 +55,7 @@ def test_a_resumed_run_has_the_code_that_it_began_with(tmp_path: Path) -> None:
     before = {"training.extensions.A": "0" * 64, "extensions.B": "no source"}
     require_same_code({"training.extensions.A": "1" * 64}, before, told.append)
     assert told == [
-        f"training.extensions.A: its source has changed since step 8: SHA-256 {'0' * 64}, and now {'1' * 64}",
+        f"training.extensions.A: its source has changed since step 8: SHA-256 {'0' * 64}, and now {'1' * 64}"
     ]
 
 
@@ -77,11 +77,7 @@ def test_a_reward_model_is_among_what_a_run_reads(tmp_path: Path) -> None:
     assert found[-1] == found[-2]
     assert len(set(found)) == 6, "its weights, its tokenizer and its processor"
     with pytest.raises(BadInputError, match=r"objective\.rewards\.judge: what it names has changed"):
-        require_same_code(
-            {"objective.rewards.judge": found[2]},
-            {"objective.rewards.judge": found[1]},
-            print,
-        )
+        require_same_code({"objective.rewards.judge": found[2]}, {"objective.rewards.judge": found[1]}, print)
 
 
 def test_functions_that_reward_are_code_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,11 +278,7 @@ def test_what_cannot_be_converted_is_said(
         (base, ["--format", "gguf", *there, "--checkpoint", "3"], "--checkpoint has no effect on an export"),
         (odd, ["--format", "gguf", *there], "refuses it: Model OwnForCausalLM is not supported. transformers, vLLM"),
         (tmp_path / "lacking", ["--format", "gguf", *there], "needs: pip install sentencepieces"),
-        (
-            base,
-            ["--format", "ollama", *there],
-            "to' cannot be written: No space left on device; make room",
-        ),
+        (base, ["--format", "ollama", *there], "to' cannot be written: No space left on device; make room"),
         (
             tmp_path / "run",
             ["--format", "gguf", *there],

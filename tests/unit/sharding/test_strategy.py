@@ -129,8 +129,7 @@ def test_the_config_may_not_ask_for_another_accumulation(monkeypatch: pytest.Mon
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     assert accumulation_plugin(3).num_steps == 3
     with pytest.raises(
-        BadInputError,
-        match=r"gradient_accumulation_steps is 2, but ACCELERATE_GRADIENT_ACCUMULATION_STEPS of",
+        BadInputError, match=r"gradient_accumulation_steps is 2, but ACCELERATE_GRADIENT_ACCUMULATION_STEPS of"
     ):
         accumulation_plugin(2)
 
@@ -277,7 +276,6 @@ def test_checkpointing_of_the_accelerate_config_becomes_ours(monkeypatch: pytest
     assert plugin.checkpointing == Checkpointing(every=1, offload=False)
     assert plugin.activation_checkpointing is False, "Accelerate would apply its own, without random state"
     with pytest.raises(
-        BadInputError,
-        match=r"strategy ddp, where the backend does not touch the model; call .*checkpoint_blocks",
+        BadInputError, match=r"strategy ddp, where the backend does not touch the model; call .*checkpoint_blocks"
     ):
         ShardingPlugin("ddp")

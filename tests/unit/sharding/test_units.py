@@ -59,10 +59,7 @@ FAMILIES = {
     "lora": Family(lora, PEFT_ROWS, PEFT + EMBED, PEFT_UNTIED_TAIL),
     "lora_tied": Family(functools.partial(lora, "llama_tied"), PEFT_ROWS, "", PEFT_TIED_TAIL),
     "lora_saved_modules": Family(
-        functools.partial(lora, modules_to_save=["lm_head", "embed_tokens"]),
-        PEFT_ROWS,
-        PEFT + EMBED,
-        PEFT_UNTIED_TAIL,
+        functools.partial(lora, modules_to_save=["lm_head", "embed_tokens"]), PEFT_ROWS, PEFT + EMBED, PEFT_UNTIED_TAIL
     ),
     "lora_saved_modules_tied": Family(
         functools.partial(lora, "llama_tied", modules_to_save=["embed_tokens"], ensure_weight_tying=True),

@@ -17,10 +17,7 @@ from toolkit.training.extensions.best import merit_at, patience_is_over
 TABLES = cases(__file__)
 
 
-@pytest.mark.parametrize(
-    ("losses", "patience", "over"),
-    TABLES["ENDS"],
-)
+@pytest.mark.parametrize(("losses", "patience", "over"), TABLES["ENDS"])
 def test_the_run_ends_after_so_many_evaluations_without_a_lower_loss(
     losses: list[float | None], patience: int | None, over: bool
 ) -> None:
@@ -50,10 +47,7 @@ def test_by_the_answers_it_is_the_share_of_right_ones_that_decides() -> None:
     assert patience_is_over([*asked, *own], training(1, best_by="reward", eval_every_steps=2)) is not None
 
 
-@pytest.mark.parametrize(
-    ("best_by", "record", "merit"),
-    TABLES["DECIDE"],
-)
+@pytest.mark.parametrize(("best_by", "record", "merit"), TABLES["DECIDE"])
 def test_any_figure_of_the_evaluations_may_decide(best_by: str, record: dict[str, Any], merit: float) -> None:
     assert merit_at([{"split": "eval", "step": 3, **record}], 3, training(None, best_by=best_by).best_by, 1) == merit
 
@@ -65,10 +59,7 @@ def test_a_reward_counts_as_its_mean_over_the_steps_between_two_saves() -> None:
     assert merit_at(answered, 3, "reward", 3) == -float("inf"), "evaluations have it, and there is none of this step"
 
 
-@pytest.mark.parametrize(
-    ("best_by", "told"),
-    TABLES["REFUSED"],
-)
+@pytest.mark.parametrize(("best_by", "told"), TABLES["REFUSED"])
 def test_a_figure_that_cannot_decide_is_refused(best_by: str, told: str) -> None:
     with pytest.raises(BadInputError, match=re.escape(told)):
         Recipe.load("quickstart", {"training.best_by": best_by})

@@ -47,10 +47,7 @@ def test_lines_begin_with_count_and_time_left(monkeypatch: pytest.MonkeyPatch) -
     shown.show(10, ["loss 3.1"])  # 6 steps in 60 s
     shown.show(11, ["loss 3.0"])
     shown.line(11, "held-out loss 3.2")
-    assert told.getvalue().splitlines() == [
-        "step 10/30  3:20 left  loss 3.1",
-        "step 11/30  held-out loss 3.2",
-    ]
+    assert told.getvalue().splitlines() == ["step 10/30  3:20 left  loss 3.1", "step 11/30  held-out loss 3.2"]
 
 
 def test_figures_that_do_not_fit_are_left_out_whole() -> None:

@@ -393,11 +393,7 @@ def test_the_ranks_get_what_the_launcher_would_give(
         "mixed_precision": "bf16",
         "main_process_ip": "10.0.0.1",
         "machine_rank": 1,
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_sharding_strategy": "hybrid",
-            "fsdp_activation_checkpointing": True,
-        },
+        "fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": "hybrid", "fsdp_activation_checkpointing": True},
         "parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

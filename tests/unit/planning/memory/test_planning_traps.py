@@ -196,10 +196,7 @@ def test_experts_are_probed_as_grouped_products() -> None:
 # Cost
 
 
-LARGE = {
-    "8b": (4096, 14336, 32, 32),
-    "70b": (8192, 28672, 80, 64),
-}
+LARGE = {"8b": (4096, 14336, 32, 32), "70b": (8192, 28672, 80, 64)}
 """Llama 3: width, hidden, layers, heads."""
 
 
