@@ -16,7 +16,7 @@ import yaml
 from toolkit.data.layouts.template_arguments import OF_ROW
 from toolkit.errors import listed
 from toolkit.pages.parts.charts import polylines
-from toolkit.pages.parts.run_metrics import split_lines
+from toolkit.pages.parts.run_metrics import samples_itself, split_lines
 from toolkit.pages.parts.story import with_limits
 from toolkit.pages.run_page import STEPS, RunSummary, evaluations_table, main_chart
 from toolkit.paths import is_file_source, is_hub_name, source_name
@@ -49,6 +49,7 @@ def render_card(recipe: Recipe, summary: RunSummary, loading: str = "", serving:
     """Returns the card as Markdown. It names folders and files without their paths."""
     name = Path(recipe.training.output_dir).name
     base = _base_model_name(recipe)
+    curve = "Reward" if samples_itself(split_lines(summary.metrics, "train")) else "Loss"
     about = f"{name}, fine-tuned from {base}." if base else f"{name}, trained from random weights."
     parts = [
         f"---\n{_header(recipe)}\n---\n",
@@ -56,7 +57,7 @@ def render_card(recipe: Recipe, summary: RunSummary, loading: str = "", serving:
         f"{_plain(about)} {_plain(_description(recipe))}".rstrip() + "\n",
         f"## Use\n\n```python\n{loading}\n```\n" if loading else "",
         f"```bash\n{serving}\n```\n" if serving else "",
-        "## Results\n\n![Loss over the optimizer steps](curve.png)\n",
+        f"## Results\n\n![{curve} over the optimizer steps](curve.png)\n",
         _evaluations(summary.metrics, summary.limits),
         "".join(f"{name.title()}: {_plain(summary.facts[name])}.\n" for name in STEPS if name in summary.facts),
         _warnings(summary.doubts),

@@ -48,6 +48,8 @@ def of_run(metrics: Metrics, report: dict[str, Any] | None = None, name: str = "
 def test_the_card_is_written_with_its_curve(tmp_path: Path) -> None:
     write_card(tmp_path, Recipe.load("quickstart"), of_run(METRICS))
     assert "![Loss over the optimizer steps](curve.png)" in (tmp_path / "README.md").read_text()
+    rewarded = [{"split": "train", "step": step, "loss": 0.0, "reward": 1.0} for step in (1, 2)]
+    assert "![Reward over the optimizer steps](curve.png)" in render_card(Recipe.load("quickstart"), of_run(rewarded))
     picture = np.asarray(Image.open(tmp_path / "curve.png"))
     assert picture.shape == (384, 840, 3)
     held_out = (np.abs(picture.astype(int) - (0xE0, 0x60, 0x2A)).sum(2) < 40).nonzero()

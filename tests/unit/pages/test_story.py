@@ -68,6 +68,7 @@ def test_a_limit_stands_beside_each_figure_that_it_limits(tmp_path: Path) -> Non
     metrics: list[dict[str, Any]] = [{**record, "accuracy": 1.0} for record in METRICS]
     run = of_run(metrics, limits=[LIMIT], doubts=["a warning"], outcome=headline(metrics))
     page = render_report(run)
+    assert f">{LIMIT}; share of right answers; higher is better<" in page, "seen without a click"
     assert page.count(LIMIT) == 4, "the sentence at the top, the loss, the accuracy and the table of evaluations"
     assert "on rows that are not trained on" not in page
     assert "a warning" in page

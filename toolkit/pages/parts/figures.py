@@ -72,8 +72,9 @@ def figure_tile(evals: Metrics, limits: Sequence[str] = ()) -> Tile | None:
     last = {figure.title: finite(column(evals, figure.field))[-1:] for figure in others if "reward" not in figure.field}
     told = [f"{figure.title} {written(figure, *last[figure.title])}" for figure in others if last.get(figure.title)]
     values = [written(first, value) for value in column(evals, first.field)]
-    plain = f"{first.plain}; {first.better} is better" if first.plain and first.better else first.plain
-    return Tile(f"tile-{first.field}", first.title, values, plain, "; ".join(["on held-out data", *limits, *told]))
+    plain = [*limits, first.plain, f"{first.better} is better" if first.better else ""]
+    details = "; ".join(["on held-out data", *told])
+    return Tile(f"tile-{first.field}", first.title, values, "; ".join(filter(None, plain)), details)
 
 
 def figure_charts(train: Metrics, evals: Metrics, x_range: tuple[int, int]) -> list[Chart]:
