@@ -40,11 +40,11 @@ def test_by_the_answers_it_is_the_share_of_right_ones_that_decides() -> None:
         "no higher share of right answers in 2 evaluations (training.patience); the highest is 50.0%, at step 10"
     )
     assert patience_is_over(records, training(2)) is None
-    # Rewards are figures of steps: their means up to each evaluation are compared, 2.0, 3.0 and 2.5.
-    own = [{"split": "train", "step": step, "reward": reward} for step, reward in enumerate((1, 3, 2, 4, 5, 0), 1)]
+    # Rewards are figures of steps: their means up to each evaluation are compared: 2.0, 2.5 and 3.0.
+    own = [{"split": "train", "step": step, "reward": reward} for step, reward in enumerate((1, 3, 0, 5, 2, 4), 1)]
     asked = [{"split": "eval", "step": step, "answer_accuracy": 0.5} for step in (0, 2, 4, 6)]
-    assert patience_is_over([*asked, *own], training(2, best_by="reward", eval_every_steps=2)) is None
-    assert patience_is_over([*asked, *own], training(1, best_by="reward", eval_every_steps=2)) is not None
+    assert patience_is_over([*asked, *own], training(1, best_by="reward", eval_every_steps=2)) is None
+    assert patience_is_over([*asked, *own], training(1, best_by="reward", eval_every_steps=1)) is not None
 
 
 @pytest.mark.parametrize(("best_by", "record", "merit"), TABLES["DECIDE"])
