@@ -42,7 +42,8 @@ def import_all() -> None:
 def watch() -> None:
     """Puts a clock around the parts of a run."""
 
-    from toolkit.run.stages import accelerator, model_checks, model_on_meta, opening
+    from toolkit.run.checks import packed_rows
+    from toolkit.run.stages import accelerator, model_on_meta, opening
     from toolkit.training.trainer import Trainer
 
     for module, name, part in (
@@ -51,7 +52,7 @@ def watch() -> None:
         (model_on_meta.build, "build", "data"),
         (model_on_meta, "load", "model"),
         (accelerator.Accelerator, "prepare", "prepare, with weights"),
-        (model_checks, "check_packing", "check of packing"),
+        (packed_rows, "check_packing", "check of packing"),
         (Trainer, "evaluate", "first evaluation"),
         (Trainer, "train_step", "first step"),
     ):

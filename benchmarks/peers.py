@@ -240,8 +240,9 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
     def train(gate: Gate, job: Job, rank: int) -> None:
         from toolkit.optim.schedule import build_schedule
         from toolkit.recipe.recipe import Recipe
+        from toolkit.run.parts.order import parts_of
         from toolkit.run.prepare import prepare_run
-        from toolkit.run.stages.accelerator import build_accelerator, build_plugins, inner_optimizer, quiet_libraries
+        from toolkit.run.stages.accelerator import build_accelerator, build_plugins, quiet_libraries
         from toolkit.run.stages.stages import OpenedRun
         from toolkit.terminal import Terminal
         from toolkit.training.extensions.non_finite import NonFiniteSteps
@@ -258,8 +259,8 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
         plugins = build_plugins(recipe)
         accelerator = build_accelerator(recipe, plugins, output)
         opened = OpenedRun(recipe, accelerator, plugins["fsdp_plugin"], output, Terminal(quiet=rank != 0))
-        run = prepare_run(opened, ())
-        schedule = build_schedule(inner_optimizer(run.sharded.optimizer), recipe.schedule, run.num_steps)
+        run = prepare_run(opened, parts_of(opened))
+        schedule = build_schedule(run.sharded.torch_optimizer, recipe.schedule, run.num_steps)
 
         class GatedTrainer(Trainer):
             """Waits at the gate before each step; its windows are made ahead."""

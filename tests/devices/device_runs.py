@@ -31,7 +31,7 @@ from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.distillation import Distillation
 from toolkit.objectives.kto import Kto
-from toolkit.objectives.losses.balance import build_balance
+from toolkit.objectives.losses.balance import Balance, build_balance
 from toolkit.objectives.losses.divergence import Divergence
 from toolkit.objectives.losses.preference_losses import LOSSES
 from toolkit.objectives.preference import Preference
@@ -123,7 +123,7 @@ def make_trainer(run: Run) -> Any:
     if run.sequence > 1:
         attend_by_heads(model)
     objective = run.objective(model, accelerator)
-    balance = None if run.balance is None else build_balance(ObjectiveSection(**run.balance), model)
+    balance = Balance([]) if run.balance is None else build_balance(ObjectiveSection(**run.balance), model)
     optimizer = run.optimizer(model)
     prepared, optimizer = accelerator.prepare(model, optimizer)
     inner = accelerator.unwrap_model(prepared)
@@ -139,7 +139,7 @@ def make_trainer(run: Run) -> Any:
         unused,
         by_block=ByBlock(inner, plugins["fsdp_plugin"].unit_plan) if run.by_block else None,
         balance=balance,
-        extensions=[] if balance is None else [ExpertLoads(balance, unused)],
+        extensions=[] if run.balance is None else [ExpertLoads(balance, unused)],
     )
 
 

@@ -20,7 +20,7 @@ from toolkit.data.samples.samples import Batch
 from toolkit.model.attention.attention import settle_attention
 from toolkit.model.structure.model_parts import LANGUAGE, PROJECTOR, VISION, freeze_untrained, may_leave_unused
 from toolkit.objectives.causal_lm import CausalLM
-from toolkit.objectives.losses.balance import build_balance
+from toolkit.objectives.losses.balance import Balance, build_balance
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding import Checkpointing, OffloadSettings, plan_units
@@ -153,7 +153,7 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
             find_unused_parameters=may_leave_unused(model, case.parts)
         )
     objective = CausalLM(model, packed=case.packed)
-    balance = build_balance(ObjectiveSection(router_aux_coef=case.coef), model) if case.coef else None
+    balance = build_balance(ObjectiveSection(router_aux_coef=case.coef), model) if case.coef else Balance([])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # With offload, which takes gradients away as they come, the first step takes g / (|g| + 1) from a weight.
     made = torch.optim.AdamW(trained, lr=float(case.offload), eps=1.0, weight_decay=0.0)

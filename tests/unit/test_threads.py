@@ -410,7 +410,7 @@ def test_a_stream_resumes_without_the_rows_before(read: Any, monkeypatch: pytest
     samples = whole.samples_at(20)
     state = whole.state_at(samples)
     resumed = loader()
-    resumed.resume(20, samples, 400, state)
+    resumed.resume(20, samples, state)
     encoded.clear()
     after = iter(resumed)
     assert [learned_in([next(after)]) for _ in range(2)] == steps[20:]

@@ -37,7 +37,7 @@ class Resumption:
         is_own: whether it is in the run's own output folder or store.
     """
 
-    start: tuple[Path, Manifest] | None
+    start: tuple[Path, Manifest] | None = None
     passed_over: tuple[Checkpoint, ...] = ()
     origin: str = ""
     is_own: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit import ranks
 from toolkit.checkpoint import reader
@@ -23,12 +22,15 @@ from toolkit.checkpoint.fetch import clear_incoming
 from toolkit.checkpoint.manifest import DIGESTS, Manifest, list_checkpoints, step_folder
 from toolkit.checkpoint.rotation import best_of
 from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
-from toolkit.checkpoint.store import StorePath
+from toolkit.checkpoint.store import store_of
 from toolkit.checkpoint.writer import Checkpointer, Save, clear_unfinished
 from toolkit.errors import SAVED, BadInputError, StoppedError, ToolkitError
-from toolkit.recipe.schema import CheckpointSection
+from toolkit.optim.schedule import changed_rate
+from toolkit.recipe.recipe import Recipe
+from toolkit.sharding.fsdp2.shards import state_once
+from toolkit.sharding.offload import engine_of
 from toolkit.sharding.tensor.copies import require_alike
-from toolkit.training.durable_writes import PATIENCE_SECONDS
+from toolkit.training.durable_writes import PATIENCE_SECONDS, patiently
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.best import merit_at
 from toolkit.training.extensions.heartbeat import Heartbeat
@@ -48,35 +50,18 @@ PARTING_SECONDS = 20.0
 PACKAGES = ("torch", "accelerate", "transformers", "datasets")
 
 
-@dataclass(frozen=True)
-class RunIdentity:
-    """Identifies a run in its checkpoints.
-
-    Attributes:
-        recipe: the resolved recipe, as plain JSON.
-        seed: the seed of the run.
-        strategy: the strategy as an Accelerate config spells it, for people.
-        digests: of what the run reads, by its name or field; None for what it could have, and has not.
-    """
-
-    recipe: dict[str, Any]
-    seed: int
-    strategy: str
-    digests: dict[str, str | None]
-
-
 class RunCheckpoints(Extension):
     """Saves and restores the state of a run. As a context manager it waits at its end for saves and copies.
 
     Args:
         accelerator: the accelerator of the run.
         run: the output folder.
-        section: the settings of checkpoints.
-        identity: identifies the run.
+        recipe: the resolved recipe.
+        strategy: the strategy as an Accelerate config spells it, for people.
+        digests: of what the run reads, by its name or field; None for what it could have, and has not.
         model: the model that `accelerator.prepare` returned.
         optimizer: torch's optimizer.
         metrics: the records of the run, and where warnings go.
-        store: the store for the checkpoints, or None to keep them in the output folder.
         heartbeat: beats while this rank waits.
     """
 
@@ -84,23 +69,26 @@ class RunCheckpoints(Extension):
         self,
         accelerator: Accelerator,
         run: Path,
-        section: CheckpointSection,
-        identity: RunIdentity,
+        recipe: Recipe,
+        strategy: str,
+        digests: dict[str, str | None],
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         metrics: Metrics,
-        store: StorePath | None,
         heartbeat: Heartbeat,
     ) -> None:
         self._accelerator = accelerator
-        self._section = section
-        self._identity = identity
+        self._section = section = recipe.checkpoint
+        # Checkpoints may go to a store, and trackers' settings may hold a key.
+        self._recipe = recipe.model_dump(mode="json", exclude={"logging": {"tracker_settings"}})
+        self._strategy, self._digests = strategy, digests
         self._model = accelerator.unwrap_model(model)
         self._optimizer = optimizer
         self._metrics = metrics
         self._run = run
         self._heartbeat = heartbeat
         ranks.on_first_rank(lambda: clear_unfinished(run))
+        store = store_of(section.to)
         self._has_store = store is not None
         self._checkpointer = Checkpointer(
             run, section, metrics.warn, store, heartbeat.wait, device_type=accelerator.device.type
@@ -146,10 +134,8 @@ class RunCheckpoints(Extension):
             return
         set_generators(self._before[0])
         set_streams(self._before[1])
-        digests = {
-            name: known for name, known in self._identity.digests.items() if not str(error).startswith(f"{name}: ")
-        }
-        self._identity = replace(self._identity, digests=digests)
+        said = str(error)
+        self._digests = {name: known for name, known in self._digests.items() if not said.startswith(f"{name}: ")}
         if self.save(self._trainer, wait=True):
             error.add_note(f"the state after step {self._trainer.global_step} is saved; the same command goes on there")
 
@@ -172,6 +158,20 @@ class RunCheckpoints(Extension):
             self._left_evaluation, self._saved_step = False, -1
             self.save(trainer)
 
+    def after_last_step(self) -> None:
+        """Ends what the last step has begun. Collective.
+
+        Raises:
+            ToolkitError: if the step fails after all, ranks hold different copies of a tensor, or the folder is gone.
+        """
+        if (engine := engine_of(self._model)) is not None:
+            engine.flush()
+        require_alike(state_once(self._model), "at the end")  # without a save, or since the last one
+        # On all ranks: inside a collective the others would time out while rank 0 waits for a full disk.
+        require_output_dir(self._run)
+        catch_up, warn, wait = self._metrics.catch_up, self._metrics.warn, self._heartbeat.wait
+        ranks.on_first_rank(lambda: patiently(catch_up, "metrics.jsonl", warn, wait))
+
     def save(self, trainer: LoopState, wait: bool = False) -> bool:
         """Saves the state after the last step, unless that is done. Returns whether it is saved, as far as is known.
 
@@ -189,16 +189,16 @@ class RunCheckpoints(Extension):
         evals = [r for r in self._metrics.records if r["split"] == "eval" and r["step"] == step]
         merit = self._merit(step)
         samples = trainer.windows.samples_at(trainer.global_step)
-        fields: dict[str, Any] = {name: self._identity.digests.get(name) for name in DIGESTS}
+        fields: dict[str, Any] = {name: self._digests.get(name) for name in DIGESTS}
         manifest = Manifest(
             step=trainer.global_step,
             samples=samples,
             world_size=ranks.world_size(),
-            strategy=self._identity.strategy,
+            strategy=self._strategy,
             precision=self._accelerator.mixed_precision,
-            recipe=self._identity.recipe,
+            recipe=self._recipe,
             **fields,
-            named={name: known for name, known in self._identity.digests.items() if known and name not in DIGESTS},
+            named={name: known for name, known in self._digests.items() if known and name not in DIGESTS},
             stream=trainer.windows.state_at(samples),
             trainer=asdict(trainer.counters),
             scaler=scaler.state_dict() if scaler is not None else None,
@@ -216,7 +216,7 @@ class RunCheckpoints(Extension):
         return self._checkpointer.save(job, wait) and (not wait or self._is_copied())
 
     def _merit(self, step: int) -> float:
-        best_by = self._identity.recipe["training"]["best_by"]
+        best_by = self._recipe["training"]["best_by"]
         return merit_at(self._metrics.records, step, best_by, self._section.every_steps or 1)
 
     def restore_best(self, trainer: LoopState) -> Manifest | None:
@@ -226,7 +226,7 @@ class RunCheckpoints(Extension):
             The manifest of that checkpoint, or None if the last weights stay.
         """
         self._checkpointer.wait()
-        best = ranks.on_first_rank(lambda: best_of(list_checkpoints(self._run), self._identity.recipe))
+        best = ranks.on_first_rank(lambda: best_of(list_checkpoints(self._run), self._recipe))
         if best is None or best[0] <= self._merit(trainer.global_step):
             return None
         manifest = best[1]
@@ -284,9 +284,7 @@ class RunCheckpoints(Extension):
         elif self._checkpointer.uploads is not None:
             self._checkpointer.uploads.abandon(PARTING_SECONDS)
 
-    def restore(
-        self, folder: Path, manifest: Manifest, trainer: Trainer, schedule: LambdaLR, num_positions: int
-    ) -> None:
+    def restore(self, folder: Path, manifest: Manifest, trainer: Trainer) -> None:
         """Restores a checkpoint: the state, the position in the data, the records and the random generators.
 
         If the number of ranks has changed, seeds the generators from the seed and the step.
@@ -295,8 +293,6 @@ class RunCheckpoints(Extension):
             folder: the folder of the checkpoint.
             manifest: its manifest.
             trainer: the trainer of this run.
-            schedule: the schedule of the learning rate.
-            num_positions: the number of samples of the run.
 
         Raises:
             BadInputError: if the checkpoint's tensors do not fit the run's.
@@ -305,22 +301,24 @@ class RunCheckpoints(Extension):
         reader.load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))
         # The schedule has no state in the checkpoint: it follows from the steps, without those that were skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
-            schedule.step()
+            trainer.schedule.step()
         evaluated = any(record["split"] == "eval" and record["step"] == manifest.step for record in records)
-        trainer.resume(manifest.trainer, manifest.samples, num_positions, manifest.stream, evaluated)
-        every = self._identity.recipe["training"]["eval_every_steps"]
+        trainer.resume(manifest.trainer, manifest.samples, manifest.stream, evaluated)
+        every = self._recipe["training"]["eval_every_steps"]
         self._left_evaluation = not evaluated and every is not None and manifest.step % every == 0
         for extension in trainer.extensions:
             extension.resume(vars(manifest))
         self._metrics.resume(records)
+        if (told := changed_rate(trainer.schedule, records)) is not None:
+            self._metrics.warn(told)
         if self._accelerator.scaler is not None and manifest.scaler is not None:
             self._accelerator.scaler.load_state_dict(manifest.scaler)
         # The generators last: what comes before may draw from them (a DataLoader did, docs/log/reliability.md).
-        now, before = (values["sharding"].get("tensor", 1) for values in (self._identity.recipe, manifest.recipe))
+        now, before = (values["sharding"].get("tensor", 1) for values in (self._recipe, manifest.recipe))
         if (manifest.world_size, before) == (ranks.world_size(), now):
             restore_random_states(reader.read_random_states(folder))
         else:
-            set_seed(self._identity.seed + manifest.step + ranks.rank() // now)  # alike where rows are
+            set_seed(self._recipe["training"]["seed"] + manifest.step + ranks.rank() // now)  # alike where rows are
             leap_streams(manifest.step)
         self._saved_step = manifest.step
         ranks.gather_objects(None)  # now every rank has read

@@ -304,9 +304,9 @@ class StreamLoader(Loader):
         begun = [state for state in self._states if state["samples"] <= samples]
         return begun[-1] if begun else None
 
-    def resume(self, step: int, samples: int, num_positions: int, state: State | None) -> None:
+    def resume(self, step: int, samples: int, state: State | None) -> None:
         """Resumes after `step` optimizer steps at position `samples`, in the window that `state` begins."""
-        super().resume(step, samples, num_positions, state)
+        super().resume(step, samples, state)
         self._states = [state] if state is not None else []
 
     def __iter__(self) -> Iterator[list[Batch]]:

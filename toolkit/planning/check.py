@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 
 import psutil
 import torch
-from torch import nn
 
-from toolkit.data.samples.image_samples import ImageSamples
 from toolkit.errors import BadInputError, UnplannableError, first_line
 from toolkit.planning.accumulation import settle
 from toolkit.planning.hardware import Hardware, presets
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import ANSWERS, HEADROOM, ROLLOUT, Planner, standing_bytes
 from toolkit.planning.setup import Setup, smaller_setups
-from toolkit.planning.workload.image_workload import with_images
-from toolkit.planning.workload.workload import workload_of_model
+from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.offload.host import free_host_bytes
@@ -74,31 +71,22 @@ class Planned:
 
 def plan_run(
     recipe: Recipe,
-    model: nn.Module,
+    workload: Workload,
     strategy: Strategy,
     mesh: MeshShape,
     offload: bool,
     checkpointings: Sequence[Checkpointing | None],
-    mixed_precision: str,
-    label_counts: dict[str, int] | None,
     device: torch.device,
-    teacher: nn.Module | None = None,
-    images: ImageSamples | None = None,
 ) -> Planned:
-    """Plans this run from the model on the meta device that it will train.
+    """Plans this run.
 
     Args:
+        workload: has the model on the meta device that the run trains: nothing is loaded twice.
         checkpointings: the first with which the run fits well is taken, or else the last.
-        teacher: the frozen model of a distillation.
-        images: the samples, if they have images.
 
     Raises:
         BadInputError: if the peak alone exceeds the memory, or the host's memory cannot hold what is offloaded.
     """
-    # The run's own model on the meta device: nothing is loaded twice, and what is planned is what is trained.
-    workload = workload_of_model(recipe, model, mixed_precision, label_counts, teacher)
-    if images is not None:
-        workload = with_images(workload, images)
     planner, training = Planner(recipe, workload, _hardware_of_device(device)), recipe.training
     *others, last = checkpointings
     size, accumulation = training.micro_batch_size, training.gradient_accumulation_steps

@@ -22,23 +22,22 @@ from toolkit.checkpoint.export import (
 from toolkit.data.samples.loader import evaluation_batches
 from toolkit.model.adapters.adapters import has_adapter
 from toolkit.paths import GIB
-from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.run.stages.stages import PreparedRun
 from toolkit.sharding.apply import PRECISIONS
-from toolkit.terminal import Pass, Terminal
+from toolkit.terminal import Pass
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.phase import Phase
 
 
-def export_model(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> tuple[Path | None, float | None]:
+def export_model(run: PreparedRun, heartbeat: Heartbeat) -> tuple[Path | None, float | None]:
     """Writes and checks the export; returns its folder and the difference of logits. Collective."""
-    settings = opened.recipe.export
+    opened, settings, console = run.opened, run.opened.recipe.export, run.opened.console
     if not settings.enabled:
         return None, None
     folder = opened.output_dir / "export"
     dtype = dtype_of_export(settings.dtype, run.fit.dtype, has_adapter(run.inner) and not settings.merge)
     how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
-    console = Terminal(quiet=ranks.rank() != 0)
 
     def has_room() -> None:
         require_room(run.inner, folder, how)
@@ -53,7 +52,7 @@ def export_model(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> t
     if not settings.verify:
         return folder, None
     with Pass(console, "checking the export"):
-        difference = _check_export(opened, run, folder, how)
+        difference = _check_export(run, folder, how)
     if not console.quiet and is_whole(run.inner, how) and (told := names_fact(folder, run.fit.stored)) is not None:
         console.warn(f"the export {told}; test it with the server that will load it")
     for change in run.fit.files.changes():
@@ -61,9 +60,9 @@ def export_model(opened: OpenedRun, run: PreparedRun, heartbeat: Heartbeat) -> t
     return folder, difference
 
 
-def _check_export(opened: OpenedRun, run: PreparedRun, folder: Path, how: ExportSettings) -> float | None:
+def _check_export(run: PreparedRun, folder: Path, how: ExportSettings) -> float | None:
     """Returns the difference of logits between the model and its export. Collective."""
-    recipe, accelerator = opened.recipe, opened.accelerator
+    recipe, accelerator = run.opened.recipe, run.opened.accelerator
     # In training's compute dtype, so that only what the export changed may differ.
     compute = PRECISIONS[accelerator.mixed_precision] or getattr(torch, recipe.model.dtype)
     config, trust = run.inner.config, recipe.model.trust_remote_code

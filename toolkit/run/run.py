@@ -12,7 +12,7 @@ from typing import Any
 from toolkit import ranks
 from toolkit.checkpoint.push import push_export
 from toolkit.checkpoint.resume import Resumption, find
-from toolkit.checkpoint.store import StorePath, store_of
+from toolkit.checkpoint.store import store_of
 from toolkit.errors import BadInputError
 from toolkit.pages.card import model_and_data
 from toolkit.pages.run_page import RunSummary
@@ -24,12 +24,11 @@ from toolkit.run.folder.folder import (
     claimed,
     clear_killed,
     is_same_and_finished,
+    keep_day,
     require_unfinished,
     require_writable,
-    with_day,
 )
 from toolkit.run.parts.order import parts_of
-from toolkit.run.parts.part import facts_of_parts, reads_of
 from toolkit.run.prepare import prepare_run
 from toolkit.run.shown.live_report import LiveReport, ended_in
 from toolkit.run.shown.loss_warnings import uniform_guess
@@ -96,40 +95,39 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
         if ranks.on_first_rank(lambda: is_same_and_finished(output_dir, recipe)):
             return _finished_before(opened)
         running.enter_context(owned(output_dir))
-        store = store_of(recipe.checkpoint.to)
-        found = find_checkpoint(recipe, output_dir, store)
-        step = found.start[1].step if found.start is not None else 0
+        opened.found = found = find_checkpoint(opened)
+        step = opened.resumed.step if opened.resumed is not None else 0
         with counted_start(output_dir, step), claimed(output_dir, recipe, found) as told:
             for line in told:
                 console.warn(line)
             heartbeat = running.enter_context(watched(output_dir, recipe.training.stall_minutes))
             parts = parts_of(opened, extensions)
-            run = prepare_run(opened, parts, found.start[1] if found.start is not None else None)
-            opened = with_day(opened, run)
+            run = prepare_run(opened, parts)
+            keep_day(run)
         # The run is prepared: failures from here on leave the output folder as it is.
-        facts = facts_of(opened, run) | facts_of_parts(parts, run)
+        opened.facts = facts_of(run)
         output = notebook_output(run.num_steps)
         with output.holding(console) if output is not None else nullcontext():
-            print_run_summary(opened, run, facts)
-        live = _live_report(opened, run, facts, output)
+            print_run_summary(run)
+        live = _live_report(run, output)
         with ended_in(live):
-            if found.start is not None:
+            if opened.resumed is not None:
                 heartbeat.enter_phase(Phase.RESTORE)
-            fitted = fit(opened, run, parts, found, store, heartbeat, live, facts)
-            if fitted.missing is not None:
-                console.warn(fitted.missing)
+            records, missing = fit(run, parts, heartbeat, live)
+            if missing is not None:
+                console.warn(missing)
             heartbeat.enter_phase(Phase.EXPORT)
-            export_dir, difference = export_model(opened, run, heartbeat)
+            export_dir, difference = export_model(run, heartbeat)
             guess = uniform_guess(run.objective, run.inner, opened.recipe.objective.class_weights)
-            result = result_of(output_dir, fitted.records, export_dir, difference, guess)
-            pages = functools.partial(write_pages, opened, run, reads_of(parts), facts, result)
+            result = result_of(output_dir, records, export_dir, difference, guess)
+            pages = functools.partial(write_pages, run, result)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn, heartbeat.wait))
             for part in parts:
                 part.finish(run, output_dir / REPORT)
         if output is not None:
             output.finish(result)
         else:
-            print_result(console, opened.recipe, result, opened.story, run.shown.side_by_side)
+            print_result(console, opened.recipe, result, opened.story, opened.shown.side_by_side)
         ranks.on_first_rank(lambda: forget_starts(output_dir))
         heartbeat.enter_phase(Phase.EXPORT)
         _push(opened.recipe, result)
@@ -164,7 +162,7 @@ def rehearse(recipe: Recipe) -> None:
     """
     with open_run(recipe) as opened:
         recipe, output_dir, console = opened.recipe, opened.output_dir, opened.console
-        found = find_checkpoint(recipe, output_dir, store_of(recipe.checkpoint.to), copies=False)
+        found = find_checkpoint(opened, copies=False)
         ranks.on_first_rank(lambda: require_place(output_dir))
         ranks.on_first_rank(lambda: require_unfinished(output_dir, recipe, found.is_own))
         ranks.on_first_rank(lambda: require_writable(output_dir))
@@ -172,7 +170,8 @@ def rehearse(recipe: Recipe) -> None:
             console.print(f"a run would pass over {checkpoint.folder.name}: {checkpoint.problem}", markup=False)
         parts = parts_of(opened)
         run = prepare_run(opened, parts)
-        print_run_summary(opened, run, facts_of(opened, run) | facts_of_parts(parts, run))
+        opened.facts = facts_of(run)
+        print_run_summary(run)
         window = next(iter(run.windows))
         console.print(f"first micro-batch of rank 0, which has {len(window)} in a step:", markup=False)
         for name, tensor in window[0].items():
@@ -181,19 +180,20 @@ def rehearse(recipe: Recipe) -> None:
         opened.accelerator.wait_for_everyone()
 
 
-def find_checkpoint(recipe: Recipe, output_dir: Path, store: StorePath | None, copies: bool = True) -> Resumption:
+def find_checkpoint(opened: OpenedRun, copies: bool = True) -> Resumption:
     """Finds the checkpoint to resume from, if any."""
-    return find(output_dir, recipe.checkpoint.resume, recipe.model_dump(mode="json"), store, copies)
+    recipe, section = opened.recipe, opened.recipe.checkpoint
+    return find(opened.output_dir, section.resume, recipe.model_dump(mode="json"), store_of(section.to), copies)
 
 
-def _live_report(
-    opened: OpenedRun, run: PreparedRun, facts: dict[str, str], output: NotebookOutput | None
-) -> LiveReport:
+def _live_report(run: PreparedRun, output: NotebookOutput | None) -> LiveReport:
+    opened = run.opened
+
     def summary(records: list[dict[str, Any]]) -> RunSummary:
         # Without doubts, as the losses may get better yet.
         result = replace(result_of(opened.output_dir, records, None), doubts=())
         title = model_and_data(opened.recipe, run.inner.config.architectures[0], is_done=False)
-        summary = summary_of(opened, run, facts, result)
+        summary = summary_of(run, result)
         opened.story.write(opened.output_dir)
         return replace(summary, title=title)
 

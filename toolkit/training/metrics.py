@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from toolkit.paths import GIB
-from toolkit.recipe.figures import figure_of
+from toolkit.recipe.figures import figure_of, steering
 from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal
 from toolkit.training.durable_writes import LinesFile
@@ -30,7 +30,7 @@ class Metrics:
         planned_peak_bytes: is in each train record next to the measured peak, or None without a plan.
         on_record: called after each record, with all records and the time left (seconds).
         shows_steps: whether steps are shown on the console; if not, `on_record` shows them.
-        steering: the key of the figure that judges evaluations (`training.best_by`), which the console shows, too.
+        best_by: which figure judges evaluations (`training.best_by`), which the console shows, too.
         to_trackers: called with the split, the numbers and the step of each record.
     """
 
@@ -45,9 +45,9 @@ class Metrics:
         on_record: Callable[[list[dict[str, Any]], float | None], None] | None = None,
         shows_steps: bool = True,
         to_trackers: Callable[[str, dict[str, float], int], None] = lambda split, values, step: None,
-        steering: str = "loss",
+        best_by: str = "loss",
     ) -> None:
-        self._steering = steering
+        self._steering = steering(best_by).field
         self._unit = unit
         self._planned_peak_bytes = planned_peak_bytes
         self._on_record = on_record

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,52 +38,40 @@ from toolkit.training.stop import reason_of_all
 from toolkit.training.usage import Counts, counts_of, peak_device_bytes, peak_host_bytes
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Trains `model` on `windows`.
 
-    Args:
+    Attributes:
         accelerator: its `prepare` has returned `model` and `optimizer`.
         schedule: stepped once per optimizer step that is not skipped.
         evaluation: makes this rank's evaluation batches, equally many on every rank; None for no evaluation.
         by_block: runs the micro-batches of a step by block; None runs one after another.
-        balance: adds the losses of a mixture's routers; None for no such losses.
+        balance: adds the losses of a mixture's routers.
         copies: the number of ranks that have the same rows, so that what is summed over all ranks counts each once.
         extensions: called by the loop, in this order.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: LambdaLR,
-        objective: Objective,
-        settings: TrainingSection,
-        windows: Windows,
-        evaluation: Callable[[], Iterable[Batch]] | None = None,
-        by_block: ByBlock | None = None,
-        balance: Balance | None = None,
-        copies: int = 1,
-        extensions: Sequence[Extension] = (),
-    ) -> None:
-        self.accelerator = accelerator
-        self.model = model
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.objective = objective
-        self.settings = settings
-        self.windows = windows
-        self.evaluation = evaluation
-        self.by_block = by_block
-        self.balance = balance or Balance([])
-        self.copies = copies
-        self.extensions = extensions
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
+    objective: Objective
+    settings: TrainingSection
+    windows: Windows
+    evaluation: Callable[[], Iterable[Batch]] | None = None
+    by_block: ByBlock | None = None
+    balance: Balance = field(default_factory=lambda: Balance([]))
+    copies: int = 1
+    extensions: Sequence[Extension] = ()
+
+    def __post_init__(self) -> None:
         self.counters = Counters()
         self._upcoming: list[Batch] | None = None
         self._rate_factor = 1.0
         self._left_evaluation = False  # when the checkpoint was written that training resumes from
         self._counted: Counts | None = None  # of the next window, over all ranks
-        engine = engine_of(accelerator.unwrap_model(model))
+        engine = engine_of(self.accelerator.unwrap_model(self.model))
         self._steps_in_backward = engine is not None and engine.settings.during_backward
 
     @property
@@ -91,20 +79,17 @@ class Trainer:
         """Optimizer steps taken."""
         return self.counters.global_step
 
-    def resume(
-        self, counters: dict[str, int], samples: int, num_positions: int, windows: Any, is_evaluated: bool = True
-    ) -> None:
+    def resume(self, counters: dict[str, int], samples: int, windows: Any, is_evaluated: bool = True) -> None:
         """Continues a run.
 
         Args:
             samples: samples that the run has trained on.
-            num_positions: samples of the run.
             windows: the state of the data that `Windows.state_at` returned.
             is_evaluated: whether the evaluation after the last step, if one was due, is done.
         """
         self._left_evaluation = not is_evaluated
         self.counters = Counters(**counters)
-        self.windows.resume(self.global_step, samples, num_positions, windows)
+        self.windows.resume(self.global_step, samples, windows)
 
     def fit(self) -> None:
         """Runs every window; evaluates at the start, every `eval_every_steps` steps and at the end.

@@ -22,18 +22,16 @@ from toolkit.data.samples.samples import Batch
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.expert_adapters import as_peft_has_them, peft_name
 from toolkit.model.quantised.quantised import dequantised
-from toolkit.optim.schedule import build_schedule
 from toolkit.paths import atomic_write
 from toolkit.recipe.recipe import Recipe
+from toolkit.run.fit import trainer_of
 from toolkit.run.parts.order import parts_of
-from toolkit.run.parts.part import facts_of_parts
 from toolkit.run.parts.rollouts import Rollouts, RunSampler
 from toolkit.run.prepare import prepare_run
 from toolkit.run.shown.run_summary import facts_of
 from toolkit.run.stages.accelerator import (
     build_accelerator,
     build_plugins,
-    inner_optimizer,
     quiet_libraries,
     release,
     settled,
@@ -47,7 +45,6 @@ from toolkit.sharding.tensor.cut import cut_of
 from toolkit.supervise.parent_death import ended_with_launcher
 from toolkit.terminal import Terminal
 from toolkit.training.loop_state import Windows
-from toolkit.training.trainer import Trainer
 from toolkit.verify.plain import is_nonzero, set_dropout
 from toolkit.verify.results import REHEARSED_DROPOUT
 from toolkit.verify.rollouts import GivenSamples
@@ -72,16 +69,15 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
         raise BadInputError("mixed_precision fp16: its gradient scaler skips steps, which no plain loop does; use bf16")
     plugin: ShardingPlugin = plugins["fsdp_plugin"]
     opened = OpenedRun(recipe, accelerator, plugin, folder / "run", Terminal(quiet=not accelerator.is_main_process))
-    parts = parts_of(opened)
-    run = prepare_run(opened, parts)
-    if run.checked.padded is not None:
+    run = prepare_run(opened, parts_of(opened))
+    if run.sharded.padded is not None:
         # The recipe leaves packing open, and the plain side has packed the rows.
-        raise BadInputError(f"data.packing: {run.checked.padded}; set data.packing=false")
+        raise BadInputError(f"data.packing: {run.sharded.padded}; set data.packing=false")
     model = run.inner
     # The plain side draws no masks that these ranks could share.
     set_dropout(model, 0.0)
-    result, batch = _run_steps(opened, run, steps, folder)
-    result["facts"] = facts_of(opened, run) | facts_of_parts(parts, run)
+    result, batch = _run_steps(run, steps, folder)
+    result["facts"] = facts_of(run)
     # On every rank, because gathering is collective. Only rank 0 gets the tensors.
     tensors = as_peft_has_them(model, dequantised(model, whole_tensors(state_once(model))))
     weights = {name: t.float().cpu().contiguous() for name, t in tensors if t is not None}
@@ -95,38 +91,26 @@ def _run_sharded(recipe: Recipe, steps: int, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _run_steps(opened: OpenedRun, run: PreparedRun, steps: int, folder: Path) -> tuple[dict[str, Any], Batch]:
+def _run_steps(run: PreparedRun, steps: int, folder: Path) -> tuple[dict[str, Any], Batch]:
     """Runs the trainer's steps; returns their results, and this rank's first micro-batch of the last one.
 
     A parameter counts as having had a gradient if its first moment is not zero.
     """
-    recipe, accelerator, model = opened.recipe, opened.accelerator, run.inner
+    opened, recipe, accelerator, model = run.opened, run.opened.recipe, run.opened.accelerator, run.inner
     named = {peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = inner_optimizer(run.sharded.optimizer)
-    schedule = build_schedule(optimizer, recipe.schedule, run.num_steps)
+    optimizer = run.sharded.torch_optimizer
     windows: Windows = run.windows
     given = None
     if recipe.objective.spec.samples_itself:
-        given = GivenSamples(folder, RunSampler(opened, run, lambda: None))
+        given = GivenSamples(folder, RunSampler(run, lambda: None))
         windows = Rollouts(recipe, run.data, run.windows, run.tokenizer, given, opened.device)
-    trainer = Trainer(
-        accelerator,
-        run.model,
-        run.sharded.optimizer,
-        schedule,
-        run.objective,
-        recipe.training,
-        windows,
-        by_block=run.accumulation.by_block,
-        balance=run.balance,
-        copies=recipe.sharding.tensor,
-    )
+    trainer = trainer_of(run, windows)
     run.model.train()
     found, loads = [], []
     for window in itertools.islice(windows, steps):
         found.append(trainer.train_step(window))
         loads.append(run.balance.loads())
-        schedule.step()
+        trainer.schedule.step()
     engine = engine_of(model)
     if engine is not None:
         engine.flush()  # the last step may still be under way

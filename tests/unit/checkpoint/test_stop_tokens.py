@@ -25,7 +25,7 @@ from toolkit.data.samples.samples import TextSamples
 from toolkit.data.templates.templates import MARKERS
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.recipe.schema import DataSection
-from toolkit.run.prepare import teach_to_stop
+from toolkit.run.parts.stops import teach_to_stop
 
 ANSWERS = {"the king": "bread", "a fox": "wine and the moon", "so": "no"}
 

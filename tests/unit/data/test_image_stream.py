@@ -99,7 +99,7 @@ def micro_batches(data: build.TokenisedData, rank: int, ranks: int, start: int =
             list(loader)
             state = loader.state_at(start * 4 * ranks)
             loader = StreamLoader(data.stream, num_positions=num_positions, **split)
-            loader.resume(start, start * 4 * ranks, num_positions, state)
+            loader.resume(start, start * 4 * ranks, state)
     return [batch for window in loader for batch in window]
 
 

@@ -96,12 +96,11 @@ def test_what_has_no_room_stays_by_micro_batch() -> None:
 
 
 def planned(own: Recipe, num_ranks: int = 2) -> check.Planned:
-    model = workload_of(own, "no").model
     ways = (
         (None, check.Checkpointing(1)) if own.sharding.activation_checkpointing == "auto" else (check.Checkpointing(1),)
     )
-    mesh = MeshShape(1, num_ranks)
-    return check.plan_run(own, model, STRATEGIES["zero3"], mesh, False, ways, "no", None, torch.device("cpu"))
+    workload, mesh = workload_of(own, "no"), MeshShape(1, num_ranks)
+    return check.plan_run(own, workload, STRATEGIES["zero3"], mesh, False, ways, torch.device("cpu"))
 
 
 def test_a_run_goes_by_its_plan() -> None:

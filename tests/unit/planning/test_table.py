@@ -409,9 +409,8 @@ def test_an_accelerate_config_says_how_the_recipe_stands() -> None:
 def planned(room: int, monkeypatch: pytest.MonkeyPatch, checkpointings: Any = (None,)) -> check.Planned:
     monkeypatch.setattr(check, "free_host_bytes", lambda: room)
     own = recipe()
-    model = workload_of(own, "no").model
-    mesh = MeshShape(1, 2)
-    return check.plan_run(own, model, STRATEGIES["zero3"], mesh, False, checkpointings, "no", None, torch.device("cpu"))
+    workload, mesh = workload_of(own, "no"), MeshShape(1, 2)
+    return check.plan_run(own, workload, STRATEGIES["zero3"], mesh, False, checkpointings, torch.device("cpu"))
 
 
 def test_on_cpu_ranks_offload_is_no_saving() -> None:

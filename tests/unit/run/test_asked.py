@@ -18,8 +18,9 @@ from toolkit.pages.card import recipe_for_readers
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
 from toolkit.run.parts.answers import _require_room, read_asked, reads_of_answers, require_sighted
-from toolkit.run.parts.part import Read, require_same_reads
 from toolkit.run.stages.generating import split_over_ranks
+from toolkit.run.stages.part import require_same_reads
+from toolkit.run.stages.stages import Read
 
 QUESTION = {"prompt": "2 + 2?", "answer": "4"}
 UNEVALUATED = ["data.validation_fraction=null", "training.eval_every_steps=null", "logging.held_out_samples=0"]
@@ -64,7 +65,7 @@ def test_a_resumed_run_scores_as_before(tmp_path: Path) -> None:
         (tmp_path / "a.png").write_text(image)
         said: list[str] = []
         try:
-            require_same_reads([SimpleNamespace(reads=reads(*now))], resumed, said.append)  # type: ignore[arg-type, list-item]
+            require_same_reads(SimpleNamespace(reads=reads(*now), resumed=resumed), said.append)  # type: ignore[arg-type]
         except BadInputError as error:
             return f"refused: {error}"
         return " ".join(said)

@@ -17,6 +17,7 @@ from toolkit.data.kinds.source_target import SourceTargetSamples
 from toolkit.data.samples.samples import RowPrompt, TextSamples
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.run.parts.held_out_samples import _unanswered, continuations, steps_between
+from toolkit.terminal import Terminal
 
 
 @pytest.mark.parametrize(
@@ -38,8 +39,8 @@ def test_evaluations_that_continue_prompts_are_few_and_spread(
     assert steps_between(num_steps, every) == expected
 
 
-def run_of(model: Any, tokenizer: Any, samples: Any) -> tuple[Any, Any]:
-    """A run and its opening on one process, as far as continuations ask for them."""
+def run_of(model: Any, tokenizer: Any, samples: Any) -> Any:
+    """A run on one process, as far as continuations ask for it."""
     spec = SimpleNamespace(encoder_decoder=model.config.is_encoder_decoder)
     recipe = SimpleNamespace(
         model=SimpleNamespace(name_or_path="model"),
@@ -47,10 +48,11 @@ def run_of(model: Any, tokenizer: Any, samples: Any) -> tuple[Any, Any]:
         training=SimpleNamespace(compile=False),
     )
     plugin = SimpleNamespace(strategy=SimpleNamespace(sharded=False))
-    opened = SimpleNamespace(recipe=recipe, plugin=plugin, accelerator=SimpleNamespace(autocast=nullcontext))
-    return opened, SimpleNamespace(
-        model=model, inner=model, tokenizer=tokenizer, data=SimpleNamespace(validation=samples)
+    opened = SimpleNamespace(
+        recipe=recipe, plugin=plugin, accelerator=SimpleNamespace(autocast=nullcontext), console=Terminal()
     )
+    data = SimpleNamespace(validation=samples)
+    return SimpleNamespace(opened=opened, model=model, inner=model, tokenizer=tokenizer, data=data)
 
 
 @torch.no_grad()
@@ -60,12 +62,12 @@ def test_a_token_costs_a_forward_of_itself_and_the_text_is_that_of_whole_forward
     model = llama(vocab_size=VOCAB_SIZE, max_position_embeddings=128).train()
     asked = [tokenizer(text)["input_ids"] for text in ("by the river and the old town", "a fox")]
     samples = TextSamples(*[None] * 6)  # type: ignore[arg-type]
-    opened, run = run_of(model, tokenizer, samples)
+    run = run_of(model, tokenizer, samples)
     widths: list[int] = []
     beats: list[None] = []
     embeddings = model.get_input_embeddings()
     handle = embeddings.register_forward_hook(lambda _module, args, _output: widths.append(args[0].shape[1]))
-    found = continuations(opened, run, [RowPrompt(ids, []) for ids in asked], lambda: beats.append(None))
+    found = continuations(run, [RowPrompt(ids, []) for ids in asked], lambda: beats.append(None))
     handle.remove()
     longest = max(map(len, asked))
     # The prompts once, each further token once, and a trial of one prompt with and without padding. Without a cache it
@@ -102,9 +104,9 @@ def test_a_target_that_begins_with_a_special_token_is_shown() -> None:
     model.final_logits_bias[0, tokenizer.all_special_ids] = -100.0  # so that its end does not come first
     source, target = (tokenizer(text)["input_ids"] for text in ("by the river", "a fox"))
     samples = SourceTargetSamples(None, np.arange(1), 64, 1, 16)  # type: ignore[arg-type]
-    opened, run = run_of(model, tokenizer, samples)
+    run = run_of(model, tokenizer, samples)
     prompt = RowPrompt(source, [tokenizer.bos_token_id, *target, 0])
-    [text] = continuations(opened, run, [prompt], lambda: None)
+    [text] = continuations(run, [prompt], lambda: None)
     written = model.generate(torch.tensor([source]), max_new_tokens=15, do_sample=False, num_beams=1)[0, 1:].tolist()
     assert written[0] == tokenizer.bos_token_id
     end = next((place for place, token in enumerate(written) if place and token in tokenizer.all_special_ids), None)

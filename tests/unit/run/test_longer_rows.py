@@ -17,7 +17,7 @@ from support.tiny import llama, recipe_values, save_llama
 from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
 from toolkit.model.attention.positions import rotary_limit
-from toolkit.run.stages.model_checks import changed_by_longer_rows
+from toolkit.run.checks.padding_check import changed_by_longer_rows
 
 
 def phi3() -> Phi3ForCausalLM:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts.own_code import code_fact, identify_code, read_of
-from toolkit.run.parts.part import require_same_reads
+from toolkit.run.stages.part import require_same_reads
 
 SOURCE = (
     "from pathlib import Path\n\nPath(__file__).with_suffix('.imported').touch()\n\n\ndef told(row):\n    return row\n"
@@ -23,9 +23,9 @@ SOURCE = (
 
 
 def require_same_code(code: dict[str, str], before: dict[str, str] | None, warn: Callable[[str], None]) -> None:
-    part = SimpleNamespace(reads=[read_of(field, digest) for field, digest in code.items()])
+    reads = [read_of(field, digest) for field, digest in code.items()]
     resumed = None if before is None else SimpleNamespace(step=8, digests=lambda: before)
-    require_same_reads([part], resumed, warn)  # type: ignore[list-item, arg-type]
+    require_same_reads(SimpleNamespace(resumed=resumed, reads=reads), warn)  # type: ignore[arg-type]
 
 
 def recipe_of(file: Path) -> Recipe:
@@ -40,7 +40,7 @@ def test_a_resumed_run_has_the_code_that_it_began_with(tmp_path: Path) -> None:
     digest = hashlib.sha256(SOURCE.encode()).hexdigest()
     assert code == {"data.map": digest}
     assert code_fact(one, code) == f"data.map one.py:told (SHA-256 {digest[:16]})"
-    assert code_fact(Recipe.load("quickstart"), {}) is None
+    assert code_fact(Recipe.load("quickstart"), {}) == ""
     require_same_code(code, code, told.append)
     require_same_code(code, None, told.append)
     assert told == []

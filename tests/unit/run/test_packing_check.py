@@ -27,9 +27,10 @@ from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks import packing_check
+from toolkit.run.checks.packed_rows import check_packing
 from toolkit.run.checks.packing_check import LeakError, check_causal, check_leaks
-from toolkit.run.stages.model_checks import check_packing
-from toolkit.run.stages.stages import OpenedRun, ShardedModel
+from toolkit.run.stages.stages import BuiltRun, OpenedRun, ShardedModel
+from toolkit.terminal import Terminal
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -274,15 +275,15 @@ def test_completions_of_a_pair_share_a_sample_that_is_not_packed(make: Callable[
     recipe: Any = Recipe.load("dpo", {"training.micro_batch_size": 2, "data.packing": False})
     data: Any = SimpleNamespace(train=pairs, report=SimpleNamespace(packing=False))
     nothing: Any = None
-    opened = OpenedRun(recipe, accelerator, nothing, nothing, nothing)
-    sharded = ShardedModel(model, model, nothing, None)
-    measured, why = check_packing(opened, sharded, CausalLM(model), data)
-    assert measured is None
+    opened = OpenedRun(recipe, accelerator, nothing, nothing, Terminal(quiet=True))
+    sharded = ShardedModel(model, model, nothing, None, CausalLM(model), data)
+    measured, why = check_packing(BuiltRun(opened, nothing, nothing, sharded))
+    assert not measured
     assert ("see each other in Leaky" in str(why)) == leaks, "each completion then gets a row of its own"
     packed: Any = Recipe.load("dpo", {"training.micro_batch_size": 2, "data.packing": True})
-    opened = OpenedRun(packed, accelerator, nothing, nothing, nothing)
+    opened = OpenedRun(packed, accelerator, nothing, nothing, Terminal(quiet=True))
     with pytest.raises(BadInputError, match="Both completions of a pair share") if leaks else nullcontext():
-        assert check_packing(opened, sharded, CausalLM(model), data) == (None, None)
+        assert check_packing(BuiltRun(opened, nothing, nothing, sharded)) == ("", None)
 
 
 def test_pairs_that_no_row_of_the_model_can_hold_are_kept_apart() -> None:

@@ -76,9 +76,9 @@ def test_under_auto_it_runs_by_micro_batch_and_says_why() -> None:
         recipe: Any = SimpleNamespace(sharding=SimpleNamespace(accumulate=accumulate))
         plugin: Any = SimpleNamespace(unit_plan=plan)
         if accumulate == "auto":
-            found = accumulation_of(recipe, planned, plugin, model, torch.device("cpu"))
-            assert found.by_block is None
-            assert str(found.describe()).startswith("auto: by micro-batch (sharding.accumulate: by_block cannot run")
+            found, told = accumulation_of(recipe, planned, plugin, model, torch.device("cpu"))
+            assert found is None
+            assert told.startswith("auto: by micro-batch (sharding.accumulate: by_block cannot run")
             loss = model(input_ids=ROWS[0], labels=ROWS[0]).loss
             loss.backward()
             assert all(parameter.grad is not None for parameter in model.parameters())

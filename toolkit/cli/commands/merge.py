@@ -30,7 +30,7 @@ def merge(
     from toolkit.generation.text.load import find_model
 
     find_model(adapter)  # before torch is imported
-    from toolkit.run.merge import merge_adapter
+    from toolkit.serving.merge import merge_adapter
 
     done = merge_adapter(adapter, to, base, type_name)
     if as_json:

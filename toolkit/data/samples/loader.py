@@ -96,9 +96,9 @@ class Loader(ABC):
     def epoch_at(self, step: int) -> float:
         """Returns the passes over the data after `step` optimizer steps."""
 
-    def resume(self, step: int, samples: int, num_positions: int, state: Any) -> None:
-        """Resumes after `step` optimizer steps of any size at position `samples`, up to a new end."""
-        self.start, self.num_positions = (step, samples), num_positions
+    def resume(self, step: int, samples: int, state: Any) -> None:
+        """Resumes after `step` optimizer steps of any size at position `samples`."""
+        self.start = (step, samples)
 
     @property
     def samples_per_step(self) -> int:

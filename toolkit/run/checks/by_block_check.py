@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.planning.check import Planned
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.comparison import refused
+from toolkit.run.stages.part import RunPart
+from toolkit.run.stages.stages import BuiltRun
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.plugin import ShardingPlugin
@@ -27,24 +28,13 @@ NOISE = 4.0
 """Factor on the difference of logits between two equal forwards, which is 0 on a CPU."""
 
 
-@dataclass(frozen=True)
-class Accumulation:
-    """How the micro-batches of a step run.
+class Accumulated(RunPart):
+    """The order in which the micro-batches of a step run (`sharding.accumulate`)."""
 
-    Attributes:
-        by_block: runs them by block, or None if they run one after another.
-        why: the reason for the choice of `sharding.accumulate: auto`; empty if the recipe chose.
-    """
-
-    by_block: ByBlock | None
-    why: str = ""
-
-    def describe(self) -> str | None:
-        """Describes the choice for the run summary, or returns None for the default."""
-        how = "by block: a step gathers each unit twice and reduces it once" if self.by_block else "by micro-batch"
-        if self.why:
-            return f"auto: {how} ({self.why})"
-        return how if self.by_block else None
+    def check(self, run: BuiltRun) -> None:
+        plugin, device, sharded = self.opened.plugin, self.opened.device, run.sharded
+        found = accumulation_of(self.recipe, run.planned, plugin, run.model, device, sharded.alone)
+        sharded.by_block, self.facts["accumulate"] = found
 
 
 def accumulation_of(
@@ -54,8 +44,10 @@ def accumulation_of(
     model: nn.Module,
     device: torch.device,
     alone: str | None = None,
-) -> Accumulation:
-    """Returns how micro-batches run: as the recipe says, or for `auto` as planned if the model can. Collective.
+) -> tuple[ByBlock | None, str]:
+    """Returns what runs micro-batches by block, as the recipe says, or for `auto` as planned if the model can.
+
+    It is None if they run one after another. The text says so for the summary; empty for the default. Collective.
 
     Args:
         alone: why the rows of a micro-batch run one after another, if they do.
@@ -63,8 +55,9 @@ def accumulation_of(
     Raises:
         BadInputError: if the recipe asks for by_block, and the model cannot run so.
     """
+    why, in_turn = planned.why, "auto: by micro-batch ({})"
     if not planned.by_block:
-        return Accumulation(None, planned.why)
+        return None, why and in_turn.format(why)
     assert plugin.unit_plan is not None  # strategies that have none are refused, and `auto` leaves them alone
     try:
         if alone is not None and recipe.training.micro_batch_size > 1:
@@ -78,8 +71,9 @@ def accumulation_of(
     except BadInputError as error:
         if recipe.sharding.accumulate != "auto":
             raise
-        return Accumulation(None, first_line(error))
-    return Accumulation(by_block, planned.why)
+        return None, in_turn.format(first_line(error))
+    how = "by block: a step gathers each unit twice and reduces it once"
+    return by_block, f"auto: {how} ({why})" if why else how
 
 
 def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) -> None:

@@ -15,10 +15,22 @@ from toolkit.errors import BadInputError
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.objective import Objective
 from toolkit.objectives.own_loss import FIELD, OF_ROWS, OwnLoss, of_rows
+from toolkit.run.stages.part import RunPart
+from toolkit.run.stages.stages import BuiltRun
 from toolkit.user_function import set_streams, streams
 
 TOLERANCE = 1e-4
 """Allowed difference of a sum from that of its two parts, as a share of it; float32's rounding is a hundredth of it."""
+
+
+class HeadLoss(RunPart):
+    """What computes the losses, and whether a loss of the user's is a sum."""
+
+    def check(self, run: BuiltRun) -> None:
+        training, device = self.recipe.training, self.opened.device
+        fact = run.objective.check_head_loss(run.model, device, self.opened.in_16_bits) or ""
+        own = check_own_loss(run.model, run.objective, run.data.train, training.micro_batch_size, device)
+        self.facts["loss"] = fact if own is None else f"{self.recipe.objective.loss}, {own}; {fact}"
 
 
 def check_own_loss(

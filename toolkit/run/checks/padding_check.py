@@ -12,14 +12,21 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from toolkit.data.report import DataReport
 from toolkit.data.samples.documents_apart import FILLING, documents_apart
 from toolkit.data.samples.samples import Batch, Samples
+from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.full_attention import attends_in_full
+from toolkit.model.attention.positions import rotary_limit
 from toolkit.objectives.objective import Objective
-from toolkit.objectives.rows_alone import rows_without_padding
+from toolkit.objectives.rows_alone import RowsAlone, rows_without_padding
+from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, logits_of, refused
+from toolkit.run.stages.part import RunPart
+from toolkit.run.stages.stages import BuiltRun
 from toolkit.sharding.fsdp2.fsdp import class_name
+from toolkit.terminal import Pass
 
 SAMPLES = 64
 """Number of samples among which the shortest and the longest row are chosen."""
@@ -29,6 +36,61 @@ CHECKED_TOKENS = 512
 
 FEW_TOKENS = 64
 """The same if tokens meet in full attention alone: longer rows go through no other code."""
+
+
+class PaddedRows(RunPart):
+    """Rows of a model in which padding changes a row run one after another."""
+
+    def check(self, run: BuiltRun) -> None:
+        objective, why = run.objective, _check_padding(run)
+        if why is None:
+            if (told := changed_by_longer_rows(run.inner, self.recipe, run.data.report)) is not None:
+                self.opened.console.warn(told)
+            return
+        if objective.needs_whole_steps:
+            raise BadInputError(
+                f"objective.loss: returns a count of its own, which needs padded rows ({why}); return len(labels), "
+                "or num_rows"
+            )
+        run.sharded.objective, run.sharded.alone = RowsAlone(objective), why
+        self.facts["padding"] = f"none, the rows of a micro-batch run one after another: {why}"
+
+
+def _check_padding(run: BuiltRun) -> str | None:
+    """Returns why rows must run one after another without padding, or None if padding changes nothing. Collective.
+
+    Raises:
+        BadInputError: if padding changes rows, and the recipe needs padded rows.
+    """
+    opened, objective, samples = run.opened, run.objective, run.data.train
+    recipe, spec = opened.recipe, opened.recipe.objective.spec
+    if samples.has_images:
+        return None
+    pads = objective.apart if spec.compares_completions else not run.data.report.packing
+    if not pads or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
+        return None
+    with Pass(opened.console, "checking that padding changes no row"):
+        why = changed_by_padding(run.model, run.inner, objective, samples, opened.device, opened.in_16_bits)
+    if why is not None and (spec.compares_completions or spec.has_teacher):
+        raise BadInputError(f"objective.kind: {spec.kind} pads rows, and {why}; train another model")
+    return why
+
+
+def changed_by_longer_rows(inner: nn.Module, recipe: Recipe, report: DataReport) -> str | None:
+    """Returns a warning if a long row changes the rotary embeddings of the others of its micro-batch, or None."""
+    limit, longest = rotary_limit(inner), recipe.data.max_length
+    if limit is None or not (report.packing or recipe.training.micro_batch_size > 1):
+        return None
+    if report.train is not None and not report.streaming:  # of a stream it is the first window
+        longest = min(longest, int(report.train.longest["tokens"]))
+    if longest <= limit[1]:
+        return None
+    return (
+        f"model.name_or_path: the rotary embeddings of {class_name(base_of(inner))} ({limit[0]}) change for a whole "
+        f"micro-batch if one row has more than {limit[1]:,} tokens, and the longest has {longest:,}: a shorter row is "
+        f"not computed as it is alone. Set data.max_length={limit[1]}, or data.packing=false and "
+        "training.micro_batch_size=1"
+    )
 
 
 @torch.no_grad()

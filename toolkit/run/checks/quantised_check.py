@@ -9,13 +9,23 @@ from torch import nn
 from toolkit.data.samples.samples import Samples
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.quantised.quantised import quantised_layers, weights_as_numbers
+from toolkit.model.quantised.quantised import quantised_fact, quantised_layers, weights_as_numbers
 from toolkit.objectives.objective import Objective
 from toolkit.run.checks.comparison import SAME, Numbers, compared, logits_of, on_text_alone
+from toolkit.run.stages.part import RunPart
+from toolkit.run.stages.stages import BuiltRun
 from toolkit.sharding.fsdp2.fsdp import class_name
 
 CHECKED_TOKENS = 512
 """Tokens of the first row that are compared."""
+
+
+class QuantisedBase(RunPart):
+    """A base of 4 bits under adapters."""
+
+    def check(self, run: BuiltRun) -> None:
+        check_quantised(self.opened.accelerator, self.recipe.model.dtype, run.model, run.objective, run.data.train)
+        self.facts["quantised"] = quantised_fact(run.inner) or ""
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -20,9 +19,10 @@ from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attention_of
 from toolkit.model.attention.attention_by_heads import attend_by_heads, require_sequence
 from toolkit.objectives.objective import Objective
-from toolkit.recipe.schema import ShardingSection
 from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, on_text_alone
-from toolkit.sharding.blocks.chunks import chunks_of
+from toolkit.run.stages.part import RunPart
+from toolkit.run.stages.stages import BuiltRun, MetaModel
+from toolkit.sharding.blocks.chunks import chunks_of, num_mlps_in_chunks
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.fsdp2.unit_states import UnitStates
 from toolkit.sharding.parallel.sequence_parallel import form_groups
@@ -34,18 +34,24 @@ BY_TOKEN = 3
 """Dimensions of values by token, (B, T, ...), of which a rank has its part; values by document have two."""
 
 
-def part_of(accelerator: Accelerator, section: ShardingSection) -> tuple[int, int, Part]:
-    """Returns the number of this rank's group, how many groups there are, and this rank's part of the group's rows.
+class SharedRows(RunPart):
+    """Rows that ranks share, or whose tokens run in chunks (`sharding.chunk_tokens`)."""
 
-    Args:
-        section: says how many ranks share each row (`sharding.sequence`), or have the same rows (`sharding.tensor`).
-    """
-    size = section.sequence * section.tensor
-    return (
-        accelerator.process_index // size,
-        accelerator.num_processes // size,
-        Part(accelerator.process_index % section.sequence, section.sequence),
-    )
+    def on_meta(self, on_meta: MetaModel) -> None:
+        models = [loaded.model for loaded in (on_meta.loaded, on_meta.teacher) if loaded is not None]
+        share_rows(self.recipe.sharding.sequence, self.recipe.data.max_length, *models)
+
+    def check(self, run: BuiltRun) -> None:
+        opened, checkpointing, part = self.opened, run.planned.checkpointing, self.opened.share[2]
+        size = None if checkpointing is None else checkpointing.chunk_tokens
+        compared = (run.model, run.inner, run.objective, run.data.train, part, opened.device, opened.in_16_bits)
+        differ = check_parts(*compared, size is not None)
+        checked = differ is not None and f"; checked: logits and gradients as of whole rows (difference {differ:.0e})"
+        if part.count > 1:
+            self.facts["rows"] = f"each shared by {part.count} ranks{checked or ''}"
+        if size is not None:
+            in_chunks = f"norms and {num_mlps_in_chunks(run.inner)} MLPs run for {size:,} tokens at a time"
+            self.facts["chunks"] = f"{in_chunks}{checked or ''}"
 
 
 def share_rows(size: int, max_length: int, *models: PreTrainedModel) -> None:

@@ -13,11 +13,31 @@ from toolkit.model.adapters.adapters import base_of
 from toolkit.objectives.objective import Objective
 from toolkit.run.checks.comparison import ROUNDED, Numbers, compared
 from toolkit.run.checks.sequence_check import outputs_and_gradients
+from toolkit.run.stages.part import RunPart
+from toolkit.run.stages.stages import BuiltRun, MetaModel
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.tensor.cut import cut_of, whole_layers
+from toolkit.sharding.tensor.plan import tensor_plan
 
 CHECKED_TOKENS = 128
 """Tokens of the row that is compared; every rank computes it whole once, a matrix at a time."""
+
+
+class CutMatrices(RunPart):
+    """Matrices that the ranks of a tensor group cut."""
+
+    def on_meta(self, on_meta: MetaModel) -> None:
+        if (size := self.recipe.sharding.tensor) > 1:
+            tensor_plan(on_meta.model, size)  # refuses what cannot be cut, before any weight is read
+
+    def check(self, run: BuiltRun) -> None:
+        opened, size = self.opened, self.recipe.sharding.tensor
+        compared = (run.model, run.inner, run.objective, run.data.train, opened.device, opened.in_16_bits)
+        differ = check_tensor(*compared)
+        if size > 1:
+            by = "no row" if differ is None else f"a difference of {differ:.0e}"
+            fact = f"cut by {size} ranks; checked: logits and gradients as of whole matrices ({by})"
+            self.facts["matrices"] = fact
 
 
 def check_tensor(

@@ -12,10 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.checkpoint.beside_weights.model_files import write_model_files
@@ -28,14 +25,13 @@ from toolkit.data.layouts.template_arguments import date_of
 from toolkit.data.report import DataReport
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.weights.weights import Fit
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.pages.parts.story import RUN_JSON
 from toolkit.paths import CHECKPOINTS, atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder import finished
 from toolkit.run.folder.finished import FINISHED
-from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.run.stages.stages import PreparedRun
 from toolkit.supervise.lease import LEASE, let_go
 from toolkit.supervise.output_place import unwritable
 from toolkit.supervise.rank_status import FOLDER as HEARTBEAT_FOLDER
@@ -224,12 +220,12 @@ def is_same_and_finished(output_dir: Path, recipe: Recipe) -> bool:
     )
 
 
-def with_day(opened: OpenedRun, run: PreparedRun) -> OpenedRun:
+def keep_day(run: PreparedRun) -> None:
     """Adds the day that the chat template writes, if any, to the run's recipe, in its folder too."""
-    recipe = opened.recipe.changed(data={"template_date": date_of(run.tokenizer)})
+    recipe, opened = run.opened.recipe.changed(data={"template_date": date_of(run.tokenizer)}), run.opened
     if recipe != opened.recipe:
         ranks.on_first_rank(lambda: atomic_write(opened.output_dir / "recipe.yaml", recipe.to_yaml()))
-    return replace(opened, recipe=recipe)
+    opened.recipe = recipe
 
 
 def clear_killed(output_dir: Path) -> None:
@@ -252,24 +248,18 @@ def write_data_report(folder: Path, recipe: Recipe, report: DataReport) -> None:
         raise BadInputError(f"{str(folder)!r} cannot be written: {error.strerror}; name another folder") from error
 
 
-def write_beginning(
-    output_dir: Path,
-    recipe: Recipe,
-    report: DataReport,
-    inner: PreTrainedModel,
-    fit: Fit,
-    tokens: PreTrainedTokenizerBase,
-) -> None:
+def write_beginning(run: PreparedRun) -> None:
     """Writes what is known before the first step: the data report, and what turns a checkpoint into a model.
 
     Raises:
         BadInputError: if the disk is full or read-only.
     """
+    output_dir, fit, tokens = run.opened.output_dir, run.fit, run.tokenizer
     try:
         (output_dir / FINISHED).unlink(missing_ok=True)  # the run is trained further
-        write_data_report(output_dir, recipe, report)
+        write_data_report(output_dir, run.opened.recipe, run.data.report)
         (output_dir / MODEL_FILES).mkdir(exist_ok=True)
-        write_model_files(base_of(inner), tokens, output_dir / MODEL_FILES, fit.dtype, fit.files)
+        write_model_files(base_of(run.inner), tokens, output_dir / MODEL_FILES, fit.dtype, fit.files)
         limits_of(tokens).write(output_dir / MODEL_FILES)
         names, dtype = None if fit.stored is None else sorted(fit.stored), str(fit.dtype).removeprefix("torch.")
         stored = {"names": names, "fingerprint": fit.origin, "dtype": dtype}

@@ -25,12 +25,13 @@ OF_STORY = ("starts", "limits", "outcome", "best", "last", "exported")
 """What an export has of the record of its run, as it is; warnings may have paths."""
 
 
-def write_origin(export: Path, opened: OpenedRun, reads: dict[str, str | None], summary: RunSummary) -> None:
+def write_origin(export: Path, opened: OpenedRun, summary: RunSummary) -> None:
     """Writes the recipe into an export, and what it was trained from: ranks, versions, and hashes of all that it read.
 
     Folders and files are named without their paths, as in the model card. A hash is null for what the run did not have:
     `content` that of a stream's files, `base` that of the weights, `code` those of all that fields name.
     """
+    reads = opened.digests
     (export / "recipe.yaml").write_text(recipe_for_readers(opened.recipe), encoding="utf-8")
     origin = {
         "ranks": opened.accelerator.num_processes,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import ranks
-from toolkit.checkpoint.manifest import Manifest
 from toolkit.data.rows.cache import digest
 from toolkit.data.samples.samples import Samples
 from toolkit.errors import BadInputError
@@ -22,9 +21,9 @@ from toolkit.generation.text.rows import PromptRow, all_right, encode_rows, read
 from toolkit.recipe.objectives.section import Comparison
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AnswersSection
-from toolkit.run.parts.part import NEW_FOLDER, Loop, Read, RunPart
 from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
-from toolkit.run.stages.stages import MetaModel, OpenedRun, PreparedRun
+from toolkit.run.stages.part import NEW_FOLDER, Loop, RunPart
+from toolkit.run.stages.stages import MetaModel, PreparedRun, Read
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState
 from toolkit.training.phase import Phase
@@ -75,7 +74,7 @@ def require_sighted(asked: Sequence[PromptRow], train: Samples) -> None:
 class AskedWhileTraining(RunPart):
     """Prompts of a file that the model answers at evaluations (`answers.file`)."""
 
-    def before_rows(self, resumed: Manifest | None) -> None:
+    def before_rows(self) -> None:
         self._asked = ranks.on_first_rank(lambda: read_asked(self.recipe))
         self.reads += ranks.on_first_rank(lambda: reads_of_answers(self.recipe, self._asked))
 
@@ -83,7 +82,7 @@ class AskedWhileTraining(RunPart):
         require_sighted(self._asked, on_meta.data.train)
 
     def extension(self, loop: Loop) -> Extension | None:
-        return Answers(self.opened, loop.run, self._asked) if self._asked else None
+        return Answers(loop.run, self._asked) if self._asked else None
 
 
 class Answers(Extension):
@@ -91,20 +90,19 @@ class Answers(Extension):
     generate --eval`, batch for batch.
 
     Args:
-        opened, run: the run whose model answers, sharded as it is, with the weights that are evaluated.
+        run: the run whose model answers, sharded as it is, with the weights that are evaluated.
         asked: what it answers.
 
     Raises:
         BadInputError: if the model cannot take some rows; it names them.
     """
 
-    def __init__(self, opened: OpenedRun, run: PreparedRun, asked: list[PromptRow]) -> None:
-        recipe = opened.recipe
-        self._opened, self._run = opened, run
+    def __init__(self, run: PreparedRun, asked: list[PromptRow]) -> None:
+        opened, recipe, self._run = run.opened, run.opened.recipe, run
         self._section = recipe.answers
         self._rows = asked
         self._tensor = recipe.sharding.tensor
-        self._loaded = loaded_of(opened, run, "lower answers.batch_size or answers.max_new_tokens")
+        self._loaded = loaded_of(run, "lower answers.batch_size or answers.max_new_tokens")
         section = self._section
         if run.tokenizer.chat_template is not None and run.data.report.chat_template is None and not section.raw:
             opened.console.warn(
@@ -123,7 +121,7 @@ class Answers(Extension):
     def at_evaluation(self, trainer: LoopState) -> dict[str, Any]:
         began = time.perf_counter()
         check = trainer.check_stop
-        with generating(self._opened, self._run, lambda: trainer.enter_phase(Phase.EVALUATE), check_stop=check):
+        with generating(self._run, lambda: trainer.enter_phase(Phase.EVALUATE), check_stop=check):
             found = self._evaluate(check)
         shares = {f"answer_{name}": share for name, share in found.items()}
         return {**shares, "answer_seconds": time.perf_counter() - began}

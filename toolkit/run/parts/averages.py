@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from toolkit.optim.ema import AVERAGE, Ema
-from toolkit.run.parts.part import Loop, RunPart
+from toolkit.run.stages.part import Loop, RunPart
 from toolkit.run.stages.stages import PreparedRun
 from toolkit.training.extension import Extension
 
 
 class Averages(RunPart):
-    def facts(self, run: PreparedRun) -> Mapping[str, str]:
-        if (decay := self.recipe.training.ema) is None:
-            return {}
-        return {"average": f"of the weights, decay {decay:g} a step; it is evaluated and exported"}
+    def prepared(self, run: PreparedRun) -> None:
+        if (decay := self.recipe.training.ema) is not None:
+            self.facts["average"] = f"of the weights, decay {decay:g} a step; it is evaluated and exported"
 
     def extension(self, loop: Loop) -> Extension | None:
         decay = self.recipe.training.ema

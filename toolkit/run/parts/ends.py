@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.run.parts.part import Loop, RunPart
+from toolkit.run.stages.part import Loop, RunPart
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.allocation import AllocationEnd, seconds_left
 from toolkit.training.extensions.best import BestEvaluation
@@ -25,6 +25,6 @@ class Best(RunPart):
 
         def restore(trainer: LoopState) -> None:
             if keeps and (best := loop.checkpoints.restore_best(trainer)) is not None:
-                loop.run.shown.exported_step = best.step
+                self.opened.shown.exported_step = best.step
 
         return BestEvaluation(training, loop.metrics, loop.save, restore)

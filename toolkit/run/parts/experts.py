@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.objectives.losses.balance import Balance, experts_fact
-from toolkit.run.parts.part import Loop, RunPart
+from toolkit.run.stages.part import Loop, RunPart
 from toolkit.run.stages.stages import PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.metrics import Metrics
@@ -23,10 +23,9 @@ COLLAPSED = 0.5
 
 
 class Experts(RunPart):
-    def facts(self, run: PreparedRun) -> Mapping[str, str]:
-        if not run.balance.routers:
-            return {}
-        return {"experts": experts_fact(run.inner, run.balance, run.accumulation.by_block is not None)}
+    def prepared(self, run: PreparedRun) -> None:
+        if run.balance.routers:
+            self.facts["experts"] = experts_fact(run.inner, run.balance, run.sharded.by_block is not None)
 
     def extension(self, loop: Loop) -> Extension | None:
         return ExpertLoads(loop.run.balance, loop.metrics) if loop.run.balance.routers else None

@@ -23,10 +23,10 @@ from toolkit.generation.text.options import Sampling
 from toolkit.model.adapters.adapters import base_of
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.paths import SAMPLES_FILE, atomic_write
-from toolkit.run.parts.part import Loop, RunPart
 from toolkit.run.stages.generating import generating, loaded_of
-from toolkit.run.stages.stages import OpenedRun, PreparedRun
-from toolkit.terminal import Pass, Terminal
+from toolkit.run.stages.part import Loop, RunPart
+from toolkit.run.stages.stages import PreparedRun
+from toolkit.terminal import Pass
 from toolkit.training.durable_writes import patiently
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.heartbeat import Heartbeat
@@ -57,7 +57,6 @@ def held_out_prompts(run: PreparedRun, count: int) -> list[RowPrompt]:
 
 @torch.no_grad()
 def continuations(
-    opened: OpenedRun,
     run: PreparedRun,
     prompts: list[RowPrompt],
     beat: Callable[[], None],
@@ -75,7 +74,7 @@ def continuations(
     assert samples is not None, "the prompts are of its rows"
     length = min(NEW_TOKENS, samples.most_answer_tokens or NEW_TOKENS)
     # No further image can be generated.
-    loaded = loaded_of(opened, run, "lower logging.held_out_samples", never_written=samples.placeholders)
+    loaded = loaded_of(run, "lower logging.held_out_samples", never_written=samples.placeholders)
     with_images = image_samples_of(samples)
     asked = [
         Prompt(prompt.asked, [], Shown(with_images.images, partial(tuple, prompt.images)))
@@ -84,8 +83,8 @@ def continuations(
         for prompt in prompts
     ]
     with (
-        Pass(Terminal(quiet=ranks.rank() != 0), "continuing held-out prompts"),
-        generating(opened, run, beat, check_stop=check_stop),
+        Pass(run.opened.console, "continuing held-out prompts"),
+        generating(run, beat, check_stop=check_stop),
     ):
         return [completion.text for completion in complete(loaded, asked, Sampling(length, 0.0))]
 
@@ -108,20 +107,21 @@ class HeldOutTexts(RunPart):
     def extension(self, loop: Loop) -> Extension | None:
         if self.recipe.logging.held_out_samples == 0:
             return None
-        return HeldOutSamples(self.opened, loop.run, loop.metrics, loop.heartbeat)
+        return HeldOutSamples(loop.run, loop.metrics, loop.heartbeat)
 
 
 class HeldOutSamples(Extension):
-    """Puts what the model writes after held-out prompts into `run.shown`, and into a file of the run's folder.
+    """Puts what the model writes after held-out prompts into the report, and into a file of the run's folder.
 
     Args:
-        opened, run: the run whose model writes, with the weights that are evaluated.
+        run: the run whose model writes, with the weights that are evaluated.
         metrics: prints what it writes after the first prompt.
         heartbeat: beats while a write waits for room.
     """
 
-    def __init__(self, opened: OpenedRun, run: PreparedRun, metrics: Metrics, heartbeat: Heartbeat) -> None:
-        self._run, self._opened, self._console = run, opened, opened.console
+    def __init__(self, run: PreparedRun, metrics: Metrics, heartbeat: Heartbeat) -> None:
+        opened = run.opened
+        self._run, self._shown, self._console = run, opened.shown, opened.console
         self._metrics, self._heartbeat = metrics, heartbeat
         self._path = opened.output_dir / SAMPLES_FILE
         self._count = opened.recipe.logging.held_out_samples
@@ -143,9 +143,9 @@ class HeldOutSamples(Extension):
             return
         shown = [_unanswered(self._run, prompt) for prompt in self._prompts]
         if (step := trainer.global_step) > 0:
-            self._run.shown.side_by_side = ranks.on_first_rank(lambda: self._written_until(step, shown))
+            self._shown.side_by_side = ranks.on_first_rank(lambda: self._written_until(step, shown))
             return
-        self._run.shown.side_by_side = shown
+        self._shown.side_by_side = shown
         self._continue(trainer, Phase.GENERATE, lambda one, text: replace(one, before=text))
         ranks.on_first_rank(self._write)
 
@@ -189,9 +189,9 @@ class HeldOutSamples(Extension):
         """Continues the prompts, puts each text into what is shown of its prompt, and returns the first. Collective."""
         trainer.check_stop()  # before the first token where ranks need not run the same forwards
         check = trainer.check_stop
-        texts = continuations(self._opened, self._run, self._prompts, lambda: trainer.enter_phase(phase), check)
-        shown = self._run.shown
-        shown.side_by_side = [put(one, text) for one, text in zip(shown.side_by_side, texts, strict=True)]
+        texts = continuations(self._run, self._prompts, lambda: trainer.enter_phase(phase), check)
+        pairs = zip(self._shown.side_by_side, texts, strict=True)
+        self._shown.side_by_side = [put(one, text) for one, text in pairs]
         return texts[0]
 
     def _write_if_possible(self) -> None:
@@ -200,7 +200,7 @@ class HeldOutSamples(Extension):
             self._write()
 
     def _write(self) -> None:
-        text = json.dumps([asdict(sample) for sample in self._run.shown.side_by_side], indent=1)
+        text = json.dumps([asdict(sample) for sample in self._shown.side_by_side], indent=1)
         atomic_write(self._path, text)
 
 

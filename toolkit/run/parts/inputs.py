@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.checkpoint.beside_weights.tokenizer_files import templates_in, templates_of
-from toolkit.checkpoint.manifest import Manifest
 from toolkit.data.rows.cache import digest
+from toolkit.data.samples.image_samples import image_samples_of
+from toolkit.data.stream import describe_stream
 from toolkit.model.adapters.started_adapter import start_fact
 from toolkit.model.beside_weights.base_files import CODE, CONFIG, GENERATION, TOKENIZERS, BaseFiles
-from toolkit.model.quantised.quantised import quantised_fact
 from toolkit.objectives.teacher import teacher_fact
 from toolkit.paths import configuration_digest, folder_on_this_machine
-from toolkit.run.parts.part import NEW_FOLDER, Read, RunPart
-from toolkit.run.stages.stages import MetaModel, PreparedRun
+from toolkit.run.checks.image_check import check_images
+from toolkit.run.checks.packing_check import check_leaks
+from toolkit.run.folder.folder import write_beginning, write_data_report
+from toolkit.run.stages.part import NEW_FOLDER, Loop, RunPart
+from toolkit.run.stages.stages import BuiltRun, MetaModel, PreparedRun, Read
+from toolkit.training.extension import Extension
 
 RESUME = "checkpoint.resume"
 CHANGED = "its weights have changed since the run began; the record has the hash of those that it began with"
@@ -25,6 +30,12 @@ CHANGED = "its weights have changed since the run began; the record has the hash
 
 class Rows(RunPart):
     """The rows, as the tokenizer reads them, and the content of files that are named in them."""
+
+    def start(self, run: PreparedRun) -> None:
+        ranks.on_first_rank(lambda: write_beginning(run))
+
+    def extension(self, loop: Loop) -> Extension | None:
+        return None if loop.run.data.stream is None else StreamReport(loop.run)
 
     def prepared(self, run: PreparedRun) -> None:
         rows = (
@@ -44,9 +55,6 @@ class Rows(RunPart):
 
 class Base(RunPart):
     """The files of the model: its weights, and those beside them that say how it runs."""
-
-    def before_rows(self, resumed: Manifest | None) -> None:
-        self._began = None if resumed is None else resumed.base
 
     def on_meta(self, on_meta: MetaModel) -> None:
         model, fit = self.recipe.model, on_meta.loaded.fit
@@ -71,14 +79,25 @@ class Base(RunPart):
             # Known only now: of a base that is trained itself, the files are read with its weights.
             self.reads.append(Read("base", run.fit.origin, changed, unknown=""))
         elif run.fit.fingerprint is None:
-            began = self._began or run.fit.origin
+            began = (self.opened.resumed and self.opened.resumed.base) or run.fit.origin
             self.reads.append(Read("base", began, "", unknown=""))
             if began != run.fit.origin:
                 self.opened.console.warn(f"model.name_or_path: {CHANGED}")
 
-    def facts(self, run: PreparedRun) -> Mapping[str, str]:
-        fact = quantised_fact(run.inner)
-        return {} if fact is None else {"quantised": fact}
+
+class StreamReport(Extension):
+    """Writes the data report again with all rows that were read; at the beginning it had only the first window."""
+
+    def __init__(self, run: PreparedRun) -> None:
+        self._run = run
+
+    def after_last_step(self) -> None:
+        opened, data = self._run.opened, self._run.data
+        assert data.stream is not None
+        report = describe_stream(data.report, data.stream)
+        self._run.sharded.data = replace(data, report=report)
+        opened.story.of_rows(report.to_dict())
+        ranks.on_first_rank(lambda: write_data_report(opened.output_dir, opened.recipe, report))
 
 
 class StartedAdapter(RunPart):
@@ -91,13 +110,12 @@ class StartedAdapter(RunPart):
         )
         self.reads.append(Read("adapter", on_meta.loaded.fit.adapter, changed))
 
-    def facts(self, run: PreparedRun) -> Mapping[str, str]:
-        if (started := run.on_meta.loaded.started) is None:
-            return {}
+        if (started := on_meta.loaded.started) is None:
+            return
         fact = start_fact(started, self.recipe.adapter)
-        if run.data.report.chat_template is not None and has_other_template(started.folder, run.tokenizer):
+        if on_meta.data.report.chat_template is not None and has_other_template(started.folder, on_meta.tokenizer):
             fact += "; its chat template is another one than this run's"
-        return {"start": fact}
+        self.facts["start"] = fact
 
 
 class Teacher(RunPart):
@@ -111,12 +129,24 @@ class Teacher(RunPart):
             f"same ones, {NEW_FOLDER}"
         )
         self.reads.append(Read("teacher", None if teacher is None else teacher.fit.fingerprint, changed))
+        if teacher is not None:
+            name = "reference" if section.teacher is None else "teacher"
+            self.facts[name] = teacher_fact(section.teacher, teacher.model)
 
-    def facts(self, run: PreparedRun) -> Mapping[str, str]:
-        name = self.recipe.objective.teacher
-        if run.on_meta.teacher is None:
-            return {}
-        return {"reference" if name is None else "teacher": teacher_fact(name, run.on_meta.teacher.model)}
+    def check(self, run: BuiltRun) -> None:
+        train, teacher = run.data.train, run.objective.teacher
+        with_images, device = image_samples_of(train), self.opened.device
+        if teacher is None or not (train.is_packed or with_images is not None):
+            return
+        model, size, in_16_bits = teacher.model, self.recipe.training.micro_batch_size, self.opened.in_16_bits
+
+        def check() -> None:
+            if with_images is not None:
+                check_images(model, model, teacher.causal, with_images, device, in_16_bits)
+            else:
+                check_leaks(model, model, teacher.causal, train, size, device, in_16_bits)
+
+        ranks.on_every_rank(check, "look at the teacher's rows")
 
 
 def _configuration(field: str, name: str | None, revision: str | None, beside: Mapping[str, bool]) -> list[Read]:

@@ -4,27 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from toolkit.run.checks.by_block_check import Accumulated
+from toolkit.run.checks.own_loss_check import HeadLoss
+from toolkit.run.checks.packed_rows import PackedRows
+from toolkit.run.checks.padding_check import PaddedRows
+from toolkit.run.checks.quantised_check import QuantisedBase
+from toolkit.run.checks.sequence_check import SharedRows
+from toolkit.run.checks.tensor_check import CutMatrices
 from toolkit.run.parts.answers import AskedWhileTraining
 from toolkit.run.parts.averages import Averages
 from toolkit.run.parts.ends import Allocation, Best
 from toolkit.run.parts.experts import Experts
+from toolkit.run.parts.figures import Figures, NonFinite, Profile
 from toolkit.run.parts.held_out_samples import HeldOutTexts
 from toolkit.run.parts.inputs import Base, Rows, StartedAdapter, Teacher
 from toolkit.run.parts.own_code import OwnCode
-from toolkit.run.parts.part import RunPart
-from toolkit.run.parts.profile import Profile
+from toolkit.run.parts.reference import Reference
 from toolkit.run.parts.rollouts import OwnSamples
+from toolkit.run.parts.stops import Stops
 from toolkit.run.parts.story import Recorded
 from toolkit.run.parts.trackers import Tracked
+from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.stages import OpenedRun
 from toolkit.training.extension import Extension
 
 PARTS: tuple[type[RunPart], ...] = (
     Recorded,
+    Figures,  # checkpoints hold records, and errors follow them
+    NonFinite,
     Rows,
     Base,
     StartedAdapter,
-    Teacher,
+    CutMatrices,
+    QuantisedBase,
+    PackedRows,
+    Teacher,  # from here on rows are as they are trained
+    SharedRows,
+    HeadLoss,
+    PaddedRows,
+    Accumulated,
+    Reference,
+    Stops,
     Best,  # before averages, which go on from its weights
     Averages,
     Experts,

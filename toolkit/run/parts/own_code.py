@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit import ranks
-from toolkit.checkpoint.manifest import Manifest
 from toolkit.generation.sampling.reward import find_reward_model
 from toolkit.model.beside_weights.base_files import BESIDE_ADAPTER, BaseFiles
 from toolkit.paths import configuration_digest, file_name, fingerprint_of
 from toolkit.recipe.recipe import EXTENSIONS, Recipe
-from toolkit.run.parts.part import Loop, Read, RunPart
-from toolkit.run.stages.stages import PreparedRun
+from toolkit.run.stages.part import Loop, RunPart
+from toolkit.run.stages.stages import Read
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.own import GIVEN, Own, OwnExtensions, load_extensions
 from toolkit.user_function import changed_source, load_function
@@ -60,31 +58,29 @@ def is_extension(field: str) -> bool:
     return field.startswith((f"{EXTENSIONS}.", f"{GIVEN}."))
 
 
-def code_fact(recipe: Recipe, code: dict[str, str]) -> str | None:
-    """Describes the user's own code for the summary and the model card, or returns None if the run imports none."""
+def code_fact(recipe: Recipe, code: dict[str, str]) -> str:
+    """Describes the user's own code for the summary and the model card; empty if the run imports none."""
     named = {field: f" {file_name(name)}" for field, name in recipe.own_code().items()}
     told = [f"{field}{named.get(field, '')} (SHA-256 {source[:16]})" for field, source in code.items()]
-    return "; ".join(told) or None
+    return "; ".join(told)
 
 
 class OwnCode(RunPart):
     """Functions, reward models and extensions of the user's."""
 
-    def before_rows(self, resumed: Manifest | None) -> None:
+    def before_rows(self) -> None:
         named = {field: name for field, name in self.recipe.own_code().items() if is_extension(field)}
         self._owned: list[Own] = []
         ranks.on_every_rank(lambda: self._owned.extend(load_extensions(named, self.given)), "load training.extensions")
         self._code = identify_code(self.recipe) | {own.field: own.fingerprint for own in self._owned}
         self.reads += [read_of(field, digest) for field, digest in self._code.items()]
-        gone = [name for name in resumed.named if is_extension(name) and name not in self._code] if resumed else []
-        if gone and resumed:
+        self.facts["own code"] = code_fact(self.recipe, self._code)
+        if (resumed := self.opened.resumed) is None:
+            return
+        if gone := [name for name in resumed.named if is_extension(name) and name not in self._code]:
             self.opened.console.warn(
                 f"{', '.join(gone)}: extended the run up to step {resumed.step}, and this start does not name it"
             )
-
-    def facts(self, run: PreparedRun) -> Mapping[str, str]:
-        said = code_fact(self.recipe, self._code)
-        return {} if said is None else {"own code": said}
 
     def extension(self, loop: Loop) -> Extension | None:
         return OwnExtensions(self._owned, loop.metrics.warn, loop.save) if self._owned else None

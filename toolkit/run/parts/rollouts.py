@@ -38,10 +38,10 @@ from toolkit.model.adapters.adapters import base_of
 from toolkit.objectives.losses.policy_losses import advantages_of
 from toolkit.pages.samples_page import SampledPrompt
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.parts.part import Loop, RunPart
 from toolkit.run.shown.loss_warnings import gamed
 from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
-from toolkit.run.stages.stages import OpenedRun, PreparedRun, ReportExtras
+from toolkit.run.stages.part import Loop, RunPart
+from toolkit.run.stages.stages import BuiltRun, ReportExtras
 from toolkit.training.extension import Extension
 from toolkit.training.loop_state import LoopState, Windows
 from toolkit.training.metrics import Metrics
@@ -189,13 +189,13 @@ class RunSampler:
         BadInputError: if the model has dropout, or no token that ends a text.
     """
 
-    def __init__(self, opened: OpenedRun, run: PreparedRun, beat: Callable[[], None]) -> None:
-        self._opened, self._run, self._beat = opened, run, beat
+    def __init__(self, run: BuiltRun, beat: Callable[[], None]) -> None:
+        self._run, self._beat = run, beat
         _require_no_dropout(run.inner)
         self._whole = run.planned.gathers_whole
         self._size: int | None = None
         too_large = "lower objective.rollout_batch_size or objective.max_new_tokens"
-        self._loaded = loaded_of(opened, run, too_large, whole=self._whole)
+        self._loaded = loaded_of(run, too_large, whole=self._whole)
         if not self._loaded.stops:
             raise BadInputError(
                 "objective.kind: grpo samples until a token ends the text, and neither the tokenizer nor "
@@ -203,11 +203,10 @@ class RunSampler:
             )
 
     def __call__(self, prompts: list[Prompt]) -> list[FreshSample]:
-        recipe, console = self._opened.recipe, self._opened.console
-        with generating(self._opened, self._run, self._beat, self._whole):
+        opened, recipe = self._run.opened, self._run.opened.recipe
+        with generating(self._run, self._beat, self._whole):
             if self._size is None:
-                exact = recipe.model.dtype == "float32" and self._opened.accelerator.mixed_precision == "no"
-                self._size = batch_size_of(recipe, self._loaded, prompts, exact, console.warn)
+                self._size = batch_size_of(recipe, self._loaded, prompts, not opened.in_16_bits, opened.console.warn)
             return drawn_in_batches(recipe, self._loaded, prompts, self._size)
 
 
@@ -271,8 +270,8 @@ class Rollouts:
 
     # The windows of the loop, as `Loader` counts them: a sample is a completion.
 
-    def resume(self, step: int, samples: int, num_positions: int, state: None) -> None:
-        self._positions.resume(step, samples, num_positions, state)
+    def resume(self, step: int, samples: int, state: None) -> None:
+        self._positions.resume(step, samples, state)
 
     def state_at(self, samples: int) -> None:
         return None
@@ -446,14 +445,14 @@ class RolloutRecords(Extension):
 class OwnSamples(RunPart):
     """The completions that a run learns from, where the model samples them itself."""
 
-    def require_batches(self, samples_per_step: int) -> None:
-        require_whole_groups(self.recipe, samples_per_step)
+    def before_rows(self) -> None:
+        require_whole_groups(self.recipe, self.opened.samples_per_step)
 
     def windows(self, loop: Loop) -> Windows | None:
         if not self.recipe.objective.spec.samples_itself:
             return None
         opened, run, wait = self.opened, loop.run, loop.heartbeat.wait
-        sampler = RunSampler(opened, run, lambda: loop.heartbeat.enter_phase(Phase.GENERATE))
+        sampler = RunSampler(run, lambda: loop.heartbeat.enter_phase(Phase.GENERATE))
         made = (self.recipe, run.data, run.windows, run.tokenizer, sampler, opened.device, opened.console.warn, wait)
         self._rollouts = Rollouts(*made)
         return self._rollouts
@@ -461,4 +460,4 @@ class OwnSamples(RunPart):
     def extension(self, loop: Loop) -> Extension | None:
         if not self.recipe.objective.spec.samples_itself:
             return None
-        return RolloutRecords(self._rollouts, loop.metrics, loop.run.shown)
+        return RolloutRecords(self._rollouts, loop.metrics, self.opened.shown)

@@ -22,7 +22,7 @@ from toolkit.paths import GIB, atomic_write
 from toolkit.planning.check import Planned
 from toolkit.recipe.load import dotted
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.parts.part import RunPart
+from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.stages import PreparedRun
 
 FILE = "trackers.json"
@@ -167,18 +167,18 @@ def config_of(recipe: Recipe, planned: Planned, facts: Mapping[str, str]) -> dic
 class Tracked(RunPart):
     """Gives the run's trackers its facts, its records, and at the end its report."""
 
-    def start(self, run: PreparedRun, facts: Mapping[str, str], is_resumed: bool) -> None:
+    def start(self, run: PreparedRun) -> None:
         self._trackers = Trackers(
             self.opened.accelerator, self.recipe, self.opened.output_dir, self.opened.console.warn
         )
-        config = config_of(self.recipe, run.planned, facts)
-        ranks.on_first_rank(lambda: self._trackers.start(config, is_resumed))
+        config = config_of(self.recipe, run.planned, self.opened.facts)
+        ranks.on_first_rank(lambda: self._trackers.start(config, self.opened.resumed is not None))
 
     def recorded(self, split: str, values: Mapping[str, float], step: int) -> None:
         self._trackers.log(split, values, step)
 
     def finish(self, run: PreparedRun, report: Path) -> None:
-        self._trackers.show(run.shown.side_by_side, report)
+        self._trackers.show(self.opened.shown.side_by_side, report)
 
 
 # ---- what each tracker shows at the end ----

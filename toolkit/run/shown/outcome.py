@@ -29,7 +29,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.finished import write_finished
 from toolkit.run.folder.origin import own_command, versions, write_origin
 from toolkit.run.shown.loss_warnings import Guess, doubts_of
-from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.run.stages.stages import PreparedRun
 from toolkit.serving.servers import ADAPTER, adapter_problem, vllm_command
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.supervise.rank_status import REPORT
@@ -98,22 +98,17 @@ def result_of(
     return FinetuneResult(output_dir, export_dir, metrics, first, last, difference, doubts)
 
 
-def write_pages(
-    opened: OpenedRun, run: PreparedRun, reads: dict[str, str | None], facts: dict[str, str], result: FinetuneResult
-) -> None:
-    """Writes the model card, the report, and last that the run is finished. On rank 0.
-
-    Args:
-        reads: digests of what the run reads, by name.
-    """
+def write_pages(run: PreparedRun, result: FinetuneResult) -> None:
+    """Writes the model card, the report, and last that the run is finished. On rank 0."""
+    opened = run.opened
     clear_unfinished(result.output_dir)  # leftovers of saves that a full disk interrupted
-    opened.story.reads = reads
-    summary = summary_of(opened, run, facts, result)
+    opened.story.reads = opened.digests
+    summary = summary_of(run, result)
     opened.story.write(result.output_dir)
     if result.export_dir is not None:
         use = _how_to_use(result.export_dir, opened.recipe, base_of(run.inner).config)
         write_card(result.export_dir, opened.recipe, summary, *use)
-        write_origin(result.export_dir, opened, reads, summary)
+        write_origin(result.export_dir, opened, summary)
     write_report(result.output_dir / REPORT, summary)
     write_finished(result.output_dir, result.export_dir)
 
@@ -255,12 +250,12 @@ def _how_to_load(export_dir: Path, recipe: Recipe) -> str:
     return _loaded(auto_class(config).__name__, repr(str(export_dir)), trusted)
 
 
-def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], result: FinetuneResult) -> RunSummary:
+def summary_of(run: PreparedRun, result: FinetuneResult) -> RunSummary:
     """Collects what the report shows of a run so far."""
-    recipe = opened.recipe
-    judge(opened.story, recipe, result, run.shown.exported_step)
+    opened, recipe = run.opened, run.opened.recipe
+    judge(opened.story, recipe, result, opened.shown.exported_step)
     opened.story.values()  # takes the time
-    facts = {**facts, **opened.story.facts()}
+    facts = opened.facts | opened.story.facts()
     facts["memory"] += f"; measured {_measured_memory(result.metrics)}"
     if run.sharded.compilation is not None:
         facts["compute"] = run.sharded.compilation.describe()  # it may have failed in the first step
@@ -272,12 +267,12 @@ def summary_of(opened: OpenedRun, run: PreparedRun, facts: dict[str, str], resul
         title=model_and_data(recipe, run.inner.config.architectures[0]),
         recipe_yaml=recipe_for_readers(recipe),
         metrics=result.metrics,
-        data_report=run.shown.data_report.to_dict(),
+        data_report=run.data.report.to_dict(),
         units=_unit_rows(opened.plugin.unit_plan),
         facts=facts,
         versions=versions(),
-        side_by_side=run.shown.side_by_side,
-        sampled=run.shown.sampled,
+        side_by_side=opened.shown.side_by_side,
+        sampled=opened.shown.sampled,
         doubts=opened.story.told(),
         limits=opened.story.limits,
         outcome=opened.story.outcome,

@@ -163,12 +163,6 @@ def _mixed_precision(recipe: Recipe) -> str | None:
     return asked
 
 
-def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Returns the torch optimizer inside Accelerate's."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
-
-
 def finish_trackers(accelerator: Accelerator) -> None:
     """Ends each tracker, whatever another one does."""
     for tracker in accelerator.trackers:

@@ -13,7 +13,7 @@ from toolkit import ranks
 from toolkit.generation.text.load import Loaded, beginning, positions_of, stop_tokens
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.without_dropout import without_dropout
-from toolkit.run.stages.stages import OpenedRun, PreparedRun
+from toolkit.run.stages.stages import BuiltRun
 from toolkit.sharding.fsdp2.unit_states import UnitStates
 
 T = TypeVar("T")
@@ -21,11 +21,7 @@ B = TypeVar("B")
 
 
 def loaded_of(
-    opened: OpenedRun,
-    run: PreparedRun,
-    if_too_large: str,
-    never_written: frozenset[int] = frozenset(),
-    whole: bool = False,
+    run: BuiltRun, if_too_large: str, never_written: frozenset[int] = frozenset(), whole: bool = False
 ) -> Loaded:
     """Returns the run's model as one that generates text inside `generating`.
 
@@ -33,7 +29,7 @@ def loaded_of(
         if_too_large, never_written: see `Loaded`.
         whole: as it is given to `generating`.
     """
-    base = base_of(run.inner)
+    opened, base = run.opened, base_of(run.inner)
     return Loaded(
         opened.recipe.model.name_or_path or "the model",
         base,
@@ -49,8 +45,7 @@ def loaded_of(
 
 @contextmanager
 def generating(
-    opened: OpenedRun,
-    run: PreparedRun,
+    run: BuiltRun,
     beat: Callable[[], None],
     whole: bool = False,
     check_stop: Callable[[], None] = lambda: None,
@@ -62,7 +57,7 @@ def generating(
         whole: whether a sharded model is gathered for the whole block, so that ranks need not run the same forwards.
         check_stop: called before each forward if all ranks run the same; see `LoopState.check_stop`.
     """
-    base = base_of(run.inner)
+    opened, base = run.opened, base_of(run.inner)
     together = ranks.world_size() == 1 or (opened.plugin.strategy.sharded and not whole)
 
     def before_forward() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import date
+from functools import partial
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build
+from toolkit.data.build import TokenisedData
 from toolkit.data.layouts.template_arguments import set_date, today, writes_date
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
@@ -25,20 +27,15 @@ from toolkit.model.quantised.quantised import quantised_layers
 from toolkit.model.structure.model_parts import asked_parts, sees
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.losses.balance import build_balance
+from toolkit.objectives.teacher import load_teacher
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Surroundings
-from toolkit.run.checks.sequence_check import share_rows
 from toolkit.run.stages.rows import fitting, require_room
-from toolkit.run.stages.stages import MetaModel, OpenedRun, TokenisedRows
-from toolkit.run.stages.teacher_setup import asked_teacher
-from toolkit.sharding.tensor.plan import tensor_plan
+from toolkit.run.stages.stages import MetaModel, OpenedRun
 
 
-def read_rows(opened: OpenedRun, resumed: Manifest | None = None) -> TokenisedRows:
-    """Loads the tokenizer and tokenises the rows. Collective.
-
-    Args:
-        resumed: manifest of the checkpoint to resume from, whose date a chat template keeps.
+def read_rows(opened: OpenedRun) -> tuple[PreTrainedTokenizerBase, TokenisedData]:
+    """Loads the tokenizer and tokenises the rows; where a run resumes, a chat template keeps its date. Collective.
 
     Raises:
         BadInputError: if a source, a row or the tokenizer cannot be read.
@@ -47,8 +44,8 @@ def read_rows(opened: OpenedRun, resumed: Manifest | None = None) -> TokenisedRo
     tokens = tokenizer.load(recipe.model, recipe.data, recipe.objective.kind)
     if writes_date(tokens) and recipe.data.template_date is None:
         # Rank 0's: around midnight hosts differ.
-        set_date(tokens, ranks.on_first_rank(lambda: _day_of(resumed) or today()))
-    return TokenisedRows(tokens, build.build(recipe.data, tokens, recipe.training.seed, recipe.objective))
+        set_date(tokens, ranks.on_first_rank(lambda: _day_of(opened.resumed) or today()))
+    return tokens, build.build(recipe.data, tokens, recipe.training.seed, recipe.objective)
 
 
 def _day_of(resumed: Manifest | None) -> date | None:
@@ -56,46 +53,41 @@ def _day_of(resumed: Manifest | None) -> date | None:
     return None if written is None else date.fromisoformat(written)
 
 
-def build_on_meta(opened: OpenedRun, rows: TokenisedRows) -> MetaModel:
+def build_on_meta(opened: OpenedRun, tokens: PreTrainedTokenizerBase, rows: TokenisedData) -> MetaModel:
     """Builds the model without weights, and decides all that depends on its architecture.
 
     Raises:
         BadInputError: if the model cannot be trained or exported as asked; before any weight is read.
     """
-    recipe, tokens = opened.recipe, rows.tokenizer
-    loaded = _load_on_meta(opened, rows)
+    recipe = opened.recipe
+    loaded = _load_on_meta(opened, tokens, rows)
     model = loaded.model
-    data, padded = fitting(recipe, tokens, rows.data, model)
+    data, padded = fitting(recipe, tokens, rows, model)
     require_room(model, tokens, recipe, data)
-    packed, label_counts = data.report.packing, data.report.label_counts
+    packed = data.report.packing
     attention = _choose_attention(opened, model, packed)
-    teacher = asked_teacher(opened.accelerator, recipe, tokens, packed, data.train.has_images)
-    models = [model] if teacher is None else [model, teacher.model]
-    share_rows(recipe.sharding.sequence, recipe.data.max_length, *models)
-    if recipe.sharding.tensor > 1:
-        tensor_plan(model, recipe.sharding.tensor)  # refuses what cannot be cut, before any weight is read
-    sources = recipe.data.source_names
-    objective = build_objective(
+    teacher = load_teacher(recipe, tokens, opened.accelerator.mixed_precision, data.train.has_images)
+    if teacher is not None:
+        settle_attention(teacher.model, recipe.model.attention, opened.device, opened.in_16_bits, packed, False)
+    made = partial(
+        build_objective,
         recipe.objective,
         model,
-        packed,
-        label_counts,
-        None if teacher is None else teacher.model,
-        sources=sources,
+        label_counts=data.report.label_counts,
+        teacher=None if teacher is None else teacher.model,
+        sources=recipe.data.source_names,
         continued=loaded.started is not None,
     )
     balance = build_balance(recipe.objective, model)
-    return MetaModel(loaded, tokens, data, padded, attention, teacher, objective, balance)
+    return MetaModel(loaded, tokens, data, padded, attention, teacher, made, made(packed=packed), balance)
 
 
-def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> LoadedModel:
+def _load_on_meta(opened: OpenedRun, tokens: PreTrainedTokenizerBase, rows: TokenisedData) -> LoadedModel:
     """Builds the model; raises BadInputError if there is none, or it cannot be trained or exported as asked."""
-    recipe, names = opened.recipe, rows.data.label_names
-    has_images = rows.data.train.has_images
+    recipe, has_images = opened.recipe, rows.train.has_images
     parts = asked_parts(recipe.model, recipe.adapter, has_images)
-    loaded = load(
-        recipe.model, rows.tokenizer, recipe.training.seed, names, recipe.adapter, recipe.objective.kind, parts
-    )
+    seed, kind = recipe.training.seed, recipe.objective.kind
+    loaded = load(recipe.model, tokens, seed, rows.label_names, recipe.adapter, kind, parts)
     model = loaded.model
     if recipe.model.train is not None and not sees(base_of(model)):
         raise BadInputError("model.train has no effect: the model reads text alone; remove it")
@@ -104,7 +96,7 @@ def _load_on_meta(opened: OpenedRun, rows: TokenisedRows) -> LoadedModel:
     if recipe.export.merge:
         require_mergeable(model)
     if recipe.model.name_or_path is not None:
-        require_new_rows_trained(model, rows.tokenizer.convert_ids_to_tokens(tokenizer.new_ids(rows.tokenizer)))
+        require_new_rows_trained(model, tokens.convert_ids_to_tokens(tokenizer.new_ids(tokens)))
     quantised = any(quantised_layers(model))
     refuse(recipe, Surroundings(is_quantised=quantised, has_images=has_images))
     return loaded

@@ -83,4 +83,4 @@ def open_run(recipe: Recipe) -> Iterator[OpenedRun]:
     with released_at_last(accelerator, plugin), ended_with_launcher():
         ranks.on_first_rank(lambda: require_login(recipe.export))
         with warnings_heard(story.warn):
-            yield OpenedRun(recipe, accelerator, plugin, output_dir, console, story)
+            yield OpenedRun(recipe, accelerator, plugin, output_dir, console, story=story)

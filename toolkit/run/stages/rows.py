@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from toolkit.checkpoint.manifest import Manifest
 from toolkit.data import build
 from toolkit.data.build import TokenisedData
 from toolkit.data.kinds.registry import kind_for
@@ -21,7 +19,8 @@ from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.positions import require_positions, takes_positions
 from toolkit.model.load import load_without_weights
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.checks.sequence_check import part_of
+from toolkit.recipe.schema import steps_of_run
+from toolkit.run.stages.stages import BuiltRun, OpenedRun
 from toolkit.sharding.fsdp2.fsdp import class_name
 
 
@@ -66,24 +65,17 @@ def num_positions(recipe: Recipe, num_samples: int, all_steps: int) -> int:
     return max(1, round(recipe.training.num_epochs * num_samples))
 
 
-def rest_of_run(recipe: Recipe, num_steps: int, size: int, positions: int, manifest: Manifest) -> tuple[int, int]:
-    """Returns steps and samples of the run, whose first steps may have been of another size.
-
-    Args:
-        num_steps: steps of the run, if all had `size` samples.
-        positions: samples of the run in that case.
-        manifest: the manifest of the checkpoint to resume from.
-    """
+def length_of_run(opened: OpenedRun, data: TokenisedData) -> tuple[int, int]:
+    """Returns steps and samples of the run; where it resumes, the first steps may have been of another size."""
+    recipe, size, manifest = opened.recipe, opened.samples_per_step, opened.resumed
+    num_steps = steps_of_run(recipe.training, len(data.train), size)
+    positions = num_positions(recipe, len(data.train), num_steps * size)
+    if manifest is None:
+        return num_steps, positions
     # max_steps counts steps of any size; epochs count samples.
     if recipe.training.num_epochs is None:
         return num_steps, manifest.samples + max(0, num_steps - manifest.step) * size
     return manifest.step + max(0, -(-(positions - manifest.samples) // size)), positions
-
-
-def last_position(recipe: Recipe, data: TokenisedData, num_steps: int, size: int, resumed: Manifest | None) -> int:
-    """Returns the samples of the run, in steps of `size`."""
-    last = num_positions(recipe, len(data.train), num_steps * size)
-    return last if resumed is None else rest_of_run(recipe, num_steps, size, last, resumed)[1]
 
 
 def require_room(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, recipe: Recipe, data: TokenisedData) -> None:
@@ -155,15 +147,13 @@ def as_trained(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedD
     return data, [f"packing: none, each row is padded: {padded}"] if padded is not None else []
 
 
-def build_evaluation(
-    accelerator: Accelerator, recipe: Recipe, data: TokenisedData
-) -> Callable[[], Iterator[Batch]] | None:
+def evaluation_of(run: BuiltRun) -> Callable[[], Iterator[Batch]] | None:
     """Returns a function that yields this rank's held-out batches, or None without held-out data."""
-    held_out = data.validation
+    recipe, held_out = run.opened.recipe, run.data.validation
     if held_out is None:
         return None
 
-    group, num_groups, part = part_of(accelerator, recipe.sharding)
+    group, num_groups, part = run.opened.share
     size, limit = recipe.training.micro_batch_size, recipe.data.max_validation_samples
 
     def batches() -> Iterator[Batch]:

@@ -12,17 +12,20 @@ from toolkit.model.adapters.adapters import base_of
 from toolkit.model.attention.attention import attention_of
 from toolkit.model.load import LoadedModel
 from toolkit.model.structure.model_parts import may_leave_unused
+from toolkit.objectives.teacher import shard_teacher
 from toolkit.optim.build import build_optimizer
 from toolkit.planning.check import Planned, plan_run
+from toolkit.planning.workload.image_workload import with_images
+from toolkit.planning.workload.workload import workload_of_model
 from toolkit.run.stages.accelerator import checkpointing_of, compilation_of
 from toolkit.run.stages.stages import MetaModel, OpenedRun, ShardedModel
-from toolkit.run.stages.teacher_setup import place_teacher
 from toolkit.sharding.apply import prepare_blocks
 from toolkit.sharding.blocks.checkpointing import Checkpointing, num_in_chunks
 from toolkit.sharding.blocks.chunks import CHUNK_TOKENS
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.plan.strategy import MeshShape
 from toolkit.sharding.plan.units import plan_units
+from toolkit.sharding.tensor.axes import joined_mesh
 from toolkit.terminal import Pass, Terminal
 
 # Fewest blocks first, because the forward of each one is computed twice.
@@ -40,23 +43,19 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
     sizes = accelerator.parallelism_config
     shard = MeshShape(sizes.dp_replicate_size, sizes.dp_shard_size, plugin.reshard_ranks, plugin.tensor)
     mesh = shard if plugin.strategy.sharded else MeshShape(accelerator.num_processes, 1)
+    precision, counts = accelerator.mixed_precision, on_meta.data.report.label_counts
+    teacher = None if on_meta.teacher is None else on_meta.teacher.model
+    images = image_samples_of(on_meta.data.train)
+
+    def plan() -> Planned:
+        workload = workload_of_model(recipe, on_meta.model, precision, counts, teacher)
+        workload = workload if images is None else with_images(workload, images)
+        ways, offload = _checkpointings(opened, on_meta.model), plugin.offload is not None
+        return plan_run(recipe, workload, plugin.strategy, mesh, offload, ways, opened.device)
+
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
-    with Pass(Terminal(quiet=ranks.rank() != 0), "planning the memory"):
-        return ranks.on_first_rank(
-            lambda: plan_run(
-                recipe,
-                on_meta.model,
-                plugin.strategy,
-                mesh,
-                plugin.offload is not None,
-                _checkpointings(opened, on_meta.model),
-                accelerator.mixed_precision,
-                on_meta.data.report.label_counts,
-                accelerator.device,
-                None if on_meta.teacher is None else on_meta.teacher.model,
-                image_samples_of(on_meta.data.train),
-            )
-        )
+    with Pass(opened.console, "planning the memory"):
+        return ranks.on_first_rank(plan)
 
 
 def _checkpointings(opened: OpenedRun, model: nn.Module) -> list[Checkpointing | None]:
@@ -88,8 +87,13 @@ def shard_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned) -> Shar
     model, optimizer = prepared
     inner = accelerator.unwrap_model(model)
     require_kept(inner, on_meta.loaded.fit, recipe.export)
-    place_teacher(accelerator, recipe.sharding.unit_classes, on_meta.teacher, opened.plugin)
-    return ShardedModel(model, inner, optimizer, compilation)
+    if (teacher := on_meta.teacher) is not None:
+        strategy, precision = opened.plugin.strategy, accelerator.mixed_precision
+        # It is not cut, so the ranks of a tensor group run it alike, and share its parameters as all ranks do.
+        mesh = joined_mesh(accelerator.state.device_mesh) if strategy.sharded else None
+        shard_teacher(teacher.model, strategy, mesh, precision, recipe.sharding.unit_classes, teacher.load_weights)
+        teacher.model.to(opened.device)
+    return ShardedModel(model, inner, optimizer, compilation, on_meta.objective, on_meta.data, on_meta.padded)
 
 
 def prepare_forwards(opened: OpenedRun, loaded: LoadedModel) -> Compilation | None:

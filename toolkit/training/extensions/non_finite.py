@@ -11,21 +11,7 @@ from toolkit.training.metrics import Metrics
 from toolkit.training.step import Step
 
 if TYPE_CHECKING:
-    from toolkit.training.loop_state import Counters, LoopState
-
-
-def require_some_steps(counters: Counters) -> None:
-    """Checks that a run that has taken steps was trained in one of them.
-
-    Raises:
-        TrainingError: if every step was skipped, so that the model is what it was before.
-    """
-    if 0 < counters.global_step == counters.skipped_steps:
-        raise TrainingError(
-            f"each of the {counted(counters.global_step, 'step')} of this run was skipped, as its loss or gradient "
-            "was not finite: nothing was learned, and nothing is exported; lower optimizer.learning_rate, look at the "
-            "data, or, with fp16, set training.mixed_precision=bf16 or take more steps"
-        )
+    from toolkit.training.loop_state import LoopState
 
 
 class NonFiniteSteps(Extension):
@@ -34,6 +20,19 @@ class NonFiniteSteps(Extension):
     def __init__(self, metrics: Metrics, limit: int) -> None:
         self._metrics = metrics
         self._limit = limit
+
+    def before_training(self, trainer: LoopState) -> None:
+        self._trainer = trainer
+
+    def after_last_step(self) -> None:
+        """Raises TrainingError if every step was skipped, so that the model is what it was before."""
+        counters = self._trainer.counters
+        if 0 < counters.global_step == counters.skipped_steps:
+            raise TrainingError(
+                f"each of the {counted(counters.global_step, 'step')} of this run was skipped, as its loss or gradient "
+                "was not finite: nothing was learned, and nothing is exported; lower optimizer.learning_rate, look at "
+                "the data, or, with fp16, set training.mixed_precision=bf16 or take more steps"
+            )
 
     def after_step(self, trainer: LoopState, step: Step) -> None:
         counters = trainer.counters

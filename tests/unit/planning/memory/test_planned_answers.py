@@ -158,15 +158,6 @@ def test_a_plan_counts_the_state_what_is_gathered_and_the_cache(name: str, held:
 
 def test_a_run_whose_answers_do_not_fit_is_told_so() -> None:
     recipe = recipe_with(batch_size=10**6, max_new_tokens=10**6)
+    workload = workload_of_model(recipe, on_meta(config_of("llama", 2)), "no", None)
     with pytest.raises(BadInputError, match=r"in answers to held-out prompts.*[Ll]ower answers.batch_size"):
-        plan_run(
-            recipe,
-            on_meta(config_of("llama", 2)),
-            STRATEGIES["ddp"],
-            MeshShape(1, 1),
-            False,
-            [None],
-            "no",
-            None,
-            torch.device("cpu"),
-        )
+        plan_run(recipe, workload, STRATEGIES["ddp"], MeshShape(1, 1), False, [None], torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A part of a run: what a feature adds to it, as one class. The order of parts is in `order.py`."""
+"""A part of a run: what a feature adds to it, as one class. The order of parts is in `parts/order.py`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.session import RunCheckpoints
 from toolkit.errors import BadInputError
-from toolkit.run.stages.stages import MetaModel, OpenedRun, PreparedRun
+from toolkit.run.stages.stages import BuiltRun, MetaModel, OpenedRun, PreparedRun
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.loop_state import LoopState, Windows
@@ -32,54 +31,25 @@ class Loop:
         self.checkpoints.save(trainer, wait=True)
 
 
-@dataclass(frozen=True)
-class Read:
-    """Something that a run reads, which a run that resumes has to find again.
-
-    Attributes:
-        name: its field, or its name in `Manifest`.
-        digest: None if the run reads none.
-        changed: what is said of another digest; `{step}`, `{before}` and `{now}` are filled in.
-        unknown: what is said where the checkpoint does not have it, "" for nothing; None: it read none.
-        refuses: whether a run is refused that finds another one.
-    """
-
-    name: str
-    digest: str | None
-    changed: str
-    unknown: str | None = None
-    refuses: bool = True
-
-
-def reads_of(parts: Sequence[RunPart]) -> dict[str, str | None]:
-    """Returns a digest of all that a run reads, by its name. Checkpoints and exports have them."""
-    return {read.name: read.digest for part in parts for read in part.reads}
-
-
-def require_same_reads(
-    parts: Sequence[RunPart], resumed: Manifest | None, warn: Callable[[str], None] = lambda _: None
-) -> None:
+def require_same_reads(opened: OpenedRun, warn: Callable[[str], None] | None = None) -> None:
     """Checks that a resumed run reads what it began with, as far as its parts know by now. The last call warns.
 
     Raises:
         BadInputError: if it reads something else.
     """
-    before = {} if resumed is None else resumed.digests()
-    for read in (read for part in parts for read in part.reads if resumed is not None):
+    if (resumed := opened.resumed) is None:
+        return
+    before = resumed.digests()
+    for read in opened.reads:
         known = before.get(read.name)
         is_unknown = known is None and read.unknown is not None
         said = (read.unknown or "") if is_unknown else read.changed
-        for name, value in (("{step}", resumed and resumed.step), ("{before}", known), ("{now}", read.digest)):
+        for name, value in (("{step}", resumed.step), ("{before}", known), ("{now}", read.digest)):
             said = said.replace(name, str(value))
         if known != read.digest and not is_unknown and read.refuses:
             raise BadInputError(said)
-        if known != read.digest and said:
+        if known != read.digest and said and warn is not None:
             warn(said)
-
-
-def facts_of_parts(parts: Sequence[RunPart], run: PreparedRun) -> dict[str, str]:
-    """Returns the parts' lines of the summary, the report and the card: name -> sentence."""
-    return {name: fact for part in parts for name, fact in part.facts(run).items()}
 
 
 class RunPart:
@@ -88,17 +58,17 @@ class RunPart:
     Args:
         opened: the run, of which nothing is read yet.
         given: the objects that the user gave to `finetune`.
+
+    Attributes:
+        reads, facts: those of the run, to which it adds its own.
     """
 
     def __init__(self, opened: OpenedRun, given: Sequence[Extension]) -> None:
         self.opened, self.recipe, self.given = opened, opened.recipe, given
-        self.reads: list[Read] = []
+        self.reads, self.facts = opened.reads, opened.facts
 
-    def before_rows(self, resumed: Manifest | None) -> None:
+    def before_rows(self) -> None:
         """Reads what it needs, so that bad input is reported at once, and adds to `reads`.
-
-        Args:
-            resumed: manifest of the checkpoint to resume from.
 
         Raises:
             BadInputError: if that is wrong.
@@ -111,21 +81,17 @@ class RunPart:
             BadInputError: if they do not fit.
         """
 
-    def require_batches(self, samples_per_step: int) -> None:
-        """Checks the number of samples of a step.
+    def check(self, run: BuiltRun) -> None:
+        """Looks at what the sharded model computes; may change with what it trains (`run.sharded`).
 
         Raises:
-            BadInputError: if it does not fit.
+            BadInputError: on every rank, if that is not what the recipe assumes.
         """
 
     def prepared(self, run: PreparedRun) -> None:
-        """Is called when the run is prepared; adds to `reads`."""
+        """Is called when the run is prepared; adds to `reads` and `facts`."""
 
-    def facts(self, run: PreparedRun) -> Mapping[str, str]:
-        """Returns lines of the summary, the report and the card: name -> sentence."""
-        return {}
-
-    def start(self, run: PreparedRun, facts: Mapping[str, str], is_resumed: bool) -> None:
+    def start(self, run: PreparedRun) -> None:
         """Is called when the run is prepared and described, before its first record."""
 
     def windows(self, loop: Loop) -> Windows | None:
