@@ -29,7 +29,7 @@ def test_rows_that_share_a_sample_do_not_see_each_other(attention: str) -> None:
     torch.manual_seed(0)
     # Heads of 16: what flex_attention's kernels take at least.
     model = llama(attention, num_attention_heads=2, num_key_value_heads=1).to("cuda", torch.bfloat16)
-    found = check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cuda"), True)
+    found = check_leaks(model, CausalLM(model), packed(Documents(30)), 3, torch.device("cuda"), True)
     assert found is not None
 
 
@@ -43,7 +43,7 @@ def test_auto_takes_an_attention_that_keeps_packed_rows_apart() -> None:
     found = settle_attention(model, "auto", torch.device("cuda"), in_16_bits=True, packed=True, compiled=False)
     assert found.startswith(("sdpa (neither", "flash_attention_2 (installed", "flash_attention_3 (installed"))
     model.to("cuda", torch.bfloat16)
-    assert check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cuda"), True) is not None
+    assert check_leaks(model, CausalLM(model), packed(Documents(30)), 3, torch.device("cuda"), True) is not None
 
 
 @pytest.fixture

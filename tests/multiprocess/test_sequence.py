@@ -296,7 +296,7 @@ def refused() -> str:
     attend_by_heads(model)
     samples, device = packed(Documents(9)), torch.device("cpu")
     with pytest.raises(BadInputError) as error:
-        check_parts(model, model, CausalLM(model), samples, Part(own_part(), 2), device, False)
+        check_parts(model, CausalLM(model), samples, Part(own_part(), 2), device, False)
     return str(error.value)
 
 

@@ -65,7 +65,7 @@ def checked(kind: str) -> str:
     objective: Any = Reward(model, 0.05) if kind == "reward" else SequenceClassification(model, 3, None)
     part = Part(own_part(), dist.get_world_size())
     try:
-        check_parts(model, model, objective, Samples(kind), part, torch.device("cpu"), False)
+        check_parts(model, objective, Samples(kind), part, torch.device("cpu"), False)
     except BadInputError as error:
         return str(error)
     return ""

@@ -22,10 +22,7 @@ from toolkit.training.trainer import Trainer
 
 
 def fit(
-    run: PreparedRun,
-    parts: Sequence[RunPart],
-    heartbeat: Heartbeat,
-    live: LiveReport,
+    run: PreparedRun, parts: Sequence[RunPart], heartbeat: Heartbeat, live: LiveReport
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Trains to the run's end, from the beginning or from its checkpoint. Collective.
 

@@ -104,7 +104,7 @@ def _packing_leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device:
         if (with_images := image_samples_of(data.train)) is not None:
             images_row(model, with_images, device)
         else:
-            check_leaks(model, model, objective, data.train, size, device, in_16_bits=False)
+            check_leaks(model, objective, data.train, size, device, in_16_bits=False)
     except LeakError as error:
         return error.why
     return None

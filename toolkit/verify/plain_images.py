@@ -87,7 +87,7 @@ def images_row(model: nn.Module, samples: ImageSamples, device: torch.device) ->
         SightError: if images do not reach the model as they should.
         LeakError: if rows see each other.
     """
-    check = check_images(model, model, CausalLM(model, samples.packed), samples, device, in_16_bits=False)
+    check = check_images(model, CausalLM(model, samples.packed), samples, device, in_16_bits=False)
     if check is None or not check.shared:
         return Row("packing", None, None, NOT_USED, "no row with an image shares a sample with others")
     note = "logits of rows with images that share a sample, together and alone"

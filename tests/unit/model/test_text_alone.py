@@ -85,7 +85,7 @@ def wants_images() -> Any:
 def test_a_model_that_wants_one_of_several_inputs_is_refused() -> None:
     model = wants_images()
     with pytest.raises(BadInputError, match=r"cannot run on rows of text alone .*pixel_values"):
-        check_causal(model, model, CausalLM(model, packed=False), CPU)
+        check_causal(model, CausalLM(model, packed=False), CPU)
 
 
 def fails(model: Any, error: Exception) -> Any:
@@ -103,13 +103,13 @@ def test_half_a_row_is_not_the_first_that_a_model_without_its_image_gets() -> No
     model = wants_images()
     objective = CausalLM(model, packed=False)
     with pytest.raises(BadInputError, match=r"cannot run on rows of text alone \(ValueError: .*pixel_values"):
-        check_parts(model, model, objective, rows_of_text(False), Part(0, 2), CPU, False)
+        check_parts(model, objective, rows_of_text(False), Part(0, 2), CPU, False)
 
 
 def test_a_packed_row_is_not_the_first_that_a_model_without_its_image_gets() -> None:
     model = wants_images()
     with pytest.raises(BadInputError, match=r"cannot run on rows of text alone \(ValueError: .*pixel_values"):
-        check_leaks(model, model, CausalLM(model), rows_of_text(True), 1, CPU, False)
+        check_leaks(model, CausalLM(model), rows_of_text(True), 1, CPU, False)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_a_model_of_text_alone_raises_is_not_called_a_missing_image() -> No
     """Its samples are named where it cannot share them, and alone its error is its own."""
     alone = fails(llama(), KeyError("layers"))
     with pytest.raises(KeyError, match="layers"):
-        check_parts(alone, alone, CausalLM(alone, packed=False), rows_of_text(False), Part(0, 2), CPU, False)
+        check_parts(alone, CausalLM(alone, packed=False), rows_of_text(False), Part(0, 2), CPU, False)
     shared, forward = llama(), LlamaForCausalLM.forward
 
     def without_positions(input_ids: torch.Tensor, position_ids: Any = None, **inputs: Any) -> Any:
@@ -136,7 +136,7 @@ def test_what_a_model_of_text_alone_raises_is_not_called_a_missing_image() -> No
     shared.forward = without_positions
     told = r"^data\.packing: LlamaForCausalLM .* rows that share a sample \(TypeError: no positions here\)\. Set data"
     with pytest.raises(BadInputError, match=told):
-        check_leaks(shared, shared, CausalLM(shared), rows_of_text(True), 1, CPU, False)
+        check_leaks(shared, CausalLM(shared), rows_of_text(True), 1, CPU, False)
 
 
 @pytest.mark.parametrize("packed", [False, True])

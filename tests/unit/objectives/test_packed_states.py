@@ -112,7 +112,7 @@ def test_without_kernels_rows_that_share_a_sample_are_refused(kind: str) -> None
     model = built(kind)
     assert not kernels_take_documents(model)
     with pytest.raises(BadInputError, match="rows that share a sample see each other"):
-        check_leaks(model, model, CausalLM(model), packed(Documents(8)), 2, CPU, False)
+        check_leaks(model, CausalLM(model), packed(Documents(8)), 2, CPU, False)
 
 
 @pytest.mark.parametrize("kind", list(FILES))
@@ -126,7 +126,7 @@ def test_kernels_that_are_told_where_documents_begin_keep_them_apart(kind: str) 
         with_kernels(patch)
         assert kernels_take_documents(model)
         objective, samples = CausalLM(model), packed(rows)
-        assert check_leaks(model, model, objective, samples, 2, CPU, False) is not None
+        assert check_leaks(model, objective, samples, 2, CPU, False) is not None
         found = objective.loss_sum(model, objective.on_host(samples.batch(range(len(samples)))))
         found.backward()
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -34,7 +34,7 @@ def drawn(kind: str, packed: bool = True) -> ImageSamples:
 def checked(kind: str, samples: ImageSamples, model: Any = None, objective: Any = None) -> SightCheck | None:
     model = seeing_model(kind) if model is None else model
     objective = CausalLM(model, samples.packed) if objective is None else objective
-    return check_images(model, model, objective, samples, CPU, False)
+    return check_images(model, objective, samples, CPU, False)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -108,7 +108,7 @@ class WrongPositions(nn.Module):
 def test_a_model_that_keeps_rows_apart_passes(make: Callable[[str], nn.Module]) -> None:
     torch.manual_seed(0)
     model = make("sdpa").train()
-    found = check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
+    found = check_leaks(model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
     assert found is not None
     assert found[0] == 0.0, "nothing of the others comes through"
     assert found[1] < 1e-5
@@ -126,7 +126,7 @@ def test_a_model_that_keeps_rows_apart_passes(make: Callable[[str], nn.Module]) 
 def test_a_leak_is_refused_before_the_first_step(make: Callable[[], nn.Module], message: str) -> None:
     model = make()
     with pytest.raises(BadInputError, match=f"(?i)data.packing: rows that share a sample .*{message}"):
-        check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
+        check_leaks(model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(70, 64), (40, 32), (10, 10)])
@@ -141,7 +141,7 @@ def test_logits_are_of_few_tokens(monkeypatch: pytest.MonkeyPatch, most: int, to
             lambda _module, _args, given, seen=seen: seen.append(given["input_ids"].numel()), with_kwargs=True
         )
         with pytest.raises(BadInputError, match="see each other") if leaks else nullcontext():
-            check_leaks(model, model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
+            check_leaks(model, CausalLM(model), packed(Documents(30)), 3, torch.device("cpu"), False)
         assert max(seen) == tokens
 
 
@@ -214,7 +214,7 @@ def test_what_no_longer_keeps_documents_apart_is_found(
     """On the beginnings of three documents, by which models of full attention are checked, and on whole samples."""
     model = llama(attention, max_position_embeddings=512)
     samples = long_samples()
-    given = (model, model, CausalLM(model), samples, 2, torch.device("cpu"), False)
+    given = (model, CausalLM(model), samples, 2, torch.device("cpu"), False)
     assert attends_in_full(model)
     monkeypatch.setattr(packing_check, "attends_in_full", lambda _model: few)
     seen: list[int] = []
@@ -250,14 +250,14 @@ def test_the_batch_itself_is_compared_with_its_documents(name: str, monkeypatch:
 
     monkeypatch.setattr(TextSamples, "batch", wrong)
     with pytest.raises(AssertionError, match="tokens of a sample" if name == "input_ids" else "positions do not"):
-        check_leaks(model, model, CausalLM(model), samples, 2, torch.device("cpu"), False)
+        check_leaks(model, CausalLM(model), samples, 2, torch.device("cpu"), False)
 
 
 def test_compiled_blocks_are_checked_on_the_shape_they_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, samples, seen = llama("sdpa", max_position_embeddings=512), long_samples(), []
     hook = lambda _module, _args, named: seen.append(tuple(named["input_ids"].shape))  # noqa: E731
     model.register_forward_pre_hook(hook, with_kwargs=True)
-    assert check_leaks(model, model, CausalLM(model), samples, 2, torch.device("cpu"), False, True) is not None
+    assert check_leaks(model, CausalLM(model), samples, 2, torch.device("cpu"), False, True) is not None
     assert seen == [(1, 256), (2, 256), (2, 256)]
 
 
@@ -270,7 +270,7 @@ def test_completions_of_a_pair_share_a_sample_that_is_not_packed(make: Callable[
     torch.manual_seed(0)
     model = make()
     with pytest.raises(BadInputError, match="Both completions of a pair share") if leaks else nullcontext():
-        assert check_leaks(model, model, CausalLM(model), pairs, 2, torch.device("cpu"), False) is not None
+        assert check_leaks(model, CausalLM(model), pairs, 2, torch.device("cpu"), False) is not None
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"), mixed_precision="no")
     recipe: Any = Recipe.load("dpo", {"training.micro_batch_size": 2, "data.packing": False})
     data: Any = SimpleNamespace(train=pairs, report=SimpleNamespace(packing=False))
@@ -305,7 +305,7 @@ def test_without_rows_that_share_a_sample_there_is_nothing_to_check() -> None:
     rows = Documents(3)
     rows.rows = [np.arange(1, 30)] * 3
     rows.targets = [np.arange(29) > 0] * 3
-    assert check_leaks(model, model, CausalLM(model), packed(rows), 2, torch.device("cpu"), False) is None
+    assert check_leaks(model, CausalLM(model), packed(rows), 2, torch.device("cpu"), False) is None
 
 
 @pytest.mark.parametrize("are_packed", [True, False])
@@ -356,7 +356,7 @@ def test_an_encoder_is_no_causal_model(is_decoder: bool) -> None:
     config = RobertaConfig(**sizes, vocab_size=91, max_position_embeddings=64, is_decoder=is_decoder, pad_token_id=1)
     model = RobertaForCausalLM(config)
     with nullcontext() if is_decoder else pytest.raises(BadInputError, match=r"depend on later tokens.*is_decoder"):
-        check_causal(model, model, CausalLM(model, packed=False), torch.device("cpu"))
+        check_causal(model, CausalLM(model, packed=False), torch.device("cpu"))
     assert model.training
     other = llama()  # whose configuration knows no such word
-    check_causal(other, other, CausalLM(other, packed=False), torch.device("cpu"))
+    check_causal(other, CausalLM(other, packed=False), torch.device("cpu"))

@@ -76,7 +76,7 @@ def classifier(kind: str) -> Any:
 def test_rows_that_padding_changes_run_alone(kind: str, changes: bool) -> None:
     model = classifier(kind)
     inner = SequenceClassification(model, 2)
-    told = changed_by_padding(model, model, inner, Labelled(), CPU, False)  # type: ignore[arg-type]
+    told = changed_by_padding(model, inner, Labelled(), CPU, False)  # type: ignore[arg-type]
     assert (told is not None) == changes
     if told is not None:
         assert "padding changes the logits of a row by" in told
@@ -121,7 +121,7 @@ def test_long_rows_of_text_are_compared_by_their_beginnings(
     documents.targets = [np.ones(29, dtype=bool), np.ones(32, dtype=bool)]
     pieces = whole(np.arange(2), np.array([29, 32]), 32)
     samples = TextSamples(documents, pieces, [1, 2], 32, False, 0)
-    told = changed_by_padding(model, model, CausalLM(model), samples, CPU, False)
+    told = changed_by_padding(model, CausalLM(model), samples, CPU, False)
     assert seen == [(1, 4), (1, 8), (2, 8)]
     assert (told is not None) == mixes
 
@@ -131,7 +131,7 @@ def test_a_model_that_cannot_run_on_a_row_is_refused_by_name() -> None:
     model = Bart(BartConfig(vocab_size=64, **sizes, encoder_attention_heads=2, decoder_attention_heads=2))
     objective = SequenceClassification(model, 3)
     with pytest.raises(BadInputError, match=r"data\.train: Bart\w+ cannot run on a row.*<eos>.*tokenizer that belongs"):
-        changed_by_padding(model, model, objective, Labelled(), CPU, False)  # type: ignore[arg-type]
+        changed_by_padding(model, objective, Labelled(), CPU, False)  # type: ignore[arg-type]
 
 
 def test_rows_of_sources_and_targets_are_cut_each_to_its_own_length() -> None:

@@ -180,7 +180,7 @@ def test_a_model_whose_mlps_mix_tokens_is_refused_before_the_first_step(is_mixin
     if is_mixing:
         model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
     checkpoint_blocks(model, plan_units(model), Checkpointing(1, chunk_tokens=8192))
-    arguments = (model, model, CausalLM(model), packed(Documents(9)), WHOLE, torch.device("cpu"), False)
+    arguments = (model, CausalLM(model), packed(Documents(9)), WHOLE, torch.device("cpu"), False)
     assert check_parts(*arguments) is None, "nothing is in chunks"
     if not is_mixing:
         found = check_parts(*arguments, chunked=True)

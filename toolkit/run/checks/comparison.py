@@ -111,14 +111,14 @@ def refused(text: str, kind: type[BadInputError] = BadInputError) -> Iterator[No
 
 
 @contextlib.contextmanager
-def on_text_alone(inner: nn.Module, has_images: bool = False) -> Iterator[None]:
+def on_text_alone(model: nn.Module, has_images: bool = False) -> Iterator[None]:
     """Turns an error of a forward on text rows into: this model needs more than text.
 
     Surrounds nothing but such a forward, without parts, packed samples and quantised layers, so that an error is the
     model's. Models that read text alone, and rows with images, raise what they raise.
 
     Args:
-        inner: the model without its wrappers.
+        model: the model without its wrappers.
         has_images: whether rows may have images.
 
     Raises:
@@ -127,9 +127,9 @@ def on_text_alone(inner: nn.Module, has_images: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not sees(base_of(inner)) or has_images or not is_the_models(error):
+        if not sees(base_of(model)) or has_images or not is_the_models(error):
             raise
-        model_of_recipe = f"model.name_or_path: {class_name(base_of(inner))}"
+        model_of_recipe = f"model.name_or_path: {class_name(base_of(model))}"
         raise needs_more_than_text(model_of_recipe, f" ({in_words(error)})") from error
 
 

@@ -52,12 +52,7 @@ class SightCheck:
 
 @torch.no_grad()
 def check_images(
-    model: nn.Module,
-    inner: nn.Module,
-    objective: Objective,
-    samples: ImageSamples,
-    device: torch.device,
-    in_16_bits: bool,
+    model: nn.Module, objective: Objective, samples: ImageSamples, device: torch.device, in_16_bits: bool
 ) -> SightCheck | None:
     """Compares logits on a real sample with an image. Every rank calls this, on the same samples.
 
@@ -73,17 +68,17 @@ def check_images(
         return None
     require_no_targets(samples)
     with without_dropout(model):
-        _require_features(model, inner, objective, samples, device)
-        _require_units(model, inner, objective, samples, found, device)
+        _require_features(model, objective, samples, device)
+        _require_units(model, objective, samples, found, device)
         check = _measure(model, objective, samples, found, device)
     if not all(map(math.isfinite, (check.seen, check.leaks, check.alone))):
         return None  # the first step will say so
     name = _row_name(samples, found, _first_seen(samples, found))
     if check.seen == 0.0:
         raise SightError(
-            f"{name}: its image changes no logit of {_class(inner)}, so it would not be seen; train another model"
+            f"{name}: its image changes no logit of {_class(model)}, so it would not be seen; train another model"
         )
-    require_apart(check.leaks, check.alone, in_16_bits, f"{_class(inner)} ({name})", MEND, "the image of another is")
+    require_apart(check.leaks, check.alone, in_16_bits, f"{_class(model)} ({name})", MEND, "the image of another is")
     return check
 
 
@@ -103,26 +98,19 @@ def require_no_targets(samples: ImageSamples) -> None:
                 )
 
 
-def _require_features(
-    model: nn.Module, inner: nn.Module, objective: Objective, samples: ImageSamples, device: torch.device
-) -> None:
+def _require_features(model: nn.Module, objective: Objective, samples: ImageSamples, device: torch.device) -> None:
     """Tries rows with different images alone: transformers refuses one if features and places differ in number.
 
     Next to others, a row with too many could balance one with too few.
     """
     for number, place in _rows_of_unlike_sizes(samples):
         name = _row_name(samples, number, place)
-        with refused(f"{name}: {_class(inner)} cannot take its images: {{error}}", SightError):
+        with refused(f"{name}: {_class(model)} cannot take its images: {{error}}", SightError):
             _logits(model, objective, samples.alone(number, place), device)
 
 
 def _require_units(
-    model: nn.Module,
-    inner: nn.Module,
-    objective: Objective,
-    samples: ImageSamples,
-    shown: int,
-    device: torch.device,
+    model: nn.Module, objective: Objective, samples: ImageSamples, shown: int, device: torch.device
 ) -> None:
     """Raises SightError if a sample with images runs other units than one without: ranks would wait for each other."""
     blind = next((number for number in _looked_at(samples) if not samples.has_image(number)), None)
@@ -133,7 +121,7 @@ def _require_units(
         other = sorted(set(of_shown) ^ set(of_blind)) or ["the same ones in another order"]
         name = _row_name(samples, shown, _first_seen(samples, shown))
         raise SightError(
-            f"{name}: with its images {_class(inner)} runs other units than without any ({', '.join(other[:3])}), so "
+            f"{name}: with its images {_class(model)} runs other units than without any ({', '.join(other[:3])}), so "
             "that ranks would deadlock; report this"
         )
 
@@ -201,8 +189,8 @@ def _row_name(samples: ImageSamples, number: int, place: int) -> str:
     return name
 
 
-def _class(inner: nn.Module) -> str:
-    return class_name(base_of(inner))
+def _class(model: nn.Module) -> str:
+    return class_name(base_of(model))
 
 
 MEND = "Set data.packing=false, or another model.attention"

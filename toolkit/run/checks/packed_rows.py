@@ -34,9 +34,9 @@ def check_packing(run: BuiltRun) -> tuple[str, str | None]:
         BadInputError: if they see each other, and the recipe asks for packing.
     """
     opened, objective, data = run.opened, run.objective, run.data
-    recipe, model, inner, device = opened.recipe, run.model, run.inner, opened.device
+    recipe, model, device = opened.recipe, run.inner, opened.device
     if recipe.objective.spec.predicts_next_tokens and recipe.sharding.sequence == 1:
-        check_causal(model, inner, objective, device)
+        check_causal(model, objective, device)
     train = data.train
     with_images = image_samples_of(train)
     # Both completions of a pair share a sample, whether or not it is packed, until the objective keeps them apart.
@@ -46,11 +46,11 @@ def check_packing(run: BuiltRun) -> tuple[str, str | None]:
     try:
         with Pass(opened.console, "checking that packed rows do not attend to each other"):
             if with_images is not None:
-                seen = check_images(model, inner, objective, with_images, device, opened.in_16_bits)
+                seen = check_images(model, objective, with_images, device, opened.in_16_bits)
                 found = (seen.leaks, seen.alone) if seen is not None and seen.shared else None
             else:
                 compiled = recipe.training.compile
-                found = check_leaks(model, inner, objective, train, size, device, opened.in_16_bits, compiled)
+                found = check_leaks(model, objective, train, size, device, opened.in_16_bits, compiled)
     except LeakError as error:
         leak = error
     # All or none: ranks whose rounding differs must not train on different samples.

@@ -51,7 +51,6 @@ class LeakError(BadInputError):
 @torch.no_grad()
 def check_leaks(
     model: nn.Module,
-    inner: nn.Module,
     objective: Objective,
     samples: Samples,
     micro_batch_size: int,
@@ -62,7 +61,6 @@ def check_leaks(
     """Compares logits on a real micro-batch, or as much of it as is short. Every rank calls this, on the same samples.
 
     Args:
-        inner: the model without its wrappers, for its name.
         compiled: whether blocks are compiled, for the shape of the micro-batch.
 
     Returns:
@@ -72,7 +70,7 @@ def check_leaks(
     Raises:
         LeakError: if they are too large.
     """
-    few = not compiled and attends_in_full(inner)
+    few = not compiled and attends_in_full(model)
     most, in_all = (FEW_TOKENS, 2 * FEW_TOKENS) if few else (MOST_TOKENS, MOST_TOKENS)
     length = min(samples.max_length, most, num_positions(inner) or most)  # a row may be longer than each document
     numbers = _numbers_to_compare(samples, min(micro_batch_size, in_all // length))
@@ -91,9 +89,9 @@ def check_leaks(
     # Without position_ids the model uses its own, which RoBERTa's family counts from another number.
     by_itself = _stacked([pieces[-1:]], samples.pad_id, alone_length)
     ids = {"input_ids": by_itself["input_ids"]}
-    what = f"{class_name(base_of(inner))} with attention {attention_of(inner)!r}"
+    what = f"{class_name(base_of(model))} with attention {attention_of(model)!r}"
     with without_dropout(model):
-        with on_text_alone(inner):
+        with on_text_alone(model):
             alone = _few_logits(model, objective, ids, device, slice(span.stop - span.start))
         cannot = f"data.packing: {what} cannot run rows that share a sample ({{error}}). {samples.keep_apart}"
         with refused(cannot, LeakError):
@@ -107,7 +105,7 @@ def check_leaks(
 
 
 @torch.no_grad()
-def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, device: torch.device) -> None:
+def check_causal(model: nn.Module, objective: Objective, device: torch.device) -> None:
     """Tests whether a token's logits depend on later ones, if the configuration leaves that open. All ranks call it.
 
     They do in encoders unless `is_decoder` is set, and in some models that read images (PaliGemma): the loss would
@@ -116,18 +114,18 @@ def check_causal(model: nn.Module, inner: nn.Module, objective: Objective, devic
     Raises:
         BadInputError: if they do, or if the model needs an image, sound or another input in addition to the text.
     """
-    config = base_of(inner).config.get_text_config()
-    if getattr(config, "is_decoder", True) and not sees(base_of(inner)):
+    config = base_of(model).config.get_text_config()
+    if getattr(config, "is_decoder", True) and not sees(base_of(model)):
         return  # the configuration has no `is_decoder`, or it is true
     ids = torch.arange(1, 17, device=device)[None] % config.vocab_size
     other = ids.clone()
     other[0, -1] = (ids[0, -1] + 1) % config.vocab_size
-    with without_dropout(model), on_text_alone(inner):
+    with without_dropout(model), on_text_alone(model):
         one, two = (objective.logits(model, {"input_ids": each})[0, :-1].float() for each in (ids, other))
     # Zero in a decoder, in 16 bits too: kernels and shapes are the same.
     if relative_difference(two, one) > SAME[False]:
         raise BadInputError(
-            f"model.name_or_path: in {class_name(base_of(inner))} the logits of a token depend on later tokens, so it "
+            f"model.name_or_path: in {class_name(base_of(model))} the logits of a token depend on later tokens, so it "
             "would see what it is to predict; name a decoder, or set is_decoder to true in config.json"
         )
 

@@ -70,15 +70,15 @@ def _check_padding(run: BuiltRun) -> str | None:
     if not pads or recipe.sharding.sequence > 1:  # parts of rows are checked by themselves
         return None
     with Pass(opened.console, "checking that padding changes no row"):
-        why = changed_by_padding(run.model, run.inner, objective, samples, opened.device, opened.in_16_bits)
+        why = changed_by_padding(run.inner, objective, samples, opened.device, opened.in_16_bits)
     if why is not None and (spec.compares_completions or spec.has_teacher):
         raise BadInputError(f"objective.kind: {spec.kind} pads rows, and {why}; train another model")
     return why
 
 
-def changed_by_longer_rows(inner: nn.Module, recipe: Recipe, report: DataReport) -> str | None:
+def changed_by_longer_rows(model: nn.Module, recipe: Recipe, report: DataReport) -> str | None:
     """Returns a warning if a long row changes the rotary embeddings of the others of its micro-batch, or None."""
-    limit, longest = rotary_limit(inner), recipe.data.max_length
+    limit, longest = rotary_limit(model), recipe.data.max_length
     if limit is None or not (report.packing or recipe.training.micro_batch_size > 1):
         return None
     if report.train is not None and not report.streaming:  # of a stream it is the first window
@@ -86,7 +86,7 @@ def changed_by_longer_rows(inner: nn.Module, recipe: Recipe, report: DataReport)
     if longest <= limit[1]:
         return None
     return (
-        f"model.name_or_path: the rotary embeddings of {class_name(base_of(inner))} ({limit[0]}) change for a whole "
+        f"model.name_or_path: the rotary embeddings of {class_name(base_of(model))} ({limit[0]}) change for a whole "
         f"micro-batch if one row has more than {limit[1]:,} tokens, and the longest has {longest:,}: a shorter row is "
         f"not computed as it is alone. Set data.max_length={limit[1]}, or data.packing=false and "
         "training.micro_batch_size=1"
@@ -95,12 +95,11 @@ def changed_by_longer_rows(inner: nn.Module, recipe: Recipe, report: DataReport)
 
 @torch.no_grad()
 def changed_by_padding(
-    model: nn.Module, inner: nn.Module, objective: Objective, samples: Samples, device: torch.device, in_16_bits: bool
+    model: nn.Module, objective: Objective, samples: Samples, device: torch.device, in_16_bits: bool
 ) -> str | None:
     """Compares logits of a short and a long row in one batch with those of each alone. Every rank calls this.
 
     Args:
-        inner: the model without its wrappers, for its name.
 
     Returns:
         A description of what differs, or None if nothing does.
@@ -112,10 +111,10 @@ def changed_by_padding(
     if "segments" in batch:
         batch = {name: documents_apart(batch)[name] for name in ("input_ids", "labels", "position_ids", "lengths")}
     rows = rows_without_padding(batch)
-    most = FEW_TOKENS if attends_in_full(inner) else CHECKED_TOKENS
+    most = FEW_TOKENS if attends_in_full(model) else CHECKED_TOKENS
     if samples.continues_text and batch["input_ids"].shape[1] > most:
         rows, batch = _shortened(rows, most)
-    name = class_name(base_of(inner))
+    name = class_name(base_of(model))
 
     def alone() -> Numbers:
         mend = "use the tokenizer that belongs to the model, or train another one"

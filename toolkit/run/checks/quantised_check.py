@@ -24,7 +24,7 @@ class QuantisedBase(RunPart):
     """A base of 4 bits under adapters."""
 
     def check(self, run: BuiltRun) -> None:
-        check_quantised(self.opened.accelerator, self.recipe.model.dtype, run.model, run.objective, run.data.train)
+        check_quantised(self.opened.accelerator, self.recipe.model.dtype, run.inner, run.objective, run.data.train)
         self.facts["quantised"] = quantised_fact(run.inner) or ""
 
 
@@ -40,8 +40,7 @@ def check_quantised(
     Raises:
         BadInputError: if logits differ, or the quantised model fails and the other one does not.
     """
-    inner = accelerator.unwrap_model(model)
-    few = samples.few(CHECKED_TOKENS) if any(quantised_layers(inner)) else None
+    few = samples.few(CHECKED_TOKENS) if any(quantised_layers(model)) else None
     if few is None:
         return
     batch, read = objective.on_host(few), set[str]()
@@ -51,7 +50,7 @@ def check_quantised(
 
     def of_numbers() -> Numbers:
         dtype_of_compute = _compute_dtype(accelerator, dtype)
-        with weights_as_numbers(inner, dtype_of_compute) as names, on_text_alone(inner, samples.has_images):
+        with weights_as_numbers(model, dtype_of_compute) as names, on_text_alone(model, samples.has_images):
             found = logits()
         read.update(names)
         return found
@@ -60,7 +59,7 @@ def check_quantised(
     if problem := outcome.problem(SAME[False], "the same weights as numbers"):
         named = f" The code reads the weights of {', '.join(sorted(read)[:4])}." if read else ""
         raise BadInputError(
-            f"adapter.quantize: {class_name(base_of(inner))} does not compute with quantised layers ({problem}).{named}"
+            f"adapter.quantize: {class_name(base_of(model))} does not compute with quantised layers ({problem}).{named}"
             " Set adapter.quantize=none, or quantise a model of another type"
         )
 

@@ -44,7 +44,7 @@ class SharedRows(RunPart):
     def check(self, run: BuiltRun) -> None:
         opened, checkpointing, part = self.opened, run.planned.checkpointing, self.opened.share[2]
         size = None if checkpointing is None else checkpointing.chunk_tokens
-        compared = (run.model, run.inner, run.objective, run.data.train, part, opened.device, opened.in_16_bits)
+        compared = (run.inner, run.objective, run.data.train, part, opened.device, opened.in_16_bits)
         differ = check_parts(*compared, size is not None)
         checked = differ is not None and f"; checked: logits and gradients as of whole rows (difference {differ:.0e})"
         if part.count > 1:
@@ -68,7 +68,6 @@ def share_rows(size: int, max_length: int, *models: PreTrainedModel) -> None:
 
 def check_parts(
     model: nn.Module,
-    inner: nn.Module,
     objective: Objective,
     samples: Samples,
     part: Part,
@@ -82,7 +81,6 @@ def check_parts(
     calls this, on the same samples. Gradients of parameters are not computed, so nothing is reduced.
 
     Args:
-        inner: the model without its wrappers, for its name.
         chunked: whether norms and MLPs run for a few tokens at a time.
 
     Returns:
@@ -100,38 +98,33 @@ def check_parts(
     width = mine["input_ids"].shape[1]
 
     def whole() -> Numbers:
-        with chunks_of(length, inner), on_text_alone(inner, samples.has_images):
-            found = outputs_and_gradients(model, inner, objective, batch, device)
+        with chunks_of(length, model), on_text_alone(model, samples.has_images):
+            found = outputs_and_gradients(model, objective, batch, device)
         here = slice(part.index * width, (part.index + 1) * width)
         return {name: value[:, here] if value.dim() == BY_TOKEN else value for name, value in found.items()}
 
     def parts() -> Numbers:
-        with chunks_of(max(1, length // part.count // 3), inner):
-            return outputs_and_gradients(model, inner, objective, mine, device)
+        with chunks_of(max(1, length // part.count // 3), model):
+            return outputs_and_gradients(model, objective, mine, device)
 
     outcome = compared(model, whole, parts)
     if problem := outcome.problem(ROUNDED[in_16_bits], "whole rows"):
-        raise BadInputError(_refusal(inner, part, problem))
+        raise BadInputError(_refusal(model, part, problem))
     return outcome.difference
 
 
-def _refusal(inner: nn.Module, part: Part, problem: str) -> str:
+def _refusal(model: nn.Module, part: Part, problem: str) -> str:
     field, place = "sharding.sequence", f"in attention that can be shared ({problem})"
     if part.count == 1:
         field, place = "sharding.chunk_tokens", f"in attention ({problem})"
     return (
-        f"{field}: {class_name(base_of(inner))} with attention {attention_of(inner)!r} mixes the tokens "
+        f"{field}: {class_name(base_of(model))} with attention {attention_of(model)!r} mixes the tokens "
         f"of a row elsewhere than {place}; remove {field}"
     )
 
 
 def outputs_and_gradients(
-    model: nn.Module,
-    inner: nn.Module,
-    objective: Objective,
-    batch: Batch,
-    device: torch.device,
-    with_documents: bool = True,
+    model: nn.Module, objective: Objective, batch: Batch, device: torch.device, with_documents: bool = True
 ) -> dict[str, torch.Tensor]:
     """Returns logits, (B, T, V) or (B, C) of whole rows, and what the loss needs of whole documents, (D, C).
 
@@ -146,13 +139,13 @@ def outputs_and_gradients(
         asked["numbers of documents"] = objective.by_document
     found: dict[str, torch.Tensor] = {}
     for name, function in asked.items():
-        value, gradient = _with_gradient(model, inner, functools.partial(function, model, moved), batch)
+        value, gradient = _with_gradient(model, functools.partial(function, model, moved), batch)
         found |= {name: value, f"gradients of {name}": gradient}
     return found
 
 
 def _with_gradient(
-    model: nn.Module, inner: nn.Module, function: Callable[[], torch.Tensor], batch: Batch
+    model: nn.Module, function: Callable[[], torch.Tensor], batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a function's result and the gradient; values of whole documents count on one rank of a group."""
     is_real = torch.arange(batch["input_ids"].shape[1]) < batch["lengths"][:, None]
@@ -162,11 +155,10 @@ def _with_gradient(
         embedded.append(output.detach().requires_grad_())
         return embedded[0].clone()  # a model may scale it in place, as CTRL does
 
-    embeddings: Any = base_of(inner).get_input_embeddings()
+    embeddings: Any = base_of(model).get_input_embeddings()
     handle = embeddings.register_forward_hook(begin_here)
     try:
-        # DDP would wait for gradients of its parameters.
-        with torch.enable_grad(), getattr(model, "no_sync", nullcontext)():
+        with torch.enable_grad():
             value = function().float()
             if value.dim() == BY_TOKEN:  # values of padding do not matter
                 value = value.masked_fill(~is_real.to(value.device)[..., None], 0.0)

@@ -32,7 +32,7 @@ class CutMatrices(RunPart):
 
     def check(self, run: BuiltRun) -> None:
         opened, size = self.opened, self.recipe.sharding.tensor
-        compared = (run.model, run.inner, run.objective, run.data.train, opened.device, opened.in_16_bits)
+        compared = (run.inner, run.objective, run.data.train, opened.device, opened.in_16_bits)
         differ = check_tensor(*compared)
         if size > 1:
             by = "no row" if differ is None else f"a difference of {differ:.0e}"
@@ -41,14 +41,13 @@ class CutMatrices(RunPart):
 
 
 def check_tensor(
-    model: nn.Module, inner: nn.Module, objective: Objective, samples: Samples, device: torch.device, in_16_bits: bool
+    model: nn.Module, objective: Objective, samples: Samples, device: torch.device, in_16_bits: bool
 ) -> float | None:
     """Compares logits, and gradients of the embeddings' outputs, of cut layers with those of whole ones.
 
     Every rank calls this, on the same samples. Gradients of parameters are not computed, so nothing is reduced.
 
     Args:
-        inner: the model without its wrappers.
 
     Returns:
         The largest difference of any rank, as a share of the largest number, or None if there is nothing to compare.
@@ -56,11 +55,11 @@ def check_tensor(
     Raises:
         BadInputError: if it is more than `ROUNDED`, or the model cannot run so.
     """
-    cut, batch = cut_of(inner), samples.few(CHECKED_TOKENS)
+    cut, batch = cut_of(model), samples.few(CHECKED_TOKENS)
     if cut is None or batch is None:
         return None
     # Not of documents: a head's loss has a part of the vocabulary even where layers are whole.
-    run = functools.partial(outputs_and_gradients, model, inner, objective, batch, device, with_documents=False)
+    run = functools.partial(outputs_and_gradients, model, objective, batch, device, with_documents=False)
 
     def whole() -> Numbers:
         with whole_layers(cut):
@@ -69,7 +68,7 @@ def check_tensor(
     outcome = compared(model, whole, run)
     if problem := outcome.problem(ROUNDED[in_16_bits], "whole matrices"):
         raise BadInputError(
-            f"sharding.tensor: {class_name(base_of(inner))} does not compute the same with matrices that ranks cut "
+            f"sharding.tensor: {class_name(base_of(model))} does not compute the same with matrices that ranks cut "
             f"({problem}); remove it"
         )
     return outcome.difference

@@ -57,10 +57,7 @@ def held_out_prompts(run: PreparedRun, count: int) -> list[RowPrompt]:
 
 @torch.no_grad()
 def continuations(
-    run: PreparedRun,
-    prompts: list[RowPrompt],
-    beat: Callable[[], None],
-    check_stop: Callable[[], None] = lambda: None,
+    run: PreparedRun, prompts: list[RowPrompt], beat: Callable[[], None], check_stop: Callable[[], None] = lambda: None
 ) -> list[str]:
     """Returns the most likely tokens after each prompt, as text. Every rank calls this, and runs the same forwards.
 
@@ -82,10 +79,7 @@ def continuations(
         else Prompt(prompt.asked, [])
         for prompt in prompts
     ]
-    with (
-        Pass(run.opened.console, "continuing held-out prompts"),
-        generating(run, beat, check_stop=check_stop),
-    ):
+    with Pass(run.opened.console, "continuing held-out prompts"), generating(run, beat, check_stop=check_stop):
         return [completion.text for completion in complete(loaded, asked, Sampling(length, 0.0))]
 
 

@@ -142,9 +142,9 @@ class Teacher(RunPart):
 
         def check() -> None:
             if with_images is not None:
-                check_images(model, model, teacher.causal, with_images, device, in_16_bits)
+                check_images(model, teacher.causal, with_images, device, in_16_bits)
             else:
-                check_leaks(model, model, teacher.causal, train, size, device, in_16_bits)
+                check_leaks(model, teacher.causal, train, size, device, in_16_bits)
 
         ranks.on_every_rank(check, "look at the teacher's rows")
 

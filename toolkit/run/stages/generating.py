@@ -45,10 +45,7 @@ def loaded_of(
 
 @contextmanager
 def generating(
-    run: BuiltRun,
-    beat: Callable[[], None],
-    whole: bool = False,
-    check_stop: Callable[[], None] = lambda: None,
+    run: BuiltRun, beat: Callable[[], None], whole: bool = False, check_stop: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Lets the model generate as an export does, inside the `with` block. Collective.
 
