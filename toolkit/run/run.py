@@ -31,7 +31,6 @@ from toolkit.run.folder.folder import (
 from toolkit.run.parts.order import parts_of
 from toolkit.run.prepare import prepare_run
 from toolkit.run.shown.live_report import LiveReport, ended_in
-from toolkit.run.shown.loss_warnings import uniform_guess
 from toolkit.run.shown.notebook import NotebookOutput, finetune_on, notebook_output
 from toolkit.run.shown.outcome import FinetuneResult, finished_before, print_result, result_of, summary_of, write_pages
 from toolkit.run.shown.run_summary import facts_of, print_run_summary
@@ -111,7 +110,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
                 console.warn(missing)
             heartbeat.enter_phase(Phase.EXPORT)
             export_dir, difference = export_model(run, heartbeat)
-            guess = uniform_guess(run.objective, run.inner, opened.recipe.objective.class_weights)
+            guess = run.objective.uniform_guess(run.inner, opened.recipe.objective.class_weights)
             result = result_of(output_dir, records, export_dir, difference, guess)
             pages = functools.partial(write_pages, run, result)
             ranks.on_first_rank(lambda: patiently(pages, "the report and the model card", console.warn, heartbeat.wait))

@@ -295,7 +295,7 @@ def test_pairs_that_no_row_of_the_model_can_hold_are_kept_apart() -> None:
     config.vocab_size, config.max_position_embeddings = 131, pairs.longest
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(LeakError) as caught:
-        check_leaks(model, model, CausalLM(model), pairs, 2, torch.device("cpu"), False)
+        check_leaks(model, CausalLM(model), pairs, 2, torch.device("cpu"), False)
     why = "GPTNeoForCausalLM with attention 'eager' cannot run rows that share a sample (RuntimeError: The size"
     assert caught.value.why.startswith(why)
 

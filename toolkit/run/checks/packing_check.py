@@ -72,7 +72,7 @@ def check_leaks(
     """
     few = not compiled and attends_in_full(model)
     most, in_all = (FEW_TOKENS, 2 * FEW_TOKENS) if few else (MOST_TOKENS, MOST_TOKENS)
-    length = min(samples.max_length, most, num_positions(inner) or most)  # a row may be longer than each document
+    length = min(samples.max_length, most, num_positions(model) or most)  # a row may be longer than each document
     numbers = _numbers_to_compare(samples, min(micro_batch_size, in_all // length))
     if numbers is None:
         return None

@@ -36,9 +36,9 @@ from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.rows import PromptRow, all_right, answers_of
 from toolkit.model.adapters.adapters import base_of
 from toolkit.objectives.losses.policy_losses import advantages_of
+from toolkit.pages.parts.loss_warnings import gamed
 from toolkit.pages.samples_page import SampledPrompt
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.shown.loss_warnings import gamed
 from toolkit.run.stages.generating import generating, loaded_of, split_over_ranks
 from toolkit.run.stages.part import Loop, RunPart
 from toolkit.run.stages.stages import BuiltRun, ReportExtras

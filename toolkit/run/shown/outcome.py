@@ -19,6 +19,7 @@ from toolkit.model.beside_weights.base_files import CHAT_TEMPLATE
 from toolkit.model.load import auto_class
 from toolkit.pages.card import model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
+from toolkit.pages.parts.loss_warnings import doubts_of
 from toolkit.pages.parts.run_metrics import damage_in_words, last_step, parse_metrics
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.pages.parts.story import Story, read_story, with_limits
@@ -28,7 +29,6 @@ from toolkit.recipe.figures import steering
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.finished import write_finished
 from toolkit.run.folder.origin import own_command, versions, write_origin
-from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.stages.stages import PreparedRun
 from toolkit.serving.servers import ADAPTER, adapter_problem, vllm_command
 from toolkit.sharding.plan.unit_plan import UnitPlan
@@ -89,7 +89,7 @@ def result_of(
     metrics: list[dict[str, Any]],
     export_dir: Path | None,
     difference: float | None = None,
-    guess: Guess | None = None,
+    guess: tuple[int, str] | None = None,
 ) -> FinetuneResult:
     """Returns the result of these records and this export; `guess` is what the loss has to beat."""
     losses = [record.get("loss") for record in metrics if record["split"] == "eval"]

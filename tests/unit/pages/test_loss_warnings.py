@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from support.cases import cases
 
+from toolkit.pages.parts.loss_warnings import doubts_of
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.pages.parts.story import Story
 from toolkit.pages.run_page import headline
 from toolkit.recipe.recipe import Recipe
-from toolkit.run.shown.loss_warnings import Guess, doubts_of
 from toolkit.run.shown.outcome import print_result, result_of
 from toolkit.terminal import Terminal
 
 TABLES = cases(__file__)
 
-TOKENS = Guess(1024, "tokens")
+TOKENS = (1024, "tokens")
 
 
 def records(train: list[float | None], held_out: tuple[float | None, ...] = ()) -> list[dict[str, Any]]:

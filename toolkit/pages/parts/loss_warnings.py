@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.pages.parts.run_metrics import samples_itself
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from toolkit.objectives.objective import Objective
 
 FEWEST_STEPS = 10
 """Runs of fewer steps get no warning, because random weights stay near the uniform guess for a while."""
@@ -27,26 +21,12 @@ WORSE = 1.001
 """Factor on the held-out loss before the first step; a smaller increase is rounding noise."""
 
 
-@dataclass(frozen=True)
-class Guess:
-    """A guess with all answers equally likely; its loss is the logarithm of their number (nats)."""
+def doubts_of(metrics: list[dict[str, Any]], guess: tuple[int, str] | None) -> list[str]:
+    """Returns a sentence for each reason to doubt the run; none if it went well.
 
-    num_answers: int
-    what: str
-
-    @property
-    def loss(self) -> float:
-        return math.log(self.num_answers)
-
-
-def uniform_guess(objective: Objective, model: nn.Module, class_weights: object) -> Guess | None:
-    """Returns the uniform guess of an objective, or None without one: pairs are compared with a reference."""
-    found = objective.uniform_guess(model, class_weights)
-    return None if found is None else Guess(*found)
-
-
-def doubts_of(metrics: list[dict[str, Any]], guess: Guess | None) -> list[str]:
-    """Returns a sentence for each reason to doubt the run; none if it went well."""
+    Args:
+        guess: the number and name of the answers of a uniform guess, whose loss is the number's logarithm (nats).
+    """
     if samples_itself(metrics):  # its loss says nothing
         return [told] if (told := gamed(metrics)) is not None else []
     train = [_loss(record) for record in metrics if record["split"] == "train"]
@@ -69,15 +49,16 @@ def _first_and_last_medians(losses: list[float]) -> tuple[float, float]:
     return statistics.median(losses[:width]), statistics.median(losses[-width:])
 
 
-def _at_the_uniform_guess(train: list[float], guess: Guess | None) -> str | None:
+def _at_the_uniform_guess(train: list[float], guess: tuple[int, str] | None) -> str | None:
     if guess is None or len(train) < FEWEST_STEPS:
         return None
+    number, what = guess
     first, last = _first_and_last_medians(train)
-    if min(last, statistics.median(train[-len(train) // 4 :])) < NEAR * guess.loss:
+    if min(last, statistics.median(train[-len(train) // 4 :])) < NEAR * math.log(number):
         return None
     return (
-        f"the training loss ended at {last:.4g}, no better than a uniform guess over {guess.num_answers:,} "
-        f"{guess.what} ({guess.loss:.4g}); it began at {first:.4g}: lower optimizer.learning_rate, lengthen "
+        f"the training loss ended at {last:.4g}, no better than a uniform guess over {number:,} "
+        f"{what} ({math.log(number):.4g}); it began at {first:.4g}: lower optimizer.learning_rate, lengthen "
         "schedule.warmup_steps, and see in data_report.html what is learned"
     )
 
