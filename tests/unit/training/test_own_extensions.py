@@ -214,8 +214,11 @@ def test_a_changed_rate_is_that_of_a_loop_by_hand(fused: bool) -> None:
 def test_figures_do_not_replace_those_of_the_run() -> None:
     """Neither those of its records nor those of its own extensions, whichever comes first."""
     trainer, _ = built([1.0], False, None)
-    trainer.evaluation = lambda: ()
+    trainer.extensions = [*trainer.extensions, owned(Wrong(after_update={"rate_factor": 2.0}))]
     try:
+        with pytest.raises(TrainingError, match="figure has the name 'rate_factor', which the run's own has"):
+            trainer.fit()
+        trainer.evaluation = lambda: ()
         for mine in (Wrong(after_update={"reward": 1.0}), Wrong(at_evaluation={"reward": 1.0})):
             for pair in ([mine, owned(mine)], [owned(mine), mine]):
                 trainer.extensions = pair

@@ -27,6 +27,7 @@ class Records(Extension):
     def after_step(self, trainer: LoopState, step: Step) -> None:
         counts, number, unit = step.counts, trainer.global_step, trainer.objective.unit
         windows, samples = trainer.windows, trainer.windows.samples_at(number)
+        with_figures({"rate_factor": 1}, step.metrics)  # no figure has this name where it is 1 either
         self._metrics.train(
             with_figures(
                 {
