@@ -23,13 +23,14 @@ from support.house import FILES, PACKAGE, circles, folder_of, folders, graph, im
 
 READS = {
     "errors": [],
+    "published": [],
     "terminal": [],
     "unix": [],
     "ranks": ["errors"],
     "paths": ["errors"],
     "user_function": ["errors", "terminal"],
     "recipe/objectives": ["errors"],
-    "recipe": ["recipe/objectives", "ranks", "paths", "terminal", "unix", "user_function"],
+    "recipe": ["recipe/objectives", "ranks", "paths", "published", "terminal", "unix", "user_function"],
     "sharding": ["recipe"],
     "data": ["recipe", "sharding"],
     "model": ["data"],
@@ -59,7 +60,7 @@ LONGEST_FILE = 700
 LONG_FILES = {"recipe/schema"}
 """Files over the limit: tables and schemas."""
 
-LOOSE = {"__init__", "__main__", "errors", "paths", "ranks", "terminal", "unix", "user_function"}
+LOOSE = {"__init__", "__main__", "errors", "paths", "published", "ranks", "terminal", "unix", "user_function"}
 """Files outside of any room."""
 
 OBJECTIVES = ("causal_lm", "sequence_classification", "token_classification", "preference", "kto")

@@ -6,7 +6,6 @@ Exit codes: 1 failed, 2 bad input, 3 stopped on request, 4 a rank stalled (`Tool
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import signal
 from collections.abc import Iterable, Mapping
@@ -133,17 +132,6 @@ def first_line(error: BaseException) -> str:
 def in_words(error: BaseException) -> str:
     """Returns an exception's class and first line. The line alone may be a bare key, as of KeyError."""
     return f"{type(error).__name__}: {first_line(error)}"
-
-
-SECRET_NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY")
-
-
-def without_secrets(text: str) -> str:
-    """Replaces the values of environment variables that hold secrets by asterisks."""
-    for name, value in os.environ.items():
-        if len(value) > 3 and SECRET_NAMES.search(name):
-            text = text.replace(value, "***")
-    return text
 
 
 def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from toolkit.errors import BadInputError, StoreError, ToolkitError, in_words, without_secrets
+from toolkit.errors import BadInputError, StoreError, ToolkitError, in_words
 from toolkit.paths import install_command
+from toolkit.published import without_secrets
 
 DRIVERS = {"s3": "s3fs", "gs": "gcsfs"}
 """Protocol, and extra of this package -> its driver. The other one is part of fsspec."""

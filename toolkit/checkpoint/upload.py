@@ -27,7 +27,8 @@ from toolkit.checkpoint.manifest import (
 )
 from toolkit.checkpoint.rotation import superseded
 from toolkit.checkpoint.store import StorePath
-from toolkit.errors import ToolkitError, in_words, without_secrets
+from toolkit.errors import ToolkitError, in_words
+from toolkit.published import without_secrets
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.training.durable_writes import RETRY_SECONDS, TELL_SECONDS
 

@@ -6,7 +6,6 @@ Reference: Mitchell et al., "Model Cards for Model Reporting", arXiv 1810.03993.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from toolkit.pages.parts.run_metrics import samples_itself, split_lines
 from toolkit.pages.parts.story import with_limits
 from toolkit.pages.run_page import STEPS, RunSummary, evaluations_table, main_chart
 from toolkit.paths import is_file_source, is_hub_name, source_name
+from toolkit.published import for_readers, settings_for_readers
 from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, compares, read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.yaml_values import yaml_text
@@ -117,15 +117,8 @@ def _evaluations(metrics: list[dict[str, Any]], limits: Sequence[str]) -> str:
 
 
 def _warnings(doubts: Sequence[str]) -> str:
-    listed = "".join(f"- {_plain(without_paths(text))}\n" for text in doubts)
+    listed = "".join(f"- {_plain(for_readers(text))}\n" for text in doubts)
     return f"## Warnings\n\n{listed}" if listed else ""
-
-
-def without_paths(text: str) -> str:
-    """Returns a text whose paths are names of files alone, because folders show where a user keeps them."""
-    quoted = r"(?<=['\"`])(?:~|/|[A-Za-z]:\\)[^'\"`\n]*[/\\](?=[^'\"`\n/\\]+['\"`])"  # with blanks
-    bare = r"(?:(?<![\w.:/])|(?<=file://))(?:~|/|[A-Za-z]:\\)[^\s'\"`,;()]*[/\\](?=[^\s/\\])"
-    return re.sub(f"{quoted}|{bare}", "", text)
 
 
 def _data_table(report: dict[str, Any]) -> str:
@@ -181,7 +174,7 @@ def published_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
         known |= {key: _source_names(known[key], key) for key in keys if key in known}
     values["training"]["output_dir"] = Path(values["training"]["output_dir"]).name
     values["logging"].pop("tracker_settings", None)
-    return values
+    return {key: settings_for_readers(value, key) for key, value in values.items()}
 
 
 PLACES = (("data", ("cache_dir",)), ("checkpoint", ("to", "resume")))

@@ -17,6 +17,7 @@ from urllib.parse import parse_qsl
 from pydantic import Field, field_validator, model_validator
 
 from toolkit.paths import STORES, is_file_source, is_store
+from toolkit.published import SIGNATURE
 from toolkit.recipe.figures import steering
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.section import (
@@ -682,10 +683,6 @@ class CheckpointSection(Section):
 
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """Those that Accelerate knows; a test compares them."""
-
-
-SIGNATURE = re.compile(r"(?i)^(sig|signature|policy|auth|authorization|key-pair-id|x-(amz|goog)-.*)$|token|secret|key$")
-"""Matches names in a URL's query that open the file to all who read it, as S3, GCS, Azure, CloudFront and GitHub do."""
 
 
 def _refuse_credentials(field: str, url: str) -> None:

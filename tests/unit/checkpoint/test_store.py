@@ -19,7 +19,7 @@ from toolkit.checkpoint.manifest import check_files, list_checkpoints, step_fold
 from toolkit.checkpoint.resume import find, set_aside
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.writer import Checkpointer, Save
-from toolkit.errors import BadInputError, StoreError, without_secrets
+from toolkit.errors import BadInputError, StoreError
 from toolkit.recipe.schema import CheckpointSection
 
 
@@ -192,12 +192,10 @@ def test_urls_that_are_no_store(key: str, url: str) -> None:
         Recipe.load("quickstart", {f"checkpoint.{key}": url})
 
 
-def test_credentials_stand_in_no_recipe_and_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_are_in_no_recipe_and_no_message() -> None:
     with pytest.raises(BadInputError, match=r"checkpoint\.to: holds credentials") as found:
         Recipe.load("quickstart", {"checkpoint.to": "s3://AKIA:hidden@bucket/run"})
     assert "hidden" not in str(found.value)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
-    assert without_secrets("no: hidden/x") == "no: ***/x"
 
 
 def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import cases
 from test_card import METRICS, of_run
 
-from toolkit.pages.card import render_card, without_paths
+from toolkit.pages.card import render_card
 from toolkit.pages.notebook_output import result_output
 from toolkit.pages.parts.story import RUN_JSON, Start, Story, read_story
 from toolkit.pages.run_page import headline, render_report
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts.story import changes
 from toolkit.terminal import Terminal, warnings_heard
-
-TABLES = cases(__file__)
 
 LIMIT = "43 of 107 held-out rows are also in train"
 
@@ -92,11 +89,6 @@ def test_the_headline_is_in_the_words_of_the_objective() -> None:
     assert headline([*rewards, *evals], "higher mine") == (
         "mean reward 1.000 -> 3.000, accuracy 25.0% -> 50.0%, mine 6 -> 12"
     )
-
-
-@pytest.mark.parametrize(("text", "published"), TABLES["PATHS"])
-def test_paths_are_not_published(text: str, published: str) -> None:
-    assert without_paths(text) == published
 
 
 def test_a_changed_setting_is_told_as_it_may_be_published() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.errors import BadInputError, DataError, HubError, ToolkitError, first_line, without_secrets
+from toolkit.errors import BadInputError, DataError, HubError, ToolkitError, first_line
 from toolkit.paths import download_command, is_file_source, is_hub_name
+from toolkit.published import without_secrets
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 

@@ -18,8 +18,9 @@ from fsspec.core import url_to_fs
 
 from toolkit.data.rows.cache import digest, kept
 from toolkit.data.rows.hub_refusals import DATA_SET, hub_error
-from toolkit.errors import DataError, ToolkitError, in_words, without_secrets
+from toolkit.errors import DataError, ToolkitError, in_words
 from toolkit.paths import atomic_write, file_name, install_command, user_cache, without_query
+from toolkit.published import without_secrets
 from toolkit.terminal import Pass, Terminal, format_time
 
 WEB = ("http", "https")

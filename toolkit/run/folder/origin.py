@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint.manifest import DIGESTS
-from toolkit.pages.card import recipe_for_readers, without_paths
+from toolkit.pages.card import recipe_for_readers
 from toolkit.pages.run_page import RunSummary
 from toolkit.paths import ORIGIN, shipped_folder, shown_path
+from toolkit.published import for_readers
 from toolkit.run.stages.stages import OpenedRun
 
 PACKAGES = ("finetune-toolkit", "torch", "accelerate", "transformers", "datasets")
@@ -41,7 +42,7 @@ def write_origin(export: Path, opened: OpenedRun, summary: RunSummary) -> None:
         "versions": summary.versions,
         **{name: reads.get(name) for name in DIGESTS},
         **{name: value for name, value in asdict(opened.story).items() if name in OF_STORY},
-        "warnings": [without_paths(text) for text in summary.doubts],
+        "warnings": [for_readers(text) for text in summary.doubts],
         "code": {name: digest for name, digest in reads.items() if name not in DIGESTS},
     }
     (export / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
