@@ -12,6 +12,10 @@ import torch
 from support.tiny import save_llama
 from transformers import (
     AutoTokenizer,
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     GenerationConfig,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
@@ -72,6 +76,7 @@ def test_a_model_that_mixes_up_the_rows_of_a_batch_draws_one_by_one_or_is_refuse
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 128}
     gemma = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 8, "lru_width": 32}
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=len(loaded.tokenizer), **sizes)).eval()
     recurrent = RecurrentGemmaConfig(vocab_size=len(loaded.tokenizer), num_hidden_layers=3, **gemma)
     mixing = [replace(loaded, model=model) for model in (rwkv, RecurrentGemmaForCausalLM(recurrent).eval())]
@@ -88,6 +93,14 @@ def test_a_model_that_mixes_up_the_rows_of_a_batch_draws_one_by_one_or_is_refuse
         told: list[str] = []
         assert batch_size_of(recipe, each, prompts, True, told.append) == size
         assert ["one by one" in line for line in told] == [True] * (size == 1)
+    bert = BertLMHeadModel(BertConfig(vocab_size=len(loaded.tokenizer), initializer_range=0.1, **small))
+    bart = BartForCausalLM(BartConfig(vocab_size=len(loaded.tokenizer), d_model=32, encoder_layers=1, decoder_layers=2))
+    for model, why in (
+        (bert, r"differ from those of training by [\d.]+e-02 nats on average, more than 1e-03; name a model"),
+        (bart, "generate fails for bart, a model of this type or size .IndexError: list"),
+    ):
+        with pytest.raises(BadInputError, match=why):
+            batch_size_of(recipe, replace(loaded, model=model.eval()), prompts, True, told.append)
     monkeypatch.setattr("toolkit.run.parts.rollouts.sampler_gap", lambda *_: 0.5)
-    with pytest.raises(BadInputError, match=r"differ from those of training by 5.0e-01 nats on average"):
+    with pytest.raises(BadInputError, match=r"by 5.0e-01 nats on average, more than 1e-01; compute in float32, or"):
         batch_size_of(recipe, loaded, prompts, False, told.append)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from toolkit.data.rows.examples import Message
-from toolkit.errors import BadInputError, ToolkitError
+from toolkit.errors import BadInputError, ToolkitError, in_words
 from toolkit.generation.text.load import Loaded
 from toolkit.generation.text.options import Sampling
 
@@ -227,7 +227,7 @@ def sees_padding(loaded: Loaded, prompt: Prompt) -> bool:
         row, found = [token for token in prompt.ids if token not in places][:PROBED], []
         for width in (len(row), len(row) + PROBED):
             inputs = _padded_inputs(loaded, [row], width)
-            with _explain_out_of_memory(loaded):
+            with _explain_failures(loaded):
                 out = loaded.model.generate(
                     **inputs, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
                 )
@@ -287,7 +287,7 @@ def generated(
 
         seeds = [seed_of(sampling.seed, prompt.row, prompt.k) for prompt in prompts]
         drawn["logits_processor"] = drawing(sampling, seeds, loaded.model.device, record)
-    with _explain_out_of_memory(loaded):
+    with _explain_failures(loaded):
         found: torch.Tensor = loaded.model.generate(
             **inputs,
             **image_arguments(loaded.model, [prompt.shown for prompt in prompts], inputs["input_ids"]),
@@ -333,14 +333,19 @@ def before_stop(ids: list[int], stops: frozenset[int]) -> tuple[list[int], bool]
 
 
 @contextmanager
-def _explain_out_of_memory(loaded: Loaded) -> Iterator[None]:
-    """Adds what helps to errors about too little memory."""
+def _explain_failures(loaded: Loaded) -> Iterator[None]:
+    """Adds what helps to errors about too little memory, and of types that fail with a cache, as BART's decoder."""
     import torch
 
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ToolkitError(f"the GPU has too little memory; {loaded.if_too_large}") from error
+    except (IndexError, TypeError, ValueError) as error:
+        raise BadInputError(
+            f"{loaded.name!r}: transformers' generate fails for {loaded.model.config.model_type}, a model of this type "
+            f"or size ({in_words(error)}); name another model"
+        ) from error
 
 
 def _continuation(loaded: Loaded, context: list[int], ids: list[int]) -> str:

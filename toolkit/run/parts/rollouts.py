@@ -154,14 +154,12 @@ def batch_size_of(
     if together <= limit:
         return size
     alone = max(gap_of([prompt]) for prompt in (batch[0], batch[-1]))
-    if not alone <= LARGEST_GAP_IN_16_BITS:
+    if not alone <= limit:
         raise BadInputError(
             "objective.kind: grpo would learn from samples of another distribution: this model draws tokens with "
             f"log-probabilities that differ from those of training by {alone:.1e} nats on average, more than "
-            f"{LARGEST_GAP_IN_16_BITS:.0e}; set model.dtype=float32, or take a model of another type"
+            f"{limit:.0e}; {'' if exact else 'compute in float32, or '}name a model of another type"
         )
-    if size == 1 or alone > together / 2:  # not the batch's doing
-        return size
     warn("objective.rollout_batch_size: this model mixes up the rows of a batch; completions are drawn one by one")
     return 1
 
