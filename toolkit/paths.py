@@ -182,12 +182,15 @@ def source_name(source: str) -> str:
     return file_name(source) if is_file_source(source) else source
 
 
-_REPOSITORY = re.compile(r"(?!.*(--|\.\.))([\w-][\w.-]*/)?[\w-][\w.-]{0,95}", re.ASCII)
+def is_repository(name: str) -> bool:
+    """Returns whether the hub allows a repository's name; alone, or after that of its owner."""
+    allowed = r"(?!.*(--|\.\.)|.*\.git$)(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b"
+    return re.fullmatch(allowed, name, re.ASCII) is not None
 
 
 def is_hub_name(name: str) -> bool:
-    """Returns whether the hub allows a model's name, and it is not that of a folder here."""
-    return _REPOSITORY.fullmatch(name) is not None and not Path(name).exists()
+    """Returns whether a model is on the hub: it allows the name, and there is no folder of the name here."""
+    return is_repository(name) and not Path(name).exists()
 
 
 def download_command(name: str, revision: str | None) -> str:

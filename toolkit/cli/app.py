@@ -6,6 +6,7 @@ A command's file imports torch only inside the function that needs it, so that w
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -64,9 +65,14 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def _usage_errors() -> Iterator[None]:
-    """Turns an error of typer into a BadInputError, but not one that prints the help."""
+    """Turns an error of typer, or of a name, into a BadInputError, but not one that prints the help."""
     try:
         yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = str(error.filename)[:60]
+        raise BadInputError(f"{name!r}... is too long for the name of a file; correct it") from error
     except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             raise

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 from pydantic import Field, field_validator, model_validator
 
-from toolkit.paths import STORES, is_file_source, is_store
+from toolkit.paths import STORES, is_file_source, is_repository, is_store
 from toolkit.published import SIGNATURE
 from toolkit.recipe.figures import steering
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
@@ -765,19 +765,12 @@ class ExportSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ExportSection:
-        if self.push_to_hub is not None and not _is_repository(self.push_to_hub):
+        if self.push_to_hub is not None and not ("/" in self.push_to_hub and is_repository(self.push_to_hub)):
             raise contradiction(
                 f"export.push_to_hub: found {self.push_to_hub!r}; needs NAMESPACE/NAME of letters, digits, '-', '_' "
                 "and '.', for example my-team/my-model"
             )
         return self
-
-
-def _is_repository(name: str) -> bool:
-    """Tells whether the hub could have a repository of this name, as huggingface_hub judges it."""
-    return re.fullmatch(r"(\w[\w.-]{0,94}\w|\w)/(\w[\w.-]{0,94}\w|\w)", name, flags=re.ASCII) is not None and not (
-        "--" in name or ".." in name or name.endswith(".git")
-    )
 
 
 class Sections(Section):

@@ -277,7 +277,7 @@ def test_each_side_of_a_pair_has_all_positions_of_the_model(kind: str, place: Pa
 
 
 def test_a_name_that_no_repository_has(place: Path) -> None:
-    file, rows = str(place / "recipe.yaml"), str(place / "rows.jsonl")
+    file, data = str(place / "recipe.yaml"), str(place / "rows.jsonl")
     commands: list[Callable[[str], Outcome]] = [
         lambda name: finetune(file, f"model.name_or_path={name}", "--dry-run"),
         lambda name: finetune(file, f"model.tokenizer={name}", "--dry-run"),
@@ -285,16 +285,19 @@ def test_a_name_that_no_repository_has(place: Path) -> None:
         lambda name: toolkit("plan", file, f"model.name_or_path={name}", "--cpu", "1"),
         lambda name: toolkit("data", file, f"model.name_or_path={name}"),
         lambda name: toolkit("validate", file, f"model.name_or_path={name}"),
-        lambda name: toolkit("init", name, rows, "--cpu", "1", "--to", str(place / "new.yaml")),
-        lambda name: toolkit("generate", name, "--prompt", "x"),
+        lambda name: toolkit("init", "--cpu", "1", "--to", str(place / "new.yaml"), "--", name, data),
+        lambda name: toolkit("generate", "--prompt", "x", "--", name),
     ]
-    names = ["my model", "C:\\models\\llama", "qwen3:8b", "gpt2 ", "Qwen//Qwen3", "a..b/c"]
+    names = ["my model", "C:\\models\\llama", "qwen3:8b", "a-", "org/.x", "a..b/c", "org/x.git", "-x"]
     tried = [(command, names[number % len(names)]) for number, command in enumerate(commands)]
     named = "does not exist; name a model's folder or a hub name, which looks like Qwen/Qwen3-8B"
     assert (
         unclear((name, command(f"'{name}'" if command in commands[:6] else name), named) for command, name in tried)
         == []
     )
+    rows, long = toolkit("data", file, "data.train='my rows'"), toolkit("merge", "x" * 300, "--to", str(place / "m"))
+    assert rows.problems("there is no file 'my rows', and the hub allows no such name") == []
+    assert long.problems("is too long for the name of a file") == []
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

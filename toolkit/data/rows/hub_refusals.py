@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import BadInputError, DataError, HubError, ToolkitError, first_line
-from toolkit.paths import download_command, is_file_source, is_hub_name
+from toolkit.paths import download_command, is_file_source, is_hub_name, is_repository
 from toolkit.published import without_secrets
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -57,6 +57,8 @@ def hub_error(
     """
     if not (is_hub_name(name) if kind != DATA_SET else not is_file_source(name)):
         return None
+    if kind == DATA_SET and not is_repository(name):
+        return DataError(f"{field}: there is no file {name!r}, and the hub allows no such name; correct it")
     found = list(_causes(error))
     if kind == DATA_SET and any(type(cause).__name__ == "DatasetNotFoundError" for cause in found):
         found += _causes(_asked_again(name))
