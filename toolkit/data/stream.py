@@ -162,7 +162,7 @@ class Stream:
         """Returns the source of each of the next rows, and the rows, tokenised, in the sources' order."""
         drawn = []
         for _ in range(BATCH_ROWS):
-            number = _next_source(cursors)
+            number = min(range(len(cursors)), key=lambda number: (cursors[number].turn(), number))
             drawn.append((number, *cursors[number].draw()))
         # Neighbours in a shard together, because each source has its own layout; then back into the order of the draw.
         places = sorted(range(len(drawn)), key=lambda place: drawn[place][:3])
@@ -264,11 +264,6 @@ class _Cursor:
         self.bad_in_a_row = 0 if good else self.bad_in_a_row + 1
         # The length of a pass is not known until it ends, and bad rows may be only its beginning.
         return self.length if self.length is not None and self.bad_in_a_row > self.length else None
-
-
-def _next_source(cursors: list[_Cursor]) -> int:
-    """Returns the source of the next row: by weight, or one source after the other."""
-    return min(range(len(cursors)), key=lambda number: (cursors[number].turn(), number))
 
 
 def _stored_rows(source: Source) -> Iterator[tuple[int, int, str, Any]]:

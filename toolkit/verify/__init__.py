@@ -74,7 +74,7 @@ def verify(
     quiet_libraries()
     with TemporaryDirectory(prefix="toolkit-verify-") as name, _state_restored():
         folder = Path(name)
-        recipe = _without_traces(recipe, folder)
+        recipe = recipe.changed(training={"output_dir": str(folder / "run")}, logging={"trackers": []})
         recipe, weights = with_layers(recipe, layers, folder)
         tell("plain: one process, float32")
         plain = run_plain(recipe, launch, steps)
@@ -134,8 +134,3 @@ def _state_restored() -> Iterator[None]:
             yield
     finally:
         transformers.logging.set_verbosity(verbosity)
-
-
-def _without_traces(recipe: Recipe, folder: Path) -> Recipe:
-    """Returns the recipe with a temporary output folder and without trackers."""
-    return recipe.changed(training={"output_dir": str(folder / "run")}, logging={"trackers": []})

@@ -43,7 +43,7 @@ class Part:
         length = positions.shape[1] // self.count
         mine = slice(self.index * length, (self.index + 1) * length)
         cut = {
-            "input_ids": _padded_with_first(ids, self.count)[:, mine],
+            "input_ids": (torch.cat([ids, ids[:, :1].expand(-1, -ids.shape[1] % self.count)], dim=1))[:, mine],
             "position_ids": positions[:, mine],
             "whole_positions": positions,
             "lengths": (batch["lengths"] - mine.start).clamp(0, length),
@@ -109,15 +109,6 @@ def predicted(labels: torch.Tensor, segments: torch.Tensor) -> tuple[torch.Tenso
     owners = F.pad(segments[:, 1:], (0, 1), value=-1)
     nothing = (targets == IGNORED) | (owners != segments)
     return targets.masked_fill(nothing, IGNORED), owners.masked_fill(nothing, -1)
-
-
-def _padded_with_first(ids: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Pads (B, T) to a multiple in T with the first token of each row.
-
-    Token 0 is often the one whose embedding transformers keeps at zero. Alone in its document it stays zero through all
-    layers, and Gemma 3n's gradient there is not a number, as it takes a root of the mean square.
-    """
-    return torch.cat([ids, ids[:, :1].expand(-1, -ids.shape[1] % multiple)], dim=1)
 
 
 def _padded_to_multiple(tensor: torch.Tensor, multiple: int, value: int | None) -> torch.Tensor:

@@ -98,7 +98,7 @@ def attend_by_document(
         return found
     lengths = [block.length for block in blocks]
     # Split, not sliced: the backward of a slice fills a tensor of the whole's size with zeros, for each of them.
-    parts = (torch.split(_tokens_first(tensor), lengths) for tensor in (query, key, value))
+    parts = (torch.split((tensor.transpose(1, 2).flatten(0, 1)), lengths) for tensor in (query, key, value))
     outputs = [
         _attend(block, attention_mask, scaling, *of_block) for block, *of_block in zip(blocks, *parts, strict=True)
     ]
@@ -126,11 +126,6 @@ def _attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output[0].transpose(0, 1)
-
-
-def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
-    """Reshapes (B, H, T, D) to (B T, H, D)."""
-    return tensor.transpose(1, 2).flatten(0, 1)
 
 
 def _blocks_of(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> list[Block] | None:

@@ -105,7 +105,7 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     f, trainable = shape.num_shards(layout.shard), shape.trainable
     # FSDP2 pads each parameter to F equal shards of whole rows; a table of 3 rows on 8 ranks takes 8 rows.
     computed = [p.gathered(layout.compute) for p in shape.parameters]
-    kept = [_held_element_bytes(p, layout) for p in shape.parameters]
+    kept = [(p.gathered(layout.compute) if layout.offload and p.trainable else p.held) for p in shape.parameters]
     whole = [p.shard_numel(layout.shard) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
     cast_whole = sum(size for size, c, k in zip(whole, computed, kept, strict=True) if c != k)
     own = shape.trainable_numel(layout.shard)
@@ -158,11 +158,6 @@ def _peak_of_dtype_change(trainable: Sequence[ParameterShape], layout: MemoryLay
     before = [rounded(p.numel * p.gathered(layout.compute)) for p in trainable]
     after = [rounded(p.numel * layout.reduce) for p in trainable]
     return max(sum(after[: i + 1]) + sum(before[i:]) for i in range(len(trainable)))
-
-
-def _held_element_bytes(parameter: ParameterShape, layout: MemoryLayout) -> int:
-    """Returns the bytes of an element between steps."""
-    return parameter.gathered(layout.compute) if layout.offload and parameter.trainable else parameter.held
 
 
 def optimizer_bytes(trainable: Sequence[ParameterShape], layout: MemoryLayout, resident: bool) -> int:

@@ -30,7 +30,7 @@ def types_of_authors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dt
     if not hasattr(base, "_from_config"):
         return {}
     meant = _types_when_built(type(base), base.config, dtype)
-    of_plain = {id(tensor): _base_name(name) for name, tensor in _float_tensors(base)}
+    of_plain = {id(tensor): (name.replace(".base_layer.", ".")) for name, tensor in _float_tensors(base)}
     return {
         name: meant[of_plain[id(tensor)]] for name, tensor in _float_tensors(model) if of_plain.get(id(tensor)) in meant
     }
@@ -61,11 +61,6 @@ def _float_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if tensor.is_floating_point():
             yield name, tensor
-
-
-def _base_name(name: str) -> str:
-    """Returns a name without the wrapper that peft puts around a module."""
-    return name.replace(".base_layer.", ".")
 
 
 def kept_in_float32(model: nn.Module, types: dict[str, torch.dtype]) -> list[str]:
