@@ -32,11 +32,10 @@ MARKED = re.compile(
 keys, and the user and password of a URL."""
 
 GIVEN = re.compile(
-    rf"(?<=[?&#])(?P<query>[\w-]+)(?P<is>=)(?P<of_query>[^\s&#'\"<>]+)"
-    rf"|(?<![\w-])(?P<name>[\w-]*?(?:{SURE}[\w-]*|{PERHAPS}))(?P<sign>['\"]?\s*[:=]\s*(?:Bearer |Basic )?)"
-    r"(?P<value>'[^'\n]*'|\"[^\"\n]*\"|[^\s'\",;&)}\]]+)"
+    rf"(?<![\w-])([\w-]*?(?:{SURE}[\w-]*|{PERHAPS})|(?<=[?&#])[\w-]+)(['\"]?\s*[:=]\s*(?:Bearer |Basic )?)"
+    r"('[^'\n]*'|\"[^\"\n]*\"|[^\s'\",;&)}\]]+)"
 )
-"""Matches a name and its value in a URL's query, and in any other text."""
+"""Matches a name, what separates it from its value, and the value: in a URL's query any name, else what may be secret."""
 
 QUOTES = r"'\"`\u2018\u2019\u201c\u201d«»"
 BETWEEN = r"(?:and|or|to|in|into|of|on|for|from|with|is|are|was|as|not|at|by|than|since|has|holds)\b"
@@ -68,16 +67,16 @@ def settings_for_readers(value: Any, name: str = "") -> Any:
         return {key: settings_for_readers(each, str(key)) for key, each in value.items()}
     if isinstance(value, list):
         return [settings_for_readers(each, name) for each in value]
-    if value is None or isinstance(value, bool):
-        return value
-    if re.search(SURE, name) or (re.search(PERHAPS, name) and LOOKS_SECRET.fullmatch(str(value))):
+    is_secret = re.search(SURE, name) or (re.search(PERHAPS, name) and LOOKS_SECRET.fullmatch(str(value)))
+    if is_secret and value is not None and not isinstance(value, bool):
         return HIDDEN
     return without_secrets(value) if isinstance(value, str) else value
 
 
 def _hidden(found: re.Match[str]) -> str:
-    if query := found["query"]:
-        return f"{query}={HIDDEN}" if SIGNATURE.search(query) else found[0]
-    is_given = re.search(SURE, found["name"]) and ("=" in found["sign"] or found["value"][0] in "'\"")
-    is_secret = is_given or LOOKS_SECRET.fullmatch(found["value"])
-    return f"{found['name']}{found['sign']}{HIDDEN}" if is_secret else found[0]
+    name, sign, value = found.groups()
+    is_given = re.search(SURE, name) and ("=" in sign or value[0] in "'\"")  # not in prose
+    is_secret = is_given or LOOKS_SECRET.fullmatch(value)
+    if found.string[found.start() - 1 : found.start()] in ("?", "&", "#"):
+        is_secret = SIGNATURE.search(name)
+    return f"{name}{sign}{HIDDEN}" if is_secret else found[0]

@@ -58,13 +58,10 @@ class TokenClassification(SequenceClassification):
         counts = torch.zeros(5, dtype=torch.float64)
         for chosen, right in zip(tags.tolist(), labels.tolist(), strict=True):
             words = [(self._names[a], self._names[b]) for a, b in zip(chosen, right, strict=True) if b != IGNORED]
-            found, true = (self._entities([pair[side] for pair in words]) for side in (0, 1))
+            found, true = (entities([pair[side] for pair in words]) if self._has_entities else set() for side in (0, 1))
             hits = sum(a == b for a, b in words)
             counts += torch.tensor([len(words), hits, len(found), len(true), len(found & true)])
         return torch.cat([loss.view(1), counts]).to(logits.device)
-
-    def _entities(self, tags: Sequence[str]) -> set[Entity]:
-        return entities(tags) if self._has_entities else set()
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
         """Returns the loss, the accuracy of words, and precision, recall and F1 of entities."""

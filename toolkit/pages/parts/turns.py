@@ -25,7 +25,7 @@ def turns_of(text: str) -> list[tuple[str, str]]:
         return messages
     for begin, end in FAMILIES:
         marks = list(begin.finditer(text))
-        if not marks or _without_special(text[: marks[0].start()]):
+        if not marks or re.sub("<[^<>\\s]+>", "", text[: marks[0].start()]).strip():
             continue
         stops = [mark.start() for mark in marks[1:]] + [len(text)]
         found = [
@@ -46,8 +46,3 @@ def _messages(text: str) -> list[tuple[str, str]]:
         return []
     are_plain = all(isinstance(one, dict) and one.keys() == {"role", "content"} for one in found)
     return [(str(one["role"]), str(one["content"])) for one in found] if are_plain else []
-
-
-def _without_special(text: str) -> str:
-    """Returns what is left of a text without marks such as `<s>`."""
-    return re.sub(r"<[^<>\s]+>", "", text).strip()

@@ -166,15 +166,12 @@ class Prober:
             batch = known_batch(stack, self._workload.batch(micro_batch_size), self._objective)
             buffers = run.see_inputs(batch)
             with run.ledger:
-                loss = self._loss(batch)
+                loss = self._objective.loss_sum(self._model, batch)
                 run.reached_loss()
                 torch.autograd.backward(loss)
                 del loss
                 run.finish()
         return Probe(tuple(_with_skipped_blocks(run.events, run.stands_in)), buffers, run.batch_bytes)
-
-    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self._objective.loss_sum(self._model, batch)
 
     @contextmanager
     def _with_checkpoints(self, checkpointing: Checkpointing | None) -> Iterator[None]:
