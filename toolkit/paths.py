@@ -184,8 +184,7 @@ def source_name(source: str) -> str:
 
 def is_repository(name: str) -> bool:
     """Returns whether the hub allows a repository's name; alone, or after that of its owner."""
-    allowed = r"(?!.*(--|\.\.)|.*\.git$)(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b"
-    return re.fullmatch(allowed, name, re.ASCII) is not None
+    return re.fullmatch(r"(?!.*(--|\.\.)|.*\.git$)(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", name, re.ASCII) is not None
 
 
 def is_hub_name(name: str) -> bool:

@@ -71,8 +71,7 @@ def _usage_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        name = str(error.filename)[:60]
-        raise BadInputError(f"{name!r}... is too long for the name of a file; correct it") from error
+        raise BadInputError(f"'{error.filename:.60}...' is too long for the name of a file; correct it") from error
     except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             raise
