@@ -33,9 +33,9 @@ keys, and the user and password of a URL."""
 
 GIVEN = re.compile(
     rf"(?<![\w-])([\w-]*?(?:{SURE}[\w-]*|{PERHAPS})|(?<=[?&#])[\w-]+)(['\"]?\s*[:=]\s*(?:Bearer |Basic )?)"
-    r"('[^'\n]*'|\"[^\"\n]*\"|[^\s'\",;&)}\]]+)"
+    r"('[^'\n]*'|\"[^\"\n]*\"|(?:[^\s'\",;&)}\]#]|#(?![\w-]+=))+)"
 )
-"""Matches a name, what separates it from its value, and the value: in a URL's query any name, else what may be secret."""
+"""Matches a name, what separates it from its value, and the value: any name in a URL's query, else one of secrets."""
 
 QUOTES = r"'\"`\u2018\u2019\u201c\u201d«»"
 BETWEEN = r"(?:and|or|to|in|into|of|on|for|from|with|is|are|was|as|not|at|by|than|since|has|holds)\b"

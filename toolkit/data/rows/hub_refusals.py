@@ -64,11 +64,8 @@ def hub_error(
         found += _causes(_asked_again(name))
     refusal = _Refusal(field, name, kind, revision)
     text = refusal.by_answer(found) or refusal.by_disk(found) or refusal.by_network(found)
-    if text is None:
-        return None
-    if refusal.hub_fails:
-        return HubError(without_secrets(text))
-    return (DataError if kind == DATA_SET else BadInputError)(without_secrets(text))
+    made = HubError if refusal.hub_fails else DataError if kind == DATA_SET else BadInputError
+    return None if text is None else made(without_secrets(text))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

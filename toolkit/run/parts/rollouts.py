@@ -242,6 +242,9 @@ class Rollouts:
         wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._positions, self._tokenizer, self._sampler = positions, tokenizer, sampler
+        # As `Loader` counts them: a sample is a completion.
+        self.resume, self.epoch_at, self.samples_at = positions.resume, positions.epoch_at, positions.samples_at
+        self.samples_per_step = positions.samples_per_step
         self._warn, self._wait = warn, wait
         self._section, self._training = recipe.objective, recipe.training
         assert data.train.asked_of_itself is not None
@@ -266,23 +269,10 @@ class Rollouts:
         self.names = self._rewards.names
         self.last: Rollout | None = None
 
-    # The windows of the loop, as `Loader` counts them: a sample is a completion.
-
-    def resume(self, step: int, samples: int, state: None) -> None:
-        self._positions.resume(step, samples, state)
+    # The windows of the loop.
 
     def state_at(self, samples: int) -> None:
         return None
-
-    @property
-    def samples_per_step(self) -> int:
-        return self._positions.samples_per_step
-
-    def epoch_at(self, step: int) -> float:
-        return self._positions.epoch_at(step)
-
-    def samples_at(self, step: int) -> int:
-        return self._positions.samples_at(step)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         for start in self._positions.step_starts():
@@ -396,24 +386,17 @@ class Rollouts:
     def shown(self) -> list[SampledPrompt]:
         """Returns the first prompts of the last rollout, with their completions and rewards."""
         assert self.last is not None
-        found = []
-        for first in range(0, PROMPTS_SHOWN * self._group, self._group):
-            of_prompt = range(first, first + self._group)[: max(0, len(self.last.samples) - first)]
-            completions = [
-                (_score(self.last.rewards[n]), self.last.texts[n], self.last.samples[n].stopped) for n in of_prompt
-            ]
-            if completions:
-                asked = self._tokenizer.decode(self.last.prompts[first].ids)
-                found.append(SampledPrompt(self.last.rows[first].place, asked, completions))
+        found, scores = [], [None if np.isnan(reward) else float(reward) for reward in self.last.rewards]
+        for first in range(0, len(scores), self._group)[:PROMPTS_SHOWN]:
+            of_prompt = range(first, first + self._group)
+            completions = [(scores[n], self.last.texts[n], self.last.samples[n].stopped) for n in of_prompt]
+            asked = self._tokenizer.decode(self.last.prompts[first].ids)
+            found.append(SampledPrompt(self.last.rows[first].place, asked, completions))
         return found
 
     def close(self) -> None:
         """Gives the reward models up."""
         self._given_up.close()
-
-
-def _score(reward: float) -> float | None:
-    return None if np.isnan(reward) else float(reward)
 
 
 class RolloutRecords(Extension):
