@@ -342,10 +342,7 @@ def _explain_failures(loaded: Loaded) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ToolkitError(f"the GPU has too little memory; {loaded.if_too_large}") from error
     except (IndexError, TypeError, ValueError) as error:
-        raise BadInputError(
-            f"{loaded.name!r}: transformers' generate fails for {loaded.model.config.model_type}, a model of this type "
-            f"or size ({in_words(error)}); name another model"
-        ) from error
+        raise BadInputError(f"{loaded.name!r}: generate fails ({in_words(error)}); name another model") from error
 
 
 def _continuation(loaded: Loaded, context: list[int], ids: list[int]) -> str:

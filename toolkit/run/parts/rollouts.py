@@ -251,20 +251,12 @@ class Rollouts:
         self._samples, self._group = data.train.asked_of_itself, self._section.completions_per_prompt
         self._order = EpochOrder(self._samples.num_prompts, self._training.seed, recipe.data.shuffle)
         self._given_up = ExitStack()
-        assert self._section.rewards is not None
-        assert self._section.max_new_tokens is not None
-        rewards = self._section.rewards
+        rewards, most = self._section.rewards, self._section.max_new_tokens
+        assert rewards is not None
+        assert most is not None
         self._compares = any(reward.compare is not None and reward.score is None for reward in rewards)
-        self._rewards = Rewards(
-            self._section.rewards,
-            self._all_rows,
-            PromptForm(data.report.chat_template is not None),
-            tokenizer,
-            self._section.max_new_tokens,
-            self._training.micro_batch_size,
-            str(device),
-            self._given_up,
-        )
+        form, size = PromptForm(data.report.chat_template is not None), self._training.micro_batch_size
+        self._rewards = Rewards(rewards, self._all_rows, form, tokenizer, most, size, str(device), self._given_up)
         self.figures: dict[str, Any] = {}
         self.names = self._rewards.names
         self.last: Rollout | None = None
