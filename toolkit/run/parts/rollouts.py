@@ -319,9 +319,7 @@ class Rollouts:
         total = sum(len(ids) for ids, _ in pieces)
         batch = stack([sample_of(pieces, padded_length(total, total + 8), self._samples.pad_id)])
         drawn = torch.zeros(batch["input_ids"].shape)
-        of_tokens = [
-            [0.0] * len(prompt) + sample.log_probabilities for prompt, sample in zip(asked, samples, strict=True)
-        ]
+        of_tokens = [[0.0] * len(ids) + each.log_probabilities for ids, each in zip(asked, samples, strict=True)]
         drawn[0, :total] = torch.tensor([value for piece in of_tokens for value in piece])
         return {
             **batch,
