@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.ranks import meet, run_on_ranks
-from support.runs import finetuned, records_of
+from support.runs import records_of
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama, unfinish
 from typer.testing import CliRunner
@@ -35,7 +35,7 @@ WARNED = {
 }
 """Stage of a run -> what it warns of."""
 LIMIT = "4 of 12 held-out rows are also in train"
-STRATEGIES = {"zero3": {}, "ema": {"ema": 0.5}}
+STRATEGIES: dict[str, dict[str, Any]] = {"zero3": {}, "ema": {"ema": 0.5, "best_by": "higher mine"}}
 
 
 class Disturbs(Extension):
@@ -57,6 +57,13 @@ class Disturbs(Extension):
             self._base.write_text(self._base.read_text() + " ")
 
 
+class Mine(Extension):
+    """A figure of its own, which is best at step 3."""
+
+    def at_evaluation(self, trainer: Any) -> dict[str, Any]:
+        return {"mine": 1 / (1 + abs(trainer.global_step - 3))}
+
+
 def runs(folder: Path) -> None:
     for name, training in STRATEGIES.items():
         values = recipe_values(folder / "model", folder / "texts.jsonl", folder / name, folder / "cache", max_steps=4)
@@ -66,14 +73,15 @@ def runs(folder: Path) -> None:
         values["schedule"] = {"kind": "constant", "warmup_steps": 9}
         values["checkpoint"] = {"every_steps": 1, "keep_last": 1, "keep_best": True, "asynchronous": False}
         values["sharding"] = {"strategy": "zero3"}
-        finetuned(values)
+        meet()
+        finetune(Recipe.from_mapping(values), extensions=[Mine()])
         unfinish(folder / name)
         values["training"]["max_steps"] = 8
         values["optimizer"]["learning_rate"] = 3.0  # from here on it only gets worse
         values["optimizer"]["weight_decay"] = 0.5
         meet()
         with contextlib.redirect_stderr(io.StringIO()) as shown:
-            finetune(Recipe.from_mapping(values), extensions=[Disturbs(folder)] if name == "zero3" else [])
+            finetune(Recipe.from_mapping(values), extensions=[Mine(), *([Disturbs(folder)] if name == "zero3" else [])])
         if os.environ["RANK"] == "0":
             (folder / name / "terminal.txt").write_text(shown.getvalue())
 
@@ -94,8 +102,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_best_weights_are_exported_and_told_everywhere(name: str, folder: Path, tmp_path: Path) -> None:
     run = folder / name
     records = records_of(run)
-    losses = {record["step"]: record["loss"] for record in records if record["split"] == "eval"}
-    best = min((step for step in losses if step), key=losses.__getitem__)
+    field, words, merit = ("loss", "held-out loss", -1) if name == "zero3" else ("mine", "mine", 1)
+    values = {record["step"]: record[field] for record in records if record["split"] == "eval"}
+    best = max((step for step in values if step), key=lambda step: merit * values[step])
     assert best < 8, "it got worse"
     outcome = CliRunner().invoke(app, ["export", str(run), "--to", str(tmp_path / "best"), "--checkpoint", "best"])
     assert f"step {best} in" in outcome.output, outcome.output
@@ -107,7 +116,7 @@ def test_the_best_weights_are_exported_and_told_everywhere(name: str, folder: Pa
     (answer,) = {CliRunner().invoke(app, ["generate", *one, *how]).stdout for one in asked}
     assert answer, "one answer of all three"
     assert not list(run.glob(".checkpoint*")), "nothing is left"
-    said = f"step {best} of 8, whose held-out loss is {losses[best]:.4g}; the last is {losses[8]:.4g}"
+    said = f"step {best} of 8, whose {words} is {values[best]:.4g}; the last is {values[8]:.4g}"
     shown = CliRunner().invoke(app, ["status", str(run)]).output
     limited = f"{said} (but {LIMIT})"
     texts = [shown, *((run / page).read_text() for page in ("terminal.txt", "export/README.md", "report.html"))]
@@ -116,9 +125,13 @@ def test_the_best_weights_are_exported_and_told_everywhere(name: str, folder: Pa
     assert f"\nExported: {limited}.\n" in texts[2]
     record = json.loads((run / "run.json").read_text())
     origin = json.loads((run / "export/training.json").read_text())
-    of_step = {"step": best, "value": losses[best]}
-    assert record["best"] == {**of_step, "by": "loss", "checkpoint": f"checkpoints/step_{best:08d}"}
-    assert (record["exported"], record["last"]) == (of_step, {"step": 8, "value": losses[8]})
+    of_step, by = {"step": best, "value": values[best]}, STRATEGIES[name].get("best_by", "loss")
+    assert record["best"] == {
+        **of_step,
+        "by": by,
+        "checkpoint": f"checkpoints/step_{best:08d}",
+    }
+    assert (record["exported"], record["last"]) == (of_step, {"step": 8, "value": values[8]})
     told = ("starts", "limits", "outcome", "best", "last", "exported")
     assert {name: record[name] for name in told} == {name: origin[name] for name in told}
 
