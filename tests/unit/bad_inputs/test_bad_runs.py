@@ -43,8 +43,8 @@ def written(name: str, content: str) -> Spoil:
 
 WRONG: dict[str, list[Any]] = {
     "step": [..., "x", -1, 10**30],
-    "samples": [..., -1],
-    "world_size": [..., -1],
+    "samples": [..., "x"],
+    "world_size": [..., "x"],
     "strategy": [None],
     "precision": [None],
     "recipe": [..., "x", {}, {"adapter": 3}],
