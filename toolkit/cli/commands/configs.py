@@ -12,7 +12,8 @@ import yaml
 
 from toolkit.cli.shared.arguments import LOOK, AsJson, NewFile, complete_config
 from toolkit.cli.shared.console import print_rows
-from toolkit.cli.shared.shipped import find_config, new_yaml, shipped_configs
+from toolkit.cli.shared.new_files import new_yaml
+from toolkit.cli.shared.shipped import find_config, shipped_configs
 
 configs_app = typer.Typer(invoke_without_command=True, **LOOK)
 

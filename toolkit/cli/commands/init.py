@@ -11,7 +11,7 @@ import typer
 
 from toolkit.cli.shared.arguments import MACHINE, OVERRIDES, AsJson, CpuOption, GpusOption, complete_hardware
 from toolkit.cli.shared.hub import settle_names
-from toolkit.cli.shared.shipped import require_new, write_to
+from toolkit.cli.shared.new_files import require_new, write_to
 from toolkit.errors import BadInputError, counted
 from toolkit.paths import GIB
 from toolkit.recipe.json_schema import schema_line

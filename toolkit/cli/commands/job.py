@@ -19,7 +19,7 @@ from toolkit.cli.shared.arguments import (
     split_arguments,
 )
 from toolkit.cli.shared.hub import settle_hub
-from toolkit.cli.shared.shipped import require_new, write_to
+from toolkit.cli.shared.new_files import require_new, write_to
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.paths import GIB
 

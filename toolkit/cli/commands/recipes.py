@@ -12,7 +12,8 @@ import typer
 
 from toolkit.cli.shared.arguments import LOOK, AsJson, NewFile
 from toolkit.cli.shared.console import print_rows
-from toolkit.cli.shared.shipped import new_yaml, recipe_rows
+from toolkit.cli.shared.new_files import new_yaml
+from toolkit.cli.shared.shipped import recipe_rows
 from toolkit.recipe.json_schema import schema_line
 from toolkit.recipe.load import anchor_paths, find_recipe, sections_of, text_of
 

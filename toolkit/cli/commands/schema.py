@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.shared.shipped import write_to
+from toolkit.cli.shared.new_files import write_to
 from toolkit.recipe.json_schema import SCHEMA_FILE, recipe_schema
 
 
