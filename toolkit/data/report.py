@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.documents.documents import Documents
+from toolkit.data.documents.fast_tokens import REFUSED
 from toolkit.data.images.image_files import preview
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import RowKind
@@ -455,6 +456,6 @@ def warnings(splits: dict[str, SplitReport]) -> list[str]:
             for source in split.sources
             if source.passes >= MANY_PASSES
         ]
-        slow = {str(each.tokens_by) for each in split.sources if str(each.tokens_by).startswith("tokenizers, ")}
+        slow = {each.tokens_by for each in split.sources if each.tokens_by and each.tokens_by.startswith(REFUSED)}
         found += [f"{name}: tokens are made by {each}" for each in sorted(slow)]
     return found

@@ -16,6 +16,9 @@ from toolkit.errors import DataError, first_line
 
 PACKAGE = "fastokens"
 
+REFUSED = f"tokenizers, as {PACKAGE}"
+"""Beginning of the reason why an installed package does not make the tokens."""
+
 COMPARED = 16
 """Of so many calls, each with a batch of rows, one has a text compared."""
 
@@ -57,7 +60,7 @@ class FastTokens:
         except ImportError:
             self._fast, self.way = None, "tokenizers"
         except Exception as error:  # whatever it lacks
-            self._fast, self.way = None, f"tokenizers, as {PACKAGE} cannot read the tokenizer ({first_line(error)})"
+            self._fast, self.way = None, f"{REFUSED} cannot read the tokenizer ({first_line(error)})"
 
     def encode(self, texts: Sequence[str], splits: bool = False) -> list[list[int]]:
         """Returns the tokens of each text, each (length,).
@@ -68,9 +71,9 @@ class FastTokens:
         Raises:
             OtherTokensError: if a text has other tokens by `fastokens`, although those before had the same.
         """
-        if splits not in self._proven:
-            self._prove(texts, splits)
         self.calls += 1
+        if self._fast is not None and splits not in self._proven:
+            self._prove(texts, splits)
         if self._fast is None:
             return self._slowly(texts, splits)
         if self.calls % COMPARED == 0 and texts:
@@ -89,10 +92,9 @@ class FastTokens:
         added = [
             text for each in tokens for text in (f"{each}a{each} {each} é {each}\n{each}{each}0{each}", f" {each} ")
         ]
-        for text in (*HARD, *added, *texts) if self._fast is not None else ():
-            if self._differs(text, splits):
-                self._fast, self.way = None, f"tokenizers, as {PACKAGE} has other tokens for {text[:60]!r}"
-                return
+        wrong = next((text for text in (*HARD, *added, *texts) if self._differs(text, splits)), None)
+        if wrong is not None:
+            self._fast, self.way = None, f"{REFUSED} has other tokens for {wrong[:60]!r}"
 
     def _differs(self, text: str, splits: bool) -> bool:
         return self._fastly([text], splits) != self._slowly([text], splits)
