@@ -158,15 +158,16 @@ def _configuration(field: str, name: str | None, revision: str | None, beside: M
     if name is None:
         return []
 
-    def digests() -> dict[str, str | None]:
+    def digests() -> list[str | None]:
         folder = folder_on_this_machine(name, revision)
-        others = {files: digest(BaseFiles.read(folder, [files]).digests()) for files in beside}
-        return {CONFIG: configuration_digest(folder), **others}
+        return [configuration_digest(folder), *(digest(BaseFiles.read(folder, [files]).digests()) for files in beside)]
 
-    said = f"{RESUME}: {{}} of {field} has changed since; undo that, {NEW_FOLDER}"
+    # A configuration is read by the field's own name.
+    read = [(field, CONFIG, True), *((f"{field} {files}", files, refuses) for files, refuses in beside.items())]
+    changed = f"{RESUME}: {{}} of {field} has changed since; undo that, {NEW_FOLDER}"
     return [
-        Read(f"{field} {files}".removesuffix(f" {CONFIG}"), known, said.format(files), "", beside.get(files, True))
-        for files, known in ranks.on_first_rank(digests).items()
+        Read(read_as, known, changed.format(files), unknown="", refuses=refuses)
+        for (read_as, files, refuses), known in zip(read, ranks.on_first_rank(digests), strict=True)
         if known is not None
     ]
 
