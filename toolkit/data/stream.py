@@ -162,6 +162,7 @@ class Stream:
         """Returns the source of each of the next rows, and the rows, tokenised, in the sources' order."""
         drawn = []
         for _ in range(BATCH_ROWS):
+            # By weight, or one source after the other.
             number = min(range(len(cursors)), key=lambda number: (cursors[number].turn(), number))
             drawn.append((number, *cursors[number].draw()))
         # Neighbours in a shard together, because each source has its own layout; then back into the order of the draw.

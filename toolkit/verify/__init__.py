@@ -74,6 +74,7 @@ def verify(
     quiet_libraries()
     with TemporaryDirectory(prefix="toolkit-verify-") as name, _state_restored():
         folder = Path(name)
+        # Nothing is left of it: a temporary output folder, and no trackers.
         recipe = recipe.changed(training={"output_dir": str(folder / "run")}, logging={"trackers": []})
         recipe, weights = with_layers(recipe, layers, folder)
         tell("plain: one process, float32")

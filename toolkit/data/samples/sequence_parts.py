@@ -42,8 +42,11 @@ class Part:
         positions = _padded_to_multiple(positions, self.count, None)
         length = positions.shape[1] // self.count
         mine = slice(self.index * length, (self.index + 1) * length)
+        # With the row's first token: token 0 is often the one whose embedding transformers keeps at zero. Alone in its
+        # document it stays zero through all layers, and Gemma 3n's gradient there, of a root, is not a number.
+        padded = torch.cat([ids, ids[:, :1].expand(-1, -ids.shape[1] % self.count)], dim=1)
         cut = {
-            "input_ids": (torch.cat([ids, ids[:, :1].expand(-1, -ids.shape[1] % self.count)], dim=1))[:, mine],
+            "input_ids": padded[:, mine],
             "position_ids": positions[:, mine],
             "whole_positions": positions,
             "lengths": (batch["lengths"] - mine.start).clamp(0, length),

@@ -98,7 +98,8 @@ def attend_by_document(
         return found
     lengths = [block.length for block in blocks]
     # Split, not sliced: the backward of a slice fills a tensor of the whole's size with zeros, for each of them.
-    parts = (torch.split((tensor.transpose(1, 2).flatten(0, 1)), lengths) for tensor in (query, key, value))
+    # Each (B, H, T, D) becomes (B T, H, D), token by token.
+    parts = (torch.split(tensor.transpose(1, 2).flatten(0, 1), lengths) for tensor in (query, key, value))
     outputs = [
         _attend(block, attention_mask, scaling, *of_block) for block, *of_block in zip(blocks, *parts, strict=True)
     ]

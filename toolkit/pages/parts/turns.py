@@ -25,7 +25,8 @@ def turns_of(text: str) -> list[tuple[str, str]]:
         return messages
     for begin, end in FAMILIES:
         marks = list(begin.finditer(text))
-        if not marks or re.sub("<[^<>\\s]+>", "", text[: marks[0].start()]).strip():
+        # Before the first mark may be marks such as `<s>`, and nothing else.
+        if not marks or re.sub(r"<[^<>\s]+>", "", text[: marks[0].start()]).strip():
             continue
         stops = [mark.start() for mark in marks[1:]] + [len(text)]
         found = [

@@ -105,7 +105,8 @@ def held_unit(shape: UnitShape, layout: MemoryLayout, resident: bool) -> HeldUni
     f, trainable = shape.num_shards(layout.shard), shape.trainable
     # FSDP2 pads each parameter to F equal shards of whole rows; a table of 3 rows on 8 ranks takes 8 rows.
     computed = [p.gathered(layout.compute) for p in shape.parameters]
-    kept = [(p.gathered(layout.compute) if layout.offload and p.trainable else p.held) for p in shape.parameters]
+    # Bytes of an element between steps.
+    kept = [p.gathered(layout.compute) if layout.offload and p.trainable else p.held for p in shape.parameters]
     whole = [p.shard_numel(layout.shard) * f * size for p, size in zip(shape.parameters, computed, strict=True)]
     cast_whole = sum(size for size, c, k in zip(whole, computed, kept, strict=True) if c != k)
     own = shape.trainable_numel(layout.shard)

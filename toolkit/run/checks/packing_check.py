@@ -40,7 +40,10 @@ through no other code. For 135M parameters the three forwards take 0.9 s of CPU,
 
 
 class LeakError(BadInputError):
-    """Rows that share a sample see each other, or the model cannot run them."""
+    """Rows that share a sample see each other, or the model cannot run them.
+
+    Its text is the field, what was found, and in a sentence of its own what to do.
+    """
 
     @property
     def why(self) -> str:

@@ -99,8 +99,6 @@ def changed_by_padding(
 ) -> str | None:
     """Compares logits of a short and a long row in one batch with those of each alone. Every rank calls this.
 
-    Args:
-
     Returns:
         A description of what differs, or None if nothing does.
 

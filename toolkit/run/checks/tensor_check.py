@@ -47,8 +47,6 @@ def check_tensor(
 
     Every rank calls this, on the same samples. Gradients of parameters are not computed, so nothing is reduced.
 
-    Args:
-
     Returns:
         The largest difference of any rank, as a share of the largest number, or None if there is nothing to compare.
 

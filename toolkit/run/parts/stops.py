@@ -37,6 +37,7 @@ def teach_to_stop(model: Any, tokenizer: PreTrainedTokenizerBase, samples: Sampl
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in sorted(learned))
     if not add_ends(settings, learned):
         return f"{ends} is learned as an end, and generation_config.eos_token_id has it"
-    return f"{ends} is learned as an end; generation_config.eos_token_id of the export is {settings.eos_token_id}, " + (
-        f"and not {configured} as before"
+    return (
+        f"{ends} is learned as an end; generation_config.eos_token_id of the export is {settings.eos_token_id}, and "
+        f"not {configured} as before"
     )

@@ -30,7 +30,8 @@ def types_of_authors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dt
     if not hasattr(base, "_from_config"):
         return {}
     meant = _types_when_built(type(base), base.config, dtype)
-    of_plain = {id(tensor): (name.replace(".base_layer.", ".")) for name, tensor in _float_tensors(base)}
+    # Names without the wrapper that peft puts around a module.
+    of_plain = {id(tensor): name.replace(".base_layer.", ".") for name, tensor in _float_tensors(base)}
     return {
         name: meant[of_plain[id(tensor)]] for name, tensor in _float_tensors(model) if of_plain.get(id(tensor)) in meant
     }

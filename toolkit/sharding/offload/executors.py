@@ -115,9 +115,10 @@ class FlatOptimizer:
         self._groups = sorted({slot.group for slot in unit.slots if slot.group is not None})
         members = [[p for i, p in self._masters.items() if unit.slots[i].group == group] for group in self._groups]
         settings = hyper_parameters(optimizer)
+        # Fused, Adam is five times as fast. Not SGD: DTensors have no fused SGD to compare with.
+        fused = {} if isinstance(optimizer, torch.optim.SGD) else {"fused": True}
         options = [
-            {**settings[group], "params": params, **({} if isinstance(optimizer, torch.optim.SGD) else {"fused": True})}
-            for group, params in zip(self._groups, members, strict=True)
+            {**settings[group], "params": params, **fused} for group, params in zip(self._groups, members, strict=True)
         ]
         # Without parameters if no optimizer steps any of the unit, such as a trainable body below the head that is.
         self._inner = type(optimizer)(options or [{"params": []}])  # type: ignore[call-arg]
