@@ -22,10 +22,6 @@ T = TypeVar("T")
 PATIENCE = timedelta(days=7)
 """The longest wait for another rank's preparation (tokenising, downloading). A collective's own limit is minutes."""
 
-# torch 2.13 warns at the names that earlier versions have.
-all_gather_tensor: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_tensor: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 MEETING_PORTS = range(20_000, 29_000)
 
 

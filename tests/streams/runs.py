@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,6 @@ from support import offload_loops
 from support.moe import mixture
 from support.offload_loops import Case, learning_rate, loss_of, make_model, ordinary, prepare, slow_down
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.utils._pytree import tree_map_only
 
 from toolkit import ranks
@@ -140,26 +139,10 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
     with mock.patch.dict(os.environ, told):
         dist.init_process_group("fake", rank=0, world_size=num_ranks)
         try:
-            with (
-                mock.patch.object(ranks, "_gloo_group", return_value=dist.group.WORLD),
-                mock.patch.object(DefaultReduceScatter, "__call__", _with_own_part(DefaultReduceScatter.__call__)),
-            ):
+            with mock.patch.object(ranks, "_gloo_group", return_value=dist.group.WORLD):
                 yield
         finally:
             dist.destroy_process_group()
-
-
-def _with_own_part(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """torch 2.11's fake reduce-scatter writes nothing, and what the memory held before may be no number."""
-
-    def reduce_and_copy(
-        self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *rest: Any, **more: Any
-    ) -> Any:
-        work = reduce_scatter(self, output_tensor, input_tensor, *rest, **more)
-        output_tensor.copy_(input_tensor[: output_tensor.numel()])
-        return work
-
-    return reduce_and_copy
 
 
 def _plain(run: Run, model: nn.Module) -> list[torch.Tensor]:

@@ -9,15 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import nn
-
-from toolkit.model.quantised.quantised import OLDEST_TORCH
-
-SHARDS_BYTES = pytest.mark.skipif(Version(torch.__version__) < OLDEST_TORCH, reason="this torch cannot shard bytes")
 
 BLOCK = 64
 NESTED_BLOCK = 256

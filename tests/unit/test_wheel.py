@@ -34,7 +34,7 @@ def test_an_extra_is_installed_from_the_checkout_or_by_its_packages(
     assert paths.install_command("qlora") == "pip install -e '.[qlora]'"
     monkeypatch.chdir(tmp_path)
     assert shlex.split(paths.install_command("s3")) == ["pip", "install", "-e", f"{ROOT}[s3]"]
-    named = ["torch>=2.11", "s3fs>=2025.5; extra == 's3'", 'gcsfs>=2025.5 ; extra == "gs"']
+    named = ["torch>=2.13", "s3fs>=2025.5; extra == 's3'", 'gcsfs>=2025.5 ; extra == "gs"']
     monkeypatch.setattr(metadata, "requires", {"finetune-toolkit": named}.get)
     monkeypatch.setattr(paths, "__file__", str(tmp_path / "site-packages/toolkit/paths.py"))
     assert paths.install_command("s3") == "pip install 's3fs>=2025.5'"

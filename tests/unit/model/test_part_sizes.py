@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.every_multimodal import on_meta
-from support.four_bits import SHARDS_BYTES
 from support.texts import make_texts
 from support.tiny import llama, recipe_values
 from support.tiny_multimodal import save_multimodal
@@ -53,7 +52,7 @@ def test_a_model_trained_in_full() -> None:
     assert sum(size.parameters for size in part_sizes(model).values()) == count(model, "")
 
 
-@pytest.mark.parametrize("bits", ["none", pytest.param("nf4", marks=SHARDS_BYTES)])
+@pytest.mark.parametrize("bits", ["none", "nf4"])
 def test_adapters_cover_the_language_model_alone(bits: str) -> None:
     plain, model = llava(), llava()
     section = AdapterSection(kind="lora", r=2, target_modules="all-linear", quantize=bits)

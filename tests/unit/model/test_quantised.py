@@ -15,7 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import load_file, save_file
-from support.four_bits import SHARDS_BYTES, matrix_of
+from support.four_bits import matrix_of
 from support.tiny import llama, save_llama
 from torch import nn
 from transformers import (
@@ -37,15 +37,12 @@ from toolkit.model.quantised.quantised import (
     QuantisedWeights,
     quantise_layers,
     quantised_fact,
-    require_bitsandbytes,
 )
 from toolkit.model.quantised.stored_quantised import take_quantisation
 from toolkit.model.weights.weights import all_rows
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.fsdp2.shards import Rows
-
-pytestmark = SHARDS_BYTES
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 
@@ -218,14 +215,6 @@ def refused(section: AdapterSection, **fields: Any) -> str:
     with pytest.raises(BadInputError) as error:
         quantise(llama(**fields), section)
     return str(error.value)
-
-
-def test_a_torch_that_cannot_shard_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    with pytest.raises(
-        BadInputError, match=r"torch 2\.11\.0\+cu130 cannot shard quantised weights; install torch 2\.13"
-    ):
-        require_bitsandbytes()
 
 
 def test_what_cannot_be_quantised_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from bitsandbytes.functional import quantize_4bit
 from support.every_multimodal import small_config
-from support.four_bits import SHARDS_BYTES, matrix_of
+from support.four_bits import matrix_of
 from support.tiny import llama, recipe_values, save_llama, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
@@ -27,8 +27,6 @@ from toolkit.model.quantised.quantised import _Product, quantise_loaded, quantis
 from toolkit.model.quantised.read_weights import read_weights, without_gradients
 from toolkit.recipe.schema import AdapterSection
 from toolkit.run.checks.quantised_check import check_quantised
-
-pytestmark = SHARDS_BYTES
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 READ = {

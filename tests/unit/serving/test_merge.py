@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from support.four_bits import NF4, SHARDS_BYTES
+from support.four_bits import NF4
 from support.texts import make_texts
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -82,7 +82,6 @@ def test_an_adapter_is_merged_into_its_base(base: Path, adapter: Path, tmp_path:
     assert {tensor.dtype for tensor in weights(tmp_path / "half").values()} == {torch.bfloat16}
 
 
-@SHARDS_BYTES
 def test_a_quantised_base_is_merged_as_it_was_trained(base: Path, adapter: Path, tmp_path: Path) -> None:
     how = {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"], "bnb_4bit_quant_type": "nf4"}
     told = {"fingerprint": fingerprint_of(base), "quantization": how}
@@ -97,7 +96,6 @@ def test_a_quantised_base_is_merged_as_it_was_trained(base: Path, adapter: Path,
     assert torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
-@SHARDS_BYTES
 def test_a_base_that_is_stored_in_four_bits_is_merged_as_it_was_trained(
     base: Path, adapter: Path, tmp_path: Path
 ) -> None:

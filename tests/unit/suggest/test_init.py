@@ -13,7 +13,6 @@ import pytest
 import yaml
 from support.cases import cases
 from support.chat_templates import QWEN_3
-from support.four_bits import SHARDS_BYTES
 from support.texts import make_texts
 from support.tiny import save_llama
 from transformers import AutoConfig, AutoTokenizer, T5Config
@@ -109,7 +108,7 @@ def written(name: str, *arguments: str) -> dict[str, Any]:
     [
         ("chat", None, None, None, None, 2e-5),
         ("chat", "lora", None, None, "lora", 2e-4),
-        pytest.param("chat", "qlora", None, None, "lora", 2e-4, marks=SHARDS_BYTES),
+        ("chat", "qlora", None, None, "lora", 2e-4),
         ("text", None, None, None, None, 2e-4),
         ("pairs", None, "preference", "dpo", None, 1e-6),
         ("pairs", "reward", "reward", None, None, 9e-6),

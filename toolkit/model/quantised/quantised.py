@@ -21,11 +21,9 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit import ranks
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.weights.weights import Weights, all_rows
 from toolkit.paths import install_command
@@ -316,21 +314,12 @@ def _require_blocks(layers: dict[str, Any]) -> None:
         )
 
 
-OLDEST_TORCH = Version("2.13")
-"""torch 2.11 cannot shard parameters of bytes: "only Tensors of floating point dtype can require gradients"."""
-
-
 def require_bitsandbytes() -> None:
     """Imports bitsandbytes.
 
     Raises:
-        BadInputError: if it is missing or does not start, or torch is too old.
+        BadInputError: if it is missing or does not start.
     """
-    if Version(Version(torch.__version__).base_version) < OLDEST_TORCH:
-        raise BadInputError(
-            f"adapter.quantize: torch {torch.__version__} cannot shard quantised weights; install torch {OLDEST_TORCH} "
-            "or later, or set adapter.quantize=none"
-        )
     # It reports kernels of its own that are not installed, and that nobody needs.
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
@@ -488,7 +477,7 @@ def _whole_scales(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     padded = own.new_zeros(chunk, SCALE_BYTES)
     padded[: own.shape[0]] = own
     whole = own.new_empty(chunk * dist.get_world_size(group), SCALE_BYTES)
-    ranks.all_gather_tensor(whole, padded, group=group)
+    dist.all_gather_single(whole, padded, group=group)
     return whole[: like.shape[0]]
 
 

@@ -1,7 +1,7 @@
 """Replays FSDP2's buffers event by event, to turn a probe's activations into the peak of a rank.
 
 It replays the lifetimes in torch/distributed/fsdp/_fully_shard (`_fsdp_param_group.py`,
-`_fsdp_collectives.py`, torch 2.11 to 2.15), and those of the offload engine:
+`_fsdp_collectives.py`, torch 2.13 to 2.15), and those of the offload engine:
 
 - a gather allocates its input (a cast copy of the shards, if types differ) and its output, then one
   tensor for each parameter; in forward the output lives until the next unit's copy is made, in backward

@@ -174,7 +174,7 @@ class _ChunkedCall:
     Attributes:
         size: the number of tokens of a chunk in each row.
         again: returns a context with the random state and the autocast of the first forward.
-        kept: a tensor whose autograd node saves the input. torch 2.11 frees saved tensors if only the node is held.
+        kept: a tensor whose autograd node saves the input.
     """
 
     module: nn.Module

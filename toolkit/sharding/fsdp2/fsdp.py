@@ -1,7 +1,6 @@
 """Reads FSDP2's records of its units. unit_states.py changes their states, fsdp_replaced.py replaces their methods.
 
-Only these three files name FSDP2's private records. The names are those of torch 2.13 and later, and of 2.11, in which
-a state has only one group. private_names.yaml lists them, and a run names one that has moved.
+Only these three files name FSDP2's private records. private_names.yaml lists them, and a run names one that has moved.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
 def groups_of_module(module: FSDPModule) -> list[Any]:
     """Returns the records of a module's own unit. Empty if all its parameters belong to units inside it."""
     state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in (state._fsdp_param_group,) if group is not None] if groups is None else groups
+    return list(state._fsdp_param_groups)
 
 
 def in_backward() -> bool:

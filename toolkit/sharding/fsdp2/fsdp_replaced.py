@@ -62,7 +62,6 @@ def before_reduction(group: Any, act: Callable[[Any], None]) -> None:
         nonlocal acted
         # FSDP2 calls this for all units when backward ends. One that is not gathered has a gradient if an earlier
         # micro-batch has left it, or if `set_unshard_in_backward(False)` was called.
-        # torch 2.11 calls it there for a unit of several modules although it is reduced already.
         if group.reduce_grads and not acted and (group.is_unsharded or any(map(_has_gradient, group.fsdp_params))):
             act(group)
             acted = True

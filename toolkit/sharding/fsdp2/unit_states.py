@@ -195,8 +195,8 @@ class UnitStates:
         Also clears the recorded order of forwards, by which backward prefetches: FSDP2 records forwards without
         gradients too, and the backward of the first unit would then prefetch their last unit. And resets FSDP2's
         current root, so that the gathers of the next forward wait for the work queued before it: if several forwards
-        run through the model together and one has ended, FSDP2 takes the next unit of another for a root. torch 2.11
-        keeps that root for good, later versions until a backward ends.
+        run through the model together and one has ended, FSDP2 takes the next unit of another for a root. It
+        keeps that root until a backward ends.
         """
         _GATHERED.pop(self._root, None)
         self._context.iter_forward_root = None
@@ -205,7 +205,6 @@ class UnitStates:
             copied = [each for group in groups if group.is_sharded_post_forward for each in group.fsdp_params]
             state = unit._get_fsdp_state()
             for own in (state, *groups):
-                # On torch 2.11 a unit with an uncalled module is still in its forward, and may stay gathered after it.
                 own._training_state = type(own._training_state).IDLE
             unit.reshard()
             if state._is_root is not None:  # it has run
@@ -214,8 +213,7 @@ class UnitStates:
                     group.comm_ctx.post_forward_order.clear()
             for parameter in copied:  # a group's, which FSDP2 frees when backward has gathered them
                 parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
-            # torch 2.11 keeps waiting for a module that was not called (a head of which only the weight is used), and
-            # never gathers the unit again.
+            # Else FSDP2 waits for a module that was not called (a head of which only the weight is used).
             state._modules_to_run_forward.clear()
 
     def free_behind_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -317,7 +315,7 @@ class UnitStates:
         unit.set_reshard_after_backward(is_last)
 
     def end_passes(self, modules: Iterable[Any]) -> None:
-        """Ends the pass of the units of these modules: adds up what is left, and waits for the reduction, if any.
+        """Ends the pass of the units of these modules: adds up and reduces what is left.
 
         FSDP2 does this for all units when a backward ends. These modules are the ones that took part in it.
         """
@@ -327,8 +325,6 @@ class UnitStates:
                 states = type(group._training_state)
                 if group._training_state != states.POST_BACKWARD:
                     group.post_backward()
-                    if group.reduce_grads:
-                        _free_last_reduction(group)
                 group._training_state = states.IDLE
             state._training_state = type(state._training_state).IDLE
 
@@ -341,12 +337,3 @@ def _read_parameters(root: ref[Any], is_by_block: Callable[[], bool], module: An
         if not any(state == type(state).FORWARD for state in states):
             UnitStates(model).free_all()
     return type(module).named_parameters(module, *args, **kwargs)
-
-
-def _free_last_reduction(group: Any) -> None:
-    """Waits for the last reduction and frees its input. torch 2.11 does so only when it reduces the next unit."""
-    last = getattr(group.comm_ctx, "reduce_scatter_state", None)
-    if last is not None:
-        if last.event is not None:
-            group.device_handle.current_stream().wait_event(last.event)
-        group.comm_ctx.reduce_scatter_state = None

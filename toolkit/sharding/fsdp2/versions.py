@@ -23,7 +23,7 @@ from toolkit.errors import BadInputError
 from toolkit.ranks import rank
 
 SUPPORTED_VERSIONS = {
-    "torch": ">=2.11,<2.16",
+    "torch": ">=2.13,<2.16",
     "accelerate": ">=1.13,<1.16",
     "transformers": ">=5.24,<5.25",
     "datasets": ">=4.7,<5.3",

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from toolkit.ranks import all_gather_tensor, reduce_scatter_tensor
 from toolkit.sharding.fsdp2.shards import chunk_of
 from toolkit.sharding.parallel.sequence_parallel import (
     exchanges_are_planned,
@@ -153,7 +152,7 @@ def _sum_tokens(hidden: torch.Tensor, ranks: TensorRanks, length: int) -> torch.
         summed: torch.Tensor = planned_reduction(by_token, ranks.size)
     else:
         summed = by_token.new_empty(width, *by_token.shape[1:])
-        reduce_scatter_tensor(summed, by_token, group=ranks.group)
+        dist.reduce_scatter_single(summed, by_token, group=ranks.group)
     return summed.transpose(0, 1).contiguous()
 
 
@@ -180,7 +179,7 @@ def _every(part: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
         every = planned_exchange(part, ranks.size, len(part) * ranks.size)
     else:
         every = part.new_empty(len(part) * ranks.size, *part.shape[1:])
-        all_gather_tensor(every, part, group=ranks.group)
+        dist.all_gather_single(every, part, group=ranks.group)
     return every
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.four_bits import SHARDS_BYTES
 from support.planned import Planned
 from support.planning_models import build, config_of, workload
 
@@ -78,11 +77,10 @@ def case(
     checkpointing: Checkpointing | None = None,
     *,
     rel: float = 0.02,
-    mark: Any = None,
     **more: Any,
 ) -> Any:
     tier = [] if name in FIRST else [pytest.mark.slow if name in SLOW else pytest.mark.grid]
-    return pytest.param(work, (strategy, mesh, checkpointing), more, rel, id=name, marks=[*tier, *filter(None, [mark])])
+    return pytest.param(work, (strategy, mesh, checkpointing), more, rel, id=name, marks=tier)
 
 
 FIRST = ("stacks zero2", "stacks by block", "experts of 2 ranks", "attention adapted", "int8 zero2")
@@ -113,7 +111,7 @@ CASES = [
     case("float32 islands zero3", ernie),
     case("float32 islands zero2", ernie, "zero2", MeshShape(1, 2), accumulation=2),
     case("float32 islands zero1", ernie, "zero1", MeshShape(1, 1), accumulation=2),
-    case("nf4", lambda: quantised(quantize="nf4"), "zero3", EIGHT, mark=SHARDS_BYTES),
+    case("nf4", lambda: quantised(quantize="nf4"), "zero3", EIGHT),
     *(
         case(
             f"nf4 double, {ranks} ranks",
@@ -121,12 +119,11 @@ CASES = [
             "zero3",
             MeshShape(1, ranks),
             EVERY,
-            mark=SHARDS_BYTES,
         )
         for ranks in (1, 2)
     ),
-    case("nf4 hybrid", lambda: quantised("no", quantize="nf4"), "hybrid", MeshShape(2, 2), mark=SHARDS_BYTES),
-    case("int8 zero2", lambda: quantised(quantize="int8"), "zero2", mark=SHARDS_BYTES),
+    case("nf4 hybrid", lambda: quantised("no", quantize="nf4"), "hybrid", MeshShape(2, 2)),
+    case("int8 zero2", lambda: quantised(quantize="int8"), "zero2"),
     case("t5", lambda: seq2seq({**T5, "num_layers": 5, "num_decoder_layers": 6}, (64, 24), "bf16"), micro_batch=2),
     case("bart", lambda: seq2seq({**BART, "encoder_layers": 5, "decoder_layers": 6}, (64, 24), "bf16"), micro_batch=2),
     case(
@@ -244,7 +241,6 @@ def test_shards_in_the_type_of_compute_are_gathered_from_where_they_are(offload:
     assert found.gather_input == (rounded(2 * shard) if cast else 0)
 
 
-@SHARDS_BYTES
 def test_a_quantised_weight_takes_half_a_byte_and_its_share_of_a_scale() -> None:
     linear = {"nf4": 1 / 2 + 4 / 64, "double": 1 / 2 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
     for kind, each in linear.items():
