@@ -13,7 +13,7 @@ from rich.console import Console
 from support.cases import cases
 from support.html_page import HOSTILE, Page
 
-from toolkit.pages.data_console import MAX_LISTED_ROWS, shortened, show_report
+from toolkit.pages.data_console import shortened, show_report
 from toolkit.pages.data_page import render_data_page, write_data_page
 
 TABLES = cases(__file__)
@@ -22,29 +22,7 @@ MARKUP = "[bold red]loud[/] [/nothing] :smile: [link=https://evil.example]x[/lin
 
 
 def split(**changes: Any) -> dict[str, Any]:
-    whole = {
-        "read": 1000,
-        "kept": 997,
-        "num_dropped": 3,
-        "dropped": {
-            "no target": {"count": 1, "rows": ["chat.jsonl:5"]},
-            "not JSON": {"count": 30, "rows": [f"chat.jsonl:{line}" for line in range(100, 120)]},
-        },
-        "duplicates": {"count": 2, "rows": ["chat.jsonl:7", "chat.jsonl:8"]},
-        "long": {"count": 1, "rows": ["chat.jsonl:9"], "cut_tokens": 120},
-        "tokens": 123456,
-        "target_tokens": 45679,
-        "target_share": 0.37,
-        "samples": 300,
-        "fill_rate": 0.985,
-        "lengths": {"min": 3, "median": 80, "mean": 101.2, "p90": 210, "p99": 400, "max": 511},
-        "longest": {"row": "chat.jsonl:88", "tokens": 511},
-        "length_histogram": {"edges": [0, 128, 256, 384, 512], "counts": [700, 200, 90, 7]},
-        "target_share_histogram": {"edges": [0.0, 0.5, 1.0], "counts": [900, 97]},
-        "sources": [source("chat.jsonl", share=0.75), source("notes/*.txt", weight=2.0, passes=1.5, share=0.25)],
-        "labels": {"positive": 10, "negative": 12},
-    }
-    return whole | changes
+    return deepcopy(TABLES["SPLIT"]) | changes
 
 
 def source(name: str, **changes: Any) -> dict[str, Any]:
@@ -58,19 +36,8 @@ def example(*segments: tuple[str, bool], **changes: Any) -> dict[str, Any]:
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    whole = {
-        "max_length": 512,
-        "packing": True,
-        "long_rows": "error",
-        "targets": "assistant",
-        "chat_template": None,
-        "streaming": False,
-        "train": split(),
-        "validation": split(read=50, kept=49, num_dropped=1, dropped={}, also_in_train=4, fill_rate=None),
-        "examples": [example(("question\n", False), ("answer", True), ("\n", False), label="positive")],
-        "warnings": ["half of the rows are equal"],
-    }
-    return whole | changes
+    held_out = split(read=50, kept=49, num_dropped=1, dropped={}, also_in_train=4, fill_rate=None)
+    return {**deepcopy(TABLES["REPORT"]), "train": split(), "validation": held_out} | changes
 
 
 def texts(value: Any) -> Any:
@@ -194,30 +161,14 @@ def test_any_text_can_be_written_and_shown(tmp_path: Path, text: str) -> None:
 
 
 def test_the_console_says_what_became_of_the_rows() -> None:
-    lines = shown(report()).splitlines()
-    assert lines[0] == "     train: 1,000 rows read, 997 kept, 3 dropped"
-    assert lines[1].strip() == (
-        "123 k tokens, 37.0 % targets, 300 samples, 98.5 % filled, median row 80, longest 511 (chat.jsonl:88)"
+    many = [example((f"text {index}", True)) for index in range(5)]
+    labelled = example(("a review", False), target_tokens=0, label="positive")
+    reports = (
+        report(),
+        report(streaming=True, warnings=["one", "two"], examples=many),
+        {"train": split(sources=[source("a")]), "examples": [labelled]},
     )
-    text = "\n".join(lines)
-    first = ", ".join(f"chat.jsonl:{line}" for line in range(100, 100 + MAX_LISTED_ROWS))
-    assert f"dropped: 30 rows: not JSON ({first} and 25 more)" in text
-    assert "duplicates: 2 rows equal to an earlier one (chat.jsonl:7, chat.jsonl:8)" in text
-    assert "1 row longer than max_length, 120 tokens cut (chat.jsonl:9)" in text
-    assert "4 rows of validation also in train" in text
-    assert "source: notes/*.txt: share 25.0 %, 498 rows, 61.7 k tokens, weight 2" in text
-    assert "labels: negative 12, positive 10" in text
-    assert "warning: half of the rows are equal" in text
-    assert "chat.jsonl:1 (40 tokens, 12 targets, label positive)" in text
-
-
-def test_a_single_source_has_no_line() -> None:
-    assert "source:" not in shown({"train": split(sources=[source("a")])})
-
-
-def test_a_first_window_is_named_on_the_console() -> None:
-    assert "(first window)" in shown(report(streaming=True)).splitlines()[0]
-    assert "first window" not in shown(report())
+    assert "\n".join(map(shown, reports)) == TABLES["CONSOLE"]
 
 
 def test_targets_are_coloured_where_there_is_colour() -> None:
@@ -255,20 +206,6 @@ def test_no_text_moves_the_cursor_or_forges_a_line() -> None:
     text = shown(texts(forged))
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
     assert not re.search(r"^(warning: all| {3}warning: forged)", text, re.MULTILINE)
-
-
-def test_a_labelled_sample_speaks_of_no_targets() -> None:
-    text = shown({"examples": [example(("a review", False), target_tokens=0, label="positive")]})
-    assert "(40 tokens, label positive)" in text
-    assert "target" not in text
-
-
-def test_warnings_and_samples_are_all_there() -> None:
-    data = report(warnings=["one", "two"], examples=[example((f"text {index}", True)) for index in range(5)])
-    text = shown(data)
-    assert text.count("warning: ") == 2
-    assert "⟦text 2⟧" in text
-    assert "text 3" not in text
 
 
 # ---- shortened samples ----
