@@ -71,19 +71,22 @@ REFUSED: dict[str, str] = {
 """By type, a part of what is said."""
 
 _MIXES, _CANNOT_SHARE = "which mix the tokens of a row", "mixes the tokens of a row elsewhere than in attention"
+_NOT_READ = dict.fromkeys(("inkling2", "inkling2_loop"), "peft would not read")
 NO_EXPERTS = "holds its experts as stacked parameters"
 """A part of what is said of types without any, and of those whose class transformers does not mark."""
 REFUSED_WITH: dict[str, dict[str, str]] = {
     "shared_rows": {
-        **dict.fromkeys(("dots3_note", "glm5_next", "inkling2", "inkling_mm_model", "lfm3_vl", "minicpm_ocr"), _MIXES),
-        **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "mistral_large4", "nemotron_h_omni", "qwen3_5"), _MIXES),
-        **dict.fromkeys(("nemo_speechlm", "qwen3_5_moe", "qwen4_exp", "unlimited_ocr"), _MIXES),
+        **dict.fromkeys(("dots3_note", "glm5_next", "hy_v4_vl", "inkling2", "inkling2_loop"), _MIXES),
+        **dict.fromkeys(("inkling_mm_model", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _MIXES),
+        **dict.fromkeys(("mistral_large4", "nemotron_h_omni", "qwen3_5", "nemo_speechlm"), _MIXES),
+        **dict.fromkeys(("qwen3_5_moe", "qwen4_exp", "unlimited_ocr"), _MIXES),
         **dict.fromkeys(("gemma4_unified", "git", "kosmos-2.5", "molmo2", "paligemma"), _CANNOT_SHARE),
         **dict.fromkeys(("moss_transcribe_diarize", "vibevoice_asr"), "takes no position_ids, and a part of a row"),
     },
     "by_block": {"git": "changes in place what its embeddings or a block return"},
     "experts": {"llama4": NO_EXPERTS, "muse_spark": "has no row for each of the 4 experts"},
-    "nf4": {"inkling2": "peft would not read", "ovis2": "nf4 needs matrices of a multiple of 64 weights"},
+    "lora": _NOT_READ,
+    "nf4": {**_NOT_READ, "ovis2": "nf4 needs matrices of a multiple of 64 weights"},
 }
 """By case of `support.whole_models` and type, a part of what is said beside `REFUSED`."""
 

@@ -386,6 +386,7 @@ def test_the_ranks_get_what_the_launcher_would_give(
 ) -> None:
     """With Accelerate's own, partly private, reading of the config: this tells when that moves."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     config = {
         "distributed_type": "FSDP",
         "num_machines": 2,
