@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 
 from toolkit import Recipe, finetune
 from toolkit.cli.app import app
+from toolkit.pages.notebook_output import progress_output
+from toolkit.run.shown.outcome import result_of
 from toolkit.training.extension import Extension
 
 WARNED = {
@@ -169,7 +171,16 @@ def test_a_warning_of_each_stage_arrives_everywhere(stage: str, folder: Path) ->
 
 def test_what_limits_a_figure_is_next_to_it(folder: Path) -> None:
     """In its tiles and tables: tests/unit/pages/test_story.py."""
-    texts = told_by(folder / "zero3")
+    run, rows = folder / "zero3", folder / "asked.jsonl"
+    rows.write_text('{"prompt": "the", "completion": "king"}')
+    texts, asked = told_by(run), ["generate", str(run), "--eval", str(rows), "--max-new-tokens", "1"]
+    values = {record["step"]: record["loss"] for record in records_of(run) if record["split"] == "eval"}
+    for step in range(5, 9):
+        assert f"step {step}/8  held-out loss {values[step]:.4f} (but {LIMIT})" in texts["terminal"]
+    for line in (["checkpoints", str(run)], asked, [*asked, "--checkpoint", "last"]):
+        assert LIMIT in CliRunner().invoke(app, line).output, line
+    shown = [result_of(run, records_of(run), None), progress_output(records_of(run), 8, None, None, limits=[LIMIT])]
+    assert [f"(but {LIMIT})" in str(one) for one in shown] == [True] * 2
     outcome = json.loads(texts["record"])["outcome"]
     for name, shown in (("terminal", outcome), ("status", outcome), ("report", outcome.replace("->", "→"))):
         assert re.search(rf"{re.escape(shown)}( in \d+ s in 2 starts)? \(but {LIMIT}\)", texts[name]), name

@@ -40,6 +40,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "tags": ("token_classification", {}),
     "tags, merged": ("token_classification", MERGED),
     "classes": ("sequence_classification", {}),
+    "translated": ("seq2seq", {}),
     "student": ("distillation", {}),
     "student in bf16": ("distillation", {**UNPACKED, **BF16}),
     "student in bf16 by DDP": ("distillation", {**UNPACKED, **BF16, "sharding": {"strategy": "ddp"}}),
@@ -56,6 +57,7 @@ JUDGED = {
     "token_classification": "recall",
     "sequence_classification": "f1_macro",
     "distillation": "divergence",
+    "seq2seq": "perplexity",
 }
 """Objective -> the figure that judges its evaluations (`training.best_by`)."""
 
@@ -121,9 +123,9 @@ def evaluated(records: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, 
 
 
 def test_a_figure_of_each_objective_judges_its_evaluations(found: dict[str, Any], folder: Path) -> None:
-    for name in ("dpo", "reward", "kto", "tags", "classes", "student"):
+    for name in ("dpo", "reward", "kto", "tags", "classes", "student", "translated"):
         by = JUDGED[RUNS[name][0]]
-        field, better = by.split()[-1], min if by in ("lower kl", "divergence") else max
+        field, better = by.split()[-1], min if by in ("lower kl", "divergence", "perplexity") else max
         values = {record["step"]: record[field] for record in evaluated(found[name])}
         told = json.loads((folder / name / "run.json").read_text())
         best = better(values, key=values.__getitem__)

@@ -176,7 +176,9 @@ def test_a_run_is_the_plain_loop(name: str, on_two: Path) -> None:
     expected, found = plain(on_two, name), curve(on_two / f"{name}-2-2")
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=2e-4, atol=1e-5)
     assert found[1] == pytest.approx(expected[1], rel=2e-4)
-    records = (on_two / f"{name}-2-2/metrics.jsonl").read_text()
+    records, told = ((on_two / f"{name}-2-2" / file).read_text() for file in ("metrics.jsonl", "run.json"))
+    step, value = min(zip((0, STEPS), expected[1], strict=True), key=lambda pair: pair[1])
+    assert json.loads(told)["best"] == {"step": step, "by": "loss", "value": pytest.approx(value), "checkpoint": None}
     assert ('"rows_per_second"' in records) == name.startswith("by_row"), "what a step is divided by"
 
 

@@ -32,7 +32,7 @@ from toolkit.sharding.offload import engine_of
 from toolkit.sharding.tensor.copies import require_alike
 from toolkit.training.durable_writes import PATIENCE_SECONDS, patiently
 from toolkit.training.extension import Extension
-from toolkit.training.extensions.best import merit_at
+from toolkit.training.extensions.best import judged
 from toolkit.training.extensions.heartbeat import Heartbeat
 from toolkit.training.loop_state import LoopState
 from toolkit.training.metrics import Metrics
@@ -216,8 +216,8 @@ class RunCheckpoints(Extension):
         return self._checkpointer.save(job, wait) and (not wait or self._is_copied())
 
     def _merit(self, step: int) -> float:
-        best_by = self._recipe["training"]["best_by"]
-        return merit_at(self._metrics.records, step, best_by, self._section.every_steps or 1)
+        records, best_by = self._metrics.records, self._recipe["training"]["best_by"]
+        return judged(records, best_by, self._section.every_steps or 1, at=step).get(step, -math.inf)
 
     def restore_best(self, trainer: LoopState) -> Manifest | None:
         """Puts the best checkpoint's weights into the model if they are better than the last ones. Collective.

@@ -38,13 +38,20 @@ def curve_of(metrics: Metrics) -> dict[str, Any] | None:
 
 
 def progress_output(
-    metrics: Metrics, num_steps: int, seconds_left: float | None, curve: dict[str, Any] | None, summary: str = ""
+    metrics: Metrics, num_steps: int, left: float | None, curve: Any, summary: str = "", limits: Sequence[str] = ()
 ) -> Output:
-    """Returns a run's progress and its last losses; `summary` is the summary that it printed before its first step."""
+    """Returns a run's progress and its last losses.
+
+    Args:
+        left: seconds to its end, if they are known.
+        curve: that of `curve_of`.
+        summary: what it printed before its first step.
+        limits: what limits the figures of held-out rows.
+    """
     step = last_step(metrics)
     told = [f"step {step:,} of {num_steps:,}"]
-    told += [f"{clock(seconds_left)} left"] if seconds_left else []
-    text = ", ".join([*told, *progress_of(metrics)])
+    told += [f"{clock(left)} left"] if left else []
+    text = ", ".join([*told, *progress_of(metrics, limits)])
     return _output(text, text=text, step=step, num_steps=num_steps, curve=curve, summary=summary)
 
 

@@ -58,6 +58,7 @@ def fit(
             live.output is None,
             recorded,
             recipe.training.best_by,
+            opened.story.limited,
         ) as metrics,
     ):
         reads, text, optimizer = opened.digests, opened.plugin.text, run.sharded.torch_optimizer

@@ -98,7 +98,7 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             keep_day(run)
         # The run is prepared: failures from here on leave the output folder as it is.
         opened.facts = facts_of(run)
-        output = notebook_output(run.num_steps)
+        output = notebook_output(run.num_steps, opened.story.limits)
         with output.holding(console) if output is not None else nullcontext():
             print_run_summary(run)
         live = _live_report(run, output)

@@ -31,6 +31,7 @@ class Metrics:
         on_record: called after each record, with all records and the time left (seconds).
         shows_steps: whether steps are shown on the console; if not, `on_record` shows them.
         best_by: which figure judges evaluations (`training.best_by`), which the console shows, too.
+        limited: adds to a text with figures of held-out rows what limits them.
         to_trackers: called with the split, the numbers and the step of each record.
     """
 
@@ -46,7 +47,9 @@ class Metrics:
         shows_steps: bool = True,
         to_trackers: Callable[[str, dict[str, float], int], None] = lambda split, values, step: None,
         best_by: str = "loss",
+        limited: Callable[[str], str] = str,
     ) -> None:
+        self._limited = limited
         self._steering = steering(best_by).field
         self._unit = unit
         self._planned_peak_bytes = planned_peak_bytes
@@ -86,7 +89,7 @@ class Metrics:
         self._write(with_figures({"split": "eval"}, record))
         loss = [f"held-out loss {record['loss']:.4f}"] if "loss" in record else []
         if figures := [*loss, *_other_figures(record, self._steering, "loss")]:
-            self.progress.line(record["step"], *figures)
+            self.progress.line(record["step"], self._limited("  ".join(figures)))
 
     def catch_up(self) -> bool:
         """Writes the records that wait for a full disk. Returns whether none is left."""

@@ -12,7 +12,7 @@ from support.cases import cases
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import Tracker, TrainingSection
-from toolkit.training.extensions.best import merit_at, patience_is_over
+from toolkit.training.extensions.best import judged, patience_is_over
 
 TABLES = cases(__file__)
 
@@ -49,14 +49,15 @@ def test_by_the_answers_it_is_the_share_of_right_ones_that_decides() -> None:
 
 @pytest.mark.parametrize(("best_by", "record", "merit"), TABLES["DECIDE"])
 def test_any_figure_of_the_evaluations_may_decide(best_by: str, record: dict[str, Any], merit: float) -> None:
-    assert merit_at([{"split": "eval", "step": 3, **record}], 3, training(None, best_by=best_by).best_by, 1) == merit
+    assert judged([{"split": "eval", "step": 3, **record}], training(None, best_by=best_by).best_by, 1) == {3: merit}
 
 
 def test_a_reward_counts_as_its_mean_over_the_steps_between_two_saves() -> None:
     records = [{"split": "train", "step": step, "reward": reward} for step, reward in enumerate((9, 1, 2, 6, 9))]
-    assert merit_at(records, 3, "reward", 3) == 3.0
+    assert judged(records, "reward", 3, at=3)[3] == 3.0
+    assert judged(records, "reward", 3, at=4) == {1: 5.0, 4: 17 / 3}, "of each step once"
     answered = [*records, {"split": "eval", "step": 2, "reward": 7.0}]
-    assert merit_at(answered, 3, "reward", 3) == -float("inf"), "evaluations have it, and there is none of this step"
+    assert judged(answered, "reward", 3) == {2: 7.0}, "evaluations have it"
 
 
 @pytest.mark.parametrize(("best_by", "told"), TABLES["REFUSED"])

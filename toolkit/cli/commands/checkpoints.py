@@ -26,6 +26,7 @@ def checkpoints(
 ) -> None:
     """List a run's checkpoints. Exit code 1 if a finished one is damaged or holds non-finite weights."""
     from toolkit.checkpoint.manifest import list_checkpoints, place_named
+    from toolkit.pages.parts.story import with_limits
 
     place = place_named(run)
     if not place.is_dir():
@@ -39,6 +40,8 @@ def checkpoints(
     else:
         cells = [[_cell_text(column, row.get(column)) for column in COLUMNS] for row in rows]
         print_table([{"bytes": "size", "problem": "state"}.get(column, column) for column in COLUMNS], cells)
+        for limit in dict.fromkeys(limit for row in rows for limit in row.get("limits", [])):
+            print(with_limits("eval_loss", [limit]))
     # One without a marker is not damage: it may be being written.
     if any(row["problem"] is not None and not c.unfinished for row, c in zip(rows, found, strict=True)):
         raise typer.Exit(1)
@@ -47,6 +50,7 @@ def checkpoints(
 def _checkpoint_fields(found: Checkpoint, check: bool) -> dict[str, Any]:
     """Returns what is shown of one checkpoint; without a manifest only its step, folder and problem."""
     from toolkit.checkpoint.manifest import check_files
+    from toolkit.pages.parts.story import story_of
 
     problem, manifest = found.problem, found.manifest
     if check and manifest is not None and problem is None:
@@ -61,6 +65,7 @@ def _checkpoint_fields(found: Checkpoint, check: bool) -> dict[str, Any]:
         "bytes": sum(entry.bytes for entry in manifest.files.values()),
         "precision": manifest.precision,
         "eval_loss": manifest.eval_loss,
+        "limits": story_of(manifest.story or {}).limits,
         "date": manifest.date,
     }
 

@@ -95,10 +95,10 @@ def _print_progress(run: Path, found: RunState) -> None:
 
 def _print_result(run: Path, found: RunState) -> None:
     """Prints the result of a run that is done, its folder, and what to do next."""
-    from toolkit.pages.parts.story import read_story, with_limits
+    from toolkit.pages.parts.story import read_story
 
     story = read_story(run)
-    told = with_limits(story.outcome, story.limits)
+    told = story.limited(story.outcome)
     print(", ".join(filter(None, [f"finished: {counted(found.step, 'step')}", told])))
     for name, told in (story.facts() if story.starts else {}).items():
         print(f"{name}: {told}")

@@ -24,6 +24,7 @@ from toolkit.generation.text.image_prompts import asked_of, encode_with_images, 
 from toolkit.generation.text.load import Loaded, find_model, load_model
 from toolkit.generation.text.options import Options, Sampling, encodable
 from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
+from toolkit.pages.parts.story import read_story
 from toolkit.terminal import Terminal
 
 BATCH_SIZE = 8
@@ -92,7 +93,9 @@ def _answer_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write:
 
 
 def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
-    found = evaluated(loaded, options, rows)
+    found, folder = evaluated(loaded, options, rows), Path(loaded.name)
+    for limit in read_story(folder).limits or read_story(folder.parent.parent).limits:  # of a checkpoint: its run's
+        _print_notice(f"of the run, {limit}: with these in {options.evaluation}, the accuracy is too high")
     write(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if options.as_json else summary(found))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import counted
-from toolkit.paths import atomic_write, parse_json, read_foreign
+from toolkit.paths import ORIGIN, atomic_write, parse_json, read_foreign
 from toolkit.recipe.figures import steering
 
 RUN_JSON = "run.json"
@@ -116,6 +116,10 @@ class Story:
         warnings = [text if number == 1 else f"{text} ({number} times)" for text, number in self.warnings.items()]
         return list(dict.fromkeys([*self.doubts, *warnings]))
 
+    def limited(self, text: str) -> str:
+        """Returns figures of held-out rows with what limits them."""
+        return with_limits(text, self.limits)
+
     def facts(self) -> dict[str, str]:
         """Returns lines for the report and the card: name -> sentence."""
         parts = f" in {len(self.starts)} starts" if len(self.starts) > 1 else ""
@@ -134,7 +138,7 @@ class Story:
             # A best value that reads like the last one is not worth a line.
             if found and found["step"] != last["step"] and (name == "exported" or value != of_last):
                 where = f"step {found['step']:,} of {last['step']:,}"
-                told[name] = with_limits(f"{where}, whose {figure.name} is {value}; the last is {of_last}", self.limits)
+                told[name] = self.limited(f"{where}, whose {figure.name} is {value}; the last is {of_last}")
         return {name: text for name, text in told.items() if name == "exported" or text != told.get("exported")}
 
 
@@ -151,9 +155,9 @@ def story_of(values: Mapping[str, Any]) -> Story:
 
 
 def read_story(run: Path) -> Story:
-    """Reads the record of a run's folder; an empty one if there is none that can be read."""
+    """Reads the record of a run's folder, or of an export's; an empty one if there is none that can be read."""
     try:
-        found = parse_json(read_foreign(run / RUN_JSON))
+        found = parse_json(read_foreign(run / (RUN_JSON if (run / RUN_JSON).is_file() else ORIGIN)))
     except (OSError, ValueError):
         return Story()
     return story_of(found) if isinstance(found, dict) else Story()

@@ -96,8 +96,8 @@ def logits_of(model: nn.Module, objective: Objective, batch: Batch, device: torc
 
 
 @contextlib.contextmanager
-def refused(text: str, kind: type[BadInputError] = BadInputError) -> Iterator[None]:
-    """Turns an error of a model's code inside the block into one of `kind`, whose text says it in place of `{error}`.
+def refused(text: str, kind: Callable[[str], BadInputError] = BadInputError) -> Iterator[None]:
+    """Turns an error of a model's code inside the block into one of `kind`, made of the text with it as `{error}`.
 
     Raises:
         BadInputError: in place of what was raised.

@@ -7,6 +7,7 @@ without a cache, and not in every model and kernel; if they do not, logits are s
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -42,13 +43,17 @@ through no other code. For 135M parameters the three forwards take 0.9 s of CPU,
 class LeakError(BadInputError):
     """Rows that share a sample see each other, or the model cannot run them.
 
-    Its text is the field, what was found, and in a sentence of its own what to do.
+    Args:
+        why: what was found.
+        mend: what to do, a sentence.
     """
 
-    @property
-    def why(self) -> str:
-        """Returns what was found, without the field and what to do."""
-        return str(self).removeprefix("data.packing: ").rpartition(". ")[0]
+    def __init__(self, why: str, mend: str) -> None:
+        super().__init__(why, mend)  # ranks send it to each other: it is made again of these
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"data.packing: {'. '.join(self.args)}"
 
 
 @torch.no_grad()
@@ -96,8 +101,8 @@ def check_leaks(
     with without_dropout(model):
         with on_text_alone(model):
             alone = _few_logits(model, objective, ids, device, slice(span.stop - span.start))
-        cannot = f"data.packing: {what} cannot run rows that share a sample ({{error}}). {samples.keep_apart}"
-        with refused(cannot, LeakError):
+        cannot = f"{what} cannot run rows that share a sample ({{error}})"
+        with refused(cannot, partial(LeakError, mend=samples.keep_apart)):
             both = (batch, _others_replaced(batch, span.start))
             together, replaced = (_few_logits(model, objective, one, device, span) for one in both)
     found = (relative_difference(replaced, together), relative_difference(together, alone))
@@ -209,4 +214,4 @@ def require_apart(changes: float, differs: float, in_16_bits: bool, what: str, m
         how = f"differ by {differs:.1e} of the largest from its own alone, more than {ROUNDED[in_16_bits]:.0e}"
     else:
         return
-    raise LeakError(f"data.packing: rows that share a sample see each other in {what}: the logits of one {how}. {mend}")
+    raise LeakError(f"rows that share a sample see each other in {what}: the logits of one {how}", mend)

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,13 @@ class Trackers:
         named = {f"{split}/{key}": value for key, value in values.items() if key != "step"}
         for tracker in list(self._accelerator.trackers):
             if step > self._sent.get(tracker.name, {}).get(split, -1):
-                self._try(tracker, lambda tracker=tracker: tracker.log(named, step=step))  # type: ignore[misc]
+                self._try(tracker, partial(tracker.log, named, step=step))
 
     def show(self, samples: Sequence[SideBySide], report: Path) -> None:
         """Gives each tracker the report, the record of the run and what the model wrote after held-out prompts."""
         for tracker in list(self._accelerator.trackers):
             if (give := SHOWN.get(tracker.name)) is not None:
-                self._try(
-                    tracker,
-                    lambda give=give, tracker=tracker: give(tracker, samples, report),  # type: ignore[misc]
-                )
+                self._try(tracker, partial(give, tracker, samples, report))
 
     def _try(self, tracker: GeneralTracker, action: Callable[[], None]) -> None:
         try:

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -67,10 +67,11 @@ class NotebookOutput:
     Args:
         update: replaces the output.
         num_steps: steps of the run.
+        limits: what limits the figures of held-out rows.
     """
 
-    def __init__(self, update: Callable[[Output], None], num_steps: int) -> None:
-        self._update = update
+    def __init__(self, update: Callable[[Output], None], num_steps: int, limits: Sequence[str] = ()) -> None:
+        self._update, self._limits = update, limits
         self._num_steps = num_steps
         self._curve: Any = None
         self._summary = ""
@@ -94,7 +95,8 @@ class NotebookOutput:
             self._curve = curve_of(records)
             drawn = time.monotonic()
             self._curve_due = drawn + (drawn - now) / CURVE_SHARE
-        self._update(progress_output(records, self._num_steps, seconds_left, self._curve, self._summary))
+        told = (self._num_steps, seconds_left, self._curve, self._summary, self._limits)
+        self._update(progress_output(records, *told))
 
     def finish(self, result: FinetuneResult) -> None:
         """Shows the result of the run."""
@@ -102,18 +104,18 @@ class NotebookOutput:
         self._update(shown)
 
 
-def notebook_output(num_steps: int) -> NotebookOutput | None:
+def notebook_output(num_steps: int, limits: Sequence[str] = ()) -> NotebookOutput | None:
     """Returns the output of the cell that this run was started in; None if there is none, and on ranks other than 0."""
     if ranks.rank() != 0:
         return None
     if shows:
-        return NotebookOutput(send, num_steps)
+        return NotebookOutput(send, num_steps, limits)
     if not in_notebook():
         return None
     if multiprocessing.parent_process() is not None:  # a `notebook_launcher` in a cell has forked this process
         return None
     handle = _display(progress_output([], num_steps, None, None))
-    return NotebookOutput(lambda output: handle.update(output, raw=True), num_steps)
+    return NotebookOutput(lambda output: handle.update(output, raw=True), num_steps, limits)
 
 
 def _display(output: Output) -> Any:

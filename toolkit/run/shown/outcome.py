@@ -22,7 +22,7 @@ from toolkit.pages.notebook_output import result_output
 from toolkit.pages.parts.loss_warnings import doubts_of
 from toolkit.pages.parts.run_metrics import damage_in_words, last_step, parse_metrics
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
-from toolkit.pages.parts.story import Story, read_story, with_limits
+from toolkit.pages.parts.story import Story, read_story
 from toolkit.pages.run_page import RunSummary, headline, write_report
 from toolkit.paths import is_hub_name, read_foreign
 from toolkit.recipe.figures import steering
@@ -64,7 +64,7 @@ class FinetuneResult:
 
     def __repr__(self) -> str:
         steps = counted(last_step(self.metrics), "step")
-        told = [repr(str(self.output_dir)), steps, headline(self.metrics)]
+        told = [repr(str(self.output_dir)), steps, read_story(self.output_dir).limited(headline(self.metrics))]
         return f"FinetuneResult({', '.join(filter(None, told))})"
 
     def _repr_html_(self) -> str:
@@ -138,7 +138,7 @@ def print_result(
 ) -> None:
     """Prints the last lines: the outcome in figures, answers, and the paths of report and export."""
     if story.outcome:
-        console.print(with_limits(f"{story.outcome} in {story.facts()['duration']}", story.limits), markup=False)
+        console.print(story.limited(f"{story.outcome} in {story.facts()['duration']}"), markup=False)
     for name, told in story.weights().items():
         console.print(f"{name}: {told}", markup=False)
     for doubt in story.doubts:

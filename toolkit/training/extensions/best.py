@@ -91,52 +91,31 @@ def patience_is_over(records: Sequence[Mapping[str, Any]], settings: TrainingSec
     """
     if settings.patience is None:
         return None
-    best, best_step, since = -math.inf, 0, 0
-    for step, merit in judged(records, settings.best_by, settings.eval_every_steps).items():
-        if merit > best:
-            best, best_step, since = merit, step, 0
-        else:
-            since += 1
+    merits = {-1: -math.inf, **judged(records, settings.best_by, settings.eval_every_steps)}
+    best_step = max(merits, key=merits.__getitem__)  # the first of equals
+    since = sum(step > best_step for step in merits)
     if since < settings.patience:
         return None
     figure = steering(settings.best_by)
     top = "lowest" if figure.better == "lower" else "highest"
+    best = merits[best_step]
     told = f"the {top} is {figure.in_short(figure.merit(best))}, at step {best_step:,}"
-    if not math.isfinite(best):
-        told = "none was finite"
+    told = told if math.isfinite(best) else "none was finite"
     return f"no {figure.better} {figure.name} in {counted(since, 'evaluation')} (training.patience); {told}"
 
 
-def merit_of(record: Mapping[str, Any], best_by: str) -> float:
-    """Returns a number that is larger for better records by `training.best_by`; -inf if the figure is not known."""
-    figure = steering(best_by)
-    value = record.get(figure.field)
-    return -math.inf if value is None else figure.merit(float(value))
+def judged(records: Sequence[Mapping[str, Any]], best_by: str, every: int | None, at: int = 0) -> dict[int, float]:
+    """Returns step -> merit of the weights after it, which is larger for better ones and -inf if it is not known.
 
-
-def judged(records: Sequence[Mapping[str, Any]], best_by: str, every: int | None) -> dict[int, float]:
-    """Returns step -> merit of the weights after it, for each step with an evaluation that has the figure.
-
-    If none has it, those are the multiples of `every`, with the mean over the steps up to each, as in `merit_at`.
+    Those are the steps with an evaluation that has the figure. A figure that only training has, such as the reward of
+    a run that samples itself, counts as its mean over `every` steps, because single steps are noisy: up to step `at`,
+    and to those a multiple of `every` before or after it.
     """
-    field, merits = steering(best_by).field, dict[int, list[float]]()
-    evals = [record for record in records if record["split"] == "eval" and field in record]
-    width = 1 if evals else every if field != "loss" else None
+    figure, merits = steering(best_by), dict[int, list[float]]()
+    evals = [record for record in records if record["split"] == "eval" and figure.field in record]
+    width = 1 if evals else every if figure.field != "loss" else None
     for record in evals or records:
-        if field in record and width is not None:
-            merits.setdefault(-(-record["step"] // width) * width, []).append(merit_of(record, best_by))
+        if figure.field in record and width is not None:
+            value, step = record[figure.field], at - (at - record["step"]) // width * width
+            merits.setdefault(step, []).append(-math.inf if value is None else figure.merit(float(value)))
     return {step: sum(found) / len(found) for step, found in merits.items() if step <= records[-1]["step"]}
-
-
-def merit_at(records: Sequence[Mapping[str, Any]], step: int, best_by: str, every: int) -> float:
-    """Returns the merit of the weights after a step: that of its evaluation, or -inf if it has none.
-
-    A figure that only training has, such as the reward of a run that samples itself, counts as its mean over the last
-    `every` steps, because single steps are noisy.
-    """
-    field = steering(best_by).field
-    found = [record for record in records if record["split"] == "eval" and record["step"] == step]
-    if field != "loss" and not any(field in record for record in records if record["split"] == "eval"):
-        found = [record for record in records if record["split"] == "train" and step - every < record["step"] <= step]
-    merits = [merit_of(record, best_by) for record in found]
-    return sum(merits) / len(merits) if merits else -math.inf
