@@ -72,6 +72,7 @@ class Objective(ABC):
         needs_documents: whether the loss needs `by_document`, so that ranks that share rows exchange it.
         needs_whole_steps: whether the losses share `window_sums`.
         teacher: the frozen model to learn from.
+        failure: why a sum of this step is NaN, where code of the user's failed on this rank, perhaps alone.
     """
 
     unit: str = "targets"
@@ -79,6 +80,7 @@ class Objective(ABC):
     needs_documents: bool = False
     needs_whole_steps: bool = False
     teacher: FrozenModel | None = None
+    failure: str | None = None
 
     @classmethod
     @abstractmethod

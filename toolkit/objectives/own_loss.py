@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit import ranks
 from toolkit.data.samples.samples import IGNORED, Batch
 from toolkit.errors import BadInputError, OwnCodeError
 from toolkit.model.structure.fake_tensors import has_values
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.objective import Ingredients, Objective, RunsWindows
-from toolkit.user_function import UserFunction, load_function, set_streams, shown, streams, while_training
+from toolkit.user_function import UserFunction, load_function, set_streams, streams, while_training
 
 FIELD = "objective.loss"
 
@@ -102,10 +103,8 @@ class OwnLoss(CausalLM):
             OwnCodeError: if the function fails, or returns something else.
         """
         labels, num_rows = arguments["labels"], arguments["num_rows"]
-        source: torch.Tensor = arguments["logits" if "logits" in arguments else "log_probabilities"]
         if not len(labels):
-            # With a graph, so that this rank's backward gathers what the others gather.
-            return source.sum(), (0 if not self.needs_whole_steps else source.new_zeros(()))
+            return self._without_function(arguments)
         where = f"{len(labels)} targets of {num_rows} rows"
         arguments = {**arguments, "labels": labels.clone()}  # the function may reshape its own, and ours are counted
         with while_training():
@@ -128,19 +127,38 @@ class OwnLoss(CausalLM):
             return total, count
         if isinstance(count, float):
             count = total.new_tensor(count)
-        if not isinstance(count, torch.Tensor) or count.dim():
+        if not isinstance(count, torch.Tensor) or count.dim() or count.is_complex():
             raise self.wrong(count, where, "as its count len(labels), num_rows, or a tensor without dimensions")
         return total, count.detach()
 
-    def _drawn_again(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
+    def _without_function(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Returns a sum with a graph, so that this rank's backward gathers what the others gather, and a count."""
+        total: torch.Tensor = arguments["logits" if "logits" in arguments else "log_probabilities"].sum()
+        return total, total.detach() if self.needs_whole_steps else 0
+
+    def _of_micro_batch(self, model: nn.Module, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Returns `sum_and_count`. If it fails in a step of several ranks, the sum is NaN, and `failure` says why."""
+        try:
+            total, count = self.sum_and_count(arguments)
+            if isinstance(count, int) != self.needs_whole_steps:
+                return total, count
+            raise self.wrong(count, "a micro-batch", "a count of the kind that it returned first: an int, or a tensor")
+        except OwnCodeError as error:
+            if ranks.world_size() == 1 or not model.training:
+                raise
+            self.failure = str(error)
+            total, count = self._without_function(arguments)
+            return total * math.nan, count
+
+    def _drawn_again(self, model: nn.Module, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Calls the function with the random numbers with which the micro-batch was counted, if it was."""
         if self._counted:
             set_streams({FIELD: self._counted.pop(0)})
-        return self.sum_and_count(arguments)
+        return self._of_micro_batch(model, arguments)
 
     def wrong(self, found: Any, where: str, needed: str) -> OwnCodeError:
         """Returns the error for a value that the function returned."""
-        return OwnCodeError(f"{FIELD}: {self._function.name} returned {shown(found)} for {where}; needs {needed}")
+        return OwnCodeError(str(self._function.wrong(found, where, needed)))
 
     def settle(self, count: int | torch.Tensor) -> None:
         """Decides by the first count whether a step's count is known before its forward."""
@@ -155,9 +173,7 @@ class OwnLoss(CausalLM):
             loss = CausalLM.loss_sum(self, model, batch)
             return loss, loss.new_zeros(0)
         arguments = self.arguments(model, batch)
-        total, count = self._drawn_again(arguments)
-        if isinstance(count, int) != (not self.needs_whole_steps):
-            raise self.wrong(count, "a micro-batch", "a count of the kind that it returned first: an int, or a tensor")
+        total, count = self._drawn_again(model, arguments)
         if not isinstance(count, int):
             of_step = batch["window"] if "window" in batch else torch.stack([count, _like(count, arguments)])
             total = total * (of_step[1] / of_step[0])  # the trainer divides by the targets
@@ -171,7 +187,7 @@ class OwnLoss(CausalLM):
         with without_dropout(model):
             arguments = self.arguments(model, batch)
         self._counted.append(streams().get(FIELD, {}))
-        count = torch.as_tensor(self.sum_and_count(arguments)[1], device=batch["input_ids"].device).float()
+        count = torch.as_tensor(self._of_micro_batch(model, arguments)[1], device=batch["input_ids"].device).float()
         return torch.stack([count, _like(count, arguments)])
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
@@ -188,7 +204,7 @@ class OwnLoss(CausalLM):
             crossed = F.cross_entropy(arguments["logits"], arguments["labels"], reduction="sum")
         else:
             crossed = -arguments["log_probabilities"].sum()
-        total, count = self._drawn_again(arguments)
+        total, count = self._drawn_again(model, arguments)
         values = (total, torch.as_tensor(count), crossed, torch.tensor(len(arguments["labels"])))
         return torch.stack([value.detach().to(total.device).double() for value in values])
 

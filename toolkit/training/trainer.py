@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from toolkit import ranks
 from toolkit.data.samples.loader import ahead, with_next
 from toolkit.data.samples.samples import Batch
-from toolkit.errors import StoppedError, TrainingError
+from toolkit.errors import BadInputError, OwnCodeError, StoppedError, TrainingError
 from toolkit.objectives.losses.balance import Balance
 from toolkit.objectives.objective import Objective
 from toolkit.recipe.schema import TrainingSection
@@ -354,6 +354,11 @@ class Trainer:
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
         norms = [rank.grad_norm for rank in found]
+        non_finite_ranks = [number for number, rank in enumerate(found) if not math.isfinite(rank.loss_sum)]
+        failures = ranks.gather_objects(self.objective.failure) if non_finite_ranks else []
+        if (failure := next(filter(None, failures), None)) is not None:
+            # The weights are those of the last step, unless backward updates them: then there is nothing to save.
+            raise (OwnCodeError if self._steps_in_backward else BadInputError)(failure)
         if len(factors := {rank.rate_factor for rank in found}) > 1:
             raise TrainingError(
                 f"the ranks' rate_factor differ: {', '.join(f'{factor:g}' for factor in sorted(factors))}; an "
@@ -370,7 +375,7 @@ class Trainer:
             counts=counts,
             peak_device_bytes=max(rank.peak_device_bytes for rank in found),
             peak_host_bytes=max(rank.peak_host_bytes for rank in found),
-            non_finite_ranks=[number for number, rank in enumerate(found) if not math.isfinite(rank.loss_sum)],
+            non_finite_ranks=non_finite_ranks,
             figures=[
                 sum(sums) / max(1, counts.targets)
                 for sums in zip(*(rank.figures for rank in found[:: self.copies]), strict=True)
