@@ -23,7 +23,7 @@ from toolkit.published import for_readers, settings_for_readers
 from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, compares, read_yaml, shipped_recipes
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.yaml_values import yaml_text
-from toolkit.terminal import harmless
+from toolkit.terminal import harmless, one_line
 
 CARD, CURVE = "README.md", "curve.png"
 
@@ -41,8 +41,8 @@ def write_card(folder: Path, recipe: Recipe, summary: RunSummary, loading: str =
         serving: a command that serves it, if one does.
     """
     _draw_curve(folder / CURVE, summary.metrics)
-    text = render_card(recipe, summary, loading, serving)
-    (folder / CARD).write_text(harmless(text), encoding="utf-8", errors="replace")
+    text = "\n".join(map(one_line, harmless(render_card(recipe, summary, loading, serving)).split("\n")))
+    (folder / CARD).write_text(text, encoding="utf-8", errors="replace")
 
 
 def render_card(recipe: Recipe, summary: RunSummary, loading: str = "", serving: str = "") -> str:

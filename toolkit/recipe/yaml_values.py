@@ -37,6 +37,11 @@ class _WordsLoader(_Loader):
 class _Dumper(yaml.SafeDumper):
     """Puts quotes around text that a reader of YAML 1.1 or 1.2 would take for something else."""
 
+    def choose_scalar_style(self) -> Any:
+        # PyYAML writes them as they are, and reads them as the end of a line.
+        text: str = self.event.value  # type: ignore[union-attr] # of a scalar
+        return '"' if set(text) & set("\x85\u2028\u2029") else super().choose_scalar_style()
+
 
 _EXPONENT = (f"{_TAG}float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789."))
 

@@ -28,8 +28,8 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts.trackers import config_of
 from toolkit.run.shown.outcome import _how_to_use
 
-HOSTILE = "a\u202eb\x1b[2Jc\x9b1m\u2066"
-"""Codes that turn the direction of text, and those of a terminal."""
+HOSTILE = "a\u202eb\x1b[2Jc\x9b1m\u2066\u2028d\x1ee\x85f"
+"""Codes that turn the direction of text, those of a terminal, and what `str.splitlines` takes for the end of a line."""
 
 METRICS: list[dict[str, Any]] = [
     {"split": "eval", "step": 0, "loss": 5.0},
@@ -173,5 +173,6 @@ def test_no_code_of_a_terminal_or_of_the_direction_of_text_gets_into_a_card(tmp_
     write_card(tmp_path, recipe, of_run(METRICS, {"train": counts}, HOSTILE, doubts=[HOSTILE], limits=[HOSTILE]))
     text = (tmp_path / "README.md").read_text()
     assert text.count("b\u241b") > 6, "what is written in their place"
+    assert text.splitlines() == text.rstrip("\n").split("\n")
     codes = [code for code in text if (code < " " and code != "\n") or "\x7f" <= code <= "\x9f"]
     assert codes + [code for code in text if code in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"] == []

@@ -241,22 +241,8 @@ def test_an_anchor_repeats_values_and_shares_none() -> None:
 
 
 def test_text_that_looks_like_something_else_is_written_in_quotes(tmp_path: Path) -> None:
-    looks = [
-        "0100",
-        "1:30",
-        "1e5",
-        "2E-3",
-        "yes",
-        "off",
-        "2026-11-25",
-        ".inf",
-        "null",
-        "=",
-        "08",
-        "1_000",
-        "#a",
-        "a: b",
-    ]
+    looks = ["0100", "1:30", "1e5", "2E-3", "yes", "off", "2026-11-25", ".inf", "null", "=", "08", "1_000", "#a"]
+    looks += ["a: b", "a\x85# b", "a\u2028---\u2029b"]
     recipe = Recipe.load("classify", {"objective.labels": looks, "model.revision": None})
     text = recipe.to_yaml()
     assert Recipe.from_yaml(text, tmp_path, "r").objective.labels == looks

@@ -22,6 +22,7 @@ from toolkit.cli.shared.hub import settle_hub
 from toolkit.cli.shared.new_files import require_new, write_to
 from toolkit.errors import BadInputError, ToolkitError, first_line
 from toolkit.paths import GIB
+from toolkit.terminal import one_line
 
 if TYPE_CHECKING:
     from toolkit.cluster.job import Job
@@ -98,7 +99,7 @@ def job(
     if file.exists() and Path(source).exists() and file.samefile(source):
         raise BadInputError(f"--to: {str(file)!r} is the recipe that the job trains; name another file")
     # Its lines begin the file as comments; what it is given may hold an end of line.
-    write_to(file, made.text(" ".join(shlex.join(["toolkit", *sys.argv[1:]]).splitlines())))
+    write_to(file, made.text(one_line(shlex.join(["toolkit", *sys.argv[1:]]))))
     if device is not None:
         print(_verdict(made, device))
     print(f"{file}: look at it, then submit it:\n  sbatch {shlex.quote(str(file))}")
