@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import ToolkitError, first_line
+from toolkit.errors import ToolkitError, in_words
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -174,19 +174,7 @@ def on_every_rank(action: Callable[[], T], what: str, group: dist.ProcessGroup |
     Raises:
         ToolkitError: on every rank, if the action fails on any rank.
     """
-    result: T | None = None
-    error: ToolkitError | None = None
-    try:
-        result = action()
-    except ToolkitError as found:
-        error = found
-    except Exception as found:  # the others must not wait for a rank that is gone
-        error = ToolkitError(f"rank {rank()} could not {what}: {type(found).__name__}: {first_line(found)}")
-    outcomes = gather_objects((result, error), group)
-    for _, found_error in outcomes:
-        if found_error is not None:
-            raise found_error
-    return [found for found, _ in outcomes]  # type: ignore[misc]
+    return [found for _, found in _outcomes(action, what, group)]
 
 
 def on_any_rank(value: bool) -> bool:
@@ -207,8 +195,13 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return gathered
 
 
-def _outcomes(action: Callable[[], T] | None) -> list[tuple[bool, T]]:
-    """Returns for each rank whether it had an `action`, and its result. Raises the first error of any rank on all."""
+def _outcomes(
+    action: Callable[[], T] | None, what: str = "", group: dist.ProcessGroup | None = None
+) -> list[tuple[bool, T]]:
+    """Returns for each rank whether it had an `action`, and its result. Raises the first error of any rank on all.
+
+    Without `what`, a rank whose action fails by what is no ToolkitError raises that itself.
+    """
     result: T | None = None
     error: ToolkitError | None = None
     unexpected: Exception | None = None
@@ -217,10 +210,10 @@ def _outcomes(action: Callable[[], T] | None) -> list[tuple[bool, T]]:
     except ToolkitError as found:
         error = found
     except Exception as found:  # the others must not wait for a rank that is gone
-        unexpected = found
-        error = ToolkitError(f"rank {rank()} failed while preparing: {type(found).__name__}: {first_line(found)}")
-    outcomes = gather_objects((action is not None, result, error))
-    if unexpected is not None:
+        unexpected, did = found, f"could not {what}" if what else "failed while preparing"
+        error = ToolkitError(f"rank {rank()} {did}: {in_words(found)}")
+    outcomes = gather_objects((action is not None, result, error), group)
+    if unexpected is not None and not what:
         raise unexpected
     for _, _, found_error in outcomes:
         if found_error is not None:

@@ -100,6 +100,10 @@ class UserFunction:
 
         return fenced(call_all, what, "correct the function, or leave the row out", self.field)
 
+    def wrong(self, found: Any, where: str, needed: str) -> BadInputError:
+        """Returns the error for a value that the function returned."""
+        return BadInputError(f"{self.field}: {self.name} returned {shown(found)} for {where}; needs {needed}")
+
 
 def load_function(name: str, field: str) -> UserFunction:
     """Imports a function. Only for a name that the user has given, or allowed: importing a module runs its code.
@@ -318,10 +322,12 @@ def _same_state() -> Iterator[None]:
 def as_number(value: Any) -> float | None:
     """Returns a value of the user's as a number, or None if it is no real number, or too large for a float.
 
-    True and false are numbers. The class of the value may be a user's code, too.
+    True and false are numbers, those of NumPy, too. The class of the value may be a user's code.
     """
     try:
-        return float(value) if isinstance(value, numbers.Real) else None
+        if type(value).__module__ == "numpy" and not value.ndim:
+            value = value.item()
+        return float(value) if isinstance(value, numbers.Number) else None  # type: ignore[arg-type] # fails if complex
     except KeyboardInterrupt:
         raise
     except BaseException:

@@ -119,7 +119,7 @@ def test_each_host_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(ranks, "local_rank", lambda: len(found) % 2)
     monkeypatch.setattr(ranks, "rank", lambda: len(found))
     asked: list[Any] = []
-    monkeypatch.setattr(ranks, "gather_objects", lambda mine: asked.append(mine) or told)
+    monkeypatch.setattr(ranks, "gather_objects", lambda mine, _: asked.append(mine) or told)
     found: list[Path] = []
     while len(found) < 4:
         found.append(ranks.on_each_host(lambda: there))

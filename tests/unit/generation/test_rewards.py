@@ -53,10 +53,10 @@ def test_a_batched_function_gets_all_completions_of_a_step_at_once(tmp_path: Pat
 @pytest.mark.parametrize(
     ("body", "batched", "expected"),
     [
-        ("return 'good'", False, "r0: .*returned 'good' for rows.jsonl:0; return a number of at most 1e"),
+        ("return 'good'", False, "r0: .*returned 'good' for rows.jsonl:0; needs a number of at most 1e"),
         ("return float('nan')", False, "returned nan for rows.jsonl:0"),
         ("return 1 / row['hard']", False, "failed on rows.jsonl:0: ZeroDivisionError"),
-        ("return [1.0]", True, "returned 1 values for 3 completions"),
+        ("return [1.0]", True, r"returned \[1.0\] for 3 completions; needs a list of 3 values"),
         ("return 1.0", True, "returned 1.0 for 3 completions"),
         ("return [0, 1, 'a']", True, "returned 'a' for rows.jsonl:2"),
     ],

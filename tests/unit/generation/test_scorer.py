@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,14 @@ def test_numbers_from_0_to_1_are_scores_and_other_values_name_the_row() -> None:
     def score(value: Any) -> float:
         return Scorer(UserFunction("m:f", lambda _text, _row: value, "", "--score")).score("", PromptRow("f:7", "", ""))
 
-    scores = [True, 1, 0.0, 0.5, np.float32(1), np.int64(0), False, Fraction(1, 4)]
-    assert [score(value) for value in scores] == [1, 1, 0, 0.5, 1, 0, 0, 0.25]
+    scores = [True, 1, 0.0, 0.5, np.float32(1), np.int64(0), False, Fraction(1, 4), np.True_, Decimal(1)]
+    assert [score(value) for value in scores] == [1, 1, 0, 0.5, 1, 0, 0, 0.25, 1, 1]
     others = [None, "1", 2, -0.1, math.nan, math.inf, [1], 1j, torch.tensor(1.0), 10**400, 10**5000, -(10**400)]
     wrong = []
     for value in [*others, Odd(0.5), Masked(), object]:
         with pytest.raises(BadInputError) as caught:
             score(value)
-        if not re.match("--score: m:f returned .* for f:7; allowed: True, False, or a number", str(caught.value)):
+        if not re.match("--score: m:f returned .* for f:7; needs True, False, or a number", str(caught.value)):
             wrong.append(str(caught.value))
     assert wrong == []
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,16 +15,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, OwnCodeError
+from toolkit.errors import OwnCodeError
 from toolkit.generation.sampling.reward import reward_model
 from toolkit.generation.sampling.sampled_rows import PromptForm
 from toolkit.generation.text.evaluation import scoring_of
 from toolkit.generation.text.rows import PromptRow
 from toolkit.recipe.objectives.grpo import RewardSection
-from toolkit.user_function import UserFunction, as_number, load_function, shown
+from toolkit.user_function import UserFunction, as_number, load_function
 
 LARGEST = 1e30
 """The largest size of a reward, far from where the squares in a variance are infinite."""
+
+NEEDED = f"a number of at most {LARGEST:g}, or None to leave a completion out"
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,6 @@ class _Function:
 
     function: UserFunction
     batched: bool
-    mend: str = field(default=f"return a number of at most {LARGEST:g}, or None to leave a completion out", init=False)
 
     def values(self, judged: Judged) -> list[float]:
         # Copies, so that one score does not depend on those before it.
@@ -137,10 +138,7 @@ class _Function:
             return [self._number(self.function.call(place, text, row), place) for place, text, row in each]
         found = self.function.call("the completions of a step", list(judged.texts), rows)
         if not isinstance(found, list | tuple) or len(found) != len(rows):
-            what = f"{len(found)} values" if isinstance(found, list | tuple) else shown(found)
-            raise BadInputError(
-                f"{self.function.field}: {self.function.name} returned {what} for {len(rows)} completions; {self.mend}"
-            )
+            raise self.function.wrong(found, f"{len(rows)} completions", f"a list of {len(rows)} values, {NEEDED} each")
         return [self._number(value, row.place) for value, row in zip(found, judged.rows, strict=True)]
 
     def _number(self, value: Any, place: str) -> float:
@@ -149,9 +147,7 @@ class _Function:
         found = as_number(value)
         if found is not None and abs(found) <= LARGEST:
             return found
-        raise BadInputError(
-            f"{self.function.field}: {self.function.name} returned {shown(value)} for {place}; {self.mend}"
-        )
+        raise self.function.wrong(value, place, NEEDED)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-from toolkit.errors import BadInputError
 from toolkit.generation.text.rows import PromptRow
-from toolkit.user_function import UserFunction, as_number, shown
+from toolkit.user_function import UserFunction, as_number
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,4 @@ class Scorer:
         score = as_number(found)
         if score is not None and 0 <= score <= 1:
             return score
-        raise BadInputError(
-            f"{self.function.field}: {self.function.name} returned {shown(found)} for {row.place}; allowed: True, "
-            "False, or a number from 0 to 1"
-        )
+        raise self.function.wrong(found, row.place, "True, False, or a number from 0 to 1")

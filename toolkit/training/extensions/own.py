@@ -148,18 +148,19 @@ class OwnExtensions(Extension):
     def _of(self, call: str) -> Iterable[Own]:
         return (own for own in self._owned if own.overrides(call))
 
+    def _call_all(self, call: str, *arguments: Any) -> list[tuple[Own, Any]]:
+        """Returns what each extension returns, whatever the first one does."""
+        return [(own, own.call(call, *arguments)) for own in self._of(call)]
+
     def before_training(self, trainer: LoopState) -> None:
-        for own in self._of("before_training"):
-            own.call("before_training", trainer)
+        self._call_all("before_training", trainer)
 
     def before_step(self, step: int) -> None:
-        for own in self._of("before_step"):
-            own.call("before_step", step)
+        self._call_all("before_step", step)
 
     def rate_factor(self, step: int) -> float:
         factor = 1.0
-        for own in self._of("rate_factor"):
-            found = own.call("rate_factor", step)
+        for own, found in self._call_all("rate_factor", step):
             number = as_number(found)
             if number is None or not 0 <= number < math.inf:
                 raise own.wrong("rate_factor", found, "a number from 0 on, by which the learning rate is multiplied")
@@ -179,8 +180,7 @@ class OwnExtensions(Extension):
         return self._any_true("wants_save")
 
     def _any_true(self, call: str, *arguments: Any) -> bool:
-        """Asks all, whatever the first one returns."""
-        found = [(own, own.call(call, *arguments)) for own in self._of(call)]
+        found = self._call_all(call, *arguments)
         for own, value in found:
             if not isinstance(value, bool):
                 raise own.wrong(call, value, "True or False")
@@ -194,10 +194,9 @@ class OwnExtensions(Extension):
 
     def _figures(self, call: str, *arguments: Any) -> dict[str, Any]:
         figures: dict[str, Any] = {}
-        for own in self._of(call):
-            found = own.call(call, *arguments)
-            known: dict[str, Any] = found if isinstance(found, dict) else {"": None}
-            known = {name: as_number(value) for name, value in known.items()}
+        for own, found in self._call_all(call, *arguments):
+            items = dict.items(found if isinstance(found, dict) else {"": None})  # not those of a class of the user's
+            known: dict[str, Any] = {name: as_number(value) for name, value in items}
             if not all(isinstance(name, str) for name in known) or None in known.values():
                 raise own.wrong(call, found, "a dict of names and numbers, or {}")
             if twice := sorted(figures.keys() & known.keys()):
@@ -206,8 +205,7 @@ class OwnExtensions(Extension):
         return figures
 
     def after_step(self, trainer: LoopState, step: Step) -> None:
-        for own in self._of("after_step"):
-            own.call("after_step", trainer, step)
+        self._call_all("after_step", trainer, step)
 
     def after_evaluation(self, trainer: LoopState, record: dict[str, Any]) -> None:
         for own in self._of("after_evaluation"):
@@ -221,8 +219,7 @@ class OwnExtensions(Extension):
 
     def state(self) -> dict[str, Any]:
         states = {}
-        for own in self._of("state"):
-            found = own.call("state")
+        for own, found in self._call_all("state"):
             try:
                 states[own.field] = json.loads(json.dumps(found, allow_nan=False))
             except (TypeError, ValueError):
@@ -239,5 +236,4 @@ class OwnExtensions(Extension):
             self._warn(f"the checkpoint has the state of {', '.join(gone)}, which nothing takes up now")
 
     def close(self) -> None:
-        for own in self._of("close"):
-            own.call("close")
+        self._call_all("close")
