@@ -124,12 +124,12 @@ class OwnLoss(CausalLM):
                     where,
                     "as an int count len(labels), or num_rows if it takes that; return any other count as a tensor",
                 )
-            return total, count
+            return total.clone(), count  # the function may keep its own, and change it later
         if isinstance(count, float):
             count = total.new_tensor(count)
         if not isinstance(count, torch.Tensor) or count.dim() or count.is_complex():
             raise self.wrong(count, where, "as its count len(labels), num_rows, or a tensor without dimensions")
-        return total, count.detach()
+        return total.clone(), count.detach().clone()
 
     def _without_function(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Returns a sum with a graph, so that this rank's backward gathers what the others gather, and a count."""

@@ -62,10 +62,12 @@ def plain(logits: Any, labels: Any) -> Any:
     return F.cross_entropy(logits, labels, reduction="sum"), len(labels)
 
 
-def spoiling(logits: Any, log_probabilities: Any, labels: Any, rows: Any) -> Any:
+def spoiling(logits: Any, log_probabilities: Any, labels: Any, rows: Any, kept: Any = []) -> Any:  # noqa: B006
     total = plain(logits, labels.clone())[0] + 0 * log_probabilities.sum()
+    kept.append(total)
     with torch.no_grad():
         logits.zero_()
+        kept[-2 % len(kept)].data.mul_(len(kept) == 1)
     rows.zero_()
     labels.zero_().unsqueeze_(0)
     return total, labels.numel()
@@ -110,6 +112,8 @@ def test_cross_entropy_written_as_an_own_loss_is_cross_entropy() -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(gradients[0], gradients[2], rtol=1e-4, atol=1e-6)
+    first, second = (spoils.loss_sum(model, batch) for _ in range(2))
+    assert first == second, "as in a step by block"
     three = (written, ours, spoils)
     sums = [each.evaluation_record(each.evaluation_sums(model, batch).tolist()) for each in three]
     assert sums[2] == sums[0], "what a loss does to its arguments changes no other figure"
@@ -129,9 +133,14 @@ def test_a_micro_batch_without_targets_is_not_given_to_it() -> None:
 
 
 def test_the_first_batch_decides_what_divides_the_sum() -> None:
+    kept: list[torch.Tensor] = []
+
     def weighted(logits: Any, labels: Any) -> Any:
+        for before in kept:
+            before.data.zero_()
         weights = (labels % 2 + 1).float()
-        return (weights * F.cross_entropy(logits, labels, reduction="none")).sum(), weights.sum()
+        kept[:] = (weights * F.cross_entropy(logits, labels, reduction="none")).sum(), weights.sum()
+        return tuple(kept)
 
     assert checked(plain, ROWS)[1] == "divided by the targets of a step"
     assert checked(by_row, ROWS)[1] == "divided by the rows of a step"
