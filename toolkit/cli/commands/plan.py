@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from toolkit.planning.table import Plan
 
 DEFAULT_HARDWARE = "h100_sxm"
-
-IN_A_FILE = 400
-"""Characters of a line that goes to a file or a pipe; 80 would cost columns."""
 
 
 def _of_machine(about: str, **settings: Any) -> Any:
@@ -165,9 +161,7 @@ def _print_plan(found: Plan, name: str, overrides: list[str], every_row: bool, e
     if as_json:
         print(json.dumps(plan_console.as_json(found, launch), indent=1))
         return
-    console = Terminal(stderr=False, soft_wrap=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = IN_A_FILE
+    console = Terminal(stderr=False)
     plan_console.show(console, found, launch, every_row)
     if explain:
         console.print()

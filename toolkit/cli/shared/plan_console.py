@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from toolkit.cli.shared.console import print_table
 from toolkit.errors import counted
 from toolkit.model.part_sizes import describe_parts
 from toolkit.paths import GIB
@@ -19,13 +19,6 @@ from toolkit.planning.table import Plan
 
 SHOWN = 24
 """Most rows of a table on the console."""
-
-FIRST_TO_GO = (*("peak in", "comm", "logits", "gathered", "grads", "params", "exchanged", "host", "acts", "state"),)
-"""Columns that a narrow terminal leaves out, in this order."""
-GAP = 2
-"""Spaces between two columns."""
-WORDS = ("", "strategy", "checkpoints", "micro-batch", "peak in")
-"""Columns that are not figures."""
 
 
 def gib(num_bytes: float) -> str:
@@ -49,7 +42,14 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
     if plan.parts:
         console.print(f"parts: {describe_parts(plan.parts)}", markup=False)
     rows = plan.rows if every_row else plan.rows[:SHOWN]
-    console.print(_plan_table(rows, plan, console.width))
+    cells = [_cells(row, plan) for row in rows]
+    print_table(list(cells[0]), [list(row.values()) for row in cells])
+    context = gib(CONTEXT_BYTES[hardware.device_type])
+    console.print(
+        "GiB: peak of one rank; host of one node; sent by one rank in a step, and between nodes by one node. "
+        f"fits: {HEADROOM['fits']} x peak + {context} GiB; tight: {HEADROOM['tight']} x peak + {context} GiB",
+        markup=False,
+    )
     if len(rows) < len(plan.rows):
         console.print(f"and {len(plan.rows) - len(rows)} more (--all)", markup=False)
     asked = plan.asked
@@ -90,28 +90,9 @@ def said(row: PlanRow) -> str:
     return f"{row.peak.moment}: {kind} {gib(num_bytes)} GiB"
 
 
-def _plan_table(rows: Sequence[PlanRow], plan: Plan, width: int) -> Table:
-    cells = [_cells(row, plan) for row in rows]
-    names = _fitting_columns(cells, width)
-    table = Table(box=None, pad_edge=False, padding=(0, GAP // 2))
-    for name in names:
-        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=True)
-    for row in cells:
-        table.add_row(*(row[name] for name in names))
-    left_out = [name for name in cells[0] if name not in names]
-    context = gib(CONTEXT_BYTES[plan.hardware.device_type])
-    table.caption = (
-        "GiB: peak and what is in it, of one rank; host of one node; sent by one rank in a step, and between nodes by "
-        "one node. fits: "
-        f"{HEADROOM['fits']} x peak + {context} GiB; tight: {HEADROOM['tight']} x peak + {context} GiB"
-        + (f". Left out, {width} columns wide: {', '.join(left_out)}" if left_out else "")
-    )
-    return table
-
-
 def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
     """Returns the cells of a row, by column."""
-    setup, parts = row.setup, row.peak.parts()
+    setup = row.setup
     return {
         "": f"{row.verdict}{'*' if row is plan.recommended else ''}",
         "strategy": setup.name,
@@ -119,17 +100,10 @@ def _cells(row: PlanRow, plan: Plan) -> dict[str, str]:
         "micro-batch": f"{setup.micro_batch_size} x {setup.accumulation}",
         **_cells_of_shared_rows(row, plan),
         "peak": gib(row.peak.total),
-        "params": gib(parts["parameters"]),
-        "grads": gib(parts["gradients"]),
-        "state": gib(parts["optimizer"]),
-        "gathered": gib(parts["gathered"]),
-        "acts": gib(parts["activations"]),
-        "logits": gib(parts["logits"]),
-        "comm": gib(parts["communication"]),
+        "peak in": row.peak.moment,
         "host": gib(row.host_bytes) if row.host_bytes else "",
         "sent": gib(row.traffic.sent) if row.traffic.sent else "",
         **({"between nodes": gib(row.between_nodes)} if plan.ranks > plan.hardware.devices_per_node else {}),
-        "peak in": row.peak.moment,
     }
 
 
@@ -139,17 +113,6 @@ def _cells_of_shared_rows(row: PlanRow, plan: Plan) -> dict[str, str]:
         return {}
     exchanged = row.traffic.exchanged + row.traffic.partial
     return {"sequence": str(row.traffic.sequence), "exchanged": gib(exchanged) if exchanged else ""}
-
-
-def _fitting_columns(cells: Sequence[dict[str, str]], width: int) -> list[str]:
-    """Returns the columns that can be read whole in a terminal of `width` characters."""
-    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in cells[0]}
-    names = list(widths)
-    for name in (name for name in FIRST_TO_GO if name in widths):
-        if sum(widths[kept] + GAP for kept in names) - GAP <= width:
-            break
-        names.remove(name)
-    return names
 
 
 def explain(console: Console, plan: Plan, row: PlanRow) -> None:
