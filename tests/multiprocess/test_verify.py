@@ -43,7 +43,7 @@ from toolkit.verify.sharded import _run_sharded
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
 Main = Callable[..., tuple[int, str, str]]
 Spoil = Callable[[pytest.MonkeyPatch], None]
-CHECKS = ["loss", "gradient norm", "weights", "gradients", "dropout replay", "packing"]
+CHECKS = ["loss", "gradient norm", "weights", "gradients", "dropout replay"]
 IMAGES = [1, 0, 2, 0, 0, 0, 0, 0, 0, 1, 1, 3, 0, 1]
 """Of each row; the second step has none."""
 
@@ -441,7 +441,7 @@ def test_bad_input(folder: Path, main: Main) -> None:
 
 
 def test_a_failed_check_is_exit_code_1(folder: Path, main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Row("loss", 0.25, 1e-6, FAILED, "[at] step 3"), Row("packing", None, None, OK)]
+    rows = [Row("loss", 0.25, 1e-6, FAILED, "[at] step 3"), Row("weights", None, None, OK)]
     monkeypatch.setattr("toolkit.verify.verify", lambda *_, **__: Report({"ranks": "2 on cpu"}, rows))
     code, table, _ = main(str(folder / "recipe.yaml"))
     assert code == 1

@@ -44,7 +44,6 @@ def compare(plain: PlainRun, sharded: ShardedRun, dtype: str) -> list[Row]:
         _weights_row(plain, found.weights, mixed, dtype),
         _gradients_row(found, expected, mixed, plain.towers),
         _replay_row(sharded.replay, sharded.device),
-        plain.packing,
     ]
     if plain.trained != set(expected.weights):
         rows.insert(3, _frozen_row(plain, found.weights, mixed))

@@ -29,17 +29,17 @@ from toolkit.optim.build import matrices
 from toolkit.optim.schedule import learning_rate_factor
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import steps_of_run
+from toolkit.run.checks.image_check import check_images
 from toolkit.run.checks.packing_check import LeakError, check_leaks
 from toolkit.run.parts.rollouts import Rollouts
 from toolkit.run.stages.rows import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.fsdp2.shards import local_tensor
 from toolkit.verify.launch import Launch
-from toolkit.verify.packing import packing_row
-from toolkit.verify.plain_images import PlainImages, images_row, row_by_row
+from toolkit.verify.plain_images import PlainImages, row_by_row
 from toolkit.verify.plain_losses import PLAIN_LOSSES, PlainLoss
 from toolkit.verify.plain_model import plain_model
 from toolkit.verify.plain_routers import PlainRouters
-from toolkit.verify.results import Outcome, PlainRun, Row
+from toolkit.verify.results import Outcome, PlainRun
 from toolkit.verify.rollouts import PlainSampler
 
 
@@ -68,7 +68,6 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     leak = _packing_leak(recipe, model, data, device)
     if leak is not None:
         padded, data = leak, without_packing(recipe, tokens)
-    packing = _packing_check(model, data, device)
     # Of ranks that share their rows, or have the same.
     groups = launch.num_processes // (recipe.sharding.sequence * launch.tensor)
     num_micro_batches = groups * training.gradient_accumulation_steps
@@ -89,31 +88,25 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
         windows = Rollouts(recipe, data, loader, tokens, sampler, device)
     loss = PLAIN_LOSSES[kind](recipe, device)
     loss = PlainImages(loss) if data.train.has_images else loss
-    plain = plain_loop(model, recipe, loss, windows, rates, packing, routers)
+    plain = plain_loop(model, recipe, loss, windows, rates, routers)
     del model
     torch.cuda.empty_cache()
     return replace(plain, padded=padded, drawn=None if sampler is None else sampler.drawn)
 
 
 def _packing_leak(recipe: Recipe, model: nn.Module, data: TokenisedData, device: torch.device) -> str | None:
-    """Returns why rows must not share a sample if the recipe leaves that open. Else `packing_row` reports a leak."""
+    """Returns why rows must not share a sample if the recipe leaves that open. Else the ranks refuse a leak."""
     if not may_pad(recipe, data):
         return None
     objective, size = CausalLM(model, packed=True), recipe.training.micro_batch_size
     try:
         if (with_images := image_samples_of(data.train)) is not None:
-            images_row(model, with_images, device)
+            check_images(model, CausalLM(model, with_images.packed), with_images, device, in_16_bits=False)
         else:
             check_leaks(model, objective, data.train, size, device, in_16_bits=False)
     except LeakError as error:
         return error.why
     return None
-
-
-def _packing_check(model: nn.Module, data: TokenisedData, device: torch.device) -> Row:
-    if (with_images := image_samples_of(data.train)) is not None:
-        return images_row(model, with_images, device)
-    return packing_row(model, data.train)
 
 
 def plain_loop(
@@ -122,7 +115,6 @@ def plain_loop(
     loss: PlainLoss,
     windows: Iterable[list[Batch]],
     rates: Sequence[float],
-    packing: Row,
     routers: PlainRouters | None = None,
 ) -> PlainRun:
     """Trains with AdamW, one optimizer step for each list of micro-batches.
@@ -133,7 +125,6 @@ def plain_loop(
         loss: the plain loss of the objective.
         windows: the micro-batches of each optimizer step.
         rates: the learning rate of each step.
-        packing: the row of the packing check, for the result.
         routers: the plain router losses of a mixture of experts, or None.
     """
     section, limit = recipe.optimizer, recipe.training.max_grad_norm
@@ -171,7 +162,7 @@ def plain_loop(
     if routers is not None:
         outcome = replace(outcome, loads=routers.loads, balance=routers.balance)
     towers = frozenset(name for name, part in parts_of(model).items() if part == VISION and name in named)
-    return PlainRun(outcome, set(named), steadiness.found(), sum(rates), packing, towers=towers)
+    return PlainRun(outcome, set(named), steadiness.found(), sum(rates), towers=towers)
 
 
 def _accumulate(model: nn.Module, plain_loss: PlainLoss, window: list[Batch], routers: PlainRouters | None) -> float:

@@ -13,11 +13,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.images.images import PREFIX
 from toolkit.data.samples.image_samples import ImageSamples, image_samples_of
 from toolkit.data.samples.samples import Batch, batch_of
-from toolkit.objectives.causal_lm import CausalLM
-from toolkit.run.checks.image_check import check_images
-from toolkit.verify.packing import PACKING_TOLERANCE
 from toolkit.verify.plain_losses import IGNORED, KINDS, OF_IMAGES, PlainLoss
-from toolkit.verify.results import NOT_USED, Row, measured
 
 ROWS = "rows"
 """The key of a batch that holds its rows, each with the inputs of the model."""
@@ -78,17 +74,3 @@ class PlainImages:
         """Returns the scalar sum of the losses over all target tokens."""
         rows: Any = batch[ROWS]
         return torch.stack([self._of_rows.summed(model, row) for row in rows]).sum()
-
-
-def images_row(model: nn.Module, samples: ImageSamples, device: torch.device) -> Row:
-    """Checks that rows that share a sample see neither each other nor each other's images.
-
-    Raises:
-        SightError: if images do not reach the model as they should.
-        LeakError: if rows see each other.
-    """
-    check = check_images(model, CausalLM(model, samples.packed), samples, device, in_16_bits=False)
-    if check is None or not check.shared:
-        return Row("packing", None, None, NOT_USED, "no row with an image shares a sample with others")
-    note = "logits of rows with images that share a sample, together and alone"
-    return measured("packing", max(check.leaks, check.alone), PACKING_TOLERANCE, note)

@@ -86,7 +86,6 @@ class PlainRun:
         steady: for each parameter a boolean tensor of its shape: whether an element's gradient stayed well above
             rounding, see `_Steadiness`.
         reach: the farthest that AdamW can have moved a weight: the sum of the learning rates.
-        packing: the row about documents that share a sample.
         padded: why rows are padded although `data.packing` is not set, or None if they are not.
         towers: the names of trained parameters of vision towers. A tower may not use some, like LLaVA's last layer.
         drawn: the completions of each step of a model that samples itself, or None.
@@ -96,7 +95,6 @@ class PlainRun:
     trained: set[str]
     steady: dict[str, torch.Tensor]
     reach: float
-    packing: Row
     padded: str | None = None
     towers: frozenset[str] = frozenset()
     drawn: list[list[FreshSample]] | None = None

@@ -9,13 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 from support.tiny import recipe_values, save_llama
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -29,8 +27,6 @@ from transformers import (
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
-from toolkit.data.samples.packing import Pieces
-from toolkit.data.samples.samples import TextSamples
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.verify import (
@@ -44,7 +40,6 @@ from toolkit.verify import (
     ShardedRun,
     compare,
     launch,
-    packing,
     plain,
     ranks,
     shrink,
@@ -54,7 +49,7 @@ from toolkit.verify.compare import weight_tolerance
 
 WEIGHTS = {"a.weight": torch.ones(4, 3), "b.bias": torch.zeros(5)}
 STEADY = {"a.weight": torch.ones(4, 3, dtype=torch.bool), "b.bias": torch.tensor([True, True, False, True, True])}
-PACKING = Row("packing", 0.0, 1e-4, OK)
+REPLAYED = Row("dropout replay", 0.0, 1e-4, OK)
 
 
 def runs(precision: str = "no", **changes: Any) -> tuple[PlainRun, ShardedRun]:
@@ -62,7 +57,7 @@ def runs(precision: str = "no", **changes: Any) -> tuple[PlainRun, ShardedRun]:
     plain = Outcome([5.0, 4.0], [1.0, 2.0], WEIGHTS, [], {"a.weight": 1.0, "b.bias": 1e-3})
     same = dataclasses.replace(plain, weights={name: weight.clone() for name, weight in WEIGHTS.items()})
     sharded = ShardedRun(dataclasses.replace(same, **changes), {}, precision, "cpu", None)
-    return PlainRun(plain, set(WEIGHTS), STEADY, 1e-3, PACKING), sharded
+    return PlainRun(plain, set(WEIGHTS), STEADY, 1e-3), sharded
 
 
 def verdicts(plain: PlainRun, sharded: ShardedRun, dtype: str = "float32") -> dict[str, str]:
@@ -86,7 +81,6 @@ def test_equal_runs_pass() -> None:
         "weights": OK,
         "gradients": OK,
         "dropout replay": NOT_USED,
-        "packing": OK,
     }
 
 
@@ -208,7 +202,7 @@ def test_dropout_replay() -> None:
 
 
 def test_the_report_as_json() -> None:
-    report = Report({"ranks": "2 on cpu"}, [Row("loss", math.nan, 1e-6, FAILED, "x"), PACKING])
+    report = Report({"ranks": "2 on cpu"}, [Row("loss", math.nan, 1e-6, FAILED, "x"), REPLAYED])
     assert report.verdict == FAILED
     told = json.loads(report.to_json())
     assert told["verdict"] == FAILED
@@ -223,61 +217,6 @@ def gpt2(**fields: Any) -> GPT2LMHeadModel:
     config = GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0)
     config.update(fields)
     return GPT2LMHeadModel(config)
-
-
-class Leaky(nn.Module):
-    """Numbers the tokens of a row through, whatever documents they belong to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = gpt2()
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
-        through = torch.arange(input_ids.shape[1])[None]
-        return self.model(input_ids=input_ids, position_ids=through, use_cache=use_cache)
-
-
-class Documents:
-    """Rows of tokens as they were given."""
-
-    def __init__(self, rows: list[list[int]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> Any:
-        return np.array(self.rows[row])[start:stop], np.arange(len(self.rows[row]))[start:stop] > 0
-
-
-def samples(*packed: list[list[int]]) -> TextSamples:
-    """Samples of the documents in each."""
-    rows = [document for documents in packed for document in documents]
-    lengths = np.array([len(row) for row in rows])
-    pieces = Pieces(np.arange(len(rows)), np.zeros(len(rows), dtype=int), lengths)
-    ends = np.cumsum([len(documents) for documents in packed]).tolist()
-    return TextSamples(Documents(rows), pieces, ends, 12, True, 0)
-
-
-def test_a_leak_between_documents_is_told() -> None:
-    shared = samples([[*range(1, 6)], [*range(6, 13)]])
-    model = gpt2()
-    plain.set_dropout(model, 0.0)
-    assert packing.packing_row(model.train(), shared).verdict == OK
-    leaky = Leaky()
-    plain.set_dropout(leaky, 0.0)
-    row = packing.packing_row(leaky, shared)
-    assert row.verdict == FAILED
-    assert row.found is not None
-    assert row.found > 1e-2
-
-
-def test_two_documents_are_found_or_made() -> None:
-    found = packing.two_documents(samples([[1], [2, 3, 4, 5, 6]], [[7, 8, 9], [10, 11, 12]]))
-    assert found == ([7, 8, 9], [10, 11, 12], "which share a sample"), "the pair whose shorter document is longest"
-    made = packing.two_documents(samples([[1, 2, 3, 4]], [[5, 6, 7, 8]]))
-    assert made == ([1, 2], [7, 8], "joined from two samples")
-    assert packing.two_documents(samples([[1]])) is None
 
 
 # Preparing
