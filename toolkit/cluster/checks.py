@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +15,6 @@ from toolkit.sharding.plan.strategy import parse_strategy
 
 OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # noqa: S108 (named, not written to)
 """Folders that each node has for itself."""
-
-SINFO_SECONDS = 10.0
-"""How long Slurm may take to list its nodes."""
 
 UNITS = {"m": 1, "h": 60, "d": 24 * 60}
 
@@ -67,26 +62,11 @@ def check_job(job: Job, hardware: Hardware | None) -> None:
 
 def _check_gpus(job: Job, hardware: Hardware | None) -> None:
     """Raises BadInputError if a rank of a node would have no GPU, as far as that is known here."""
-    known = {} if hardware is None else {f"of {hardware.name}": hardware.devices_per_node}
-    if (listed := _gpus_of_slurm(job.partition)) is not None:
-        known["that `sinfo` lists"] = listed
-    for which, count in known.items():
-        if job.ranks > count:
-            raise BadInputError(
-                f"--gpus: {job.ranks}, but a node {which} has {count} GPUs; give at most as many, and more --nodes"
-            )
-
-
-def _gpus_of_slurm(partition: str | None) -> int | None:
-    """Returns the most GPUs that a node of the partition has, or None if Slurm is not here or does not say."""
-    if shutil.which("sinfo") is None:
-        return None
-    command = ["sinfo", "--noheader", "--format", "%G", *([] if partition is None else ["--partition", partition])]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=SINFO_SECONDS).stdout  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return max(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", told)), default=None)
+    if hardware is not None and job.ranks > (count := hardware.devices_per_node):
+        raise BadInputError(
+            f"--gpus: {job.ranks}, but a node of {hardware.name} has {count} GPUs; give at most as many, "
+            "and more --nodes"
+        )
 
 
 def _check_options(job: Job) -> None:

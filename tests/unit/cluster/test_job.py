@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -44,19 +43,6 @@ def test_what_no_node_should_wait_for(arguments: list[str], told: str, here: Pat
     assert isinstance(result.exception, BadInputError), result.output
     assert told in str(result.exception)
     assert list(here.iterdir()) == []
-
-
-def test_gpus_that_slurm_lists(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = here / "bin/sinfo"
-    stub.parent.mkdir()
-    listed = {"long": "gpu:h100:8(S:0-1),lustre:1", "short": "gpu:4", "none": "(null)"}
-    told = "\n".join(f'[ "$5" = {partition} ] && echo "{gres}"' for partition, gres in listed.items())
-    stub.write_text(f"#!/bin/sh\n{told}\ntrue\n")
-    stub.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
-    assert job("--gpus", "8", "--partition", "long").exit_code == 0
-    assert "--gpus: 8, but a node that `sinfo` lists has 4" in str(job("--gpus", "8", "--partition", "short").exception)
-    assert job("--gpus", "8", "--partition", "none", "--force").exit_code == 0
 
 
 def test_a_file_is_not_replaced_by_accident(here: Path) -> None:
