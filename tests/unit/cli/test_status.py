@@ -106,6 +106,7 @@ def test_the_next_command_of_a_finished_run_can_be_pasted(tmp_path: Path) -> Non
 
 def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}))
+    (tmp_path / "finished.json").write_text('{"export": null}')
     write(tmp_path, GOES, ago=30.0)
     assert shown(tmp_path).exit_code == 0, "it may still push its export"
     write(tmp_path, GOES, ago=90.0)

@@ -93,14 +93,9 @@ def require_images(paths: Sequence[Path]) -> list[Path]:
     Raises:
         BadInputError: names an image that cannot be read.
     """
-    if not paths:
-        return []
-    from toolkit.data.images.image_files import content_of, decoded
-    from toolkit.data.rows.values import RowProblem
-
-    for path in paths:
-        try:
-            decoded(content_of(path.expanduser()))
-        except RowProblem as problem:
-            raise BadInputError(f"--image: {str(path)!r}: {problem}") from problem
-    return [path.expanduser() for path in paths]
+    images = [path.expanduser() for path in paths]
+    try:
+        _decoded(images)
+    except BadInputError as problem:
+        raise BadInputError(f"--image: {problem}") from problem
+    return images

@@ -9,8 +9,6 @@ from typing import Any
 
 from toolkit.checkpoint.manifest import Place, latest, read_file
 from toolkit.data.rows.cache import digest
-from toolkit.pages.card import CARD
-from toolkit.pages.status import state_in
 from toolkit.paths import atomic_write, fingerprint_of, parse_json, sync
 from toolkit.supervise.rank_status import REPORT
 
@@ -29,15 +27,8 @@ def write_finished(output_dir: Path, export_dir: Path | None) -> None:
 
 
 def is_finished(output_dir: Place) -> bool:
-    """Returns whether the run of this folder is done, even if it was copied into a store.
-
-    A run of a version without this file is done if its report is whole and has no other state, and its export, if
-    any, has the card that is written before that report.
-    """
-    if _read_statement(output_dir) is not None:
-        return True
-    export_dir = output_dir / "export"
-    return _is_last_report(output_dir / REPORT) and (not export_dir.exists() or (export_dir / CARD).exists())
+    """Returns whether the run of this folder is done, even if it was copied into a store."""
+    return _read_statement(output_dir) is not None
 
 
 def changed_export(output_dir: Path) -> str | None:
@@ -67,11 +58,3 @@ def _read_statement(output_dir: Place) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and "export" in found else None
-
-
-def _is_last_report(path: Place) -> bool:
-    try:
-        text = read_file(path).decode("utf-8", errors="replace")
-    except OSError:
-        return False
-    return text.rstrip().endswith("</html>") and state_in(text) == ""
