@@ -10,6 +10,7 @@ from pathlib import Path
 
 import peft
 import pytest
+from support.cases import cases
 from support.docs_commands import ROOT, Printed, check, commands, printed
 from support.ranks import run_on_ranks
 from support.texts import make_texts
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
+
+TABLES = cases(__file__)
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRINTED = [command for page in PAGES for command in printed(page)]
@@ -129,22 +132,7 @@ def test_commands_are_found() -> None:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("toolkit plan --shard-sizes 2", "No such option"),
-        ("toolkit planned", "No such command"),
-        ("toolkit validate quikstart", "quikstart"),
-        ("toolkit validate quickstart training.max_step=7", "training.max_step"),
-        ("accelerate launch --config_file accelerate_configs/cpu_3.yaml recipes/finetune.py", "cpu_3.yaml"),
-        ("accelerate launch --config_fil accelerate_configs/cpu_2.yaml recipes/finetune.py", "config_fil"),
-        ("accelerate launch recipes/finetune.py --recipe dpo model.name=x", "model.name"),
-        ("torchrun --nodes 2 recipes/finetune.py", "--nodes"),
-        ("srun bash -c 'accelerate launch recipes/tune.py'", "recipes/tune.py"),
-        ('pip install -e ".[tests]"', "tests"),
-        ("python tests/nothing.py", "tests/nothing.py"),
-    ],
-)
+@pytest.mark.parametrize(("line", "told"), TABLES["WRONG"])
 def test_what_does_not_exist_is_found(line: str, told: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (words,) = commands(line)
     with pytest.raises((Exception, SystemExit)) as found:

@@ -13,10 +13,13 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from support.cases import cases
 from support.ranks import alone, run_on_ranks
 
 from toolkit import ranks
 from toolkit.errors import BadInputError
+
+TABLES = cases(__file__)
 
 
 def of_windows() -> list[str]:
@@ -59,17 +62,7 @@ def test_modules_do_without_what_windows_lacks() -> None:
     assert found == ["SIGTERM", "7", "None", "False", str(os.cpu_count())]
 
 
-@pytest.mark.parametrize(
-    ("own", "of_launcher", "ranks_of_host", "expected"),
-    [
-        (16, 16, 1, 16),
-        (128, 128, 8, 16),  # nobody is bound
-        (16, 128, 8, 16),  # each rank has cores of its own
-        (64, 128, 8, 16),  # four ranks share those of a NUMA node
-        (1, 128, 8, 1),
-        (16, 8, 2, 8),  # a launcher that is bound says nothing about its ranks
-    ],
-)
+@pytest.mark.parametrize(("own", "of_launcher", "ranks_of_host", "expected"), TABLES["CORES"])
 def test_cores_of_a_rank(
     monkeypatch: pytest.MonkeyPatch, own: int, of_launcher: int, ranks_of_host: int, expected: int
 ) -> None:

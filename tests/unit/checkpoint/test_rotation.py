@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 from test_manifest import PLAIN
 
 from toolkit.checkpoint.manifest import Checkpoint
@@ -14,6 +15,8 @@ from toolkit.checkpoint.reader import _first_mismatch, require_same_run
 from toolkit.checkpoint.rotation import superseded
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import CheckpointSection
+
+TABLES = cases(__file__)
 
 LOSSES = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.5}
 
@@ -24,15 +27,7 @@ def saved() -> list[Checkpoint]:
     return [damaged, *whole, Checkpoint(Path("60"), 60, None, "COMPLETE is missing: it was not finished")]
 
 
-@pytest.mark.parametrize(
-    ("settings", "gone"),
-    [
-        ({"keep_last": None}, []),
-        ({"keep_last": 2}, [10, 20, 30]),
-        ({"keep_last": 9}, []),
-        ({"keep_last": 1, "keep_best": True}, [10, 30, 40]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "gone"), TABLES["KEPT"])
 def test_what_is_kept(settings: dict[str, Any], gone: list[int]) -> None:
     """What does not count is neither among the last nor deleted: it may be being written, or be looked at."""
     section = CheckpointSection(every_steps=10, **settings)
@@ -51,29 +46,12 @@ def whole() -> list[Any]:
     return [checkpoint for checkpoint in saved() if checkpoint.manifest is not None and checkpoint.problem is None]
 
 
-@pytest.mark.parametrize(
-    ("settings", "gone"),
-    [
-        ({}, [10, 20, 30, 40]),
-        ({"every_minutes": 5.0}, [10, 20, 30]),
-        ({"keep_last": 3}, [10, 20]),
-        ({"keep_last": None}, []),
-        ({"every_steps": 10}, [10, 20, 30]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "gone"), TABLES["UNASKED"])
 def test_of_checkpoints_that_nobody_asked_for_one_is_kept(settings: dict[str, Any], gone: list[int]) -> None:
     assert [checkpoint.step for checkpoint in superseded(saved(), CheckpointSection(**settings))] == gone
 
 
-@pytest.mark.parametrize(
-    ("settings", "minutes"),
-    [
-        ({}, 30.0),
-        ({"every_steps": 5}, None),
-        ({"every_steps": 5, "every_minutes": 2.5}, 2.5),
-        ({"every_minutes": 7}, 7),
-    ],
-)
+@pytest.mark.parametrize(("settings", "minutes"), TABLES["MINUTES"])
 def test_minutes_between_saves(settings: dict[str, Any], minutes: float | None) -> None:
     assert CheckpointSection(**settings).minutes == minutes
     assert CheckpointSection(**{**settings, "every_minutes": "never"}).minutes is None

@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from support.cases import cases
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS
 from typer.main import get_command
@@ -25,6 +26,8 @@ from toolkit.cli.shared.arguments import complete_recipe, load_recipe, split_arg
 from toolkit.errors import RecipeError
 from toolkit.recipe.load import shipped_recipes
 from toolkit.recipe.recipe import Recipe
+
+TABLES = cases(__file__)
 
 ROOT = Path(__file__).parents[3]
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
@@ -169,15 +172,7 @@ def test_errors_of_a_recipe_name_their_lines(tmp_path: Path) -> None:
     assert str(again) == str(found)
 
 
-@pytest.mark.parametrize(
-    ("text", "tool"),
-    [
-        ("base_model: x/y\ndatasets:\n  - path: a\n    type: alpaca\n", "axolotl"),
-        ("model_name_or_path: x/y\nstage: sft\ndataset: a\n", "llama_factory"),
-        ("model_name_or_path: x/y\ndataset_name: a\n", "trl"),
-        ("model: {name_or_path: x/y}\nname: a\n", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "tool"), TABLES["OTHERS"])
 def test_another_tools_file_is_recognised(text: str, tool: str | None, tmp_path: Path) -> None:
     file = tmp_path / "of another.yaml"
     file.write_text(text)
@@ -271,21 +266,7 @@ def test_every_command_has_help_and_an_example(capsys: pytest.CaptureFixture[str
     assert [name for name in every_command() if name.split()[0] not in listed] == []
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("train --strategy ze", ["zero1", "zero2", "zero3", "zero1+offload", "zero2+offload", "zero3+offload"]),
-        ("train --strategy dd", ["ddp"]),
-        ("plan --hardware h2", ["h200_sxm"]),
-        ("train --config cp", ["cpu_2"]),
-        ("plan --config folder/a", ["folder/a.yaml"]),
-        ("train folder/", ["folder/a.yaml"]),
-        # The shell completes a path itself if it is told nothing.
-        ("status fol", []),
-        ("init fol", []),
-        ("train --config fol", []),
-    ],
-)
+@pytest.mark.parametrize(("line", "found"), TABLES["COMPLETED"])
 def test_options_complete(line: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("folder/a.yaml", "folder/a.txt"):
@@ -308,14 +289,7 @@ def test_only_the_first_rank_prints_an_error(rank: str) -> None:
     assert bool(failed.stderr) == (rank == "0")
 
 
-@pytest.mark.parametrize(
-    ("command", "rank", "told"),
-    [
-        ("app.main()", "0", "starting 2 processes; importing torch takes a while ..."),
-        ("finetune.finetune_command(['quickstart'])", "0", "started 2 ranks; importing torch and transformers ..."),
-        ("finetune.finetune_command(['quickstart'])", "1", None),
-    ],
-)
+@pytest.mark.parametrize(("command", "rank", "told"), TABLES["FIRST"])
 def test_the_first_word_comes_before_torch_is_imported(command: str, rank: str, told: str | None) -> None:
     code = (
         "import sys; from toolkit.cli import app; from toolkit.cli.shared import console; "
@@ -330,17 +304,7 @@ def test_the_first_word_comes_before_torch_is_imported(command: str, rank: str, 
         assert failed.stderr.splitlines()[1].startswith("ACCELERATE_USE_CPU=true accelerate launch --config_file")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("'train', 'quickstart'", "reading the recipe ...\n"),
-        ("'plan', 'quickstart'", "reading the recipe and the model's configuration ...\n"),
-        ("'data', 'quickstart'", "reading the recipe and its rows ...\n"),
-        ("'doctor'", "looking at this machine ...\n"),
-        ("'train', '--help'", ""),
-        ("'recipes'", ""),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), TABLES["WORDS"])
 def test_training_says_a_word_before_it_imports_anything(words: str, told: str) -> None:
     code = (
         "import sys; from toolkit.cli import entry; before = set(sys.modules); import atexit\n"

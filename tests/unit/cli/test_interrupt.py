@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.cases import cases
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS
+
+TABLES = cases(__file__)
 
 CODE = """
 import builtins, sys
@@ -21,16 +24,7 @@ builtins.__import__ = interrupted
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "before"),
-    [
-        (
-            "from toolkit.cli.ranks.finetune import finetune_command; sys.exit(finetune_command(['quickstart']))",
-            "started 1 rank; importing torch and transformers ...\n",
-        ),
-        ("from toolkit.cli.app import main; sys.argv = ['toolkit', 'data', 'quickstart']; main()", ""),
-    ],
-)
+@pytest.mark.parametrize(("command", "before"), TABLES["ONE_LINE"])
 def test_one_line(command: str, before: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", CODE + command],

@@ -135,15 +135,7 @@ def test_no_gpu_needs_a_word(launched: list[list[str]], monkeypatch: pytest.Monk
         assert message in str(run("quickstart", *typed).exception), "what is typed is looked at without a GPU, too"
 
 
-@pytest.mark.parametrize(
-    ("code", "exit_code", "ended"),
-    [
-        ("raise SystemExit(3)", 3, ""),
-        ("import os; os.kill(os.getpid(), 9)", None, "SIGKILL: the machine may have run out of memory"),
-        ("import os; os.kill(os.getpid(), 40)", None, "signal 40"),  # a real-time signal, which has no name
-        ("pass", 0, ""),
-    ],
-)
+@pytest.mark.parametrize(("code", "exit_code", "ended"), TABLES["EXIT_CODES"])
 def test_the_exit_code_of_the_rank_that_failed(
     code: str, exit_code: int | None, ended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

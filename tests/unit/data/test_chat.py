@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from support.cases import cases
 from support.chat_templates import CHATML, PHI_3, QWEN_25, ChatTemplate
 from support.chat_templates import tokenizer_for as new_tokenizer
 from support.conversations import (
@@ -38,6 +39,8 @@ from toolkit.data.templates.masks import target_mask
 from toolkit.data.templates.templates import MARKERS, TEMPLATES, use_template
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.errors import BadInputError
+
+TABLES = cases(__file__)
 
 
 def render_kind(name: str, kind: str, targets: Any = "assistant") -> tuple[PreTrainedTokenizerFast, Rendered]:
@@ -180,16 +183,7 @@ def test_the_next_turns_marker_is_not_taken_for_the_end_of_a_turn() -> None:
         assert rendered.text[slice(*rendered.spans[-1])].endswith("Bye")
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ messages[0].speaker.name }}", "has no attribute 'speaker'"),
-        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
-        ("{{ 1 // 0 }}", "division"),
-        ("{% for %}", "Expected"),
-        ("{{ raise_exception('First line.\nSecond line.') }}", "rejects it: First line"),
-    ],
-)
+@pytest.mark.parametrize(("template", "reason"), TABLES["ERRORS"])
 def test_a_templates_own_errors_are_problems(template: str, reason: str) -> None:
     assert reason in problem(template, [user("Hi"), assistant("Hello.")])
     assert "\n" not in problem(template, [user("Hi"), assistant("Hello.")])

@@ -197,13 +197,7 @@ def test_a_row_is_never_cut_inside_an_image(model: Path, folder: Path) -> None:
     assert sum(int(found.train.batch([i])[COUNTS].sum()) for i in range(len(found.train))) == 200
 
 
-@pytest.mark.parametrize(
-    ("setting", "told"),
-    [
-        ({"long_rows": "truncate"}, r"long_rows: truncate would cut a row .*; set data\.long_rows=drop, or raise"),
-        ({"targets": "all"}, r"targets: all would learn the tokens .*; set data\.targets=assistant"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "told"), TABLES["IMPOSSIBLE"])
 def test_what_is_not_possible_is_refused_with_advice(
     model: Path, folder: Path, setting: dict[str, str], told: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import pytest
+from support.cases import cases
 from test_build import TEXTS, jsonl, rows_of, section
 
 from toolkit.data import build
@@ -17,6 +18,8 @@ from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError, RecipeError, ToolkitError
 from toolkit.pages.card import recipe_for_readers
 from toolkit.recipe.recipe import Recipe
+
+TABLES = cases(__file__)
 
 SOURCE = """
 def told(row):
@@ -174,19 +177,7 @@ def ends(row):
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("fails", "failed on a.jsonl:1: KeyError: 'missing' ("),
-        ("at_third", "failed on a.jsonl:3: ZeroDivisionError: division by zero ("),
-        ("text", "returned ' story about a fox and a king' for a.jsonl:1; needs a row: a dict whose keys"),
-        ("nothing", "returned None for a.jsonl:1; needs a row"),
-        ("numbered", "returned {1: 'a'} for a.jsonl:1; needs a row"),
-        ("two", "failed on a.jsonl:1: TypeError: two() missing 1 required positional argument: 'field'"),
-        ("ends", "failed on a.jsonl:1: it called sys.exit, which would have ended the process"),
-        ("absent", "has no function 'absent'; name one that it has"),
-    ],
-)
+@pytest.mark.parametrize(("name", "told"), TABLES["NO_ROW"])
 def test_what_makes_no_row_is_one_error(tmp_path: Path, byte_pairs: Any, name: str, told: str) -> None:
     rows = jsonl(tmp_path / "a.jsonl", stored(tmp_path))
     (tmp_path / "bad.py").write_text(BAD)

@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import fsspec
 import pytest
+from support.cases import cases
 
 from toolkit.data import build
 from toolkit.data.rows.files import expand_files
@@ -23,6 +24,8 @@ from toolkit.paths import file_name, without_query
 from toolkit.recipe.load import anchor_paths
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection
+
+TABLES = cases(__file__)
 
 TEXTS = [f"line number {i} of the story about a fox and a king" for i in range(20)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
@@ -180,18 +183,7 @@ def test_half_a_download_is_no_copy(web: Any, monkeypatch: pytest.MonkeyPatch) -
     assert copy.read_text() == LINES
 
 
-@pytest.mark.parametrize(
-    ("url", "told"),
-    [
-        ("{web}/none.jsonl", r"there is no file 'http://[0-9.:]+/none\.jsonl'; correct the address"),
-        ("{web}/none.jsonl?sig=a-secret", r"there is no file 'http://[0-9.:]+/none\.jsonl'; correct"),
-        ("{web}/rows.xls", "is of an unknown file type; allowed endings"),
-        ("{web}/empty.jsonl", "is empty; remove it from data.train"),
-        ("memory://rows/none-*.jsonl", r"there is no file 'memory://rows/none-\*\.jsonl'"),
-        ("memory://rows", r"is a folder; name files, for example memory://rows/\*\.jsonl"),
-        ("nothing://rows/a.jsonl", "cannot be read: ValueError: Protocol not known: nothing"),
-    ],
-)
+@pytest.mark.parametrize(("url", "told"), TABLES["UNREAD"])
 def test_urls_that_cannot_be_read(web: Any, memory: Any, url: str, told: str) -> None:
     address, folder, _ = web
     for name in ("rows.xls", "empty.jsonl"):

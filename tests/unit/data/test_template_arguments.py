@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.cases import cases
 from support.chat_templates import CHATML, LLAMA_31, tokenizer_for
 from support.conversations import assistant, in_lists, user
 from transformers import AutoTokenizer
@@ -18,6 +19,8 @@ from toolkit.data.layouts.template_arguments import set_defaults, variables
 from toolkit.errors import BadInputError
 from toolkit.generation.text.complete import Message
 from toolkit.recipe.recipe import Recipe
+
+TABLES = cases(__file__)
 
 # As Qwen 3's: no thinking closes an empty think block in the generation prompt.
 THINKING = replace(
@@ -67,15 +70,7 @@ def test_values_reach_the_template_as_they_are(value: str) -> None:
     assert encoded(None, {"chat_template_kwargs": json.dumps({"effort": value})})[0] == text
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"thinking": False}, "chat_template_kwargs has thinking, which the chat template does not take"),
-        ([1], "chat_template_kwargs is a list, not an object"),
-        ("{", "chat_template_kwargs is not JSON"),
-        ({"messages": []}, "chat_template_kwargs has messages, which the chat template does not take"),
-    ],
-)
+@pytest.mark.parametrize(("given", "told"), TABLES["DROPPED"])
 def test_rows_with_arguments_that_no_template_takes_are_dropped_by_name(given: Any, told: str) -> None:
     assert encoded(None, {"chat_template_kwargs": given})[2] == told
 

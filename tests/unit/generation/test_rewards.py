@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.cases import cases
 
 from toolkit.errors import BadInputError
 from toolkit.generation.sampling.rewards import Judged, Rewards
 from toolkit.generation.sampling.sampled_rows import PromptForm
 from toolkit.generation.text.rows import PromptRow
 from toolkit.recipe.objectives.grpo import RewardSection
+
+TABLES = cases(__file__)
 
 ROWS = [PromptRow(f"rows.jsonl:{i}", "q", "q", answers=(answer,), fields={"hard": i}) for i, answer in enumerate("789")]
 JUDGED = Judged(["it is 7", "<b>8</b> or 9", "Nine"], [3, 10, 8], [True, False, True], ROWS)
@@ -50,17 +53,7 @@ def test_a_batched_function_gets_all_completions_of_a_step_at_once(tmp_path: Pat
     assert values[:, 0].tolist() == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("body", "batched", "expected"),
-    [
-        ("return 'good'", False, "r0: .*returned 'good' for rows.jsonl:0; needs a number of at most 1e"),
-        ("return float('nan')", False, "returned nan for rows.jsonl:0"),
-        ("return 1 / row['hard']", False, "failed on rows.jsonl:0: ZeroDivisionError"),
-        ("return [1.0]", True, r"returned \[1.0\] for 3 completions; needs a list of 3 values"),
-        ("return 1.0", True, "returned 1.0 for 3 completions"),
-        ("return [0, 1, 'a']", True, "returned 'a' for rows.jsonl:2"),
-    ],
-)
+@pytest.mark.parametrize(("body", "batched", "expected"), TABLES["NO_NUMBERS"])
 def test_a_function_that_returns_no_number_is_named_with_its_row(
     tmp_path: Path, body: str, batched: bool, expected: str
 ) -> None:
@@ -84,17 +77,7 @@ def test_rows_without_the_number_that_is_compared_are_named_before_the_first_ste
         rewards({"compare": "numeric"}, rows=rows)
 
 
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        ({}, "r has none of them; set one of compare, match, model, overlong"),
-        ({"compare": "text", "match": "a"}, "r has compare and match; set one of"),
-        ({"match": "a", "batched": True}, "r: batched has no effect without a function"),
-        ({"match": "(", "weight": 1.0}, "r: match is not a Python regular expression"),
-        ({"match": "a", "weight": 0.0}, "r has the weight 0"),
-        ({"compare": "nowhere"}, "unknown 'nowhere'; allowed: text, strict"),
-    ],
-)
+@pytest.mark.parametrize(("section", "expected"), TABLES["REFUSED"])
 def test_a_reward_that_cannot_be_meant_is_refused(section: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         RewardSection(name="r", **section)

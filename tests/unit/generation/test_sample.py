@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import cases
 from support.unsure import QUESTIONS, save_unsure
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -22,6 +23,8 @@ from toolkit.generation.sampling.sampled_rows import PromptForm, write_rows
 from toolkit.generation.sampling.samples import Sample
 from toolkit.generation.text.draws import Drawn
 from toolkit.generation.text.rows import PromptRow
+
+TABLES = cases(__file__)
 
 SAMPLES, SEED, TEMPERATURE, TOP_P, TOKENS = 6, 3, 1.5, 0.9, 12
 FILES = ("sft", "pairs", "labels")
@@ -154,18 +157,7 @@ def test_more_prompts_may_come_and_scores_may_change(folder: Path, whole: Path, 
     assert {s["score"] for s in samples if "wine" in s["completion"] and s["row"] in (2, 5)} == {1.0}
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"seed": 4, "samples": 2},
-            "--samples: the samples in .* were begun with 6, and now it is 2\n--seed: .* with 3",
-        ),
-        ({"temperature": 1.0}, "--temperature: .* begun with 1.5, and now it is 1.0"),
-        ({"raw": True}, "--raw: .* begun with False, and now it is True"),
-        ({"source": "other"}, "SOURCE: .* begun with another model"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), TABLES["OTHERS"])
 def test_another_setting_is_refused(
     folder: Path, whole: Path, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
@@ -307,17 +299,7 @@ def test_the_command(
     assert json.loads(capsys.readouterr().out)["rows"]["sft.jsonl"] == len(rows(whole / "sft.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("-n 0 --top-p 2", ["--samples: 0 is out of range; allowed: 1 to 10,000", "--top-p: 2.0 is out of range"]),
-        ("--temperature 0", ["--temperature 0 and --samples 8 contradict each other"]),
-        ("--reward x --compare numeric", ["--compare and --reward contradict each other"]),
-        ("--compare number", ["--compare: unknown 'number'; allowed: text, strict"]),
-        ("--gpus 1 --cpu 1", ["--gpus and --cpu exclude each other"]),
-        ("--reward missing/model/x", ["--reward: SOURCE: the folder 'missing/model/x' does not exist"]),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), TABLES["BAD_OPTIONS"])
 def test_bad_options(
     folder: Path,
     tmp_path: Path,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support import refusals
+from support.cases import cases
 from support.unsure import save_unsure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,6 +26,8 @@ from toolkit.generation.text.evaluation import evaluate, summary
 from toolkit.generation.text.rows import PromptRow, read_rows
 from toolkit.generation.text.scorer import Scorer
 from toolkit.user_function import UserFunction, load_function
+
+TABLES = cases(__file__)
 
 SOURCE = """
 from pathlib import Path
@@ -124,13 +127,7 @@ def test_the_commands_score_by_it(module: str, tmp_path: Path) -> None:
         assert sample["score"] == min(len(sample["completion"]) / 20, 1)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["generate", "m", "--file", "f.txt", "--compare", "a:b"], "--compare belongs to --eval"),
-        (["sample", "m", "f.jsonl", "--to", "t", "--compare", "a:b", "--reward", "r"], "--compare and --reward"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), TABLES["CONTRADICTIONS"])
 def test_options_that_contradict_it_are_told(words: list[str], told: str) -> None:
     outcome = refusals.toolkit(*words)
     assert outcome.code == 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import cases
 from support.tiny import llama
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig
@@ -18,6 +19,8 @@ from toolkit.model.attention.attention import attention_of
 from toolkit.model.attention.document_attention import BY_DOCUMENT
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import ModelSection
+
+TABLES = cases(__file__)
 
 GPU = torch.device("cuda")
 
@@ -38,17 +41,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@pytest.mark.parametrize(
-    ("major", "installed", "expected"),
-    [
-        (9, (2, 3), "flash_attention_3"),
-        (9, (2,), "flash_attention_2"),
-        (8, (2, 3), "flash_attention_2"),
-        (10, (3,), None),
-        (7, (2, 3), None),
-        (9, (), None),
-    ],
-)
+@pytest.mark.parametrize(("major", "installed", "expected"), TABLES["NEWEST"])
 def test_the_newest_flash_attention_that_runs_on_the_gpu(
     machine: Any, major: int, installed: tuple[int, ...], expected: str | None
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import cases
 from support.tiny import llama
 from transformers import (
     CONFIG_MAPPING,
@@ -20,6 +21,8 @@ from toolkit.errors import BadInputError
 from toolkit.model.attention.attention_by_heads import require_sequence
 from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.sharding.parallel.sequence_parallel import require_groups
+
+TABLES = cases(__file__)
 
 
 def qwen_next() -> Any:
@@ -113,21 +116,7 @@ def test_plain_families_attend_in_full(kind: str) -> None:
     assert attends_in_full(on_meta(kind, "eager"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("mistral", "a window of 4,096"),
-        ("gemma2", "a window in every other layer"),
-        ("gemma3_text", "the same, of 1,024"),
-        ("gpt_neo", "a window of 256 in the model's own code"),
-        ("llama4_text", "chunks"),
-        ("mixtral", "experts"),
-        ("qwen3_moe", "experts"),
-        ("qwen3_next", "states along a row"),
-        ("falcon_h1", "states beside attention in each layer"),
-        ("mamba2", "no attention"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "why"), TABLES["LONGER"])
 def test_others_are_checked_on_longer_rows(kind: str, why: str) -> None:
     layers = {"num_layers": 2, "attention_types": [[["global", "local"], 1]]} if kind == "gpt_neo" else {}
     assert not attends_in_full(on_meta(kind, "eager", **layers)), why

@@ -15,6 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import load_file, save_file
+from support.cases import cases
 from support.four_bits import matrix_of
 from support.tiny import llama, save_llama
 from torch import nn
@@ -43,6 +44,8 @@ from toolkit.model.weights.weights import all_rows
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import AdapterSection, ModelSection
 from toolkit.sharding.fsdp2.shards import Rows
+
+TABLES = cases(__file__)
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 
@@ -245,14 +248,7 @@ def test_which_quantised_models_can_be_read() -> None:
             take(section, **how)
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("adapter.kind=none", "adapter.quantize has no effect with adapter.kind none"),
-        ("adapter.quantize=int8", "adapter.double_quantization has no effect with adapter.quantize int8"),
-        ("adapter.quantize=fp4", "'fp4'"),
-    ],
-)
+@pytest.mark.parametrize(("override", "told"), TABLES["IDLE"])
 def test_settings_without_effect_are_errors(override: str, told: str) -> None:
     settings = ["adapter.quantize=nf4", "adapter.double_quantization=true", override]
     if override == "adapter.kind=none":

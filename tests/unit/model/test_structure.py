@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import cases
 from support.every_multimodal import small_config
 from support.tiny import tiny_config
 from torch import nn
@@ -31,6 +32,8 @@ from toolkit.model.structure.model_parts import may_leave_unused, parts_of, untr
 from toolkit.model.structure.on_meta import LARGE, build_on_meta
 from toolkit.model.structure.without_dropout import without_dropout
 from toolkit.recipe.schema import AdapterSection
+
+TABLES = cases(__file__)
 
 
 class Largest(TorchDispatchMode):
@@ -115,18 +118,7 @@ def test_the_language_model_has_the_tokenizers_vocabulary_and_special_tokens() -
     assert "text_config" not in _random_configuration({"model_type": "llama"}, Tokens()).to_dict()
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"vision_confg": {}}, "vision_confg: unknown to the model type llava .did you mean 'vision_config'"),
-        ({"text_config": {"hiden_size": 3}}, "model.config.text_config: hiden_size: unknown to the model type llama"),
-        (
-            {"vision_config": {"model_type": "siglip_vision_model", "pach_size": 3}},
-            "model.config.vision_config: pach_size: unknown to the model type siglip_vision_model",
-        ),
-        ({"text_config": {"vocab_size": 10}}, "vocab_size: 10 is less than the tokenizer's 350 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "told"), TABLES["UNKNOWN"])
 def test_a_field_that_nobody_knows_is_named(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(BadInputError, match=told):
         _random_configuration({**SEEING, **fields}, Tokens())
@@ -189,18 +181,7 @@ def test_a_frozen_pooler_is_not_looked_for() -> None:
     assert not may_leave_unused(model, ("language",))
 
 
-WITHIN = {
-    "ernie4_5_vl_moe": (
-        "model.vision_tower.",
-        "model.resampler_model.",
-        "model.language_model.layers.0.mlp.vision_moe.",
-        "model.language_model.layers.1.mlp.vision_moe.",
-    ),
-    "git": ("git.image_encoder.", "git.visual_projection."),
-    "phi4_multimodal": ("model.embed_tokens_extend.",),
-    "t5gemma2": ("model.encoder.vision_tower.", "model.encoder.multi_modal_projector."),
-    "gemma3": ("model.vision_tower.", "model.multi_modal_projector."),
-}
+WITHIN = TABLES["WITHIN"]
 
 
 @pytest.mark.parametrize("kind", list(WITHIN))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cases import cases
 from support.every_multimodal import small_config
 from support.packed_rows import Documents, packed
 from support.tiny import llama
@@ -25,6 +26,8 @@ from toolkit.run.checks.comparison import on_text_alone
 from toolkit.run.checks.packing_check import check_causal, check_leaks
 from toolkit.run.checks.sequence_check import check_parts
 from toolkit.verify.plain_losses import PlainCausal
+
+TABLES = cases(__file__)
 
 CPU = torch.device("cpu")
 
@@ -46,13 +49,7 @@ def test_an_encoder_decoder_is_refused_where_texts_are_continued(kind: str, mend
         load_without_weights(ModelSection(name_or_path=str(tmp_path)), NoTokens())
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("diffusion_gemma", "DiffusionGemmaForBlockDiffusion does not write a text token by token"),
-        ("qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration has no forward to train"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "told"), TABLES["REFUSED"])
 def test_a_model_that_continues_no_text_is_refused(kind: str, told: str, tmp_path: Path) -> None:
     small_config(kind).save_pretrained(tmp_path)
     with pytest.raises(BadInputError, match=told):

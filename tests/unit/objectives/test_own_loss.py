@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import tiny
+from support.cases import cases
 
 from toolkit.data.samples.samples import sample_of, stack
 from toolkit.errors import BadInputError, RecipeError
@@ -18,6 +19,8 @@ from toolkit.objectives.own_loss import FIELD, OwnLoss, arguments_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.own_loss_check import check_own_loss
 from toolkit.user_function import UserFunction
+
+TABLES = cases(__file__)
 
 CPU = torch.device("cpu")
 
@@ -269,18 +272,7 @@ def test_a_loss_of_rows_is_compared_with_whole_rows() -> None:
         checked(mean, [[9]])
 
 
-@pytest.mark.parametrize(
-    ("takes", "told"),
-    [
-        (
-            "logits, targets",
-            "takes 'targets'; write arguments of these names: logits, log_probabilities, labels, rows,",
-        ),
-        ("*logits", "takes '*logits'; write arguments of these names"),
-        ("labels", "takes neither logits nor log_probabilities, so it has no gradient"),
-        ("", "takes neither logits nor log_probabilities"),
-    ],
-)
+@pytest.mark.parametrize(("takes", "told"), TABLES["TAKEN"])
 def test_what_it_takes_is_read_before_the_run(takes: str, told: str) -> None:
     space: dict[str, Any] = {}
     exec(f"def loss({takes}): pass", space)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from support.cases import cases
 from support.texts import make_texts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,6 +28,8 @@ from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ColumnsSection, DataSection
 from toolkit.training.usage import counts_of, model_flops
+
+TABLES = cases(__file__)
 
 SEQ2SEQ = ObjectiveSection(kind="seq2seq")
 T5 = {
@@ -145,15 +148,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     assert model_flops(model).of(counts) == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "told"),
-    [
-        ("t5", {"decoder_start_token_id": None}, r"T5ForConditionalGeneration this is None of 90 tokens"),
-        ("bart", {"decoder_start_token_id": 90}, r"this is 90 of 90 tokens"),
-        ("bart", {"pad_token_id": None}, r"pad_token_id is None"),
-        ("m2m100", {"decoder_layerdrop": 0.05}, r"skips 5% of them at random; set decoder_layerdrop to 0"),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes", "told"), TABLES["REFUSED"])
 def test_models_that_cannot_be_trained_so(family: str, changes: dict[str, Any], told: str) -> None:
     model = model_of(family)
     for key, value in changes.items():
@@ -255,19 +250,7 @@ def test_names_that_fit_twice_are_left_to_the_recipe(tmp_path: Path) -> None:
     assert tokenizer.decode(data.train.parts(0)[0]) == "x"
 
 
-@pytest.mark.parametrize(
-    ("name", "override", "told"),
-    [
-        ("seq2seq", "data.packing=true", "data.packing is not possible with objective.kind seq2seq"),
-        ("seq2seq", "data.long_rows=split", "data.long_rows split is not possible with objective.kind seq2seq"),
-        ("seq2seq", "data.streaming=true", "data.streaming is not possible with objective.kind seq2seq"),
-        ("seq2seq", "sharding.accumulate=by_block", "sharding.accumulate by_block is not possible"),
-        ("seq2seq", "sharding.chunk_tokens=64", "sharding.chunk_tokens is not possible with objective.kind seq2seq"),
-        ("seq2seq", "sharding.sequence=2", "sharding.sequence is not possible with objective.kind seq2seq"),
-        ("quickstart", "data.source_prefix=x", "data.source_prefix has no effect with objective.kind causal_lm"),
-        ("quickstart", "data.max_target_length=9", "data.max_target_length has no effect"),
-    ],
-)
+@pytest.mark.parametrize(("name", "override", "told"), TABLES["APART"])
 def test_settings_that_do_not_go_together(name: str, override: str, told: str) -> None:
     more = {
         "sharding.chunk_tokens=64": ["sharding.activation_checkpointing=1"],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import cases
 from support.images_by_hand import seeing_model
 from support.moe import mixture
 from support.tiny import llama
@@ -28,6 +29,8 @@ from toolkit.optim.build import QUANTISED, build_optimizer, parameter_groups
 from toolkit.optim.muon import Muon
 from toolkit.optim.schedule import build_schedule, changed_rate, learning_rate_factor, schedule_fact, without_peak
 from toolkit.recipe.schema import AdapterSection, OptimizerSection, ScheduleSection
+
+TABLES = cases(__file__)
 
 
 def factors(num_steps: int, **fields: object) -> list[float]:
@@ -81,18 +84,7 @@ def test_behind_the_last_step_the_rate_stays_at_its_floor() -> None:
     assert [factor(step) for step in (4, 5, 40)] == pytest.approx([0.2] * 3)
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"kind": "constant"}, "0.0003, constant"),
-        ({"kind": "cosine", "warmup_steps": 1}, "0.0003 after a linear warm-up over 1 step, then cosine to 0"),
-        ({"kind": "linear", "min_factor": 0.1}, "0.0003, linear to 3e-05"),
-        (
-            {"kind": "warmup_stable_decay", "warmup_fraction": 0.1, "decay_fraction": 0.2},
-            "0.0003 after a linear warm-up over 10 steps, then constant, and linear to 0 over the last 20 steps",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fields", "told"), TABLES["IN_WORDS"])
 def test_learning_rates_in_words(fields: dict[str, Any], told: str) -> None:
     assert schedule_fact(ScheduleSection(**fields), 3e-4, 100) == told
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.cases import cases
 from support.sights import save_rows, save_seeing
 from support.texts import make_texts
 from support.tiny import recipe_values
@@ -20,6 +21,8 @@ from toolkit.planning.planner import Planner
 from toolkit.planning.table import Plan, plan
 from toolkit.planning.workload.workload import workload_of
 from toolkit.recipe.recipe import Recipe
+
+TABLES = cases(__file__)
 
 TEXTS = [" ".join(text.split()[:4]) for text in make_texts(12, seed=4)]
 
@@ -52,18 +55,7 @@ PARTS = {"language": 38048, "projector": 1600, "vision": 13488}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rows", "sections", "trained"),
-    [
-        ("rows.jsonl", {"sharding": {"chunk_tokens": 16, "activation_checkpointing": 1}}, ("language", "projector")),
-        ("rows.jsonl", {"model": {"train": ["projector"]}}, ("projector",)),
-        ("rows.jsonl", {"data": {"streaming": True}}, ("language", "projector")),
-        ("words.jsonl", {}, ("language",)),
-        # The recipe is planned elsewhere than it is run.
-        ("away.jsonl", {"model": {"train": ["language", "vision"]}}, ("language", "vision")),
-        ("away.jsonl", {}, ("language",)),
-    ],
-)
+@pytest.mark.parametrize(("rows", "sections", "trained"), TABLES["PARTS"])
 def test_the_parts_that_a_run_trains_are_planned(
     rows: str, sections: dict[str, Any], trained: tuple[str, ...], folder: Path
 ) -> None:

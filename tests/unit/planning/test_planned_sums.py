@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchao.optim
+from support.cases import cases
 from support.planning_models import workload
 
 from toolkit.paths import GIB
@@ -22,6 +23,8 @@ from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
+
+TABLES = cases(__file__)
 
 TABLE = 2048 * 128
 ATTENTION, INNER = 2 * 128 * 128 + 2 * 32 * 128, 3 * 128 * 352
@@ -297,16 +300,7 @@ def test_tokens_are_exchanged_in_each_micro_batch() -> None:
         assert sent.sequence == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "positions", "expected"),
-    [
-        ("causal_lm", None, 40),
-        ("causal_lm", 200, 40),
-        ("causal_lm", 74, 10),  # behind prompts of 64
-        ("causal_lm", 64, 2),  # a first token and one that sees it
-        ("seq2seq", 30, 30),  # a target has positions of its own
-    ],
-)
+@pytest.mark.parametrize(("kind", "positions", "expected"), TABLES["ANSWERS"])
 def test_answers_end_with_the_models_positions(
     monkeypatch: pytest.MonkeyPatch, kind: str, positions: int | None, expected: int
 ) -> None:

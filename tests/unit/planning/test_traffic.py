@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.cases import cases
 from support.fake_llama import unit
 
 from toolkit.planning.traffic import OffloadPlan, traffic, with_teacher
 from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 from toolkit.sharding.plan.unit_plan import UnitKind
+
+TABLES = cases(__file__)
 
 BLOCK, TABLE, BLOCKS, K = 1000, 400, 3, 3
 P = BLOCKS * BLOCK + 2 * TABLE
@@ -90,15 +93,7 @@ def named(name: str, numel: int, trainable: bool = True, kind: UnitKind = "block
     return replace(unit(kind, numel, trainable), name=name, reshard_after_forward=True)
 
 
-@pytest.mark.parametrize(
-    ("trained", "gathered_again"),
-    [
-        # Backward ends at the first trained unit; FSDP2 gathers the one before it in vain, experts behind their block.
-        ((True, True, True), ("a", "a.experts", "b", "b.experts")),
-        ((False, False, True), ("a", "b.experts", "b")),
-        ((False, True, True), ("a", "b.experts", "b")),
-    ],
-)
+@pytest.mark.parametrize(("trained", "gathered_again"), TABLES["BACKWARD"])
 def test_backward_gathers_what_is_behind_the_first_trained_unit(
     trained: tuple[bool, bool, bool], gathered_again: tuple[str, ...]
 ) -> None:

@@ -104,19 +104,7 @@ def test_every_problem_is_reported_with_path_value_and_choices(tmp_path: Path) -
     assert "max_steps: unknown key (did you mean 'training.max_steps'?);" in found
 
 
-CONTRADICTIONS = [
-    (["training.max_steps=null"], "training.max_steps or training.num_epochs must be set"),
-    (["data.train={path: a.jsonl, split: train}"], "no effect on the files"),
-    (["data.train=[{path: a.jsonl, weight: 0.0}, b.jsonl]"], "data.train.0.weight: found 0.0"),
-    (
-        ["data.train=[{path: a.jsonl, weigth: 1.0}]"],
-        "data.train.0.weigth: unknown key (did you mean 'weight'?); allowed here: ",
-    ),
-    (["objective={kind: sequence_classification, labels: [a, a]}"], "needs two names or more, all different"),
-    (["objective={kind: preference, loss: kto}"], "allowed: dpo, ipo, simpo, orpo"),
-    (["objective.kind=distillation"], "objective.teacher: must be set with objective.kind distillation"),
-    (["objective={kind: distillation, teacher: a/b, kd_ratio: 0.0}"], "objective.kd_ratio"),
-]
+CONTRADICTIONS = TABLES["CONTRADICTIONS"]
 """Overrides, and what the error says. Pairs of settings are in tests/unit/recipe/test_combinations.py."""
 
 

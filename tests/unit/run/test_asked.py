@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.cases import cases
 
 from toolkit.data.samples.samples import TextSamples
 from toolkit.errors import BadInputError, RecipeError
@@ -21,6 +22,8 @@ from toolkit.run.parts.answers import _require_room, read_asked, reads_of_answer
 from toolkit.run.stages.generating import split_over_ranks
 from toolkit.run.stages.part import require_same_reads
 from toolkit.run.stages.stages import Read
+
+TABLES = cases(__file__)
 
 QUESTION = {"prompt": "2 + 2?", "answer": "4"}
 UNEVALUATED = ["data.validation_fraction=null", "training.eval_every_steps=null", "logging.held_out_samples=0"]
@@ -91,14 +94,7 @@ def test_a_relative_file_is_relative_to_the_recipe(tmp_path: Path) -> None:
     assert "compare: mine.py:judge" in recipe_for_readers(found)
 
 
-@pytest.mark.parametrize(
-    ("row", "words", "told"),
-    [
-        ({"prompt": "?"}, [], "answers.file: rows that cannot be used: 1.*\n  .*asked.jsonl:1: answer is missing"),
-        ({"prompt": "?", "answer": "four"}, ["answers.compare=numeric"], "compare: the answer of .* holds no"),
-        ({"prompt": "?", "answer": "a"}, ["answers.compare=structured"], "compare: the answer of .*:1 is not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("row", "words", "told"), TABLES["UNANSWERABLE"])
 def test_rows_that_cannot_be_answered_are_named(tmp_path: Path, row: Any, words: list[str], told: str) -> None:
     with pytest.raises(BadInputError, match=told):
         read_asked(recipe_of(written(tmp_path, row), *words))

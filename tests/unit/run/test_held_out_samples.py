@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cases import cases
 from support.texts import make_texts
 from support.tiny import VOCAB_SIZE, llama
 from transformers import AutoModelForSeq2SeqLM, BartConfig
@@ -19,20 +20,10 @@ from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.run.parts.held_out_samples import _unanswered, continuations, steps_between
 from toolkit.terminal import Terminal
 
+TABLES = cases(__file__)
 
-@pytest.mark.parametrize(
-    ("num_steps", "every", "expected"),
-    [
-        (100, None, []),
-        (100, 100, []),
-        (10, 5, [5]),
-        (11, 5, [5, 10]),
-        (100, 20, [20, 40, 60, 80]),
-        (100, 10, [20, 40, 60, 80]),
-        (70, 10, [10, 20, 40, 50]),
-        (100_000, 1, [20_000, 40_000, 60_000, 80_000]),
-    ],
-)
+
+@pytest.mark.parametrize(("num_steps", "every", "expected"), TABLES["EVALUATIONS"])
 def test_evaluations_that_continue_prompts_are_few_and_spread(
     num_steps: int, every: int | None, expected: list[int]
 ) -> None:

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.cases import cases
 
 from toolkit.pages.card import model_and_data
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.origin import own_command
+
+TABLES = cases(__file__)
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,21 +28,7 @@ def opened(folder: Path, num_ranks: int, device: str, precision: str, asked: str
     )
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "asked", "told"),
-    [
-        ("cpu", "no", None, "toolkit train 'my run/recipe.yaml' --cpu=2 --strategy=zero2+offload"),
-        ("cuda", "bf16", None, "toolkit train 'my run/recipe.yaml' --gpus=2 --strategy=zero2+offload"),
-        ("cuda", "no", "no", "toolkit train 'my run/recipe.yaml' --gpus=2 --strategy=zero2+offload"),
-        (
-            "cuda",
-            "fp16",
-            None,
-            "accelerate launch --config_file=accelerate_configs/zero3.yaml --num_processes=2 "
-            "--fsdp_sharding_strategy=zero2+offload --mixed_precision=fp16 recipes/finetune.py 'my run/recipe.yaml'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("device", "precision", "asked", "told"), TABLES["RUNS"])
 def test_ranks_strategy_and_precision_are_those_of_the_run(
     device: str, precision: str, asked: str | None, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

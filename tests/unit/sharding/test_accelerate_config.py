@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.cases import cases
 
 from toolkit import Recipe
 from toolkit.cli.commands.plan import _as_configured
@@ -18,6 +19,8 @@ from toolkit.planning.hardware import presets
 from toolkit.planning.table import plan
 from toolkit.sharding.accelerate_config import AccelerateConfig, read_accelerate_config
 from toolkit.verify.launch import read_launch
+
+TABLES = cases(__file__)
 
 
 def test_what_it_says(tmp_path: Path) -> None:
@@ -46,25 +49,7 @@ def test_what_it_does_not_say() -> None:
     assert found == (None,) * 5
 
 
-@pytest.mark.parametrize(
-    ("values", "asked", "message"),
-    [
-        ({"num_processes": "two"}, "num_processes", "num_processes is 'two'; needs a number of at least 1"),
-        ({"num_processes": 0}, "num_processes", "num_processes is 0"),
-        ({"num_processes": True}, "num_processes", "num_processes is True"),
-        ({"mixed_precision": "fp8"}, "mixed_precision", "mixed_precision is 'fp8'; allowed are no, bf16, fp16"),
-        ({"mixed_precision": True}, "mixed_precision", "mixed_precision is True"),
-        # Accelerate's launcher ends in an AttributeError.
-        ({"mixed_precision": False}, "mixed_precision", "is no without quotes, which YAML takes for false; write 'no'"),
-        ({"fsdp_config": ["zero3"]}, "strategy", "fsdp_config is not a mapping"),
-        ({"parallelism_config": 4}, "shard_size", "parallelism_config is not a mapping"),
-        (
-            {"parallelism_config": {"parallelism_config_dp_shard_size": "all"}},
-            "shard_size",
-            "parallelism_config.parallelism_config_dp_shard_size is 'all'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("values", "asked", "message"), TABLES["WRONG"])
 def test_what_cannot_be_right(values: dict[str, Any], asked: str, message: str) -> None:
     with pytest.raises(BadInputError, match="--config: here: ") as found:
         getattr(AccelerateConfig(values, "here"), asked)
@@ -107,18 +92,7 @@ def readers_of(path: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}", "distributed_type is 'DEEPSPEED', but the"),
-        ("distributed_type: MEGATRON_LM", "distributed_type is 'MEGATRON_LM'"),
-        ("distributed_type: XLA", "distributed_type is 'XLA', but the sharding backend runs under FSDP, MULTI_GPU,"),
-        ("compute_environment: AMAZON_SAGEMAKER", "compute_environment is 'AMAZON_SAGEMAKER', but the sharding"),
-        ("fsdp_config: {fsdp_offload_params: true}", "fsdp_config.fsdp_offload_params: not supported"),
-        ("distributed_type: NO", None),
-        ("distributed_type: MULTI_CPU\ncompute_environment: LOCAL_MACHINE", None),
-    ],
-)
+@pytest.mark.parametrize(("values", "told"), TABLES["OTHERS"])
 def test_configs_for_another_backend_are_refused(values: str, told: str | None, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"num_processes: 2\n{values}\n")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import socket
 
 import pytest
+from support.cases import cases
 
 from toolkit.errors import BadInputError
 from toolkit.sharding import sharding_kwargs
+
+TABLES = cases(__file__)
 
 TWO_HOSTS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
 
@@ -40,15 +43,6 @@ def test_a_name_that_leads_to_this_host_alone_is_refused(monkeypatch: pytest.Mon
     assert "node-a, leads to no address" in build(monkeypatch, None)
 
 
-@pytest.mark.parametrize(
-    ("address", "variables"),
-    [
-        ("10.0.0.2", {}),
-        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}),
-        ("127.0.1.1", {"LOCAL_WORLD_SIZE": "4"}),
-        ("127.0.1.1", {"MASTER_ADDR": "127.0.0.1"}),
-        ("127.0.1.1", {"MASTER_ADDR": "localhost"}),
-    ],
-)
+@pytest.mark.parametrize(("address", "variables"), TABLES["OTHERS"])
 def test_other_names_and_runs_are_not(monkeypatch: pytest.MonkeyPatch, address: str, variables: dict[str, str]) -> None:
     assert build(monkeypatch, address, **variables) == "built"

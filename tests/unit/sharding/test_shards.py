@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import cases
 from support.moe import mixture
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -14,23 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 from toolkit.sharding.fsdp2.shards import row_counts, rows_in_part, shard_dim, shard_rows, shard_shape
 from toolkit.sharding.parallel.expert_parallel import expert_placement
 
+TABLES = cases(__file__)
 
-@pytest.mark.parametrize(
-    ("shape", "ranks", "dim"),
-    [
-        ((8, 28672, 4096), 8, 0),
-        ((8, 28672, 4096), 16, 1),
-        ((32, 2880, 5760), 64, 1),
-        ((32, 2880, 5760), 128, 0),  # 2880 is not a multiple of them
-        ((60, 2816, 2048), 8, 0),  # 64 rows: little padding
-        ((3, 16, 16), 2, 1),
-        ((3, 16, 16), 1, 0),
-        ((5, 1, 4), 2, 0),  # a convolution's kernel
-        ((3, 16), 2, 0),
-        ((3,), 2, 0),
-        ((), 2, 0),
-    ],
-)
+
+@pytest.mark.parametrize(("shape", "ranks", "dim"), TABLES["STACKS"])
 def test_stacks_are_sharded_by_rows_where_much_would_be_padded(shape: tuple[int, ...], ranks: int, dim: int) -> None:
     assert shard_dim(shape, ranks) == dim
 

@@ -8,6 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
+from support.cases import cases
 
 from toolkit.errors import BadInputError
 from toolkit.sharding.accelerate_config import STRATEGY_KEYS, AccelerateConfig
@@ -17,6 +18,8 @@ from toolkit.sharding.fsdp2 import versions
 from toolkit.sharding.launched import accumulation_plugin, resolve_strategy
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, mesh_shape, parse_strategy, with_reshard_after_forward
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
+
+TABLES = cases(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -86,14 +89,7 @@ def test_a_newer_version_is_tried_if_every_private_name_is_in_place(monkeypatch:
         sharding_kwargs("zero3")
 
 
-@pytest.mark.parametrize(
-    ("package", "place"),
-    [
-        ("transformers", "transformers:PreTrainedModel._get_dtype_plan"),
-        ("peft", "peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters"),
-        ("datasets", "datasets:Dataset.__init__"),
-    ],
-)
+@pytest.mark.parametrize(("package", "place"), TABLES["MOVED"])
 def test_a_newer_library_that_moved_a_name_stops_by_that_name(
     monkeypatch: pytest.MonkeyPatch, package: str, place: str
 ) -> None:
@@ -108,14 +104,7 @@ def test_a_newer_library_that_moved_a_name_stops_by_that_name(
         sharding_kwargs("zero3")
 
 
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
-        ("FSDP_OFFLOAD_PARAMS", "fsdp_offload_params"),
-        ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_DEEPSPEED of the environment is true, .* or unset it"),
-        ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_MEGATRON_LM of the environment is true"),
-    ],
-)
+@pytest.mark.parametrize(("key", "told"), TABLES["STOCK"])
 def test_stock_settings_that_would_mean_something_else_are_refused(
     monkeypatch: pytest.MonkeyPatch, key: str, told: str
 ) -> None:
@@ -168,39 +157,15 @@ def test_the_plugin_keeps_reduction_and_loss_in_float32() -> None:
         assert (root.param_dtype, root.reduce_dtype, root.output_dtype) == (dtype, torch.float32, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "replicate", "shard", "expected"),
-    [
-        ("zero3", 6, None, None, (1, 6)),
-        ("zero3", 6, 1, 6, (1, 6)),
-        ("ddp", 6, None, None, (6, 1)),
-        ("hybrid", 8, None, 4, (2, 4)),
-        ("hybrid", 8, 4, None, (4, 2)),
-        ("hybrid", 8, 2, 4, (2, 4)),
-        ("hybrid", 6, 1, 3, (2, 3)),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "world_size", "replicate", "shard", "expected"), TABLES["MESHES"])
 def test_the_mesh_of_a_strategy(
-    strategy: str, world_size: int, replicate: int | None, shard: int | None, expected: tuple[int, int]
+    strategy: str, world_size: int, replicate: int | None, shard: int | None, expected: list[int]
 ) -> None:
     shape = mesh_shape(STRATEGIES[strategy], world_size, replicate=replicate, shard=shard)
-    assert (shape.replicate, shape.shard) == expected
+    assert [shape.replicate, shape.shard] == expected
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "replicate", "shard", "message"),
-    [
-        ("hybrid", 8, None, 3, "dp_shard_size 3 do not part 8 ranks into equal groups; .* one of 2, 4"),
-        ("hybrid", 8, 3, None, "dp_replicate_size 3 .* one of 2, 4"),
-        ("hybrid", 8, 2, 2, "do not part 8 ranks"),
-        ("hybrid", 8, None, 8, "do not part 8 ranks"),
-        ("hybrid", 8, None, None, "dp_shard_size unset do not part 8 ranks"),
-        ("hybrid", 2, None, 2, "2 ranks cannot form such groups. Choose zero3"),
-        ("hybrid", 7, None, 7, "7 ranks cannot form such groups"),
-        ("zero3", 8, 2, 4, "dp_replicate_size is 2, but with strategy zero3 it is 1"),
-        ("ddp", 8, None, 4, "dp_shard_size is 4, but with strategy ddp it is 1"),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "world_size", "replicate", "shard", "message"), TABLES["IMPOSSIBLE"])
 def test_a_mesh_that_cannot_be(
     strategy: str, world_size: int, replicate: int | None, shard: int | None, message: str
 ) -> None:
@@ -216,18 +181,7 @@ def test_a_node_keeps_units_from_forward_to_backward() -> None:
     assert with_reshard_after_forward(shape, STRATEGIES["ddp"], None, 8) == shape
 
 
-@pytest.mark.parametrize(
-    ("strategy", "node", "ranks_per_node", "message"),
-    [
-        ("zero3", 16, 16, "16 is not a group inside of the 16 ranks of a node .* set it to one of 2, 4, 8$"),
-        ("zero3", 16, 8, "set it to one of 2, 4, 8$"),
-        ("zero3", 3, 8, "3 is not a group .* set it to one of 2, 4, 8$"),
-        ("zero3", 4, 2, "4 is not a group .* set it to one of 2$"),
-        ("zero3", 2, 1, "no size is; remove it$"),
-        ("hybrid", 8, 8, "no effect with sharding.strategy hybrid, whose backward gathers inside its groups"),
-        ("zero1", 8, 8, "no effect with sharding.strategy zero1, whose backward gathers nothing again"),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "node", "ranks_per_node", "message"), TABLES["NODES"])
 def test_a_node_that_cannot_be(strategy: str, node: int, ranks_per_node: int, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         with_reshard_after_forward(MeshShape(1, 16), STRATEGIES[strategy], node, ranks_per_node)

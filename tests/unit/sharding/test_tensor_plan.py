@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from support.cases import cases
 from support.tiny import llama, tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -16,13 +17,9 @@ from toolkit.sharding.accelerate_config import read_accelerate_config
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape, agreed_tensor, tensor_shape
 from toolkit.sharding.tensor.plan import tensor_plan
 
-REFUSED = {
-    "qwen3_moe": "transformers cuts its model.layers.0.mlp.experts in the style moe_tp_experts, which is not built",
-    "gpt2": "transformers has no plan that cuts its attention by heads",
-    "olmo2": "transformers has no plan that cuts its attention by heads",
-    "deepseek_v2": "in the style mla_kv_a_proj, which is not built",
-    "apertus": "the plan of transformers leaves out model.layers.0.mlp.act_fn.alpha_p",
-}
+TABLES = cases(__file__)
+
+REFUSED = TABLES["REFUSED"]
 """Types whose plans have other styles, cut no attention, or do not tell whose gradients are to be summed."""
 
 

@@ -31,6 +31,8 @@ from toolkit.suggest.draft import Draft
 from toolkit.suggest.methods import METHODS, SPEC_OF, method_of
 from toolkit.suggest.suggestion import Machine, suggest
 
+TABLES = cases(__file__)
+
 TEXTS = make_texts(120)
 ROWS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": text} for text in TEXTS],
@@ -103,19 +105,7 @@ def written(name: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "objective", "loss", "adapter", "rate"),
-    [
-        ("chat", None, None, None, None, 2e-5),
-        ("chat", "lora", None, None, "lora", 2e-4),
-        ("chat", "qlora", None, None, "lora", 2e-4),
-        ("text", None, None, None, None, 2e-4),
-        ("pairs", None, "preference", "dpo", None, 1e-6),
-        ("pairs", "reward", "reward", None, None, 9e-6),
-        ("labels", None, "sequence_classification", None, None, 1e-4),
-        ("names", None, "token_classification", None, None, 1e-4),
-    ],
-)
+@pytest.mark.parametrize(("name", "method", "objective", "loss", "adapter", "rate"), TABLES["METHODS"])
 def test_the_rows_decide_the_method(
     name: str, method: str | None, objective: str | None, loss: str | None, adapter: str | None, rate: float
 ) -> None:
@@ -341,7 +331,6 @@ def test_adapters_are_chosen_where_nothing_else_fits() -> None:
         suggest("model", "chat.jsonl", none, method="full")
 
 
-TABLES = cases(__file__)
 BAD_INPUT = TABLES["BAD_INPUT"]
 
 
@@ -372,12 +361,7 @@ def test_the_plan_of_the_recipe_that_was_written_needs_what_was_told(hardware: s
     assert (asked.host_bytes > 0) == (hardware == "h100_sxm"), "a save copies the state to the host"
 
 
-HARDWARE = {
-    "2 x cpu": ("cpu", 2, {"device_memory_gib": 12.0}),
-    "1 x rtx4090": ("rtx4090", 1, {}),
-    "8 x rtx4090": ("rtx4090", 8, {}),
-    "8 x h100": ("h100_sxm", 8, {}),
-}
+HARDWARE = TABLES["HARDWARE"]
 ON_HARDWARE = [("model", "many", "2 x cpu"), ("model", "many", "1 x rtx4090"), ("large", "chat", "1 x rtx4090")]
 ALL_ON_HARDWARE = [
     (model, rows, machine)

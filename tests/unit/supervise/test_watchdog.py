@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cases import cases
 
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
@@ -18,6 +19,8 @@ from toolkit.supervise.watchdog import STALL_FILE, Watch
 from toolkit.supervise.watched import ABANDONED_SECONDS, clear_abandoned
 from toolkit.training.extensions.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
 from toolkit.training.phase import Phase
+
+TABLES = cases(__file__)
 
 LIMIT = 60.0
 WAITING = RankStatus(0, "one", 10, "S", "backward", 7, 41, 70.0, 1.0)
@@ -37,22 +40,7 @@ def test_a_record_is_read_back() -> None:
     assert read_heartbeat(memory) is None
 
 
-@pytest.mark.parametrize(
-    ("phase", "state", "seconds", "late"),
-    [
-        ("backward", "S", 59.0, False),
-        ("backward", "S", 61.0, True),
-        ("save", "S", 179.0, False),
-        ("save", "S", 181.0, True),
-        ("restore", "S", 359.0, False),
-        ("restore", "S", 361.0, True),
-        ("start", "S", 2000.0, False),
-        ("start", "T", 59.0, False),
-        ("start", "T", 61.0, True),
-        ("start", "X", 59.0, False),
-        ("start", "X", 61.0, True),
-    ],
-)
+@pytest.mark.parametrize(("phase", "state", "seconds", "late"), TABLES["LATE"])
 def test_late_is_what_stands_for_longer_than_its_phase_may_take(
     phase: str, state: str, seconds: float, late: bool
 ) -> None:

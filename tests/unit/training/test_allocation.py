@@ -5,23 +5,16 @@ from __future__ import annotations
 import time
 
 import pytest
+from support.cases import cases
 
 from toolkit.errors import BadInputError
 from toolkit.training.extensions import allocation
 from toolkit.training.extensions.allocation import AllocationEnd, seconds_left
 
+TABLES = cases(__file__)
 
-@pytest.mark.parametrize(
-    ("save", "left", "ends"),
-    [
-        (None, 375.0, False),  # a tenth of the hour, as no save was measured, and the longest step
-        (None, 365.0, True),
-        (100.0, 235.0, False),  # two saves, 20 s and the longest step
-        (100.0, 225.0, True),
-        (1.0, 37.0, False),
-        (1.0, 27.0, True),
-    ],
-)
+
+@pytest.mark.parametrize(("save", "left", "ends"), TABLES["SAVES"])
 def test_the_time_for_a_save_is_that_of_the_last_ones(
     save: float | None, left: float, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

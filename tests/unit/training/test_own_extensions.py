@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import cases
 from support.ranks import run_on_ranks
 from support.runs import records_of
 from support.texts import make_texts
@@ -24,6 +25,8 @@ from toolkit.recipe.schema import LoggingSection
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.extensions.own import Own, OwnExtensions, load_extensions
 from toolkit.training.metrics import Metrics
+
+TABLES = cases(__file__)
 
 FILE = """
 import math
@@ -344,18 +347,7 @@ def test_a_wrong_value_is_one_error_that_names_the_call(returned: dict[str, Any]
     assert str(caught.value).startswith(f"extensions.Wrong: {told}")
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("absent", "has no function 'absent'; name one that it has"),
-        ("nothing", "nothing is 3, and needs to be a toolkit.Extension"),
-        ("fails", "fails() failed: ValueError: no"),
-        ("Idle", "it overrides no call of the loop, so it has no effect; write one of before_training, before_step,"),
-        ("Typo", "so it has no effect (did you mean 'after_step'?)"),
-        ("Odd", "too many positional arguments; write after_step(self, trainer, step)"),
-        ("Private", "enter_phase is the toolkit's own and may change; use before_training, before_step"),
-    ],
-)
+@pytest.mark.parametrize(("name", "told"), TABLES["REFUSED"])
 def test_what_cannot_be_called_is_refused_before_the_run(file: Path, name: str, told: str) -> None:
     with pytest.raises(BadInputError) as caught:
         load_extensions({f"training.extensions.{name}": f"{file}:{name}"}, [])

@@ -6,8 +6,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from support.cases import cases
 
 from toolkit.training.stop import StopRequests
+
+TABLES = cases(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -17,17 +20,7 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(
-    ("under_nohup", "variables", "ends"),
-    [
-        (False, {}, True),
-        (True, {}, False),
-        (True, {"TORCHELASTIC_RUN_ID": "a"}, True),
-        (True, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGHUP"}, True),
-        (True, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT"}, False),
-        (False, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT"}, True),
-    ],
-)
+@pytest.mark.parametrize(("under_nohup", "variables", "ends"), TABLES["CLOSED"])
 def test_a_closed_terminal_ends_a_run_unless_nohup_and_its_launcher_go_on(
     under_nohup: bool, variables: dict[str, str], ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

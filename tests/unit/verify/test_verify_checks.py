@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from support.cases import cases
 from support.tiny import recipe_values, save_llama
 from transformers import (
     AutoModelForCausalLM,
@@ -46,6 +47,8 @@ from toolkit.verify import (
     verify,
 )
 from toolkit.verify.compare import weight_tolerance
+
+TABLES = cases(__file__)
 
 WEIGHTS = {"a.weight": torch.ones(4, 3), "b.bias": torch.zeros(5)}
 STEADY = {"a.weight": torch.ones(4, 3, dtype=torch.bool), "b.bias": torch.tensor([True, True, False, True, True])}
@@ -290,17 +293,7 @@ def recipe() -> Recipe:
     return Recipe.load("quickstart")
 
 
-UNUSABLE = [
-    (None, "there is no file"),
-    ("- a\n- b\n", "holds no mapping but list"),
-    ("", "holds no mapping but nothing"),
-    ("a: [", "not readable as YAML"),
-    ("distributed_type: FSDP\n", "num_processes is not set"),
-    ("num_processes: two\n", "num_processes is 'two'"),
-    ("num_processes: 2\nfsdp_config: zero3\n", "fsdp_config is not a mapping"),
-    ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: zero4\n", "unknown strategy 'zero4'"),
-    ("num_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: hybrid\n", "strategy hybrid needs equal groups"),
-]
+UNUSABLE = TABLES["UNUSABLE"]
 
 
 def test_a_config_that_cannot_be_used(tmp_path: Path, recipe: Recipe) -> None:

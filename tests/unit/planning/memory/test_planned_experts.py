@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from support.cases import cases
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
@@ -22,6 +23,8 @@ from toolkit.sharding.offload.host import plan_host
 from toolkit.sharding.offload.offloaded_units import read_units
 from toolkit.sharding.parallel.expert_parallel import expert_grid
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
+
+TABLES = cases(__file__)
 
 CHOSEN = 2
 """Experts of a token."""
@@ -87,13 +90,7 @@ def test_units_whose_state_is_offloaded_are_those_of_the_engine() -> None:
     assert planner.state.of_rank(setup) == plan_host(sizes[len(held) :], 2, 4, 2 * 2).total
 
 
-@pytest.mark.parametrize(
-    ("sharding", "ranks", "told"),
-    [
-        ({"experts": 4}, 2, "sharding.experts: 4 does not divide the 2 ranks"),
-        ({"experts": 2}, 6, "the 8 experts of model.layers.0.mlp.experts are not a multiple of the 6 ranks"),
-    ],
-)
+@pytest.mark.parametrize(("sharding", "ranks", "told"), TABLES["UNPLANNED"])
 def test_what_cannot_be_spread_is_not_planned(sharding: dict[str, object], ranks: int, told: str) -> None:
     with pytest.raises(BadInputError, match=told):
         plan(recipe(**sharding), presets()["h100_sxm"], ranks)

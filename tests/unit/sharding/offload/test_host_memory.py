@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import cases
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.sharding.offload import host
 from toolkit.sharding.offload.host import HostPlan, Room, Slabs, require_host_memory
 from toolkit.sharding.offload.worker import Worker
+
+TABLES = cases(__file__)
 
 CPU = torch.device("cpu")
 PLAN = HostPlan(masters=60, moments=0, gradients=0, staging=0)
@@ -125,16 +128,7 @@ def test_the_threads_of_the_step_are_the_workers_alone() -> None:
     assert torch.get_num_threads() == mine
 
 
-@pytest.mark.parametrize(
-    ("lines", "has"),
-    [
-        ("flags\t\t: fpu avx512f avx512_bf16 amx_tile", True),
-        ("flags\t\t: fpu amx_bf16", True),
-        ("Features\t: fp asimd bf16", True),
-        ("flags\t\t: fpu avx2 avx512f avx512_fp16", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("lines", "has"), TABLES["PROCESSORS"])
 def test_bf16_is_read_from_what_the_processor_reports(monkeypatch: pytest.MonkeyPatch, lines: str, has: bool) -> None:
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"processor\t: 0\n{lines}\n")
     assert host.multiplies_in_bf16() is has

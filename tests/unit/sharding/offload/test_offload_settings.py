@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.cases import cases
 from torch import nn
 
 from toolkit.errors import BadInputError, ToolkitError
@@ -16,24 +17,14 @@ from toolkit.sharding.offload.host import HostPlan
 from toolkit.sharding.offload.settings import hyper_parameters, state_names
 from toolkit.sharding.plan.strategy import parse_strategy
 
+TABLES = cases(__file__)
+
 
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(4))]
 
 
-@pytest.mark.parametrize(
-    ("configured", "strategy", "offload", "expected"),
-    [
-        (None, None, None, False),
-        (None, "zero3", "optimizer", True),
-        (None, "zero3+offload", None, True),
-        ("zero2+offload", None, None, True),
-        ("ZERO3+Offload", "zero3", None, True),
-        ("zero3", "zero3+offload", None, True),
-        ("zero3", None, "optimizer", True),
-        ("zero3", None, "none", False),
-    ],
-)
+@pytest.mark.parametrize(("configured", "strategy", "offload", "expected"), TABLES["ASKED"])
 def test_where_offload_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, configured: str | None, strategy: str | None, offload: str | None, expected: bool
 ) -> None:
