@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import llama, recipe_values, save_llama
-from transformers import AutoTokenizer
+from support.tiny import llama, recipe_values, save_llama, tiny_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkit.data import build
 from toolkit.data.samples.loader import TrainLoader
@@ -53,5 +53,7 @@ def test_each_prompt_is_drawn_once_for_each_of_its_group_and_cut_completions_may
 def test_dropout_is_refused_by_name() -> None:
     """Also where a function drops values, and no module does."""
     _require_no_dropout(llama())
-    with pytest.raises(BadInputError, match=r"model\.name_or_path: attention_dropout drops values in training"):
+    with pytest.raises(BadInputError, match=r"model\.name_or_path: attention_dropout of config\.json drops values in"):
         _require_no_dropout(llama(attention_dropout=0.1))
+    with pytest.raises(BadInputError, match=r": resid_pdrop, embd_pdrop, attn_pdrop, .* of config\.json drops"):
+        _require_no_dropout(AutoModelForCausalLM.from_config(tiny_config("gpt2")))

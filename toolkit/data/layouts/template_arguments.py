@@ -93,10 +93,7 @@ def set_defaults(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any
         return
     template = getattr(tokenizer, "chat_template", None)
     if not template:
-        raise BadInputError(
-            "data.template_arguments has no effect: the tokenizer has no chat template; remove it, or set "
-            "data.chat_template"
-        )
+        raise BadInputError("data.template_arguments has no effect: the tokenizer has no chat template; remove it")
     # Some tokenizers have several templates, one of them for tools.
     each = template if isinstance(template, dict) else {"default": template}
     known = frozenset().union(*map(variables, each.values()))

@@ -27,7 +27,7 @@ from toolkit.data.build import TokenisedData
 from toolkit.data.samples.loader import EpochOrder, Loader
 from toolkit.data.samples.samples import Batch, padded_length, sample_of, segments_of, stack
 from toolkit.data.tokens.tokenizer import decode
-from toolkit.errors import BadInputError
+from toolkit.errors import BadInputError, listed
 from toolkit.generation.sampling.fresh import FreshSample, draw, sampler_gap
 from toolkit.generation.sampling.rewards import Judged, Rewards
 from toolkit.generation.sampling.sampled_rows import PromptForm
@@ -113,11 +113,11 @@ def _require_no_dropout(model: Any) -> None:
     """Raises BadInputError if forwards in training differ from those that sample."""
     config = base_of(model).config.get_text_config()
     modules = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    settings = [name for name in ("attention_dropout", "attn_pdrop") if getattr(config, name, 0.0)]
-    if modules or settings:
+    settings = [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value]
+    if modules or {"attention_dropout", "attn_pdrop"} & {*settings}:
         raise BadInputError(
-            f"model.name_or_path: {(settings or modules)[0]} drops values in training, so the model would learn from "
-            "samples of another model than the one that drew them; set it to 0 in config.json"
+            f"model.name_or_path: {listed(settings or modules)} of config.json drops values in training, so the model "
+            "would learn from samples of another model than the one that drew them; set each to 0 there"
         )
 
 
