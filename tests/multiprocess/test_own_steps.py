@@ -277,6 +277,7 @@ def refusals() -> dict[str, str]:
         "zeros": lambda loop: loop.zero_grad("zeros"),
         "inside": Loop.step_inside_backward,
         "written, zero2": write,
+        "of a frozen one, zero3": lambda loop: (loop.model.head.requires_grad_(False), write(loop)),
         "saved, zero3": lambda loop: (write(loop), loop.state()),  # type: ignore[func-returns-value]
         "kept, zero2": keep,
     }
@@ -301,7 +302,7 @@ def test_loops_that_cannot_be_right_are_refused() -> None:
     assert "between clip_grad_norm_ and optimizer.step" in found["clipped"]
     assert "zero_grad(set_to_none=False)" in found["zeros"]
     assert "optimizer.step was called inside of backward" in found["inside"]
-    for name in ("written", "saved"):
+    for name in ("written", "of a frozen one", "saved"):
         assert found[name].startswith("head.weight was changed in place through the attribute of its module")
     assert "call zero_grad() of the optimizer or of the model before the next forward" in found["kept"]
 

@@ -164,17 +164,24 @@ class UnitStates:
         # Once: each forward reads them, and a walk over all modules takes milliseconds.
         return [parameter for group in fsdp_groups(self._root) for parameter in group.fsdp_params]
 
+    @functools.cached_property
+    def _written_by_loops_alone(self) -> list[Any]:
+        # In each forward peft's adapters of stacked experts set the frozen stacks below them to themselves.
+        adapted = [each.base_layer for each in self._root.modules() if type(each).__name__ == "ParamWrapper"]
+        stacks = {module for each in adapted for module in each.modules()}
+        return [each for each in self._records if each._module_info.module not in stacks]
+
     @torch.no_grad()  # with it, a shard's tensor is read without a node of autograd
     def _versions(self) -> list[int]:
         # Each of the two counts the writes to it.
         return [each.sharded_param._version + local_tensor(each.sharded_param)._version for each in self._records]
 
     def require_no_lost_write(self) -> None:
-        """Raises BadInputError if a gathered copy of a trained parameter was written in place, which a gather undoes.
+        """Raises BadInputError if a gathered copy was written in place, which a gather undoes.
 
-        Frozen ones are passed over: peft's adapters of stacked experts set these to themselves in each forward.
+        A write through `.data` is not seen, as torch does not count it.
         """
-        for parameter in (each for each in self._records if each.sharded_param.requires_grad):
+        for parameter in self._written_by_loops_alone:
             copy = getattr(parameter, "_unsharded_param", None)
             if copy is not None and _COPIES.setdefault(parameter, copy._version) != copy._version:
                 raise BadInputError(
