@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +20,8 @@ import pyarrow as pa
 
 from toolkit.data import report as reports
 from toolkit.data.documents.documents import Documents
+from toolkit.data.documents.processes import ALONE_SECONDS, Work, affordable_processes, image_root, made_apart
 from toolkit.data.documents.processes import Batch as StoredRows
-from toolkit.data.documents.processes import Work, image_root
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import TOO_LONG, RowKind
 from toolkit.data.report import DataReport, SplitReport
@@ -79,10 +80,11 @@ class StreamedDocuments(Documents):
 
 @dataclass(frozen=True)
 class Window:
-    """Samples of some rows, and the state at their beginning."""
+    """Samples of some rows, and the states at their beginning and end."""
 
     state: State
     samples: TextSamples
+    end: State
 
 
 @dataclass(eq=False)
@@ -122,16 +124,41 @@ class Stream:
         """
         # Counts restart, because the first window is read once before training, for its checks.
         self.counts, self.also_held_out, self.cut_tokens = RowCounts(ROWS_MEASURED), set(), 0
+        return self._windows(state)
+
+    def windows_ahead(self, state: State | None = None) -> Iterator[Window]:
+        """Yields the same. Once they have cost some CPU time, a process makes them, as a thread holds up training.
+
+        Windows with images are not moved: their pixels would be copied.
+
+        Raises:
+            DataError: as `windows` does, or if the process is killed.
+        """
+        started = time.thread_time()
+        for window in self.windows(state):
+            yield window
+            state = window.end
+            if time.thread_time() - started > ALONE_SECONDS and self._may_move:
+                break
+        for window, counted in made_apart(_counted_windows, self, state):
+            self.counts, self.also_held_out, self.cut_tokens = counted
+            yield window
+
+    @property
+    def _may_move(self) -> bool:
+        return self.images is None and self.kind.data.num_proc == "auto" and affordable_processes() > 1
+
+    def _windows(self, state: State | None) -> Iterator[Window]:
         places = state["sources"] if state is not None else [(0, 0, 0)] * len(self.sources)
         cursors = [_Cursor(of.source, *place) for of, place in zip(self.sources, places, strict=True)]
-        number, samples_before = (state["window"], state["samples"]) if state is not None else (0, 0)
+        state = state or {"window": 0, "samples": 0, "sources": [list(cursor.place()) for cursor in cursors]}
         while True:
-            # Taken before the rows are read: a run interrupted in this window reads it again from its first row.
-            begins = {"window": number, "samples": samples_before, "sources": [list(c.place()) for c in cursors]}
-            window = Window(begins, self._samples(self._rows(cursors), number))
-            yield window
-            number += 1
-            samples_before += len(window.samples)
+            samples = self._samples(self._rows(cursors), state["window"])
+            end = {"window": state["window"] + 1, "samples": state["samples"] + len(samples)}
+            end["sources"] = [list(cursor.place()) for cursor in cursors]
+            # A run interrupted in this window reads it again from its first row.
+            yield Window(state, samples, end)
+            state = end
 
     def _rows(self, cursors: list[_Cursor]) -> Rows:
         """Returns good rows whose tokens fill a window."""
@@ -210,6 +237,12 @@ class Stream:
         order = np.random.default_rng(int.from_bytes(mixed_up)).permutation(len(samples))
         pieces, ends = by_sample(samples.pieces, np.repeat(order, np.diff(samples.ends, prepend=0)))
         return replace(samples, pieces=pieces, ends=ends)
+
+
+def _counted_windows(stream: Stream, state: State) -> Iterator[tuple[Window, tuple[RowCounts, set[int], int]]]:
+    """Yields windows, each with the counts after it."""
+    for window in stream._windows(state):
+        yield window, (stream.counts, stream.also_held_out, stream.cut_tokens)
 
 
 @dataclass
@@ -315,7 +348,7 @@ class StreamLoader(Loader):
         """Yields every sample from the start on: the samples of its window, and its number among them."""
         state = self.state_at(self.start[1])
         skip = self.start[1] - (state["samples"] if state is not None else 0)
-        for window in ahead(self.stream.windows(state), "stream"):
+        for window in ahead(self.stream.windows_ahead(state), "stream"):
             # After a resume the state of the first window is known already.
             if all(known["samples"] < window.state["samples"] for known in self._states):
                 self._states.append(window.state)

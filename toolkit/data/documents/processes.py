@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from itertools import chain, islice
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psutil
 import pyarrow as pa
@@ -35,6 +35,8 @@ from toolkit.data.rows.readers import Row, Shard, mapped, row_of_line, stored_in
 from toolkit.errors import DataError
 from toolkit.ranks import usable_cores
 
+T = TypeVar("T")
+
 BATCH_ROWS = 64
 """Number of rows that are tokenised in one call."""
 
@@ -45,6 +47,8 @@ loaded machine a few rows would start them."""
 MANY_SECONDS, MEASURED_SECONDS = 20.0, 1.0
 """If the lines of a source would take longer than the first by the CPU time of their first bytes, `auto` starts others
 sooner: after the second."""
+
+KILLED = "was killed, as happens where memory runs out"
 
 PROCESS_BYTES = 2**30
 """Host memory that `auto` counts for a process: its libraries, a tokenizer and a few batches of rows."""
@@ -175,10 +179,7 @@ def _in_processes(work: Work, unread: Iterator[Batch], processes: int, helps: bo
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
-            raise DataError(
-                "data.num_proc: a process that tokenises was killed, as happens where memory runs out; set a smaller "
-                "number"
-            ) from error
+            raise DataError(f"data.num_proc: a process that tokenises {KILLED}; set a smaller number") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -201,11 +202,34 @@ def _forking_from_a_fresh_process() -> Iterator[multiprocessing.context.ForkServ
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would keep the libraries in memory
 
 
-_work: list[Work] = []
+def made_apart(make: Callable[..., Iterator[T]], *arguments: Any) -> Iterator[T]:
+    """Yields what `make(*arguments)` does, which another process advances when the next item is asked for.
+
+    Raises:
+        DataError: if that process is killed. What is raised in it, too.
+    """
+    main = sys.modules["__main__"]
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, ((make, arguments),))
+    try:
+        sys.modules["__main__"] = ModuleType("__main__")  # it shall not run the caller's script again
+        try:
+            coming = pool.submit(_next_item)
+        finally:
+            sys.modules["__main__"] = main
+        while (item := coming.result()) is not None:
+            yield item
+            coming = pool.submit(_next_item)
+    except BrokenProcessPool as error:
+        raise DataError(f"data.num_proc: a process that tokenises {KILLED}; set 1, and a thread does it") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_work: list[Any] = []
 """In a process that tokenises, what it does."""
 
 
-def _begin(work: Work) -> None:
+def _begin(work: Any) -> None:
     _work.append(work)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads the rows
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -220,4 +244,12 @@ def _end_with_parent() -> None:
 
 
 def _documents(batch: Batch) -> pa.RecordBatch:
-    return _work[0].documents(batch)
+    documents: pa.RecordBatch = _work[0].documents(batch)
+    return documents
+
+
+def _next_item() -> Any:
+    if isinstance(_work[0], tuple):
+        make, arguments = _work[0]
+        _work[0] = make(*arguments)
+    return next(_work[0], None)
