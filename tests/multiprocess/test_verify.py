@@ -18,9 +18,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from support.cases import cases
 from support.launches import clean_environment
 from support.moe import mixture
-from support.plain_objectives import OBJECTIVES, PREFIX
+from support.plain_objectives import OBJECTIVES
 from support.ranks import LIMIT_SECONDS
 from support.sights import save_all
 from support.texts import make_texts
@@ -47,59 +48,7 @@ CHECKS = ["loss", "gradient norm", "weights", "gradients", "dropout replay"]
 IMAGES = [1, 0, 2, 0, 0, 0, 0, 0, 0, 1, 1, 3, 0, 1]
 """Of each row; the second step has none."""
 
-QLORA = {"kind": "lora", "r": 4, "quantize": "nf4", "double_quantization": True}
-DORA = {"use_dora": True, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}
-TOWERS = ["language", "projector", "vision"]
-ROUTED = {"router_aux_coef": 0.1, "router_z_coef": 0.01, "router_bias_rate": 0.01}
-"""DeepSeek V3's routers have all losses that routers can have, and biases that move."""
-
-SAMPLED = {
-    "kind": "grpo",
-    "rewards": [{"name": "e", "match": "e"}, {"name": "short", "overlong": 6}],
-    "group_size": 4,
-    "max_new_tokens": 8,
-}
-
-RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "text": ("llama", "texts", {}),
-    "qlora": ("llama", "texts", {"adapter": {**QLORA, **DORA}, "sharding": {"offload": "optimizer"}}),
-    "lora": ("llama", "texts", {"adapter": {"kind": "lora", "r": 4}}),
-    "int8": ("llama", "texts", {"adapter": {"kind": "lora", "r": 4, "quantize": "int8"}}),
-    "dora": ("llama", "texts", {"adapter": {"kind": "lora", "r": 4, **DORA}}),
-    "distillation": ("dense-distillation", "text", {"objective": {"kind": "distillation", "teacher": "teacher"}}),
-    "seq2seq": (
-        "dense-seq2seq",
-        "translated",
-        {"objective": {"kind": "seq2seq"}, "data": {"max_target_length": 32, "source_prefix": PREFIX}},
-    ),
-    "images": ("llava", "rows", {"model": {"train": TOWERS}, "data": {"packing": False}}),
-    "packed images": ("llava", "rows", {}),
-    "taught images": ("llava", "rows", {"objective": {"kind": "distillation", "teacher": "other llava"}}),
-    "packed tiles": ("idefics3", "rows", {"model": {"train": TOWERS}}),
-    "experts": ("experts", "texts", {"objective": ROUTED, "data": {"max_length": 64}}),
-    "spread experts": (
-        "experts",
-        "texts",
-        {"objective": ROUTED, "data": {"max_length": 64}, "sharding": {"experts": 2, "activation_checkpointing": 1}},
-    ),
-    "adapters of spread experts": (
-        "experts",
-        "texts",
-        {
-            "objective": {**ROUTED, "router_bias_rate": 0.0},
-            "data": {"max_length": 64},
-            "sharding": {"experts": 2},
-            "adapter": QLORA,
-        },
-    ),
-    "grpo": ("llama", "prompts", {"objective": SAMPLED}),
-    "grpo, lora and a reference": (
-        "llama",
-        "prompts",
-        {"objective": {**SAMPLED, "loss": "grpo", "beta": 0.1}, "adapter": {"kind": "lora", "r": 4}},
-    ),
-    "grpo, a frozen reference": ("llama", "prompts", {"objective": {**SAMPLED, "beta": 0.1}}),
-}
+RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = cases(__file__)["RECIPES"]
 """Name -> its model, its rows, and what else its recipe has."""
 
 

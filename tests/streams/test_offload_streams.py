@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from streams.mutations import Mutation, mutated
 from streams.runs import Run, races_of
+from support.cases import cases
 from support.offload_loops import Case
 from support.ranks import alone, run_on_ranks
 
@@ -108,110 +109,18 @@ DEALT = [f"{way}, {list(EXECUTORS)[i % len(EXECUTORS)]}" for i, way in enumerate
 """Each way with one executor; the others are slow."""
 
 DEVICE_STREAM = EXECUTORS["device_stream"]
+BY_NAME = {
+    **ALL,
+    **EXECUTORS,
+    **WAYS,
+    **CONTROLS,
+    "device_stream, saved": replace(DEVICE_STREAM, also="save"),
+    "checkpoint, no offload": replace(WAYS["checkpoint"], executor=None),
+    "late": replace(Run(), delay=0.3),
+}
 
-MUTATIONS = [
-    # FSDP2 gives the memory of a reduced gradient to the next reduce-scatter.
-    (
-        ALL["accumulation, cpu_torch"],
-        Mutation(
-            "capture.Capture._drop_rounded",
-            "reduce_again_after(self._reduced.modules[0], self._handle.current_stream().record_event())",
-        ),
-    ),
-    # A gradient's copy to the host: after the reduction, before its memory is freed, before the step reads it.
-    (
-        Run(),
-        Mutation(
-            "capture.Capture._copy_to_host", "self._stream.wait_event(self._handle.current_stream().record_event())"
-        ),
-    ),
-    (Run(), Mutation("capture.Capture._copy_to_host", "unit.leaving = flat")),
-    (Run(), Mutation("capture.Capture._copy_to_host", "unit.landed = self._stream.record_event()")),
-    (WAYS["dropped gradients"], Mutation("capture.Capture._copy_to_host", "if unit.leaving is not None:", "if False:")),
-    (WAYS["untied"], Mutation("capture.wait_for_landing", "unit.landed.synchronize()")),
-    (WAYS["two forwards"], Mutation("capture.Capture._add_on_host", "wait_for_landing(unit)")),
-    (
-        WAYS["two forwards"],
-        Mutation("capture.Capture._add_on_host", '"cpu", torch.float32', '"cpu", torch.float32, non_blocking=True'),
-    ),
-    (Run(), Mutation("engine.OffloadEngine._step_unit", "wait_for_landing(unit)")),
-    # The norm, before the worker reads it.
-    (Run(), Mutation("engine._Clip.decide", "self._event.synchronize()")),
-    # New weights: after the last reading of the old, before the next.
-    (WAYS["evaluation before the step"], Mutation("engine.OffloadEngine._step_unit", "stream.wait_event(after)")),
-    (Run(), Mutation("engine.OffloadEngine._step_unit", "unit.arrived = stream.record_event()")),
-    (
-        Run(),
-        Mutation("engine.OffloadEngine._wait_for_weights", "self._handle.current_stream().wait_event(unit.arrived)"),
-    ),
-    (
-        WAYS["checkpoint"],
-        Mutation(
-            "engine.OffloadEngine._wait_for_weights", "while not unit.published.wait(CHECK_SECONDS):", "while False:"
-        ),
-    ),
-    (Run(), Mutation("engine.before_reading_shards", "module.set_custom_all_gather(_AllGather(wait))")),
-    (WAYS["one rank"], Mutation("engine.before_reading_shards", "before_copying_shards(module, wait)")),
-    (WAYS["unshard"], Mutation("engine.before_reading_shards", "before_copying_shards(module, wait)")),
-    # Buffers that are used in turn.
-    (Run(), Mutation("executors.Staging.take", "event.synchronize()")),
-    (EXECUTORS["cpu_fused"], Mutation("executors.Staging.take", "event.synchronize()")),
-    (Run(), Mutation("executors._Staged.sent", "self._staging.sent(event)")),
-    (Run(), Mutation("engine.OffloadEngine._step_unit", "executor.sent(unit.arrived)")),
-    (
-        DEVICE_STREAM,
-        Mutation("executors.DeviceStream._lane_buffers", "self._buffers[self._lane[unit]]", "self._buffers[0]"),
-    ),
-    # Whoever reads or writes the state from outside.
-    (WAYS["checkpoint"], Mutation("engine.OffloadEngine.flush", "self._wait_for_weights(unit)")),
-    (replace(DEVICE_STREAM, also="save"), Mutation("engine.OffloadEngine.flush", "unit.arrived.synchronize()")),
-    (
-        WAYS["checkpoint"],
-        Mutation("facade._connect_model", "model.register_state_dict_pre_hook(lambda *_: engine.flush())"),
-    ),
-    (WAYS["loaded model"], Mutation("facade._connect_model", "engine.flush()\n        for", "for")),
-    (
-        WAYS["optimizer's state"],
-        Mutation("facade._connect_optimizer", "optimizer.register_state_dict_pre_hook(lambda _: engine.flush())"),
-    ),
-    (WAYS["loaded optimizer"], Mutation("facade._connect_optimizer", "engine.flush()\n        _load", "_load")),
-    (
-        replace(WAYS["checkpoint"], executor=None),
-        Mutation("state._copy_to_host", '.to("cpu", copy=True)', '.to("cpu", copy=True, non_blocking=True)'),
-    ),
-    # A step that takes so long that the next forward has come.
-    (
-        replace(Run(), delay=0.3),
-        Mutation(
-            "engine.OffloadEngine._step_unit",
-            "wait_for_landing(unit)\n",
-            "wait_for_landing(unit); unit.published.set()\n",
-        ),
-    ),
-    (replace(Run(), delay=0.3), Mutation("engine.OffloadEngine._submit_step", "unit.published.clear()")),
-    # The end.
-    (WAYS["slow worker"], Mutation("engine._free_memory", "worker.close()")),
-    (Run(), Mutation("engine._free_memory", "handle.synchronize()")),
-    # Accumulation by block: the caller's stream in each micro-batch's thread, and new weights before its gathers.
-    (
-        CONTROLS["no offload, by block"],
-        Mutation("by_block._MicroBatch._run", "with self._handle.stream(self._stream):", "if True:"),
-    ),
-    (
-        CONTROLS["no offload, by block"],
-        Mutation("unit_states.UnitStates.free_all", "self._context.iter_forward_root = None"),
-    ),
-    (
-        WAYS["by block"],
-        Mutation("engine.OffloadEngine._wait_for_weights", "self._handle.current_stream().wait_event(unit.arrived)"),
-    ),
-    # FSDP2's own: that the checker finds them says that it sees what FSDP2 does.
-    (CONTROLS["plain FSDP2"], Mutation("fsdp2.foreach_reduce", "reduce_scatter_stream.wait_stream(current_stream)")),
-    (
-        CONTROLS["plain FSDP2"],
-        Mutation("fsdp2.foreach_all_gather", "all_gather_stream.wait_stream(all_gather_copy_in_stream)"),
-    ),
-]
+MUTATIONS = [(BY_NAME[run], Mutation(*change)) for run, *change in cases(__file__)["MUTATIONS"]]
+
 
 ORDERS_NOTHING = {
     "wait_for_landing(self._in_flight.popleft())": "bounds how many gradients wait on the device",

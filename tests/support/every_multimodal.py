@@ -22,31 +22,12 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import is_timm_available
 
+from support.cases import cases
 from support.tiny import VOCAB_SIZE
 from support.tiny_multimodal import FAMILIES
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 
-SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "depth", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "out_hidden_size", "projection_dim"), 32),
-    **dict.fromkeys(("projector_hidden_size", "cross_attention_hidden_size", "encoder_hidden_size"), 32),
-    **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim", "mm_hidden_size"), 32),
-    **dict.fromkeys(
-        ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "intermediate_size_mlp"), 48
-    ),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "head_dim", "qk_head_dim"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_global_layers", "bos_token_id"), 1),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2),
-    **dict.fromkeys(("num_kv_shared_layers", "pad_token_id", "eos_token_id"), 0),
-    "global_head_dim": 16,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "max_position_embeddings": 128,
-}
+SIZES = {field: size for size, fields in cases(__file__)["SIZES"].items() for field in fields}
 """Of fields in any of a configuration's parts."""
 
 OF_KIND: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("multimodal_sizes.json").read_text())

@@ -9,39 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-VOCAB_SIZE = 67
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8},
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "moe_intermediate_size": 12,
-        "first_k_dense_replace": 0,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-    },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
+from support.cases import cases
+
+TABLES = cases(__file__)
+SIZES: dict[str, Any] = TABLES["SIZES"]
+VOCAB_SIZE = SIZES["vocab_size"]
+MODELS: dict[str, dict[str, Any]] = TABLES["MODELS"]
 
 
 def mixture(kind: str, **fields: Any) -> Any:

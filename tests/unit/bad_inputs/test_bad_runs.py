@@ -20,18 +20,19 @@ from toolkit.errors import BadInputError
 from toolkit.generation.sampling import samples
 from toolkit.recipe import adapter_file
 
+TABLES = cases(__file__)
 STEP = "checkpoints/step_00000002"
 
 Spoil = Callable[[Path], object]
 
 
 def told(**fields: Any) -> Spoil:
-    """The manifest with other fields, and a mark that fits; `...` takes one out."""
+    """The manifest with other fields, and a mark that fits; `gone` takes one out."""
 
     def spoil(run: Path) -> None:
         manifest = run / STEP / "manifest.json"
         values = json.loads(manifest.read_text()) | fields
-        manifest.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+        manifest.write_text(json.dumps({key: value for key, value in values.items() if value != "gone"}))
         (run / STEP / "COMPLETE").write_text(hashlib.sha256(manifest.read_bytes()).hexdigest())
 
     return spoil
@@ -41,35 +42,9 @@ def written(name: str, content: str) -> Spoil:
     return lambda run: (run / name).write_text(content)
 
 
-WRONG: dict[str, list[Any]] = {
-    "step": [..., "x", -1, 10**30],
-    "samples": [..., "x"],
-    "world_size": [..., "x"],
-    "strategy": [None],
-    "precision": [None],
-    "recipe": [..., "x", {}, {"adapter": 3}],
-    "data": [-1],
-    "trainer": ["x"],
-    "scaler": [[]],
-    "eval_loss": ["x"],
-    "date": [-1],
-    "versions": [[]],
-    "stream": ["x"],
-    "content": [-1],
-    "base": [[]],
-    "teacher": [-1],
-    "adapter": [3],
-    "non_finite": [-1],
-    "merit": ["x"],
-    "tensors": [None, []],
-    "files": [..., "x", {}],
-    "format": [None, 10**30],
-}
-"""Field of a manifest -> values that no run writes."""
-
 MANIFESTS = {
     f"{field}={value!r}": (told(**{field: value}), "step_00000002")
-    for field, values in WRONG.items()
+    for field, values in TABLES["WRONG"].items()
     for value in values
 }
 
@@ -93,7 +68,6 @@ EXPORTS: dict[str, tuple[Spoil, str]] = {
 }
 """What is done to a run, and what `toolkit export` names."""
 
-TABLES = cases(__file__)
 ASKED: list[tuple[str, str]] = TABLES["ASKED"]
 """Commands on a run, and what the error says."""
 

@@ -13,14 +13,16 @@ import datasets
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from support.cases import cases
 from support.hub_stand_in import TOKEN, Hub, hub
 from support.refusals import finetune, toolkit
 
+from toolkit import errors
 from toolkit.data.rows.hub_refusals import download, hub_error
 from toolkit.data.rows.remote import local_copies
 from toolkit.data.rows.sources import open_source
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
-from toolkit.errors import BadInputError, HubError, ToolkitError
+from toolkit.errors import BadInputError, ToolkitError
 from toolkit.generation.text.load import Place, tokenizer_of
 from toolkit.model.load import NoTokens, load_without_weights
 from toolkit.recipe.schema import DataSection, ModelSection, SourceSection
@@ -80,47 +82,7 @@ def told(load: Callable[[], object]) -> ToolkitError:
     return found.value
 
 
-ANSWERS: list[tuple[tuple[Any, ...], str | None, type[ToolkitError], str]] = [
-    (
-        (403, "Restricted", "GatedRepo"),
-        TOKEN,
-        BadInputError,
-        "{name} is gated on the hub. Ask for access at {page}, and",
-    ),
-    (
-        (401, "Restricted", "GatedRepo"),
-        None,
-        BadInputError,
-        "{name} is gated on the hub. Ask for access at {page}, and",
-    ),
-    ((404, "Not found", "RepoNotFound"), TOKEN, BadInputError, " has no {kind} {name}, or it is private. Correct the"),
-    (
-        (401, "Invalid username."),
-        None,
-        BadInputError,
-        " has no {kind} {name}, or it is private. Correct the name; for a",
-    ),
-    ((401, "Invalid credentials"), "hf_old", BadInputError, "refuses this machine's token (Invalid credentials), and"),
-    ((404, "Invalid rev id", "RevisionNotFound"), TOKEN, BadInputError, ": {name} has no revision 'main' on the hub; "),
-    (
-        (403, "Forbidden"),
-        TOKEN,
-        BadInputError,
-        "the hub answers HTTP 403 for {name} (Forbidden); see {page}; for a token",
-    ),
-    (
-        (429, "Too many"),
-        None,
-        BadInputError,
-        "the hub answers HTTP 429 for {name} (Too many); try again in some minutes",
-    ),
-    (
-        (503, "Overloaded"),
-        TOKEN,
-        HubError,
-        "HTTP 503 for {name} (Overloaded); try again in some minutes, or set HF_HUB",
-    ),
-]
+ANSWERS: list[tuple[list[Any], str | None, str, str]] = cases(__file__)["ANSWERS"]
 """What the hub answers, the token of this machine, the error, and a part of its sentence."""
 
 
@@ -133,10 +95,10 @@ def test_each_refusal_has_its_own_sentence(there: Hub, monkeypatch: pytest.Monke
                 monkeypatch.delenv("HF_TOKEN", raising=False)
             else:
                 monkeypatch.setenv("HF_TOKEN", token)
-            there.refuse = {"": refusal}
+            there.refuse = {"": tuple(refusal)}
             found = told(load)
             parts = (field.partition(".")[0], sentence.format(name=repr(NAME), kind=kind, page=page))
-            if not isinstance(found, error) or any(part not in str(found) for part in parts):
+            if not isinstance(found, getattr(errors, error)) or any(part not in str(found) for part in parts):
                 wrong.append((what, refusal, token, type(found).__name__, str(found)))
     assert wrong == []
 
