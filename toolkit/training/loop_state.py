@@ -13,6 +13,7 @@ from torch import nn
 from toolkit.data.samples.samples import Batch
 from toolkit.objectives.objective import Objective
 from toolkit.training.phase import Phase
+from toolkit.training.step import Step
 
 
 class Windows(Protocol):
@@ -49,6 +50,12 @@ class Counters:
     target_tokens: int = 0
     non_finite_in_a_row: int = 0
     skipped_steps: int = 0
+
+    def add(self, step: Step) -> None:
+        self.skipped_steps += step.skipped
+        self.global_step += 1
+        self.tokens += step.counts.tokens
+        self.target_tokens += step.counts.targets
 
 
 class KeepsState(Protocol):

@@ -7,7 +7,7 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
@@ -103,11 +103,9 @@ class Trainer:
         if self.global_step == 0:
             self.evaluate()
         self.model.train()
-        with (
-            collected_by_step(),
-            ExitStack() as extensions,
-            contextlib.closing(self._windows()) as windows,
-        ):
+        # Each window is made while the one before is trained on, unless the weights make it.
+        windows = (window for window in self.windows) if self.windows.fresh else ahead(iter(self.windows))
+        with collected_by_step(), ExitStack() as extensions, contextlib.closing(windows):
             for extension in self.extensions:
                 extensions.callback(extension.close)
             try:
@@ -121,18 +119,12 @@ class Trainer:
             for extension in self.extensions:
                 extension.after_last_step()
 
-    def _windows(self) -> Generator[list[Batch], None, None]:
-        """Yields the windows; each is made while the one before is trained on, unless the weights make it."""
-        if not self.windows.fresh:
-            return ahead(iter(self.windows))
-        return (window for window in self.windows)
-
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
         # The run had finished but was killed before its report: nothing is left to train. Step 0 is never the end.
         if self.global_step > 0 and self._evaluation_due():
             if self._left_evaluation:
                 self.evaluate()
-            if self._run_ends():
+            if any(extension.ends_run(self) for extension in self.extensions):
                 return
         self._before_step()
         started = time.perf_counter()
@@ -141,13 +133,15 @@ class Trainer:
         for window, self._upcoming in with_upcoming:
             learning_rate = self._set_rates()
             step = self.train_step(window)
-            self._count_step(step)
+            self.counters.add(step)
+            if not step.skipped:  # else the schedule waits: its warm-up is for weights that move
+                self.schedule.step()
             step = replace(step, learning_rate=learning_rate, seconds=time.perf_counter() - started)
             for extension in self.extensions:
                 extension.after_step(self, step)
             if self._evaluation_due():
                 self.evaluate()
-                if self._run_ends():
+                if any(extension.ends_run(self) for extension in self.extensions):
                     return
             for extension in self.extensions:
                 extension.between_steps(self, step)
@@ -165,15 +159,6 @@ class Trainer:
                 group["lr"] = rate * factor
         self._rate_factor = factor
         return float(rates[0]) * factor
-
-    def _count_step(self, step: Step) -> None:
-        if step.skipped:
-            self.counters.skipped_steps += 1  # and the schedule waits: its warm-up is for weights that move
-        else:
-            self.schedule.step()
-        self.counters.global_step += 1
-        self.counters.tokens += step.counts.tokens
-        self.counters.target_tokens += step.counts.targets
 
     def _waited_for(self, windows: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
         """Yields from `windows` and labels the wait for each, which a profile shows."""
@@ -194,23 +179,27 @@ class Trainer:
         for extension in self.extensions:
             extension.before_step(self.global_step + 1)
 
-    def _run_ends(self) -> bool:
-        return any(extension.ends_run(self) for extension in self.extensions)
-
     def train_step(self, window: list[Batch]) -> Step:
         """Takes one optimizer step on this rank's micro-batches; the loss is the mean over all ranks' targets.
 
         Host and device meet once, between backward and update, because the norm decides about the update: the
         loss, the norm, the ranks' requests and the counts of the next window come in that one transfer.
         """
-        counts = self._counted or self._sum_over_ranks(self._count(window))
+        counts = self._counted or self._sum_over_ranks(_counts(self.objective, window))
         # Accelerate divides by the micro-batches, FSDP and DDP average over the ranks with other rows: both are undone.
         scale = self.accelerator.num_processes // self.copies * len(window) / max(1, counts.targets)
         run = self._run_in_turn if self.by_block is None else self._run_by_block
-        self._begin_balance(counts.tokens)
+        if self.balance.routers:
+            # The ranks' gradients are averaged, and in float16 scaled; the loss's own division is not met here.
+            scaler = self.accelerator.scaler
+            factor = 1.0 if scaler is None else scaler.get_scale()
+            self.balance.begin(counts.tokens, self.accelerator.num_processes * factor)
         loss_sum, figures = run(window, scale)
         self.enter_phase(Phase.COLLECTIVE)
-        step = self._exchange_figures(loss_sum, self._clip_gradients(), figures, counts)
+        limit = self.settings.max_grad_norm
+        # Without a limit too: the norm decides whether the step is taken.
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
+        step = self._exchange_figures(loss_sum, whole_tensor(norm), figures, counts)
         for extension in self.extensions:
             extension.before_update()
         skipped = self._step_optimizer(step.grad_norm)
@@ -220,13 +209,6 @@ class Trainer:
         if not skipped:
             self.balance.move_biases()
         return replace(step, skipped=skipped, metrics=metrics)
-
-    def _begin_balance(self, num_tokens: int) -> None:
-        if self.balance.routers:
-            scaler = self.accelerator.scaler
-            # The ranks' gradients are averaged, and in float16 scaled; the loss's own division is not met here.
-            scale = 1.0 if scaler is None else scaler.get_scale()
-            self.balance.begin(num_tokens, self.accelerator.num_processes * scale)
 
     def _shared_by_window(self, batches: Iterable[Any]) -> Batch:
         """Returns what the losses of all these micro-batches share, over all ranks; see `Objective.window_sums`."""
@@ -242,7 +224,7 @@ class Trainer:
 
     def _run_in_turn(self, window: list[Batch], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs one micro-batch after another; returns the sums of their losses, a scalar, and figures, (F,)."""
-        loss_sum, figures = self._zero_sums()
+        loss_sum, figures = _zero_sums(self.objective, self.accelerator.device)
         shared = self._shared_by_window(self._in_phase(window, Phase.FORWARD))
         for batch in self._in_phase([{**batch, **shared} for batch in window], Phase.FORWARD):
             with self.accelerator.accumulate(self.model):
@@ -279,7 +261,7 @@ class Trainer:
                 lambda loss: self.accelerator.backward(loss * scale),
                 self._begin_backward,
             )
-        loss_sum, figures = self._zero_sums()
+        loss_sum, figures = _zero_sums(self.objective, self.accelerator.device)
         for loss, of_batch in zip(losses, of_batches, strict=True):
             loss_sum += loss
             figures += of_batch
@@ -289,32 +271,10 @@ class Trainer:
         self.enter_phase(Phase.BACKWARD)
         self.balance.exchange()
 
-    def _zero_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self.accelerator.device
-        return torch.zeros((), device=device), torch.zeros(len(self.objective.figures), device=device)
-
     def _in_phase(self, batches: Iterable[Batch], phase: Phase) -> Iterator[Batch]:
         for batch in batches:
             self.enter_phase(phase)
-            yield self._on_device(batch)
-
-    def _on_device(self, batch: Batch) -> Any:
-        known, device = self.objective.on_host(batch), self.accelerator.device
-        if device.type == "cuda":
-            # A copy from other memory waits for the device. Streams' batches, and what `on_host` adds, lie there.
-            known = {name: value.pin_memory() if _is_pageable(value) else value for name, value in known.items()}
-        return send_to_device(known, device, non_blocking=True)
-
-    def _count(self, window: list[Batch] | None) -> Counts:
-        """Counts this rank's part of a window; zeros without a window."""
-        return Counts.total(counts_of(batch, self.objective.count_targets(batch)) for batch in window or [])
-
-    def _clip_gradients(self) -> torch.Tensor:
-        """Clips to the settings' norm, if any. Returns the global norm before that, a scalar on the device."""
-        limit = self.settings.max_grad_norm
-        # Without a limit too: the norm decides whether the step is taken.
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), math.inf if limit is None else limit)
-        return whole_tensor(norm)
+            yield _on_device(self.objective.on_host(batch), self.accelerator.device)
 
     def _step_optimizer(self, grad_norm: float) -> bool:
         """Steps the optimizer unless the gradient is not finite. Returns whether the step was skipped.
@@ -350,7 +310,7 @@ class Trainer:
             reason is not None,
             any(wants_save),
             self._rate_factor,
-            *astuple(self._count(self._upcoming)),
+            *astuple(_counts(self.objective, self._upcoming or [])),
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
         norms = [rank.grad_norm for rank in found]
@@ -425,15 +385,14 @@ class Trainer:
         Raises:
             StoppedError: if a rank was asked to end; the state is saved.
         """
-        with self._stoppable():
-            self._evaluate()
-
-    def _evaluate(self) -> None:
         if self.evaluation is None and not self.windows.fresh:
             return
         made = self.evaluation or (lambda: ())
         self.model.eval()
-        with Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), self._evaluating(), torch.no_grad():
+        with self._stoppable(), Pass(Terminal(quiet=ranks.rank() != 0), "evaluating"), ExitStack() as weights:
+            for extension in self.extensions:
+                weights.enter_context(extension.evaluating())
+            weights.enter_context(torch.no_grad())
             shared = self._shared_by_window(self._in_phase(made(), Phase.EVALUATE))
             batches = self._held_out(made())
             parts = [self.objective.evaluation_sums(self.model, {**batch, **shared}) for batch in batches]
@@ -462,16 +421,26 @@ class Trainer:
             self.check_stop()
             yield batch
 
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for extension in self.extensions:
-                stack.enter_context(extension.evaluating())
-            yield
-
 
 class _EvaluationLeftError(Exception):
     """Unwinds an evaluation that a rank was asked to leave; its text is the reason."""
+
+
+def _zero_sums(objective: Objective, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a scalar for the loss, and (F,) for the objective's figures."""
+    return torch.zeros((), device=device), torch.zeros(len(objective.figures), device=device)
+
+
+def _counts(objective: Objective, window: list[Batch]) -> Counts:
+    """Counts this rank's part of a window."""
+    return Counts.total(counts_of(batch, objective.count_targets(batch)) for batch in window)
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    if device.type == "cuda":
+        # A copy from other memory waits for the device. Streams' batches, and what `on_host` adds, lie there.
+        batch = {name: value.pin_memory() if _is_pageable(value) else value for name, value in batch.items()}
+    return send_to_device(batch, device, non_blocking=True)
 
 
 def _is_pageable(value: Any) -> bool:

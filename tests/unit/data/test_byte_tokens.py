@@ -13,7 +13,7 @@ from tokenizers.processors import ByteLevel as TrimmingByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from toolkit.data.documents.byte_tokens import ByteTokens
-from toolkit.data.documents.encode import Encoder, _Prepared
+from toolkit.data.documents.encode import Encoder, _by_offsets, _Prepared
 from toolkit.data.kinds.registry import LAYOUTS
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.templates.chat import render
@@ -72,7 +72,7 @@ def test_the_mask_is_that_of_offsets(kind: str) -> None:
             mask = [any(token_at[a] <= i < token_at[b] for a, b in spans) for i in range(len(ids))]
             assert mask == target_mask(spans, expected["offset_mapping"]), (text, spans)
             item = _Prepared(text, [*spans, (len(text), len(text))], False, starts=tuple(edges[:1]))
-            firsts = next(Encoder(tokens)._by_offsets([item]))[2]
+            firsts = next(_by_offsets(tokens, [item]))[2]
             assert firsts == [token_at[edge] for edge in edges[:1]], (text, spans)
     assert found > 100
 

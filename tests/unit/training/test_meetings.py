@@ -25,6 +25,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.plugin import reset_accelerate
+from toolkit.training import trainer as loop
 from toolkit.training.trainer import Trainer
 
 WAITING = (
@@ -91,7 +92,7 @@ def meetings_of_a_step(model: nn.Module, objective: Any, window: list[dict[str, 
         return tolist(tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((trainer, "_count"), (objective, "on_host")):
+        for owner, name in ((loop, "_counts"), (objective, "on_host")):
             patch.setattr(owner, name, paused(getattr(owner, name)))
         trainer.train_step(window)
         patch.setattr(torch.Tensor, "tolist", listed)

@@ -321,7 +321,7 @@ class Encoder:
         for text, (together, mask, firsts) in zip(item.texts, tokens, strict=True):
             of_turn, learned = list(together), list(mask)
             if not holds_prompt(self.tokenizer, text.text[: text.starts[0]], of_turn[: firsts[0]]):
-                of_turn, learned = self._tokens_apart(text, of_turn)
+                of_turn, learned = _tokens_apart(self.tokenizer, text, of_turn)
             self._require_places(of_turn, text.images)
             pieces.append((len(ids), list(text.images)))
             ids, targets = ids + of_turn, targets + learned
@@ -333,79 +333,11 @@ class Encoder:
         # A conversation is as long as its longest sample: the last one, unless it omits thoughts of earlier turns.
         return {**document, **images, "length": int(np.diff([0, *ends]).max()), "ends": ends}
 
-    def _tokens_apart(self, item: _Prepared, together: list[int]) -> tuple[list[int], list[bool]]:
-        """Returns the tokens of an answer after those of its prompt, which a server encodes alone.
-
-        Line ends of both may become one token, for example.
-
-        Raises:
-            RowProblem: if they are not the tokens of the text.
-        """
-        start = item.starts[0]
-        prompt = self.tokenizer(item.text[:start], **PLAIN)["input_ids"]
-        answer = self.tokenizer(item.text[start:], return_offsets_mapping=True, **PLAIN)
-        ids = [*prompt, *answer["input_ids"]]
-        if self.tokenizer.decode(ids) != self.tokenizer.decode(together):
-            raise RowProblem(JOINED)
-        offsets = np.vstack([[[0, 0]] * len(prompt), spans_array(answer["offset_mapping"]) + start])
-        return ids, target_mask(item.spans, offsets)
-
     def _require_places(self, ids: _Numbers, records: Sequence[str]) -> None:
         """Raises RowProblem if tokens stand for an image and there is none."""
         image_tokens = self.images.token_ids if self.images is not None else self.image_tokens
         if not records and image_tokens and not image_tokens.isdisjoint(np.asarray(ids).tolist()):
             raise RowProblem("the text contains the model's image token, but the row has no image")
-
-    def _tokens(self, prepared: list[_Prepared]) -> Iterator[_Tokens]:
-        """Yields the tokens of each text."""
-        counted = self._by_bytes(prepared)
-        offsets = self._by_offsets([item for item, found in zip(prepared, counted, strict=True) if not found])
-        for found in counted:
-            yield found or next(offsets)
-
-    def _by_bytes(self, prepared: list[_Prepared]) -> list[_Tokens | None]:
-        """Returns the tokens of each text, or None for one whose targets only offsets can tell."""
-        counting = ByteTokens.of(self.tokenizer)
-        if counting is None:
-            return [None] * len(prepared)
-        found: list[_Tokens | None] = []
-        for item, ids in zip(prepared, counting.encode([item.text for item in prepared]), strict=True):
-            edges = sorted({*item.starts, *(edge for span in item.spans for edge in span)})
-            places = counting.places(item.text, ids, edges)
-            if places is None:
-                found.append(None)
-                continue
-            token_at = dict(zip(edges, places.tolist(), strict=True))
-            mask = np.zeros(len(ids), dtype=bool)
-            for start, end in item.spans:
-                mask[token_at[start] : token_at[end]] = True
-            found.append((ids, mask, [token_at[start] for start in item.starts]))
-        return found
-
-    def _by_offsets(self, prepared: list[_Prepared]) -> Iterator[_Tokens]:
-        if not prepared:
-            return
-        # Text that is learned whole needs no offsets, so it works with tokenizers that cannot give them.
-        needs_offsets = any(item.spans != [(0, len(item.text))] for item in prepared)
-        if needs_offsets and not self.tokenizer.is_fast:
-            raise DataError(
-                f"model.tokenizer: {type(self.tokenizer).__name__} does not report where in the text its tokens are, "
-                "so the assistant's cannot be marked; use a model with a fast tokenizer, or data.targets=all"
-            )
-        encoded = self.tokenizer([item.text for item in prepared], return_offsets_mapping=needs_offsets, **PLAIN)
-        if not needs_offsets:
-            yield from ((ids, [True] * len(ids), []) for ids in encoded["input_ids"])
-            return
-        for item, ids, pairs in zip(prepared, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            offsets = spans_array(pairs)
-            # White space, to which a tokenizer that trims offsets gives an empty span at its end, begins before that.
-            begins = np.minimum(offsets[:, 0], offsets[:, 1] - 1)
-            mask, firsts = target_mask(item.spans, offsets), np.searchsorted(begins, item.starts).tolist()
-            for start, first in zip(item.starts, firsts, strict=True):
-                # The prompt's last token may take the white space after it, as Phi 3's `<|assistant|>` does.
-                if first and offsets[first - 1, 1] > start:
-                    mask[first - 1] = False
-            yield ids, mask, firsts
 
     def _document_of_text(self, item: _Prepared, tokens: _Numbers, targets: _Numbers, firsts: list[int]) -> Document:
         """Returns the document of a text; `firsts` are the numbers of the first token of each of its `starts`."""
@@ -438,7 +370,7 @@ class Encoder:
             example = replace(example, unlearned=example.unlearned | frozenset(range(last)))
         item = self._conversation(example, EACH_TURN)
         assert isinstance(item, _Turns)
-        return self._document_of_turns(item, self._tokens(item.texts))
+        return self._document_of_turns(item, _tokens(self.tokenizer, item.texts))
 
     def encode(self, examples: Sequence[Example | RowProblem]) -> list[Document]:
         """Returns a document for each example, without `columns` that have the value of a row that cannot be used."""
@@ -448,7 +380,7 @@ class Encoder:
     def _encode(self, prepared: list[_Prepared | _Turns | RowProblem]) -> list[Document]:
         items = [item for item in prepared if not isinstance(item, RowProblem)]
         texts = [text for item in items for text in (item.texts if isinstance(item, _Turns) else [item])]
-        tokens = self._tokens(texts)
+        tokens = _tokens(self.tokenizer, texts)
         return [self._document(item, tokens) for item in prepared]
 
     def _document(self, item: _Prepared | _Turns | RowProblem, tokens: Iterator[_Tokens]) -> Document:
@@ -459,6 +391,80 @@ class Encoder:
             of_item = list(islice(tokens, len(item.texts)))
             item = _result_or_problem(lambda turns: self._document_of_turns(turns, of_item), item)
         return unusable(item) if isinstance(item, RowProblem) else item  # type: ignore[return-value]
+
+
+def _tokens_apart(
+    tokenizer: PreTrainedTokenizerBase, item: _Prepared, together: list[int]
+) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of an answer after those of its prompt, which a server encodes alone.
+
+    Line ends of both may become one token, for example.
+
+    Raises:
+        RowProblem: if they are not the tokens of the text.
+    """
+    start = item.starts[0]
+    prompt = tokenizer(item.text[:start], **PLAIN)["input_ids"]
+    answer = tokenizer(item.text[start:], return_offsets_mapping=True, **PLAIN)
+    ids = [*prompt, *answer["input_ids"]]
+    if tokenizer.decode(ids) != tokenizer.decode(together):
+        raise RowProblem(JOINED)
+    offsets = np.vstack([[[0, 0]] * len(prompt), spans_array(answer["offset_mapping"]) + start])
+    return ids, target_mask(item.spans, offsets)
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, prepared: list[_Prepared]) -> Iterator[_Tokens]:
+    """Yields the tokens of each text."""
+    counted = _by_bytes(tokenizer, prepared)
+    offsets = _by_offsets(tokenizer, [item for item, found in zip(prepared, counted, strict=True) if not found])
+    for found in counted:
+        yield found or next(offsets)
+
+
+def _by_bytes(tokenizer: PreTrainedTokenizerBase, prepared: list[_Prepared]) -> list[_Tokens | None]:
+    """Returns the tokens of each text, or None for one whose targets only offsets can tell."""
+    counting = ByteTokens.of(tokenizer)
+    if counting is None:
+        return [None] * len(prepared)
+    found: list[_Tokens | None] = []
+    for item, ids in zip(prepared, counting.encode([item.text for item in prepared]), strict=True):
+        edges = sorted({*item.starts, *(edge for span in item.spans for edge in span)})
+        places = counting.places(item.text, ids, edges)
+        if places is None:
+            found.append(None)
+            continue
+        token_at = dict(zip(edges, places.tolist(), strict=True))
+        mask = np.zeros(len(ids), dtype=bool)
+        for start, end in item.spans:
+            mask[token_at[start] : token_at[end]] = True
+        found.append((ids, mask, [token_at[start] for start in item.starts]))
+    return found
+
+
+def _by_offsets(tokenizer: PreTrainedTokenizerBase, prepared: list[_Prepared]) -> Iterator[_Tokens]:
+    if not prepared:
+        return
+    # Text that is learned whole needs no offsets, so it works with tokenizers that cannot give them.
+    needs_offsets = any(item.spans != [(0, len(item.text))] for item in prepared)
+    if needs_offsets and not tokenizer.is_fast:
+        raise DataError(
+            f"model.tokenizer: {type(tokenizer).__name__} does not report where in the text its tokens are, "
+            "so the assistant's cannot be marked; use a model with a fast tokenizer, or data.targets=all"
+        )
+    encoded = tokenizer([item.text for item in prepared], return_offsets_mapping=needs_offsets, **PLAIN)
+    if not needs_offsets:
+        yield from ((ids, [True] * len(ids), []) for ids in encoded["input_ids"])
+        return
+    for item, ids, pairs in zip(prepared, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        offsets = spans_array(pairs)
+        # White space, to which a tokenizer that trims offsets gives an empty span at its end, begins before that.
+        begins = np.minimum(offsets[:, 0], offsets[:, 1] - 1)
+        mask, firsts = target_mask(item.spans, offsets), np.searchsorted(begins, item.starts).tolist()
+        for start, first in zip(item.starts, firsts, strict=True):
+            # The prompt's last token may take the white space after it, as Phi 3's `<|assistant|>` does.
+            if first and offsets[first - 1, 1] > start:
+                mask[first - 1] = False
+        yield ids, mask, firsts
 
 
 _ASKED: list[Message] = [
