@@ -58,6 +58,7 @@ class Product:
 
     unit = "pairs"
     figures = ("margin",)
+    failure = None
     needs_whole_steps = False
 
     def count_targets(self, batch: dict[str, torch.Tensor]) -> int:
