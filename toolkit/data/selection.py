@@ -152,7 +152,10 @@ def require_few_long(kind: RowKind, rows: Rows, field: str, sizes: Sequence[Any]
     """
     if num_long > LONG_SHARE * num_rows:
         ways = ("drop",) if rows.have_images else kind.ways
-        raise DataError(kind.too_many_long(field, sizes, num_rows, num_long, ways))
+        *others, last = [way for way in ways if way != "drop" or num_long < num_rows] or [""]
+        listed = " or ".join(filter(None, [", ".join(others), last]))
+        choice = f", or choose what happens to them: data.long_rows={listed}" if listed else ""
+        raise DataError(kind.too_many_long(field, sizes, num_rows, num_long, choice))
 
 
 def require_few_dropped(kind: RowKind, field: str, num_rows: int, reasons: Reasons) -> None:
@@ -190,6 +193,8 @@ def nothing_left(what: str, reasons: Reasons) -> str:
 
 def _mend(reasons: Reasons) -> str | None:
     """Returns the setting that a reason names, which was tried on its rows; None if none does."""
+    if all("data.max_length" in reason for reason in reasons):
+        return "Raise data.max_length"
     found = (re.search(r"data\.chat_template=\w+", reason) for reason in reasons)
     return next((f"Set {setting[0]}" for setting in found if setting), None)
 

@@ -69,6 +69,7 @@ from toolkit.model.weights.weights import (
 from toolkit.paths import fingerprint_of, folder_on_this_machine, require_folder
 from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import AdapterSection, ModelSection
+from toolkit.recipe.yaml_values import yaml_text
 from toolkit.sharding.apply import KeepsMasters, LoadsWeights
 from toolkit.terminal import Pass, Terminal
 
@@ -334,10 +335,10 @@ def _name_labels(
     theirs, ours = ([name.casefold() for name in each] for each in (own, names))
     if theirs != ours and sorted(theirs) == sorted(ours):
         # The head's rows are loaded in its own order: each class would begin as another one.
-        order = ", ".join(names[ours.index(name)] for name in theirs)
+        order = yaml_text([names[ours.index(name)] for name in theirs], default_flow_style=True, width=10_000).strip()
         raise BadInputError(
             f"objective.labels: the model's classes stand in the order {', '.join(own)}, those of the data in the "
-            f"order {', '.join(names)}; set objective.labels=[{order}]"
+            f"order {', '.join(names)}; set objective.labels={order}"
         )
     numbers = range(len(names))
     unnamed = theirs == [f"label_{number}" for number in numbers] or names == [str(number) for number in numbers]

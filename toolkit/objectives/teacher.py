@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,7 +145,8 @@ def load_teacher(
         if has_images:
             cache = cache_folder(recipe.data)
             require_same_processor(Images.of(tokens, cache), Images.of(theirs, cache))
-        return _frozen(section, tokens, recipe.training.seed)
+        loaded = _frozen(section, tokens, recipe.training.seed)
+        return replace(loaded, load_weights=errors_of_teacher()(loaded.load_weights))
 
 
 def _frozen(section: ModelSection, tokens: PreTrainedTokenizerBase, seed: int) -> LoadedModel:
@@ -174,6 +177,7 @@ def errors_of_teacher() -> Iterator[None]:
         yield
     except BadInputError as error:
         text = str(error).replace("model.name_or_path", "objective.teacher")
+        text = re.sub(r",? or(, if this is intended,)? list [^;]*model\.allow_new_weights.*", "", text)  # it has none
         raise BadInputError(text.replace("model.revision", "objective.teacher_revision")) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 import warnings
@@ -24,7 +25,7 @@ from toolkit.objectives.losses import divergence as module
 from toolkit.objectives.losses import fused_linear_cross_entropy
 from toolkit.objectives.losses.divergence import Divergence, TeacherSide, summed_divergence
 from toolkit.objectives.losses.fused_linear_cross_entropy import AfterHead
-from toolkit.objectives.teacher import require_same_tokens, teacher_without_weights
+from toolkit.objectives.teacher import load_teacher, require_same_tokens, teacher_without_weights
 from toolkit.recipe.recipe import Recipe
 
 with warnings.catch_warnings():
@@ -180,6 +181,17 @@ def test_a_model_that_a_shipped_recipe_makes_is_told(
     with pytest.raises(BadInputError, match=f"^objective.teacher: {told}"):
         teacher_without_weights(recipe, "no")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_a_teacher_that_do_not_fit_name_its_field(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, make_texts(60), tied=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 8}))
+    recipe = Recipe.load("distill", [f"model.name_or_path={folder}", f"objective.teacher={folder}"])
+    teacher = load_teacher(recipe, AutoTokenizer.from_pretrained(folder), "no", False)
+    assert teacher is not None
+    with pytest.raises(BadInputError, match=r"^objective\.teacher: the weights (.|\n)*, correct its config\.json$"):
+        teacher.load_weights()
 
 
 def test_tokenizers_are_compared(tmp_path: Path) -> None:

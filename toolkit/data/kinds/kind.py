@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -178,15 +178,14 @@ class RowKind(ABC):
         """The most tokens of a row for each of `limits`; fewer than `lengths` if a sample gets more than the row."""
         return self.lengths
 
-    def too_many_long(self, field: str, sizes: Any, num_rows: int, num_long: int, ways: Sequence[str]) -> str:
-        """Returns the error's text. `sizes` are those of the rows that are known, and `ways` what it may advise."""
+    def too_many_long(self, field: str, sizes: Any, num_rows: int, num_long: int, choice: str) -> str:
+        """Returns the error's text. `sizes` are those of the rows that are known, and `choice` is its end."""
         lengths, limit = sizes[0], self.data.max_length if self.too_long == TOO_LONG else self.most[0]
         p99 = int(np.percentile(lengths, 99, method="higher"))
         return (
             f"{field}: {num_long:,} of {counted(num_rows, 'row')} ({num_long / num_rows:.1%}) are {self.too_long}, "
             f"{limit} tokens; the longest has {int(lengths.max()):,}, and 99 % have at "
-            f"most {p99:,}. Raise data.max_length, or choose what happens to them: data.long_rows="
-            f"{' or '.join([', '.join(ways[:-1]), ways[-1]]).removeprefix(' or ')}"
+            f"most {p99:,}. Raise data.max_length{choice}"
         )
 
     def require(self, rows: Rows, kept: Ints) -> None:  # noqa: B027 (most kinds require nothing)

@@ -203,13 +203,13 @@ class SourceTargetRows(RowKind):
         sources = rows.column("split")[chosen]
         return sources, rows.column("length")[chosen] - sources
 
-    def too_many_long(self, field: str, sizes: Any, num_rows: int, num_long: int, ways: Sequence[str]) -> str:
+    def too_many_long(self, field: str, sizes: Any, num_rows: int, num_long: int, choice: str) -> str:
         (most, most_of_target), (sources, targets) = self.lengths, sizes
         return (
             f"{field}: {num_long:,} of {counted(num_rows, 'row')} ({num_long / num_rows:.1%}) have a source longer "
             f"than data.max_length, {most} tokens, or a target longer than data.max_target_length, {most_of_target}; "
             f"the longest source has {int(sources.max()):,} and the longest target {int(targets.max()):,}. Raise "
-            "these, or choose what happens to the rows: data.long_rows=drop or truncate"
+            f"these{choice}"
         )
 
     def arrays(self, rows: Rows, order: Ints, policy: str, names: list[str] | None) -> Arrays:
