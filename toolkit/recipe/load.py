@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import BadInputError, RecipeError, did_you_mean
 from toolkit.paths import DATA_SUFFIXES, is_store, shipped_files
-from toolkit.recipe.objectives.section import HOWS
+from toolkit.recipe.objectives.section import HOWS, TEMPLATE_NAMES
 from toolkit.recipe.schema import RIVALS
 from toolkit.recipe.yaml_values import NOT_YAML, override_value, yaml_problem, yaml_value
 
@@ -89,12 +89,12 @@ def foreign_hint(values: Mapping[str, Any]) -> list[str]:
     return [told] if counts[tool] >= 2 else []
 
 
-LOSSES = ("dpo", "ipo", "simpo", "orpo")
-"""Values of `objective.loss` that name no file, though a folder may have such a name."""
+NO_FILES = ("dpo", "ipo", "simpo", "orpo", *TEMPLATE_NAMES)
+"""Values of `objective.loss` and `data.chat_template` that name no file, though a folder may have such a name."""
 
 
 NAMES_OF_FILES = (
-    ("data", ("train", "validation", "map", "image_root")),
+    ("data", ("train", "validation", "map", "image_root", "chat_template")),
     ("model", ("name_or_path", "tokenizer")),
     ("adapter", ("start_from",)),
     ("objective", ("teacher", "loss", "rewards")),
@@ -112,7 +112,7 @@ def anchor_paths(values: dict[str, Any], folder: Path) -> None:
             continue
         for key in fields.keys() & set(keys):  # not others: to mention one may be an error
             source = fields[key]
-            if isinstance(source, str) and (source in LOSSES or compares(key, source)):
+            if isinstance(source, str) and (source in NO_FILES or compares(key, source)):
                 continue
             if isinstance(source, list):
                 fields[key] = [_absolute_source(item, folder) for item in source]
@@ -141,7 +141,7 @@ def _absolute_path(source: str, folder: Path) -> str:
     if is_store(source):
         return source
     candidate = folder / os.path.expanduser(source)
-    named_as_file = source.endswith(DATA_SUFFIXES) or source.startswith(("./", "../")) or ".py:" in source
+    named_as_file = source.endswith((*DATA_SUFFIXES, ".jinja")) or source.startswith(("./", "../")) or ".py:" in source
     return str(candidate.resolve()) if named_as_file or candidate.exists() else source
 
 

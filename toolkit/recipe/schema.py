@@ -30,6 +30,7 @@ from toolkit.recipe.objectives.section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    TemplateName,
     contradiction,
 )
 
@@ -227,8 +228,8 @@ class DataSection(Section):
         "takes the row as it is stored and returns the row to use, both as a dict. The file's code is run.",
     )
     columns: ColumnsSection = Field(ColumnsSection(), description="Name the columns to read; see data.columns.")
-    chat_template: Literal["chatml", "alpaca"] | None = Field(
-        None, description="Format conversations with one of these templates instead of the tokenizer's own."
+    chat_template: TemplateName | Annotated[str, Field(pattern=r"\.jinja$")] | None = Field(
+        None, description="Format conversations with one of these templates, or with that of a file."
     )
     template_arguments: dict[str, Any] | None = Field(
         None,

@@ -110,7 +110,7 @@ def test_valid_is_a_recipe_whose_files_are_there(tmp_path: Path) -> None:
     assert json.loads(told("--json").partition("valid:")[0])["training.max_steps"]["value"] == 1
     several = told(
         "model.name_or_path=./nowhere", "model.tokenizer=./none", "data.train=gone.jsonl", "data.validation=gone/*.csv",
-        "answers.file=gone.jsonl", "data.image_root=gone",
+        "answers.file=gone.jsonl", "data.image_root=gone", "data.chat_template=gone.jinja",
     )  # fmt: skip
     fields = (
         "model.name_or_path",
@@ -119,8 +119,9 @@ def test_valid_is_a_recipe_whose_files_are_there(tmp_path: Path) -> None:
         "data.validation",
         "answers.file",
         "data.image_root",
+        "data.chat_template",
     )
-    assert "6 problems" in several, several
+    assert "7 problems" in several, several
     assert [line.strip("- ").partition(":")[0] for line in several.splitlines()[1:]] == list(fields)
     assert "Not looked at: someone/model (not on this machine), the rows" in told(
         "model.name_or_path=someone/model", f"data.train={rows}"

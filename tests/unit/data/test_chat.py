@@ -10,6 +10,7 @@ import random
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,15 +269,18 @@ def test_chatml_without_its_markers_in_the_vocabulary_does_not_close_turns() -> 
     assert decode_targets(tokenizer, rendered.text, rendered.spans)[0] == "Hi!<|im_end|>"
 
 
-def test_use_template() -> None:
+def test_use_template(tmp_path: Path) -> None:
     tokenizer = new_tokenizer(CHATML)
     use_template(tokenizer, None)
     assert tokenizer.chat_template == CHATML.template
     use_template(tokenizer, "alpaca")
     assert tokenizer.chat_template == TEMPLATES["alpaca"]
-    with pytest.raises(BadInputError, match=r"data.chat_template: .*'chatlm' .did you mean 'chatml'.*alpaca, chatml"):
-        use_template(tokenizer, "chatlm")
+    with pytest.raises(BadInputError, match=r"data.chat_template: 'none.jinja' cannot be read: .*No such file"):
+        use_template(tokenizer, "none.jinja")
     assert tokenizer.chat_template == TEMPLATES["alpaca"]
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    use_template(tokenizer, str(tmp_path / "mine.jinja"))
+    assert tokenizer.apply_chat_template([user("Hi")], tokenize=False) == "Hi"
     tokenizer.bos_token = "<|im_start|>"  # as SmolLM2's is
     use_template(tokenizer, "chatml")
     assert tokenizer.apply_chat_template([user("Hi")], tokenize=False) == "<|im_start|>user\nHi<|im_end|>\n"

@@ -133,10 +133,10 @@ def test_the_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
 def test_files_in_a_recipe_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     (tmp_path / "images").mkdir()
-    of_home = {"validation": "~/rows.csv", "image_root": "images", "map": "~/mine.py:rows"}
+    of_home = {"validation": "~/rows.csv", "image_root": "images", "map": "~/mine.py:rows", "chat_template": "a.jinja"}
     recipe = Recipe.load(write(tmp_path / "r.yaml", {**MINIMAL, "data": {**MINIMAL["data"], **of_home}}))
     assert recipe.data.train[0].path == str(tmp_path / "rows.jsonl")
-    assert recipe.data.image_root == str(tmp_path / "images")
+    assert (recipe.data.image_root, recipe.data.chat_template) == (str(tmp_path / "images"), str(tmp_path / "a.jinja"))
     assert recipe.data.validation is not None
     assert (recipe.data.validation[0].path, recipe.data.map) == ("/home/me/rows.csv", "/home/me/mine.py:rows")
     assert recipe.model.name_or_path == "someone/model"

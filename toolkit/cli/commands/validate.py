@@ -17,6 +17,7 @@ from toolkit.data.rows.files import expand_files, is_saved_dataset, local_path
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.paths import is_file_source, is_hub_name, is_store, require_folder, shown_path, without_query
 from toolkit.recipe.load import find_recipe
+from toolkit.recipe.objectives.section import TEMPLATE_NAMES
 from toolkit.recipe.recipe import Recipe
 
 EveryKey = Annotated[bool, typer.Option("--all", help="Show the keys that have their defaults, too.")]
@@ -91,9 +92,11 @@ def _verdict(recipe: Recipe) -> str:
         for path in (source.path for source in sources):
             is_elsewhere = is_store(path) or not is_file_source(path)
             look(path, is_elsewhere, partial(_require_rows, path, field))
+    template = recipe.data.chat_template
     for field, place, exists in (
         ("answers.file", recipe.answers.file, Path.is_file),
         ("data.image_root", recipe.data.image_root, Path.is_dir),
+        ("data.chat_template", None if template in TEMPLATE_NAMES else template, Path.is_file),
     ):
         if place is not None:
             look(place, is_store(place), partial(_require, place, field, exists))

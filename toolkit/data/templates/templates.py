@@ -13,7 +13,8 @@ from toolkit.data.layouts import thoughts
 from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of, with_date
 from toolkit.data.rows import image_places
 from toolkit.data.templates import calls, parts
-from toolkit.errors import BadInputError, did_you_mean
+from toolkit.errors import BadInputError, first_line
+from toolkit.recipe.objectives.section import TEMPLATE_NAMES
 
 _BEGIN = "{%- if bos_token is defined and bos_token %}{{ bos_token }}{% endif %}"
 
@@ -24,7 +25,7 @@ def _written(name: str) -> str:
     return "\n".join(file.read_text(encoding="utf-8") for file in files).strip()
 
 
-TEMPLATES = {name: _written(name) for name in ("chatml", "alpaca")}
+TEMPLATES = {name: _written(name) for name in TEMPLATE_NAMES}
 """Our chat templates by name. Both begin with the tokenizer's `bos_token`, if it has one
 that is no mark of a turn.
 
@@ -40,18 +41,19 @@ with chatml `<|im_end|>` is the end of a turn and belongs among the model's end-
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
-    """Gives the tokenizer our chat template of that name; None leaves its own.
+    """Gives the tokenizer our chat template of that name, or that of a file; None leaves its own.
 
     Raises:
-        BadInputError: if there is none of that name.
+        BadInputError: if the file cannot be read.
     """
     if name is None:
         return
     if name not in TEMPLATES:
-        names = ", ".join(sorted(TEMPLATES))
-        raise BadInputError(
-            f"data.chat_template: there is no template {name!r}{did_you_mean(name, TEMPLATES)}; allowed: {names}"
-        )
+        try:
+            tokenizer.chat_template = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInputError(f"data.chat_template: {name!r} cannot be read: {first_line(error)}") from error
+        return
     # chatml begins each turn with a mark that is the bos of some tokenizers, such as SmolLM2's.
     marked = tokenizer.bos_token in MARKERS[name]
     tokenizer.chat_template = TEMPLATES[name].replace(_BEGIN, "") if marked else TEMPLATES[name]

@@ -142,7 +142,7 @@ def train(data: DataSection, vocab_size: int, objective: str = "causal_lm") -> P
 
     Reference: Sennrich et al., arXiv 1508.07909; byte level as in GPT-2.
     """
-    markers = MARKERS[data.chat_template] if data.chat_template is not None else []
+    markers = MARKERS.get(data.chat_template or "", [])
 
     def write(folder: Path) -> None:
         with Pass(Terminal(quiet=ranks.rank() != 0), "training the tokenizer"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -15,6 +15,10 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+
+TemplateName = Literal["chatml", "alpaca"]
+TEMPLATE_NAMES: tuple[str, ...] = get_args(TemplateName)
+"""The chat templates that come with the toolkit."""
 
 MOST = 2**53
 """The largest count: ranks exchange counts as floats, which skip whole numbers above it."""
