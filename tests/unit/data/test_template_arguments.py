@@ -89,7 +89,7 @@ def test_an_argument_without_effect_is_an_error() -> None:
         set_defaults(tokenizer_for(CHATML), {"add_generation_prompt": True})
     tokens = tokenizer_for(CHATML)
     tokens.chat_template = None
-    with pytest.raises(BadInputError, match=r"the tokenizer has no chat template; remove it$"):
+    with pytest.raises(BadInputError, match=r"the tokenizer has no chat template; remove it, or name a file"):
         set_defaults(tokens, {"thinking": True})
 
 

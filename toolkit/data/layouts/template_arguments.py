@@ -93,7 +93,10 @@ def set_defaults(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any
         return
     template = getattr(tokenizer, "chat_template", None)
     if not template:
-        raise BadInputError("data.template_arguments has no effect: the tokenizer has no chat template; remove it")
+        raise BadInputError(
+            "data.template_arguments has no effect: the tokenizer has no chat template; remove it, or name a file with "
+            "one that takes them in data.chat_template"
+        )
     # Some tokenizers have several templates, one of them for tools.
     each = template if isinstance(template, dict) else {"default": template}
     known = frozenset().union(*map(variables, each.values()))
