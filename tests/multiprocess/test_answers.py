@@ -12,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from support.cases import cases
 from support.four_bits import as_dequantised
 from support.moe import mixture
 from support.ranks import meet, run_on_ranks
@@ -45,25 +46,8 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "optimizer": {"learning_rate": 2e-3},
 }
 NF4 = {**ADAPTED, "adapter": {"kind": "lora", "r": 4, "quantize": "nf4", "double_quantization": True}}
-RUNS: dict[str, dict[str, dict[str, Any]]] = {
-    "zero3": {"sharding": {"strategy": "zero3"}},
-    "lora": {"sharding": {"strategy": "zero3"}, **ADAPTED},
-    "nf4": {"sharding": {"strategy": "zero3"}, **NF4},
-    "shared": {"sharding": {"strategy": "zero3", "sequence": 2}, "training": {"micro_batch_size": 4}},
-    "experts": {"model": {"name_or_path": "experts_model"}, "sharding": {"strategy": "zero3", "experts": 2}},
-    "tensor": {"sharding": {"strategy": "zero3", "tensor": 2}, "training": {"micro_batch_size": 4}},
-    "averaged": {"sharding": {"strategy": "zero2"}, "training": {"ema": 0.7}},
-    "ddp": {"sharding": {"strategy": "ddp"}, **ADAPTED},
-    "offloaded": {
-        "sharding": {
-            "strategy": "zero3",
-            "accumulate": "by_block",
-            "offload": "optimizer",
-            "offload_executor": "cpu_torch",
-        },
-        "training": {"gradient_accumulation_steps": 2},
-    },
-}
+TABLES = cases(__file__)
+RUNS: dict[str, dict[str, dict[str, Any]]] = TABLES["RUNS"]
 
 
 def recipe_of(folder: Path, name: str, **sections: dict[str, Any]) -> toolkit.Recipe:

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cases import cases
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
 from support.ranks import run_on_ranks
 from support.runs import finetuned, losses_of, outcome
@@ -18,48 +19,14 @@ from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 STEPS = 8
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"r": 2, "target_modules": ["q_proj", "v_proj"]}, {"r": 2, "target_modules": ["q_proj", "v_proj"]}),
-    "linear": ({"r": 3, "alpha": 5.0}, {"r": 3, "lora_alpha": 5.0, "target_modules": "all-linear"}),
-    "rslora": (
-        {"r": 4, "use_rslora": True, "modules_to_save": ["norm"], "target_modules": r".*layers\.1\..*(up|down)_proj"},
-        {"r": 4, "use_rslora": True, "modules_to_save": ["norm"], "target_modules": r".*layers\.1\..*(up|down)_proj"},
-    ),
-    "dora": (
-        {"r": 2, "use_dora": True, "target_modules": ["k_proj", "o_proj"]},
-        {"r": 2, "use_dora": True, "target_modules": ["k_proj", "o_proj"]},
-    ),
-    "experts": (
-        {"r": 2},
-        {
-            "r": 2,
-            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-            "target_parameters": [
-                "experts.gate_up_proj",
-                "experts.down_proj",
-                *(f"shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")),
-            ],
-        },
-    ),
-}
+TABLES = cases(__file__)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = TABLES["CASES"]
 """Name -> (the recipe's adapter, peft's own arguments)."""
 
-CASES["spread"] = CASES["experts"]
 MODELS = {"experts": "experts-model", "spread": "experts-model"}
 """Case -> folder of its model; of the others it is `model`."""
 
-RUNS = {
-    1: [("plain", "zero3", 3), ("linear", "ddp", 1), ("rslora", "zero3", 1), ("dora", "zero3", 1)],
-    2: [
-        ("plain", "zero1", 3),
-        ("linear", "zero2", 3),
-        ("rslora", "ddp", 1),
-        ("dora", "zero3", 3),
-        ("experts", "zero3", 1),
-        ("spread", "zero3", 3),
-    ],
-    4: [("plain", "zero3", 1), ("plain", "hybrid", 3), ("dora", "zero2", 1), ("plain", "ddp", 1)],
-}
+RUNS: dict[int, list[tuple[str, str, int]]] = TABLES["RUNS"]
 """Ranks -> (case, strategy, accumulation). With r = 2 on 4 ranks some shards are empty."""
 
 SHARED = {2: ("linear", "zero2"), 4: ("plain", "hybrid")}

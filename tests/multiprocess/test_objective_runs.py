@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cases import cases
 from support.plain_objectives import CLASSES, HELD_OUT, OBJECTIVES, PAIRS, ROWS, save_models
 from support.ranks import meet, run_on_ranks
 from support.runs import outcome
@@ -23,42 +24,10 @@ from transformers import AutoModelForCausalLM, pipeline
 from toolkit.objectives.losses.preference_losses import LOSSES
 from toolkit.recipe.objectives.preference import SETTINGS_OF_LOSSES
 
-LORA: dict[str, Any] = {"adapter": {"kind": "lora", "r": 2}}
-MERGED: dict[str, Any] = {**LORA, "export": {"merge": True}}
-BF16: dict[str, Any] = {"training": {"mixed_precision": "bf16"}}
-UNPACKED: dict[str, Any] = {"data": {"packing": False}}
-ALONE: dict[str, Any] = {"data": {"packing": False, "validation": None}}
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dpo": ("preference", {}),
-    **{loss: ("preference", {**LORA, "objective": {"loss": loss}}) for loss in ("ipo", "simpo", "orpo")},
-    "one step": ("preference", {**ALONE, "training": {"max_steps": 1, "seed": 7}}),
-    "two steps": ("preference", {**ALONE, "training": {"max_steps": 2, "seed": 7}}),
-    "reward": ("reward", {}),
-    "reward, merged": ("reward", MERGED),
-    "kto": ("kto", {}),
-    "kto, merged": ("kto", MERGED),
-    "tags": ("token_classification", {}),
-    "tags, merged": ("token_classification", MERGED),
-    "classes": ("sequence_classification", {}),
-    "translated": ("seq2seq", {}),
-    "student": ("distillation", {}),
-    "student in bf16": ("distillation", {**UNPACKED, **BF16}),
-    "student in bf16 by DDP": ("distillation", {**UNPACKED, **BF16, "sharding": {"strategy": "ddp"}}),
-    "whole": ("distillation", UNPACKED),
-    "half": ("distillation", {**UNPACKED, "training": {"max_steps": 2}, "checkpoint": {"every_steps": 2}}),
-    "rest": ("distillation", {**UNPACKED, "checkpoint": {"resume": "half"}}),
-    "another teacher": ("distillation", {**UNPACKED, "checkpoint": {"resume": "half"}}),
-}
+TABLES = cases(__file__)
+RUNS: dict[str, tuple[str, dict[str, Any]]] = TABLES["RUNS"]
 """Name -> the objective, and what its recipe has beside it."""
-JUDGED = {
-    "preference": "margin",
-    "reward": "accuracy",
-    "kto": "lower kl",
-    "token_classification": "recall",
-    "sequence_classification": "f1_macro",
-    "distillation": "divergence",
-    "seq2seq": "perplexity",
-}
+JUDGED: dict[str, str] = TABLES["JUDGED"]
 """Objective -> the figure that judges its evaluations (`training.best_by`)."""
 
 

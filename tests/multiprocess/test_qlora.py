@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cases import cases
 from support.four_bits import matrix_of, read_by_hand
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
 from support.ranks import run_on_ranks
@@ -21,40 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 STEPS = 10
 NF4 = {"r": 4, "quantize": "nf4"}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "nf4": (NF4, {"target_modules": "all-linear"}),
-    "double": (
-        NF4 | {"double_quantization": True, "use_rslora": True},
-        {"target_modules": "all-linear", "use_rslora": True},
-    ),
-    "dora": (
-        NF4 | {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
-        {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
-    ),
-    "int8": (NF4 | {"quantize": "int8"}, {"target_modules": "all-linear"}),
-}
+TABLES = cases(__file__)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = TABLES["CASES"]
 """Name -> (the recipe's adapter, peft's own arguments)."""
 
-RUNS: dict[int, list[tuple[str, str, int, dict[str, Any]]]] = {
-    1: [("double", "zero3", 1, {}), ("dora", "zero3", 1, {"offload": "optimizer"}), ("nf4", "ddp", 3, {})],
-    2: [
-        ("nf4", "ddp", 1, {}),
-        ("nf4", "zero1", 3, {}),
-        ("int8", "zero2", 3, {}),
-        ("double", "zero3", 1, {"activation_checkpointing": 1}),
-        ("dora", "zero3", 3, {"offload": "optimizer"}),
-        ("nf4", "zero3", 3, {"accumulate": "by_block", "activation_checkpointing": 1}),
-        ("int8", "zero1", 1, {"sequence": 2}),
-        ("double", "zero3", 2, {"sequence": 2, "accumulate": "by_block", "activation_checkpointing": 1}),
-    ],
-    4: [
-        ("double", "hybrid", 3, {}),
-        ("double", "zero3", 1, {"offload": "optimizer", "activation_checkpointing": 1}),
-        ("nf4", "hybrid", 3, {"accumulate": "by_block", "activation_checkpointing": 1}),
-        ("dora", "zero2", 1, {}),
-        ("int8", "zero1", 3, {}),
-    ],
-}
+RUNS: dict[int, list[tuple[str, str, int, dict[str, Any]]]] = TABLES["RUNS"]
 """Ranks -> (case, strategy, accumulation, sharding)."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cases import cases
 from support.four_bits import as_dequantised
 from support.peft_by_hand import adapted
 from support.ranks import run_on_ranks
@@ -43,24 +44,8 @@ def share(completion, row):
     return completion.count({WANTED!r}) / 4 + row["id"] % 2
 """
 PAIRS = [{"prompt": row["prompt"], "chosen": " e", "rejected": " of a"} for row in PROMPTS]
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-
-CASES: dict[str, dict[str, Any]] = {
-    "dapo": {},
-    "grpo, ddp": {"objective": {"loss": "grpo"}, "sharding": {"strategy": "ddp"}},
-    "dr_grpo, zero2": {"objective": {"loss": "dr_grpo", "scale_rewards": "batch"}, "sharding": {"strategy": "zero2"}},
-    "by block, cut completions masked": {"objective": {"mask_truncated": True}, "sharding": {"accumulate": "by_block"}},
-    "padded, offload": {"data": {"packing": False}, "sharding": {"offload": "optimizer"}},
-    "lora and a reference": {"objective": {"beta": 0.1}, "adapter": LORA},
-    "a frozen reference, ddp": {"objective": {"beta": 0.1}, "sharding": {"strategy": "ddp"}},
-    "a frozen reference, padded": {"objective": {"beta": 0.1, "loss": "grpo"}, "data": {"packing": False}},
-    "nf4 and a reference": {
-        "objective": {"beta": 0.1},
-        "adapter": {**LORA, "quantize": "nf4"},
-        "sharding": {"offload": "optimizer"},
-    },
-    "a reward model": {"objective": {"scale_rewards": "none"}, "judge": True},
-}
+TABLES = cases(__file__)
+CASES: dict[str, dict[str, Any]] = TABLES["CASES"]
 
 
 def is_cut(case: dict[str, Any]) -> bool:

@@ -14,41 +14,10 @@ from s3fs import S3FileSystem
 from support.cases import cases
 from support.refusals import Outcome, finetune, toolkit, unclear
 
-TAG = "objective.kind=token_classification"
-CLASSIFY, PREFER = "objective.kind=sequence_classification", "objective.kind=preference"
+CLASSIFY = "objective.kind=sequence_classification"
 GOOD = '{"text": "a king and a queen"}\n'
-ALPACA = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "kto_tag": 1}\n'
-
-REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "half of the rows broken": (GOOD + '{"text": null}\n', (), "data.max_dropped_fraction"),
-    "rows too long": (json.dumps({"text": "a king " * 99}), ("data.long_rows=error",), "data.max_length"),
-    "columns of two layouts": (GOOD, ("data.columns.text=text", "data.columns.prompt=text"), "data.columns"),
-    "all held out": (GOOD, ("data.validation_fraction=0.99",), "data.validation_fraction"),
-    "held-out rows that are gone": (GOOD, ("data.validation=/nowhere/b.jsonl",), "data.validation"),
-    "a cache that is a file": (GOOD, ("data.cache_dir=/dev/null",), "data.cache_dir"),
-    "a cache that cannot be made": (GOOD, ("data.cache_dir=/proc/nowhere",), "data.cache_dir"),
-    "judgements without an objective": (
-        '{"prompt": "a", "completion": "b", "label": 0}\n{"prompt": "a", "completion": "c", "label": 1}\n',
-        (),
-        "rows are judged good or bad one by one (label: 0), as for KTO; set objective.kind=kto",
-    ),
-    "judgements under LLaMA-Factory's name": (ALPACA, ("data.chat_template=alpaca",), "(kto_tag: 1), as for KTO"),
-    "tags that are numbers and names": (
-        '{"tokens": ["a", "king"], "ner_tags": [0, "B-PER"]}\n',
-        (TAG,),
-        "labels are numbers (0) in some places and names (B-PER) in others",
-    ),
-    "tags that are numbers in one row and names in another": (
-        '{"tokens": ["a", "king"], "ner_tags": [0, 1]}\n{"tokens": ["a"], "ner_tags": ["B-PER"]}\n',
-        (TAG,),
-        "labels are numbers (0) in some places and names (B-PER) in others",
-    ),
-    "a class twice": ('{"text": "a", "label": "x"}\n', (CLASSIFY, "objective.labels=[x, x]"), "objective.labels"),
-    "a class in two cases": ('{"text": "a", "label": "A"}\n{"text": "b", "label": "a"}\n', (CLASSIFY,), "'A' and 'a'"),
-    "a number in two": ('{"text": "a", "label": 1}\n{"text": "b", "label": "1.0"}\n', (CLASSIFY,), "'1' and '1.0'"),
-    "pairs of one column": ('{"chosen": "a"}\n', (PREFER,), "Add the columns that are missing"),
-    "a pair of equals": ('{"prompt": "a", "chosen": "b", "rejected": "b"}\n', (PREFER,), "a.jsonl"),
-}
+TABLES = cases(__file__)
+REFUSED: dict[str, tuple[str, tuple[str, ...], str]] = TABLES["REFUSED"]
 """Name -> what a.jsonl holds, overrides, and what the error names."""
 
 SEPARATED = {";": "';'", "\t": "'\\t'", "|": "'|'"}

@@ -187,49 +187,11 @@ def test_the_report_counts_each_key_once_a_row(tmp_path: Path) -> None:
 
 
 DIALOGUE = [ASKED, {"role": "assistant", "content": "so"}]
-WORSE = [ASKED, {"role": "assistant", "content": "no"}]
 BRIEF = {"role": "system", "content": "be kind"}
-SIDES = {"chosen": "so", "rejected": "no"}
-TURNS = {"chosen": DIALOGUE[1:], "rejected": WORSE[1:]}
-LEARNED = {
-    "messages": {"messages": DIALOGUE},
-    "with a system message": {"messages": [BRIEF, *DIALOGUE]},
-    "conversations": {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}]},
-    "prompt as text": {"prompt": "why", "completion": "so"},
-    "prompt as messages": {"prompt": [ASKED], "completion": DIALOGUE[1:]},
-    "instruction": {"instruction": "why", "output": "so"},
-}
-COMPARED = {
-    "prompt as text": {"prompt": "why", **SIDES},
-    "prompt as messages": {"prompt": [ASKED], **TURNS},
-    "with a system message": {"prompt": [BRIEF, ASKED], **TURNS},
-    "text before messages": {"prompt": "why", **TURNS},
-    "whole conversations": {"chosen": DIALOGUE, "rejected": WORSE},
-    "written conversations": {f"{side}": f"\n\nHuman: why\n\nAssistant: {text}" for side, text in SIDES.items()},
-    "messages before answers": {"messages": [ASKED], **SIDES},
-    "instruction": {"instruction": "why", **SIDES},
-}
-ROWS: dict[str, dict[str, dict[str, Any]]] = {
-    "causal_lm": {**LEARNED, "text": {"text": "so"}},
-    "distillation": {**LEARNED, "text": {"text": "so"}},
-    "kto": {name: {**row, "label": True} for name, row in LEARNED.items()},
-    "preference": COMPARED,
-    "reward": COMPARED,
-    "seq2seq": {"source and target": {"source": "why", "target": "so"}},
-    "sequence_classification": {"text": {"text": "so", "label": "good"}},
-    "token_classification": {"words": {"tokens": ["so", "no"], "tags": ["O", "B"]}},
-}
+ROWS: dict[str, dict[str, Any]] = TABLES["ROWS"]
 """Objective -> a row of each layout that it learns from."""
 
-VALUES: dict[str, Any] = {
-    **dict.fromkeys(ColumnsSection.model_fields, "a king walked"),
-    "messages": [ASKED, {"role": "assistant", "content": "a king walked"}],
-    "history": [["who", "a king"]],
-    "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
-    "margin": 2.5,
-    "tokens": ["a", "king"],
-    "tags": ["B", "I"],
-}
+VALUES: dict[str, Any] = TABLES["VALUES"]
 """A value of each column that any layout knows."""
 
 

@@ -56,6 +56,7 @@ from toolkit.generation.text.options import Sampling
 from toolkit.generation.text.rows import PromptRow, answers_of, completions, encode_rows, read_rows
 from toolkit.recipe.objectives.section import Comparison
 
+TABLES = cases(__file__)
 GREEDY = Sampling(12, 0.0)
 PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
 FACTS = {
@@ -437,40 +438,17 @@ def test_an_evaluation(chat: Path, tmp_path: Path, command: Command) -> None:
     }
 
 
-COUNTED = [
-    (Compared(Comparison("numeric")), "12 and 30 make 1,042.", "1042", True),
-    (Compared(Comparison("numeric")), "It is 18.00 in all", "so 9 * 2 = 18\n#### 18", True),
-    (Compared(Comparison("numeric")), "minus: -3", "3", False),
-    (Compared(Comparison("numeric")), "x = \u22123", "-3", True),
-    (Compared(Comparison("numeric")), "x = \u22123", "3", False),
-    (Compared(Comparison("numeric")), "nobody knows", "3", False),
-    (Compared(Comparison("text", r"#### (\S+)")), "#### 4, no: #### 5", "#### 5", True),
-    (Compared(Comparison("text", r"#### (\S+)")), "#### 4, no: #### 5", "4", False),
-    (Compared(Comparison("text", r"[A-D]\b")), "A? It is B", "b", True),
-    (Compared(Comparison("strict", r"[A-D]\b")), "A? It is B", "b", False),
-    (Compared(Comparison("numeric", r"#### (.*)")), "7\n#### $1,000 9", "9", True),
-    (Compared(Comparison("text", r"#### (.*)")), "no mark", "no mark", False),
-    (Compared(Comparison("structured")), '{"b": [2.0, null],"a":"X y"}', ' {"a": "X y", "b": [2, null]}\n', True),
-    (Compared(Comparison("structured")), '{"a": "x y"}', '{"a": "X y"}', False),
-    (Compared(Comparison("structured")), '{"a": 1}', '{"a": true}', False),
-    (Compared(Comparison("structured")), '{"a": 1}', '{"a": "1"}', False),
-    (Compared(Comparison("structured")), '{"a": 1', '{"a": 1}', False),
-    (Compared(Comparison("structured")), "NaN", "0", False),
-    (Compared(Comparison("structured")), "[" * 100_000, "[]", False),
-    (Compared(Comparison("structured")), "1e9999999999999999999", "1", False),
-    (Compared(Comparison("structured", r"<call>(.*)</call>")), "so <call>[1.0]</call>", "[1]", True),
-]
+COUNTED = [*TABLES["COUNTED"], (["structured"], "[" * 100_000, "[]", False)]
 """How answers are compared, a completion, an answer, and whether that is right."""
 
 
 def test_what_of_a_completion_counts() -> None:
     for comparison, completion, answer, is_right in COUNTED:
         row = PromptRow("f:1", "?", "?", answers=(answer,))
-        found = evaluate([row], [Completion(completion, 1, True)], comparison)
+        found = evaluate([row], [Completion(completion, 1, True)], Compared(Comparison(*comparison)))
         assert found.exact == is_right, (comparison, completion[:50])
 
 
-TABLES = cases(__file__)
 NUMBERS = [*TABLES["NUMBERS"], ("1" * 4000 + "e9999", "9999")]
 """A text, and its last number."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+from support.cases import cases
 
 from toolkit.planning.hardware import hardware_of
 from toolkit.planning.launch import launch_of
@@ -52,34 +53,8 @@ def read_back(found: Plan, command: str) -> tuple[Setup, str]:
     return setup, precision_of(recipe.training, precision, found.hardware)
 
 
-BY_BLOCK = [
-    "sharding.activation_checkpointing=1",
-    "sharding.accumulate=by_block",
-    "training.gradient_accumulation_steps=4",
-]
-OFFLOADED = ["sharding.offload=optimizer", "sharding.device_state_gib=0.1"]
-CASES = [
-    ("h100_sxm", 8, OFFLOADED, None),
-    ("h100_sxm", 8, ["sharding.activation_checkpointing=2", "sharding.offload_checkpoints=true"], None),
-    ("h100_sxm", 8, ["sharding.activation_checkpointing=1", "sharding.chunk_tokens=64"], None),
-    (
-        "h100_sxm",
-        8,
-        [
-            "sharding.activation_checkpointing=1",
-            "sharding.accumulate=by_block",
-            "training.gradient_accumulation_steps=4",
-        ],
-        None,
-    ),
-    ("h100_sxm", 8, [], "no"),
-    ("h100_sxm", 8, ["training.mixed_precision=no"], None),
-    ("h100_sxm", 4, [], "fp16"),
-    ("h100_sxm", 4, ["sharding.strategy=zero2", *OFFLOADED], None),
-    ("h100_sxm", 1, ["sharding.strategy=zero2", *OFFLOADED], None),
-    ("cpu", 2, ["training.micro_batch_size=1", "training.gradient_accumulation_steps=7"], None),
-    ("cpu", 4, ["sharding.strategy=zero1"], "bf16"),
-]
+TABLES = cases(__file__)
+CASES = TABLES["CASES"]
 
 
 @pytest.mark.slow

@@ -70,9 +70,6 @@ def test_an_error_lists_values_types_and_ranges(tmp_path: Path, override: str, m
     assert problem == f"{override.partition('=')[0]}: {message}"
 
 
-OWN_MODEL = {**MINIMAL, "model": {"config": {"model_type": "llama"}, "train_tokenizer_vocab_size": 500}}
-
-
 @pytest.mark.parametrize(("values", "overrides", "left", "note"), TABLES["REPLACED"])
 def test_an_override_replaces_its_rival(
     tmp_path: Path, values: object, overrides: list[str], left: dict[str, object], note: str

@@ -11,19 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file
 from support.cases import cases
 from support.tiny import recipe_values, save_llama
 from transformers import (
     AutoModelForCausalLM,
-    BartConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    Qwen3Config,
-    T5Config,
 )
 from typer.testing import CliRunner
 
@@ -236,31 +233,9 @@ def test_every_dropout_is_switched() -> None:
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
-CUT: list[tuple[dict[str, Any], Any, dict[str, Any]]] = [
-    ({"n_layer": 4}, GPT2Config(n_layer=4), {"n_layer": 2}),
-    ({"num_hidden_layers": 4}, GPT2Config(n_layer=4), {"n_layer": 2}),
-    (
-        {"num_hidden_layers": 4, "eos": [1, 2]},
-        LlamaConfig(num_hidden_layers=4),
-        {"num_hidden_layers": 2, "eos": [1, 2]},
-    ),
-    (
-        {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
-        Qwen3Config(num_hidden_layers=3),
-        {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
-    ),
-    ({"num_layers": 4}, T5Config(num_layers=4), {"num_layers": 2, "num_decoder_layers": 2}),
-    (
-        {"encoder_layers": 1, "decoder_layers": 3},
-        BartConfig(encoder_layers=1, decoder_layers=3),
-        {"encoder_layers": 1, "decoder_layers": 2},
-    ),
-]
-
-
 def test_a_configuration_is_cut_to_its_first_blocks() -> None:
-    for fields, config, expected in CUT:
-        shrink.shrink(fields, config, 2)
+    for fields, kind, sizes, expected in TABLES["CUT"]:
+        shrink.shrink(fields, getattr(transformers, kind)(**sizes), 2)
         assert fields == expected
 
 
