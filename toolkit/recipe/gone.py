@@ -64,6 +64,7 @@ GONE_OPTIONS = {
             ("structured", "structured"),
         )
     },
+    "doctor --hub": Gone("leave it out: each command that needs the hub says at its start whether it answers"),
     "generate --cpu": Gone("leave it out, or set --device cpu"),
     "generate --gpus": Gone("leave it out: --device auto spreads the model over all GPUs"),
     "job --on": Gone("leave it out for Slurm; docs/examples has files for Kubernetes and SkyPilot"),

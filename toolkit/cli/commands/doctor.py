@@ -59,7 +59,6 @@ class Finding:
 
 
 def doctor(
-    hub: Annotated[bool, typer.Option("--hub", help="Also check that the hub can be reached.")] = False,
     job: Annotated[
         Path | None,
         typer.Option(
@@ -83,7 +82,7 @@ def doctor(
         _compare_nodes(job, num_machines, machine_rank, main_process_ip, main_process_port, as_json)
         return
     findings = []
-    for finding in _all_findings(hub):
+    for finding in _all_findings():
         findings.append(finding)
         if not as_json:  # each as it is found: together they take ten seconds
             fix = f"; {finding.fix}" if finding.fix else ""
@@ -129,14 +128,12 @@ def _first_of_slurm() -> str:
         ) from error
 
 
-def _all_findings(hub: bool) -> Iterator[Finding]:
+def _all_findings() -> Iterator[Finding]:
     yield from _version_findings()
     yield from _device_findings()
     yield from _disk_findings()
     yield _config_finding()
     yield from _backend_findings()
-    if hub:
-        yield from _hub_findings()
 
 
 def _version_findings() -> Iterator[Finding]:
@@ -266,18 +263,3 @@ def _add_over_backend(rank: int, backend: str, file: str) -> None:
     dist.destroy_process_group()
     if value.item() != 3.0:
         raise RuntimeError(f"1 + 2 gave {value.item()}")
-
-
-def _hub_findings() -> Iterator[Finding]:
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        yield Finding("hub", WARNING, "HF_HUB_OFFLINE is set", "only models and data in the cache can be loaded")
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception as error:
-        fix = "download elsewhere and set HF_HUB_OFFLINE=1, or set HTTPS_PROXY"
-        yield Finding("hub", WARNING, f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}", fix)
-    else:
-        yield Finding("hub", OK, f"{constants.ENDPOINT} can be reached")
