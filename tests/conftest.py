@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path, PurePath
 from unittest import mock
 
 import pytest
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiers import is_left_out, is_slow, keep_last_runs, room_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: xdist's workers share the cores
@@ -45,9 +44,7 @@ def _process_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A jsonl file of 60 rows with a `text` column."""
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(60)), encoding="utf-8")
-    return path
+    return write_rows(tmp_path_factory.mktemp("data") / "texts.jsonl", ({"text": text} for text in make_texts(60)))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from support import ranks
 from support.pretended_steps import NCCL, WITHOUT_DEVICES, started_anew, watched
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, unfinish
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -144,11 +144,7 @@ def save_models(folder: Path) -> None:
     torch.manual_seed(0)
     experts = Qwen3MoeConfig(**sizes, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     Qwen3MoeForCausalLM(experts).save_pretrained(folder / "experts")
-    write(folder / "rows.jsonl", [{"text": text} for text in TEXTS])
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", [{"text": text} for text in TEXTS])
 
 
 def values_of(folder: Path, output: str, case: Case, training: dict[str, Any]) -> dict[str, Any]:

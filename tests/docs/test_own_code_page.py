@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from support.ranks import run_on_ranks
 from support.runs import records_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 
 PAGE = Path(__file__).parents[2] / "docs/own_code.md"
@@ -38,7 +37,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(code_of_the_page())
     texts = make_texts(40)
     rows = [{"title": text[:15], "body": text[15:40], "summary": text[:30]} for text in texts]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     save_llama(tmp_path / "model", texts, tied=False)
     run_on_ranks(run, 2, tmp_path)
     records = records_of(tmp_path / "run")

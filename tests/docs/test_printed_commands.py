@@ -13,7 +13,7 @@ import pytest
 from support.cases import cases
 from support.docs_commands import ROOT, Printed, check, commands, printed
 from support.ranks import run_on_ranks
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     turns = [[("user", text[:9]), ("assistant", text[9:30])] for text in make_texts(40)]
     rows = [{"messages": [{"role": role, "content": words} for role, words in turn]} for turn in turns]
-    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "chat.jsonl", rows)
     (folder / "law.txt").write_text(" ".join(make_texts(40)) + "\n")
     (folder / "prompts.txt").write_text("Who goes there?\n")
     (folder / "questions.jsonl").write_text('{"prompt": "Who goes there?", "answer": "A friend."}\n')

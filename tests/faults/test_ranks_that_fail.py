@@ -5,7 +5,6 @@ A launcher ends the other ranks as soon as one has ended; here the test does tha
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -18,6 +17,7 @@ import pytest
 import torch
 import yaml
 from support import ranks
+from support.texts import write_rows
 from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint.manifest import list_checkpoints
@@ -107,7 +107,7 @@ def run_recipe(recipe: str, point: str, folder: str, address: str) -> None:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("failing")
     save_llama(folder / "model", TEXTS, tied=True)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 40))
+    write_rows(folder / "rows.jsonl", ({"text": text} for text in TEXTS * 40))
     values = recipe_values(folder / "model", folder / "rows.jsonl", folder / "out", folder / "cache", max_steps=4)
     values["checkpoint"] = {"every_steps": 1}
     (folder / "mine.py").write_text(OWN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import resource
@@ -21,7 +20,7 @@ import yaml
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS, alone, run_on_ranks
 from support.runs import records_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint import latest, list_checkpoints
@@ -204,7 +203,7 @@ def test_terminated_at_every_moment(tmp_path: Path, text_file: Path) -> None:
     """The same command goes on, and ends as the run that nobody stopped. After finished.json nothing waits."""
     held_out = tmp_path / "held_out.jsonl"
     rows = [{"prompt": text[:9], "completion": text[9:20]} for text in make_texts(12)]
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(held_out, rows)
     recipe = write_recipe(tmp_path, text_file, eval_every_steps=2)
     common = [str(recipe), "training.max_steps=4", f"data.validation={held_out}", "data.max_length=64"]
     common += ["logging.held_out_samples=2", "checkpoint.every_steps=100"]

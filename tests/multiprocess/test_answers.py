@@ -17,7 +17,7 @@ from support.four_bits import as_dequantised
 from support.moe import mixture
 from support.ranks import meet, run_on_ranks
 from support.runs import records_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import llama, recipe_values, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -148,7 +148,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("answers")
     save_chat_model(folder / "model")
     turns = (({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in FACTS.items())
-    (folder / "facts.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
+    write_rows(folder / "facts.jsonl", ({"messages": row} for row in turns))
     (folder / "scores_of_a_test.py").write_text(SCORES)
     run_on_ranks(on_two_ranks, 2, folder, list(RUNS))
     return folder

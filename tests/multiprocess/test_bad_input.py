@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.ranks import run_on_ranks
 from support.runs import outcome
+from support.texts import write_rows
 from support.tiny import recipe_values, save_llama
 
 TEXTS = ["a king and a queen walked by the river", "the moon was high"]
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "only-tokenizer").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "only-tokenizer" / name).write_text((folder / "model" / name).read_text())
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
+    write_rows(folder / "rows.jsonl", ({"text": text} for text in TEXTS * 10))
     (folder / "empty.jsonl").write_text("")
     (folder / "blank.jsonl").write_text('{"text": " "}\n')
     (folder / "old").mkdir()

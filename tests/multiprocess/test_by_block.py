@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import threading
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import meet, run_on_ranks
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import llama, recipe_values, save_llama
 from support.traffic import Traffic
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,14 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("by_block")
     save_llama(folder / "model", TEXTS, tied=False, layers=3)
     words = [text.split() for text in TEXTS]
-    write(folder / "rows.jsonl", [{"text": text} for text in TEXTS])
+    write_rows(folder / "rows.jsonl", [{"text": text} for text in TEXTS])
     sides = [(" ".join(w[:3]), " " + " ".join(w[3:7]), " the " + " ".join(w[7:10])) for w in words]
-    write(folder / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), side, strict=True)) for side in sides])
+    write_rows(
+        folder / "pairs.jsonl", [dict(zip(("prompt", "chosen", "rejected"), side, strict=True)) for side in sides]
+    )
     return folder
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def recipe(folder: Path, name: str, strategy: str, accumulate: str, changes: dict[str, dict[str, Any]]) -> Recipe:

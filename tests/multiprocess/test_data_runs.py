@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.ranks import run_on_ranks
 from support.runs import finetuned, losses_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama, unfinish, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,11 +31,6 @@ def chats() -> list[dict[str, Any]]:
     return rows
 
 
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data-runs")
@@ -43,9 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _train_byte_pairs(iter(make_texts(60)), VOCAB_SIZE, MARKERS["chatml"]).save_pretrained(folder / "model")
     config = json.loads((folder / "model/config.json").read_text())
     (folder / "model/config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
-    write(folder / "chats.jsonl", chats())
-    write(folder / "texts.jsonl", [{"text": " ".join(text.split()[:20])} for text in make_texts(50, seed=4)])
-    write(folder / "more.jsonl", [{"text": " ".join(text.split()[:20])} for text in make_texts(9, seed=5)])
+    write_rows(folder / "chats.jsonl", chats())
+    write_rows(folder / "texts.jsonl", [{"text": " ".join(text.split()[:20])} for text in make_texts(50, seed=4)])
+    write_rows(folder / "more.jsonl", [{"text": " ".join(text.split()[:20])} for text in make_texts(9, seed=5)])
     return folder
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support.plain_loop import in_turn, plain_loop
 from support.ranks import meet, run_on_ranks
 from support.runs import finetuned
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ema")
     texts = make_texts(40)
     save_llama(folder / "model", texts, tied=True)
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(folder / "texts.jsonl", ({"text": text} for text in texts))
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.ranks import run_on_ranks
 from support.runs import losses_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import save_llama
 from typer.testing import CliRunner
 
@@ -31,7 +31,7 @@ def test_the_written_recipe_trains_and_the_last_command_works(tmp_path: Path, mo
     save_llama(tmp_path / "model", texts, tied=True)
     turns = [[("user", text[:9]), ("assistant", text[9:30])] for text in texts]
     rows = [{"messages": [{"role": role, "content": words} for role, words in turn]} for turn in turns]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(tmp_path / "chat.jsonl", rows)
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     made = CliRunner().invoke(
         app, ["init", "model", "chat.jsonl", "training.max_steps=2", cache, "--cpu", "2", "--json"]

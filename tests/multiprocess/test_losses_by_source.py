@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.ranks import run_on_ranks
 from support.runs import finetuned
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +65,7 @@ def expected(folder: Path) -> dict[str, tuple[float, int]]:
 def test_losses_by_source(tmp_path: Path) -> None:
     save_llama(tmp_path / "model", TEXTS, tied=True)
     for name, texts in ROWS.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        write_rows(tmp_path / f"{name}.jsonl", ({"text": text} for text in texts))
     sums = expected(tmp_path)
     mean = {name: loss / targets for name, (loss, targets) in sums.items()}
     whole = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from support.ranks import alone, run_on_ranks
 from support.runs import records_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 
 
@@ -104,7 +103,7 @@ def in_a_fork(folder: Path) -> str:
 
 def save_inputs(folder: Path) -> None:
     save_llama(folder / "model", make_texts(20), tied=True)
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
+    write_rows(folder / "texts.jsonl", ({"text": text} for text in make_texts(20)))
 
 
 def test_ranks_give_back_their_result_or_their_error_whatever_was_done_before(tmp_path: Path) -> None:

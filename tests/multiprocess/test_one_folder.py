@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from pathlib import Path
 
 import pytest
 from support.ranks import run_on_ranks
+from support.texts import write_rows
 from support.tiny import recipe_values, save_llama
 
 NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of <sched.h>
@@ -44,7 +44,7 @@ def train_on_two_disks(folder: Path) -> tuple[str, int, bool]:
 
 def test_two_disks_are_refused(tmp_path: Path) -> None:
     save_llama(tmp_path / "model", TEXTS, tied=True)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
+    write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in TEXTS * 10))
     (tmp_path / "disk").mkdir()
     found = run_on_ranks(train_on_two_disks, 2, tmp_path)
     if not found[1][2]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.ranks import run_on_ranks
 from support.runs import finetuned
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, unfinish
 
 TEXTS = [" ".join(text.split()[:6]) for text in make_texts(24, seed=3)]
@@ -121,7 +121,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     save_llama(folder / "base-causal_lm", TEXTS, tied=False)
     for kind, rows in ROWS.items():
         save_llama(folder / f"base-{kind}", TEXTS, tied=False)
-        (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{kind}.jsonl", rows)
     return run_on_ranks(runs, 1, folder)[0]  # type: ignore[no-any-return]
 
 

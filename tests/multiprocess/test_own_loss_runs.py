@@ -13,7 +13,7 @@ import torch
 from support.plain_rows import plain_rows
 from support.ranks import meet, run_on_ranks
 from support.runs import losses_of, records_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_llama(folder / "model", texts, tied=False)
     (folder / "mine.py").write_text(SOURCE)
     for name, part in (("rows", texts[:50]), ("held_out", texts[50:])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        write_rows(folder / f"{name}.jsonl", ({"text": text} for text in part))
     return folder
 
 

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 from support.hub_stand_in import TOKEN, hub
 from support.ranks import meet, run_on_ranks
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 
 from toolkit.recipe.recipe import Recipe
@@ -78,7 +78,7 @@ def pushes(folder: Path, address: str, port: int) -> dict[str, Any]:
 def test_an_export_is_pushed_and_refusals_lose_nothing(tmp_path: Path) -> None:
     texts = make_texts(30)
     save_llama(tmp_path / "model", texts, tied=True)
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(tmp_path / "texts.jsonl", ({"text": text} for text in texts))
     export = tmp_path / "notes/export"
     with hub() as server:
         found = run_on_ranks(pushes, 2, tmp_path, server.address, closed_port())

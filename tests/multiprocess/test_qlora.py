@@ -16,6 +16,7 @@ from support.four_bits import matrix_of, read_by_hand
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, peft_loop
 from support.ranks import run_on_ranks
 from support.runs import finetuned, losses_of, outcome
+from support.texts import write_rows
 from support.tiny import recipe_values, save_llama, unfinish
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -34,7 +35,7 @@ RUNS: dict[int, list[tuple[str, str, int, dict[str, Any]]]] = TABLES["RUNS"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qlora")
     save_llama(folder / "model", TEXTS, tied=False)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_rows(folder / "rows.jsonl", ({"text": text} for text in TEXTS))
     return folder
 
 

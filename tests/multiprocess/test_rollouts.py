@@ -20,7 +20,7 @@ from support.four_bits import as_dequantised
 from support.peft_by_hand import adapted
 from support.ranks import run_on_ranks
 from support.runs import finetuned
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
@@ -59,9 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rollouts")
     save_llama(folder / "model", make_texts(60), tied=True)
     GenerationConfig(eos_token_id=sorted(STOPS)).save_pretrained(folder / "model")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    write_rows(folder / "prompts.jsonl", PROMPTS)
     (folder / "scores.py").write_text(SCORE)
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    write_rows(folder / "pairs.jsonl", PAIRS)
     run_on_ranks(train_judge, 1, folder)
     return folder
 

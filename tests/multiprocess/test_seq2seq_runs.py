@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from support.plain_loop import in_turn, plain_loop
 from support.ranks import run_on_ranks
 from support.runs import finetuned
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import VOCAB_SIZE, recipe_values
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, T5Config
 
@@ -58,9 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "scores_of_seq2seq.py").write_text(DIGEST)
-    (folder / "asked.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ASKED))
+    write_rows(folder / "asked.jsonl", ({"prompt": text} for text in ASKED))
     for name, count, seed in (("train", 26, 6), ("held_out", 13, 7)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(count, seed)))
+        write_rows(folder / f"{name}.jsonl", rows(count, seed))
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from support.packed_rows import Documents, packed
 from support.plain_samples import run_on_samples
 from support.ranks import meet, run_on_ranks
 from support.runs import losses_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, with_sections
 from support.traffic import Traffic
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -153,7 +152,7 @@ RUNS_ON_4: dict[str, dict[str, dict[str, Any]]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sequence")
     save_llama(folder / "model", TEXTS, tied=False)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_rows(folder / "rows.jsonl", ({"text": text} for text in TEXTS))
     return folder
 
 

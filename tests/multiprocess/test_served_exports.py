@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import save_llama
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -114,7 +114,7 @@ def train(folder: Path, base: str, name: str, steps: int, std: float = 0.02, **s
         LlamaForCausalLM(config).save_pretrained(folder / base)
     turns = [[" ".join(draw.choices(WORDS, k=draw.randint(2, 5))) for _ in range(2)] for _ in range(40)]
     rows = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in turns]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     known = tokenizer.get_vocab()
     recipe: dict[str, Any] = {
         "model": {"name_or_path": str(folder / base), "add_tokens": None if SPECIAL[-1] in known else SPECIAL[3:]},

@@ -14,7 +14,7 @@ import torch
 from support.cuts import cut_in_step
 from support.ranks import run_on_ranks
 from support.runs import finetuned, records_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -101,10 +101,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shown")
     save_llama(folder / "model", make_texts(60), tied=True)
     asked = [{"prompt": text, "completion": " and the king"} for text in ("by the river", "a fox")]
-    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked * 8))
+    write_rows(folder / "asked.jsonl", asked * 8)
     pairs = [{"prompt": "the moon", "chosen": " was high", "rejected": f" {n}"} for n in range(8)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(60)))
+    write_rows(folder / "pairs.jsonl", pairs)
+    write_rows(folder / "texts.jsonl", ({"text": text} for text in make_texts(60)))
     return folder
 
 

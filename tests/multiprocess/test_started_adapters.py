@@ -18,6 +18,7 @@ from support.four_bits import read_by_hand
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, loop_of
 from support.ranks import meet, run_on_ranks
 from support.runs import losses_of, outcome
+from support.texts import write_rows
 from support.tiny import recipe_values, save_llama, unfinish
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -83,10 +84,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(folder / "experts-model")
     tokens.save_pretrained(folder / "experts-model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    write_rows(folder / "rows.jsonl", ({"text": text} for text in TEXTS))
+    write_rows(folder / "pairs.jsonl", PAIRS)
     judged = [{"prompt": p["prompt"], "completion": p["chosen"], "label": i % 2 == 0} for i, p in enumerate(PAIRS)]
-    (folder / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+    write_rows(folder / "judged.jsonl", judged)
     for number, (name, settings) in enumerate(LORA.items()):
         torch.manual_seed(number)
         model = peft.get_peft_model(base_of(folder, name), peft.LoraConfig(task_type="CAUSAL_LM", **settings))

@@ -17,7 +17,7 @@ from support.peft_by_hand import adapted
 from support.plain_samples import run_on_samples
 from support.ranks import meet, run_on_ranks
 from support.runs import losses_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,7 +60,7 @@ RESUMED: dict[str, Changes] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensor")
     save_llama(folder / "model", TEXTS, tied=True)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_rows(folder / "rows.jsonl", ({"text": text} for text in TEXTS))
     return folder
 
 
@@ -285,7 +285,7 @@ def shown(folder: Path) -> None:
 def test_held_out_samples_are_those_of_transformers(tmp_path: Path) -> None:
     """Before the first step and after the last one; of weights that do not write one token all the time."""
     save_llama(tmp_path / "model", TEXTS, tied=False)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in TEXTS))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     torch.manual_seed(3)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from support.runs import losses_of, records_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 
 import toolkit
@@ -58,7 +58,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     unanswered = held_out_samples._unanswered
     monkeypatch.setattr(held_out_samples, "_unanswered", lambda *given: replace(unanswered(*given), images=(image(),)))
     texts = make_texts(40)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in texts))
     model = save_llama(tmp_path / "model", texts, tied=False)
 
     def start(tracker: str) -> Path:

@@ -24,7 +24,7 @@ from support.moe import mixture
 from support.plain_objectives import OBJECTIVES
 from support.ranks import LIMIT_SECONDS
 from support.sights import save_all
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, with_objectives: Path, text
     (folder / "texts.jsonl").symlink_to(text_file)
     lines = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
     prompts = [{"prompt": " ".join(text.split()[:3])} for text in lines]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    write_rows(folder / "prompts.jsonl", prompts)
     tokenizer = AutoTokenizer.from_pretrained(save_llama(folder / "llama", lines, tied=True, layers=3))
     experts = mixture("deepseek_v3", vocab_size=len(tokenizer), max_position_embeddings=128)
     for model in (experts, tokenizer):

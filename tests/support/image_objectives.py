@@ -6,7 +6,6 @@ images of their prompt, some see others in the rejected half, and some see none.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from support.plain_loop import Trained, plain_loop
 from support.ranks import meet, run_on_ranks
 from support.runs import losses_of, records_of
 from support.sights import EYES, drawn_image, save_seeing
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, unfinish
 
 STEPS, ROWS, RATE = 3, 4, 3e-3
@@ -130,7 +129,7 @@ def save_everything(folder: Path, kind: str) -> None:
         rows["judged"].append({"messages": _messages(good), "label": is_good(number)})
         rows["text"].append({"messages": _messages(good)})
     for name, each in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+        write_rows(folder / f"{name}.jsonl", each)
 
 
 def scored_model(folder: Path) -> Any:

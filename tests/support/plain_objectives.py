@@ -5,7 +5,6 @@ Each objective has settings that are not its defaults: weights of classes and la
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig
 from support.four_bits import read_by_hand
 from support.peft_by_hand import adapted
 from support.plain_loop import adamw, in_turn, plain_loop
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import VOCAB_SIZE, save_llama
 
 SEED, LEARNING_RATE, DECAY, EPS = 3, 2e-3, 0.1, 1e-4
@@ -95,7 +94,7 @@ def save_models(folder: Path) -> None:
             tokens.save_pretrained(folder / f"{name}-{kind}")
     for name, rows in ROWS.items():
         for file, kept in ((name, rows), (f"{name}-held-out", rows[:HELD_OUT])):
-            (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+            write_rows(folder / f"{file}.jsonl", kept)
 
 
 class Losses:

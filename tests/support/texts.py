@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 STORY = """the king and queen of hearts walked by the river at night while the moon was high and all the
 world lay still except a fox who sang of bread and wine"""
 WORDS = STORY.split()
@@ -19,3 +24,9 @@ def make_texts(num_rows: int, seed: int = 0) -> list[str]:
             words.append(WORDS[(state >> 8) % len(WORDS)])
         texts.append(" ".join(words))
     return texts
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """A file of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

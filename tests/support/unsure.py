@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import llama
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
@@ -53,5 +52,5 @@ def save_unsure(folder: Path) -> Path:
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(folder / "model")
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    write_rows(folder / "questions.jsonl", QUESTIONS)
     return folder / "model"

@@ -20,6 +20,7 @@ from support.four_bits import as_dequantised
 from support.peft_by_hand import adapted
 from support.plain_loop import plain_loop
 from support.ranks import meet
+from support.texts import write_rows
 from support.tiny import recipe_values, with_sections
 
 STEPS, ROWS, RATE = 3, 4, 0.1
@@ -69,7 +70,7 @@ Outcome = list[dict[str, Any]] | str
 
 def write_texts(folder: Path) -> None:
     """The rows that every run reads."""
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_rows(folder / "rows.jsonl", ({"text": text} for text in TEXTS))
 
 
 def recipe_of(folder: Path, kind: str, name: str) -> dict[str, Any]:

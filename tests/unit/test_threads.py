@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 
 from toolkit.data import build, stream
 from toolkit.data.documents.encode import Encoder
@@ -65,7 +65,7 @@ def read(tmp_path: Path) -> Any:
     def read(rows: list[dict[str, Any]], tokens: Any, objective: str = "causal_lm", **fields: Any) -> Any:
         folder = tmp_path / str(next(_folders))
         folder.mkdir()
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / "rows.jsonl", rows)
         values = {"max_length": 512, "max_dropped_fraction": 1.0, "packing": False, "cache_dir": str(folder), **fields}
         section = DataSection.model_validate({"train": str(folder / "rows.jsonl")} | values)
         return build.build(section, tokens, 0, ObjectiveSection(kind=objective))
@@ -306,9 +306,7 @@ def test_a_row_without_targets_is_not_evaluated(read: Any, tmp_path: Path) -> No
     """trl#1053: an answer that is cut away leaves a row without targets, whose mean is NaN."""
     tokens = tokens_of()
     long = {"messages": [{"role": "user", "content": "the king " * 200}, said("so")]}
-    (tmp_path / "held_out.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in (long, PLAIN | {"messages": [ASKED, said("so")]}))
-    )
+    write_rows(tmp_path / "held_out.jsonl", (long, PLAIN | {"messages": [ASKED, said("so")]}))
     data = read(
         [{"messages": [ASKED, said("so")]}],
         tokens,
@@ -445,7 +443,7 @@ def test_a_warm_up_of_nothing_is_none() -> None:
 def test_named_held_out_rows_are_not_split_again(read: Any, tmp_path: Path) -> None:
     """ms-swift#902: training and validation files are joined, and 1 % of both becomes the validation set."""
     tokens = tokens_of()
-    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"text": f"held out {n}"}) + "\n" for n in range(5)))
+    write_rows(tmp_path / "held_out.jsonl", ({"text": f"held out {n}"} for n in range(5)))
     data = read([{"text": f"trained {n}"} for n in range(20)], tokens, validation=str(tmp_path / "held_out.jsonl"))
     held_out = [tokens.decode(data.validation.tokens(n)[0][0]) for n in range(len(data.validation))]
     assert sorted(held_out) == [f"held out {n}{tokens.eos_token}" for n in range(5)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 from support.tiny_multimodal import FAMILIES
 from test_manifest import PLAIN
@@ -45,7 +45,7 @@ def test_adapters_are_in_the_parts_that_the_run_trained(parts: list[str] | None)
 
 def run_of(base: Path, folder: Path, model: dict[str, str] | None = None, kind: str = "lora", **export: Any) -> None:
     """Trains an adapter for one step, or all weights."""
-    (folder.parent / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
+    write_rows(folder.parent / "rows.jsonl", ({"text": text} for text in make_texts(20)))
     values = recipe_values(base, folder.parent / "rows.jsonl", folder, folder.parent / "cache", max_steps=1)
     adapter = {"kind": "lora", "r": 2} if kind == "lora" else {}
     values |= {"adapter": adapter, "checkpoint": {"every_steps": 1}, "export": export}

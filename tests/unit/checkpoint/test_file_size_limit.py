@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 
 from toolkit import Recipe, finetune
@@ -33,7 +32,7 @@ def test_an_export_that_cannot_be_written_is_explained_and_leaves_nothing(tmp_pa
     """At each file that is too large: the weights, the tokenizer (whose library raises Exception), any other."""
     texts = make_texts(60)
     base = save_llama(tmp_path / "base", texts, tied=True)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in texts))
     for name, adapter in (("full", {}), ("lora", {"kind": "lora", "r": 1, "target_modules": ["q_proj"]})):
         run = tmp_path / name
         values = recipe_values(base, tmp_path / "rows.jsonl", run, tmp_path / "cache", max_steps=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 from transformers import AutoTokenizer
 
@@ -78,7 +78,7 @@ def test_without_settings_the_configuration_serves(base: Path, tmp_path: Path) -
 
 
 def test_a_run_and_the_export_of_its_checkpoint_keep_them(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in TEXTS))
     give(base, CHAT)
     recipe = recipe_values(base, tmp_path / "rows.jsonl", tmp_path / "out", tmp_path / "cache", max_steps=1)
     finetune(Recipe.from_mapping({**recipe, "checkpoint": {"every_steps": 1}}))

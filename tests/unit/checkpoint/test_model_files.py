@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, tiny_config
 from support.tiny_multimodal import FAMILIES
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
@@ -313,7 +313,7 @@ def test_an_adapter_names_the_class_that_the_run_had(base: Path, tmp_path: Path)
 def test_a_run_changes_no_other_file_and_says_how_to_serve_it(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
+    write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in make_texts(20)))
     lora = {"kind": "lora", "r": 20}
     tokenizer = f"--tokenizer {tmp_path / 'adapter' / 'export'}"
     served = f"vllm serve {base} {tokenizer} --enable-lora --max-lora-rank 32 --lora-modules tuned="

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import save_llama
 from transformers import AutoModelForCausalLM
 
@@ -65,7 +64,7 @@ def test_commands_print_none_of_the_words_of_libraries(tmp_path: Path) -> None:
     texts = make_texts(40)
     base = str(save_llama(tmp_path / "base", texts, tied=False))
     rows, adapter, recipe = (str(tmp_path / name) for name in ("rows.jsonl", "adapter", "mine.yaml"))
-    Path(rows).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(Path(rows), ({"text": text} for text in texts))
     config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
     command = str(Path(sys.executable).with_name("toolkit"))

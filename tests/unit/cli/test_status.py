@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.launches import clean_environment
+from support.texts import write_rows
 from typer.testing import CliRunner, Result
 
 from toolkit.cli.app import app
@@ -139,7 +140,7 @@ def test_a_run_that_was_killed_behind_its_report_is_done(tmp_path: Path) -> None
 def begun(run: Path, status: Status | None) -> Path:
     run.mkdir()
     (run / "recipe.yaml").write_text(RECIPE)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    write_rows(run / "metrics.jsonl", LINES)
     if status is not None:
         write_report(run / "report.html", RunSummary("run", "", LINES, {}, [], {}, {}, status=status))
     return run

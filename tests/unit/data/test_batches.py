@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.texts import write_rows
 from support.tiny import objective_of
 from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +57,7 @@ def sizes_of(spec: BatchSpec, batch: Batch) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_the_batches_of_the_data_are_those_of_the_spec(tmp_path: Path, words: Any, kind: str) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[kind]))
+    write_rows(tmp_path / "rows.jsonl", ROWS[kind])
     section = objective_of(kind)
     target = {"max_target_length": 16} if kind == "seq2seq" else {}
     padded = {} if SPECS[kind].padded else {"packing": False}

@@ -13,6 +13,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from support.texts import write_rows
 from transformers import CTRLTokenizer, ProphetNetTokenizer
 
 from toolkit.data import build
@@ -40,11 +41,6 @@ def section(tmp_path: Path, train: str | Path | list[str], **fields: Any) -> Dat
     return DataSection.model_validate(values)
 
 
-def jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def byte_pairs() -> Any:
     return tokenizer._train_byte_pairs(iter(TEXTS), 320)
@@ -62,7 +58,7 @@ def tokens_of(samples: Any) -> int:
 
 def test_all_file_kinds_give_the_same_samples(tmp_path: Path, byte_pairs: Any) -> None:
     rows = [{"text": text} for text in TEXTS]
-    jsonl(tmp_path / "a.jsonl", rows)
+    write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "lines.json").write_text((tmp_path / "a.jsonl").read_text())
     with (tmp_path / "a.csv").open("w", newline="") as file:
@@ -98,7 +94,7 @@ def test_a_text_file_is_one_document(tmp_path: Path, byte_pairs: Any) -> None:
 
 
 def test_the_result_is_kept_by_content(tmp_path: Path, byte_pairs: Any) -> None:
-    first = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    first = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     built = build.build(section(tmp_path, first), byte_pairs, seed=0)
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
     assert len(made) == 2, "tokens and samples"
@@ -112,7 +108,7 @@ def test_the_result_is_kept_by_content(tmp_path: Path, byte_pairs: Any) -> None:
     kept_tokens = {path for path in (tmp_path / "cache").iterdir() if path.name.startswith("documents")}
     assert len(kept_tokens) == 1, "another length needs no tokenising"
     assert {path: path.stat().st_mtime_ns for path in made} == made
-    jsonl(first, [{"text": text} for text in TEXTS[1:]])
+    write_rows(first, [{"text": text} for text in TEXTS[1:]])
     assert build.build(section(tmp_path, first), byte_pairs, seed=0).fingerprint != built.fingerprint
 
 
@@ -160,7 +156,7 @@ def test_a_hub_data_set_counts_by_its_content(tmp_path: Path, byte_pairs: Any, m
 
 
 def test_held_out_rows_are_chosen_by_the_seed_and_not_trained_on(tmp_path: Path, byte_pairs: Any) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     data = section(tmp_path, path, validation_fraction=0.25)
     built = build.build(data, byte_pairs, seed=0)
     assert (built.report.train.read, built.report.validation.read) == (30, 10)
@@ -175,7 +171,7 @@ def test_held_out_rows_are_chosen_by_the_seed_and_not_trained_on(tmp_path: Path,
 
 
 def test_a_trained_tokenizer_is_kept_and_restores_text(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     folder = tokenizer.train(section(tmp_path, path), 300)
     assert tokenizer.train(section(tmp_path, path), 300) == folder
     from transformers import AutoTokenizer
@@ -219,7 +215,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_usual_layouts_are_recognised(tmp_path: Path, chat_tokenizer: Any, layout: str) -> None:
-    path = jsonl(tmp_path / "a.jsonl", LAYOUTS[layout] * 3)
+    path = write_rows(tmp_path / "a.jsonl", LAYOUTS[layout] * 3)
     built = build.build(section(tmp_path, path, max_length=64), chat_tokenizer, seed=0)
     assert built.report.to_dict()["train"]["sources"][0]["layout"] == layout
     assert built.report.chat_template == "the tokenizer's own"
@@ -231,8 +227,8 @@ def test_the_usual_layouts_are_recognised(tmp_path: Path, chat_tokenizer: Any, l
 
 
 def test_weighted_sources(tmp_path: Path, byte_pairs: Any) -> None:
-    small = jsonl(tmp_path / "small.jsonl", [{"text": f"small {i}"} for i in range(4)])
-    large = jsonl(tmp_path / "large.jsonl", [{"text": f"large {i}"} for i in range(30)])
+    small = write_rows(tmp_path / "small.jsonl", [{"text": f"small {i}"} for i in range(4)])
+    large = write_rows(tmp_path / "large.jsonl", [{"text": f"large {i}"} for i in range(30)])
     train = [{"path": str(small), "weight": 1.0}, {"path": str(large), "weight": 3.0}]
     data = DataSection.model_validate(
         {"train": train, "max_length": 16, "cache_dir": str(tmp_path / "c"), "packing": False, "shuffle": False}
@@ -250,7 +246,7 @@ def test_weighted_sources(tmp_path: Path, byte_pairs: Any) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_template_that_ends_no_turn_is_refused(tmp_path: Path, byte_pairs: Any, streaming: bool) -> None:
-    rows = jsonl(tmp_path / "a.jsonl", [chat("hi", "fox")])
+    rows = write_rows(tmp_path / "a.jsonl", [chat("hi", "fox")])
     data = section(tmp_path, rows, max_length=96, streaming=streaming)
     tokens = copy.deepcopy(byte_pairs)
     use_template(tokens, "chatml")  # its markers are no tokens here
@@ -277,12 +273,12 @@ def test_held_out_rows_of_a_saved_data_set_are_not_those_of_training(tmp_path: P
 
 def test_a_glob_names_each_file_once(tmp_path: Path) -> None:
     (tmp_path / "deep/er").mkdir(parents=True)
-    path = jsonl(tmp_path / "deep/er/a.jsonl", [{"text": "x"}])
+    path = write_rows(tmp_path / "deep/er/a.jsonl", [{"text": "x"}])
     assert expand_files(str(tmp_path / "**/**/*.jsonl"), "data.train") == [path]
 
 
 def test_a_tokenizer_that_ends_no_text_is_told(tmp_path: Path, byte_pairs: Any) -> None:
-    data = section(tmp_path, jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS]))
+    data = section(tmp_path, write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS]))
     end, told = byte_pairs.eos_token, "a.jsonl: the tokenizer has no eos_token"
     assert not any(told in warning for warning in build.build(data, byte_pairs, seed=0).report.warnings)
     byte_pairs.eos_token = None
@@ -294,7 +290,7 @@ def test_a_tokenizer_that_ends_no_text_is_told(tmp_path: Path, byte_pairs: Any) 
 
 def test_classes_are_found_or_given(tmp_path: Path, byte_pairs: Any) -> None:
     rows = [{"text": f"fox {i}", "label": (10, 9, 2)[i % 3]} for i in range(9)]
-    path = jsonl(tmp_path / "a.jsonl", rows)
+    path = write_rows(tmp_path / "a.jsonl", rows)
 
     def built(**objective: Any) -> Any:
         kind = ObjectiveSection(kind="sequence_classification", **objective)
@@ -331,7 +327,7 @@ def test_one_number_does_not_mean_two_classes(tmp_path: Path, byte_pairs: Any) -
         table.to_parquet(tmp_path / f"{names[0]}.parquet")
     with pytest.raises(DataError, match=r"in column label mean bad, good in '.*bad.parquet' and good, bad in"):
         build.build(section(tmp_path, tmp_path / "*.parquet"), byte_pairs, 0, classes)
-    numbers = jsonl(tmp_path / "numbers.jsonl", rows)
+    numbers = write_rows(tmp_path / "numbers.jsonl", rows)
     with pytest.raises(DataError, match=r"labels are numbers \(0\) in some places and names \(good\) in others"):
         build.build(section(tmp_path, [str(tmp_path / "bad.parquet"), str(numbers)]), byte_pairs, 0, classes)
 
@@ -342,7 +338,7 @@ def test_pairs_are_told_apart_by_token_types(tmp_path: Path) -> None:
     vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "fox", "king"])}
     bert = BertTokenizerFast(vocab=vocabulary)
     rows = [{"text": "a fox", "other": "a king king", "label": i % 2} for i in range(4)]
-    path = jsonl(tmp_path / "a.jsonl", rows)
+    path = write_rows(tmp_path / "a.jsonl", rows)
     data = section(tmp_path, path, columns={"text": "text", "text_pair": "other", "label": "label"})
     built = build.build(data, bert, 0, ObjectiveSection(kind="sequence_classification"))
     batch = built.train.batch([0])
@@ -350,13 +346,13 @@ def test_pairs_are_told_apart_by_token_types(tmp_path: Path) -> None:
     assert batch["token_type_ids"][0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     cut = data.model_copy(update={"max_length": 8, "long_rows": "truncate"})
     rows = [{"text": "a fox", "other": "king " * 30, "label": i % 2} for i in range(4)]
-    jsonl(path, rows)
+    write_rows(path, rows)
     shortened = build.build(cut, bert, 0, ObjectiveSection(kind="sequence_classification")).train.batch([0])
     assert shortened["input_ids"][0].tolist() == [2, 5, 6, 3, 7, 7, 7, 3], "special tokens are kept"
 
 
 def test_labels_that_only_look_like_numbers(tmp_path: Path, byte_pairs: Any) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": label} for label in ("--5", "\u00b2", "10", "9")])
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "x", "label": label} for label in ("--5", "\u00b2", "10", "9")])
     built = build.build(section(tmp_path, path), byte_pairs, 0, ObjectiveSection(kind="sequence_classification"))
     assert built.label_names == ["9", "10", "--5", "\u00b2"]
 
@@ -369,7 +365,7 @@ PAIR = {
 
 
 def pairs(tmp_path: Path, made: Any, rows: list[Any], **fields: Any) -> Any:
-    data = section(tmp_path, jsonl(tmp_path / "pairs.jsonl", rows), max_length=96, **fields)
+    data = section(tmp_path, write_rows(tmp_path / "pairs.jsonl", rows), max_length=96, **fields)
     return build.build(data, made, 0, ObjectiveSection(kind="preference"))
 
 

@@ -12,7 +12,7 @@ import datasets
 import pytest
 import torch
 from support.sights import drawn_image, save_seeing
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 
 from toolkit.data import build, stream
 from toolkit.data.samples.image_samples import COUNTS
@@ -76,7 +76,7 @@ def rows_file(folder: Path, form: str) -> Path:
         shown = [{**row, "images": [{"bytes": content} for content in row["images"]]} for row in rows]
         datasets.Dataset.from_list(shown, features=features).to_parquet(str(folder / "rows.parquet"))
         return folder / "rows.parquet"
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     return folder / "rows.jsonl"
 
 
@@ -175,8 +175,7 @@ def test_paths_start_from_the_folder_of_their_rows(model: Path, tmp_path: Path) 
 
 def test_sources_with_and_without_images_are_mixed(model: Path, tmp_path: Path) -> None:
     rows = rows_file(tmp_path / "rows", "files")
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"messages": conversation(1)}) + "\n" for _ in range(4)))
+    text = write_rows(tmp_path / "text.jsonl", ({"messages": conversation(1)} for _ in range(4)))
     train = [{"path": str(rows), "weight": 0.5}, {"path": str(text), "weight": 0.5}]
     streamed = built(model, tmp_path, train, streaming=True, **PLAIN)
     assert_equal(micro_batches(streamed, 0, 1)[:2], micro_batches(built(model, tmp_path, train, **PLAIN), 0, 1)[:2])
@@ -203,8 +202,7 @@ def test_what_is_said_about_streamed_rows_with_images_can_be_done(model: Path, t
 
 
 def test_settings_of_images_without_an_image_are_refused(model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"messages": conversation(1)}) + "\n" for _ in range(4)))
+    text = write_rows(tmp_path / "text.jsonl", ({"messages": conversation(1)} for _ in range(4)))
     with pytest.raises(DataError, match=r"data\.image_root has no effect: the model reads no image of the rows"):
         built(model, tmp_path, text, streaming=True, image_root=str(tmp_path))
     rows = rows_file(tmp_path / "rows", "files")

@@ -12,6 +12,7 @@ import pytest
 from support.cases import cases
 from support.chat_templates import CHATML, QWEN_3, ChatTemplate, of_trl, tokenizer_for
 from support.conversations import in_lists
+from support.texts import write_rows
 
 from toolkit.data import build
 from toolkit.data.documents.encode import VERBATIM, Encoder
@@ -170,8 +171,7 @@ def test_an_answer_that_is_judged_bad_is_no_reference(judged: dict[str, Any]) ->
 
 def test_the_report_counts_each_key_once_a_row(tmp_path: Path) -> None:
     rows = [answers({"train": False, "mood": "glad"}, {}) | {"id": i, "source": "web"} for i in range(5)]
-    path = tmp_path / "chat.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, answers({})]))
+    path = write_rows(tmp_path / "chat.jsonl", [*rows, answers({})])
     section = DataSection.model_validate({"train": str(path), "max_length": 64, "cache_dir": str(tmp_path / "cache")})
     report = build.build(section, tokenizer(CHATML), seed=0).report
     noted = {what: found["count"] for what, found in report.to_dict()["train"]["noted"].items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
@@ -15,7 +14,7 @@ import pytest
 from datasets import Dataset
 from support.cases import cases
 from support.sights import save_seeing
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 
 from toolkit.data import build
 from toolkit.data.images.images import Images
@@ -80,7 +79,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, sighted: Path) -> dict[str, 
 def build_kind(kind: str, folder: Path, sighted: Path) -> tuple[Path, Any, build.TokenisedData]:
     objective, rows, settings = KINDS[kind]
     (folder / "0.bmp").write_bytes(bitmap())
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     given = {"train": str(folder / "rows.jsonl"), "max_length": 128, "cache_dir": str(folder / "cache"), **settings}
     data = DataSection.model_validate(given)
     if kind == "images":

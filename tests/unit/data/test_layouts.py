@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.cases import cases
 from support.chat_templates import GLM_45, tokenizer_for
+from support.texts import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
@@ -435,9 +436,7 @@ def test_rows_that_are_evaluated_and_trained_on_are_told(tmp_path: Path, chatml:
 
 
 def lines(folder: Path, rows: list[Any]) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 def file_built(path: Path, tokens: Any, kind: str = "causal_lm", **settings: Any) -> build.TokenisedData:

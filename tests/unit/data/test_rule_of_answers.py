@@ -38,6 +38,7 @@ from support.conversations import (
     tokenizer_for,
     user,
 )
+from support.texts import write_rows
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -352,8 +353,7 @@ def test_compared_answers_stand_after_one_prompt(objective: str) -> None:
 
 
 def built(folder: Path, template: ChatTemplate, rows: list[dict[str, Any]], **settings: Any) -> Any:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(folder / "rows.jsonl", rows)
     fields = {"train": [{"path": str(path)}], "cache_dir": str(folder / "cache"), "max_length": 64, "packing": False}
     return build.build(DataSection.model_validate(fields | settings), tokenizer_for(template), seed=0)
 

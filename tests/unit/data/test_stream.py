@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.texts import write_rows
 
 from toolkit.data import build, stream
 from toolkit.data.samples.samples import IGNORED
@@ -32,7 +33,7 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_file(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    write_rows(path, ({"text": text} for text in texts))
     return path
 
 
@@ -201,7 +202,6 @@ def test_too_many_long_rows_end_the_run(tmp_path: Path, byte_pairs: Any) -> None
 @pytest.mark.parametrize("policy", ["drop", "truncate"])
 def test_a_source_of_long_rows_alone_ends_with_an_error(tmp_path: Path, byte_pairs: Any, policy: str) -> None:
     prompts = [{"prompt": "of the story about a fox " * 20, "completion": " and"} for _ in range(9)]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    path = write_rows(tmp_path / "a.jsonl", prompts)
     with pytest.raises(DataError, match=r"none of the rows of 'a.jsonl' \(9\) can be used"):
         built(tmp_path, byte_pairs, train=str(path), long_rows=policy)

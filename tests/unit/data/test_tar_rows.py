@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 
 from toolkit.data import build
 from toolkit.data.rows.files import expand_files
@@ -79,8 +79,7 @@ def test_its_samples_are_those_of_the_same_rows_in_lines(tmp_path: Path, ending:
     plain = tar_file(tmp_path / "a.tar", [(f"{i}.json", json.dumps({"text": t}).encode()) for i, t in enumerate(texts)])
     if ending == "tar.gz":
         (tmp_path / "b.tar.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    lines = tmp_path / "c.jsonl"
-    lines.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    lines = write_rows(tmp_path / "c.jsonl", ({"text": t} for t in texts))
 
     def samples(path: Path, **settings: Any) -> list[list[int]]:
         data = DataSection(

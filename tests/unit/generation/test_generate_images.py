@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.sights import EYES, drawn_image, save_seeing
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import save_llama
 from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer
 
@@ -145,7 +145,7 @@ def test_samples_of_prompts_with_images_are_rows_to_train_on(folder: Path, tmp_p
     file = folder / "sampled.jsonl"
     answer = expected(folder, "llava", (0,))
     rows = [{"prompt": ASKED, "images": [f"{n}.png"], "answer": answer} for n in range(2)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     asked = SampleOptions(str(folder / "llava"), file, tmp_path / "to", samples=4, max_new_tokens=24, temperature=2.0)
     sample(asked)
     made = [json.loads(line) for line in (tmp_path / "to" / "labels.jsonl").open()]
@@ -156,7 +156,7 @@ def test_samples_of_prompts_with_images_are_rows_to_train_on(folder: Path, tmp_p
         assert (shown["type"], words) == ("image", {"type": "text", "text": ASKED})
         assert base64.b64decode(shown["base64"]) in files
     both = [{**row, "label": good} for row in made[:1] for good in (True, False)]
-    (tmp_path / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
+    write_rows(tmp_path / "both.jsonl", both)
     given = {"max_length": 128, "cache_dir": str(tmp_path / "cache"), "train": [str(tmp_path / "both.jsonl")]}
     data = DataSection.model_validate({**given, "packing": False})
     tokens = tokenizer.load(ModelSection(name_or_path=str(folder / "llava")), data)
@@ -180,7 +180,7 @@ def test_a_reward_model_scores_what_it_sees(folder: Path, tmp_path: Path) -> Non
     judge = scored_model(folder, "judge", "gemma3", "<|pad|>")
     shown = [["0.png", "1.png"], [], ["2.png"]]
     rows = [{"prompt": ASKED, **({"images": images} if images else {})} for images in shown]
-    (folder / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "judged.jsonl", rows)
     settings = {"samples": 3, "max_new_tokens": 5, "temperature": 2.0, "reward": str(judge)}
     sample(SampleOptions(str(folder / "gemma3"), folder / "judged.jsonl", tmp_path / "to", **settings))
     processor = AutoProcessor.from_pretrained(judge)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support import refusals
 from support.cases import cases
+from support.texts import write_rows
 from support.unsure import save_unsure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,8 +99,7 @@ def test_numbers_from_0_to_1_are_scores_and_other_values_name_the_row() -> None:
 def test_rows_without_answers_and_rows_to_train_on_are_read(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "a fox"}]
     given = [{"prompt": "What?", "keys": [1]}, {"messages": turns}]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in given))
+    file = write_rows(tmp_path / "rows.jsonl", given)
     found = read_rows(file, "--eval", with_answers=True, is_scored=True)
     assert [row.prompt for row in found] == ["What?", turns[:1]]
     assert [row.answers for row in found] == [(), ("a fox",)]
@@ -109,8 +109,7 @@ def test_rows_without_answers_and_rows_to_train_on_are_read(tmp_path: Path) -> N
 def test_the_commands_score_by_it(module: str, tmp_path: Path) -> None:
     save_unsure(tmp_path)
     questions = [{"prompt": "What of?", "wanted": 20}, {"prompt": "And then?", "wanted": 20}]
-    file = tmp_path / "asked.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    file = write_rows(tmp_path / "asked.jsonl", questions)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     scores = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from support import peft_by_hand
 from support.runs import losses_of
+from support.texts import write_rows
 from support.tiny import recipe_values, save_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,7 +65,7 @@ def test_advice_on_new_tokens_leads_to_the_run_of_peft(
     """Each adapter that would leave rows of new tokens as they are: refused, and then as the error says."""
     monkeypatch.setattr("toolkit.model.new_rows.SPREAD", 0.0)  # the loop has the mean itself
     base = padded(tmp_path / "base", tied=tied, spare=8)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in TEXTS))
     values = recipe_values(base, tmp_path / "rows.jsonl", tmp_path / "out", tmp_path / "cache")
     values["model"]["add_tokens"] = NEW
     values["data"] |= {"max_length": 64, "packing": False}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.every_multimodal import on_meta
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import llama, recipe_values
 from support.tiny_multimodal import save_multimodal
 from torch import nn
@@ -101,7 +101,7 @@ def test_the_line() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parts")
     save_multimodal("llava", folder / "model", TEXTS)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    write_rows(folder / "rows.jsonl", ({"text": text} for text in TEXTS))
     values = recipe_values(folder / "model", folder / "rows.jsonl", folder / "run", folder / "cache")
     (folder / "recipe.yaml").write_text(json.dumps(values))
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from accelerate import init_empty_weights
 from bitsandbytes.functional import quantize_4bit
 from support.every_multimodal import small_config
 from support.four_bits import matrix_of
+from support.texts import write_rows
 from support.tiny import llama, recipe_values, save_llama, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
@@ -108,7 +108,7 @@ def test_a_run_refuses_code_whose_source_does_not_show_it(
 ) -> None:
     texts = ["a rose is a rose", "many happy returns of the day to you"]
     save_llama(tmp_path / "model", texts, tied=False)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in texts))
     values = recipe_values(tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run", tmp_path / "cache")
     values["adapter"] = {"kind": "lora", "quantize": "nf4", "r": 2}
     values["training"] |= {"max_steps": 1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from support.cases import cases
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.data import build
@@ -184,8 +183,7 @@ def test_prophetnet_is_refused_as_long_as_its_tokens_see_later_ones(objective: s
 
 
 def made(folder: Path, rows: list[Any], **fields: Any) -> Any:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = write_rows(folder / "rows.jsonl", rows)
     settings = {"max_length": 64, "cache_dir": str(folder / "cache"), "max_dropped_fraction": 1.0, **fields}
     tokenizer = _train_byte_pairs(iter(make_texts(30)), 300)
     return tokenizer, build.build(DataSection(train=[{"path": str(path)}], **settings), tokenizer, 0, SEQ2SEQ)  # type: ignore[list-item]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from support.texts import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
@@ -28,8 +28,7 @@ OF_WORDS = ["B-PER", "O", "B-PER", "O", "O", "B-LOC", "I-LOC", "O", "B-LOC", "O"
 
 
 def made(folder: Path, tokenizer: Any, rows: list[Any], objective: ObjectiveSection = TAGS, **fields: Any) -> Any:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = write_rows(folder / "rows.jsonl", rows)
     fields = {"max_length": 64, "cache_dir": str(folder / "cache"), "max_dropped_fraction": 1.0, **fields}
     return build.build(DataSection(train=[{"path": str(path)}], **fields), tokenizer, 0, objective)  # type: ignore[list-item]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.cases import cases
+from support.texts import write_rows
 
 from toolkit.data.samples.samples import TextSamples
 from toolkit.errors import BadInputError, RecipeError
@@ -36,7 +36,7 @@ def recipe_of(file: Path, *words: str) -> Recipe:
 
 
 def written(folder: Path, *rows: Any) -> Path:
-    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "asked.jsonl", rows)
     return folder / "asked.jsonl"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_on_ranks
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import llama, recipe_values, save_llama
 from transformers import AutoTokenizer, Phi3Config, Phi3ForCausalLM
 
@@ -91,7 +90,7 @@ def warned(folder: Path) -> str:
     from toolkit import finetune
     from toolkit.recipe.recipe import Recipe
 
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(8)))
+    write_rows(folder / "rows.jsonl", ({"text": text} for text in make_texts(8)))
     values = recipe_values(folder / "model", folder / "rows.jsonl", folder / "run", folder / "cache", max_steps=1)
     values["data"]["max_length"] = 90
     with contextlib.redirect_stderr(io.StringIO()) as told:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.sights import drawn_image, save_rows, save_seeing
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import objective_of, recipe_values, save_llama, unfinish
 from transformers import AutoTokenizer
 
@@ -123,8 +123,7 @@ def test_a_run_goes_on_with_models_of_the_same_configuration(tmp_path: Path) -> 
     folder = tmp_path / "of"
     for name, seed in (("base", 0), ("teacher", 1)):
         save_llama(folder / name, TEXTS, tied=False, seed=seed)
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    rows = write_rows(folder / "rows.jsonl", ({"text": text} for text in TEXTS))
     values = recipe_values(folder / "base", rows, folder / "run", folder / "cache")
     values["objective"] = {"kind": "distillation", "teacher": str(folder / "teacher")}
     begun = Begun(folder, values)
@@ -142,8 +141,7 @@ def test_what_lies_beside_weights_is_read(tmp_path: Path, capsys: pytest.Capture
     folder = tmp_path / "of"
     save_llama(folder / "base", TEXTS, tied=False)
     (folder / "base/modeling_own.py").write_text("")
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": text, "completion": " a"}) + "\n" for text in TEXTS))
+    rows = write_rows(folder / "rows.jsonl", ({"prompt": text, "completion": " a"} for text in TEXTS))
     values = recipe_values(folder / "base", rows, folder / "run", folder / "cache")
     values["model"]["trust_remote_code"] = True
     values["objective"] = objective_of(kind).model_dump(exclude_none=True)

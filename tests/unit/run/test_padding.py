@@ -13,6 +13,7 @@ import yaml
 from accelerate import Accelerator
 from support.refusals import Outcome as Refusal
 from support.refusals import finetune
+from support.texts import write_rows
 from support.tiny import llama, recipe_values, save_llama
 from typer.testing import CliRunner
 
@@ -47,7 +48,7 @@ EXPERTS = {**SIZES, "model_type": "mixtral", "num_hidden_layers": 2, "num_local_
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("padding")
     save_llama(place / "llama", TEXTS, tied=True)
-    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 10))
+    write_rows(place / "rows.jsonl", ({"text": text} for text in TEXTS * 10))
     return place
 
 

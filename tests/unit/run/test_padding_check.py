@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from support.packed_rows import Documents
 from support.ranks import run_on_ranks
 from support.refusals import finetune
+from support.texts import write_rows
 from support.tiny import llama, recipe_values, save_llama, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BartConfig
@@ -184,7 +185,7 @@ def test_ranks_run_a_forward_for_each_row_and_step_as_a_plain_loop(tmp_path: Pat
     model = AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(tmp_path / "fnet")
     classes = [{"text": text, "label": "ab"[i % 2]} for i, text in enumerate(texts)]
-    (tmp_path / "classes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in classes))
+    write_rows(tmp_path / "classes.jsonl", classes)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "fnet")
@@ -274,7 +275,7 @@ def test_a_run_gives_completions_rows_of_their_own_and_says_so(place: Path, kind
     values = recipe_values(place / "llama", place / "pairs.jsonl", place / "out", place / "cache")
     if kind == "kto":
         judged = [{"prompt": "a king", "completion": " and a queen", "label": i % 2 == 0} for i in range(4)]
-        (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+        write_rows(place / "pairs.jsonl", judged)
     config = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
     values["model"] = {"config": config, "tokenizer": str(place / "llama")}
     values["objective"] = {"kind": kind}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.texts import write_rows
 from support.tiny import llama, recipe_values, save_llama, tiny_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +23,7 @@ def rollouts(folder: Path, drawn: list[tuple[int, int]], **objective: Any) -> Ro
     """Of three prompts; each second completion is cut. `drawn` gets the row and the number of each."""
     texts = ["the king", "a fox by the river", "bread"]
     save_llama(folder / "model", texts, tied=True)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    write_rows(folder / "rows.jsonl", ({"prompt": text} for text in texts))
     split: dict[str, Any] = {"micro_batch_size": 3, "gradient_accumulation_steps": 2}
     values = recipe_values(folder / "model", folder / "rows.jsonl", folder / "out", folder / "cache", **split)
     of_samples = {"rewards": [{"name": "r", "match": "x"}], "group_size": 2, "max_new_tokens": 2, **objective}

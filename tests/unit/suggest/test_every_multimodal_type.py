@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 from support.every_multimodal import REFUSED, UNTRIED, WITHOUT_SIZES, multimodal_kinds
+from support.texts import write_rows
 from support.tiny import VOCAB_SIZE
 from support.whole_models import TEXTS
 from transformers import AutoConfig
@@ -43,7 +43,7 @@ NOT_FOR_CHAT = ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("types")
     rows = [[{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in TEXTS * 20]
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", ({"messages": row} for row in rows))
     return folder
 
 

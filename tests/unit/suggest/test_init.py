@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support.cases import cases
 from support.chat_templates import QWEN_3
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import save_llama
 from transformers import AutoConfig, AutoTokenizer, T5Config
 from typer.testing import CliRunner, Result
@@ -81,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty").mkdir()
     (folder / "semicolons.csv").write_text("prompt;completion\na;b\n", encoding="utf-8")
     for name, rows in ROWS.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_rows(folder / f"{name}.jsonl", rows)
     return folder
 
 
@@ -153,7 +153,7 @@ def test_prompts_with_answers_are_learned_from_samples() -> None:
     refused = init("model", "text.jsonl", "--cpu", "2", "--method", "grpo")
     assert refused.exit_code != 0
     lacking = Path("lacking.jsonl")
-    lacking.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in ROWS["asked"]))
+    write_rows(lacking, ({"prompt": row["prompt"]} for row in ROWS["asked"]))
     told = init("model", "lacking.jsonl", "--cpu", "2", "--method", "grpo")
     assert isinstance(told.exception, BadInputError)
     assert "lacking.jsonl:1 and 119 more: no answer to compare completions with" in str(told.exception)
@@ -180,7 +180,7 @@ def test_lora_takes_answers_text_and_pairs() -> None:
 
 def test_prompts_of_pairs_under_another_usual_name_are_named() -> None:
     rows = [{"system": "", "question": text[:9], "chosen": text[9:30], "rejected": "b"} for text in TEXTS]
-    Path("orca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path("orca.jsonl"), rows)
     assert written("orca")["data"]["columns"] == {"prompt": "question"}
 
 

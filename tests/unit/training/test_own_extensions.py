@@ -13,7 +13,7 @@ import torch
 from support.cases import cases
 from support.ranks import run_on_ranks
 from support.runs import records_of
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 from test_trainer import built
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -125,7 +125,7 @@ def file(tmp_path: Path) -> Path:
 
 def values_of(folder: Path, output: str, **training: Any) -> dict[str, Any]:
     texts, rows = make_texts(40), folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(rows, ({"text": text} for text in texts))
     model = save_llama(folder / "model", texts, tied=False)
     return recipe_values(model, rows, folder / output, folder / "cache", **training)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from toolkit import terminal
 from toolkit.terminal import Pass, Terminal, clock
-from toolkit.training.metrics import _step_figures, format_rate
+from toolkit.training.metrics import _step_figures
 from toolkit.training.progress import Progress, fitting
 
 RECORD = {
@@ -25,13 +25,6 @@ RECORD = {
     "peak_host_bytes": 3 * 2**30,
     "mfu": 0.4321,
 }
-
-
-@pytest.mark.parametrize(
-    ("rate", "text"), [(0.31, "0.31"), (0.004, "0.004"), (3.7, "3.7"), (12.4, "12"), (9876, "9,876")]
-)
-def test_a_small_rate_is_not_none(rate: float, text: str) -> None:
-    assert format_rate(rate) == text
 
 
 def test_a_clock() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -336,7 +335,7 @@ def test_a_run_whose_every_step_was_skipped_has_failed_and_exports_nothing(tmp_p
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"].fill_(3e38)  # finite, and the logits are not
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(20)))
+    write_rows(tmp_path / "rows.jsonl", ({"text": text} for text in make_texts(20)))
     values = recipe_values(base, tmp_path / "rows.jsonl", tmp_path / "out", tmp_path / "cache", max_steps=2)
     values["training"]["max_non_finite_steps"] = 3
     with pytest.raises(TrainingError, match="each of the 2 steps of this run was skipped") as failed:

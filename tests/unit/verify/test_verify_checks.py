@@ -41,7 +41,6 @@ from toolkit.verify import (
     plain,
     ranks,
     shrink,
-    verify,
 )
 from toolkit.verify.compare import weight_tolerance
 
@@ -279,13 +278,6 @@ def test_a_config_that_cannot_be_used(tmp_path: Path, recipe: Recipe) -> None:
         with pytest.raises(BadInputError, match="--config") as found:
             launch.read_launch(path, recipe)
         assert message in str(found.value)
-
-
-def test_numbers_below_one_are_bad_input(recipe: Recipe) -> None:
-    with pytest.raises(BadInputError, match="--steps: found 0"):
-        verify(recipe, steps=0)
-    with pytest.raises(BadInputError, match="--layers: found 0"):
-        verify(recipe, layers=0)
 
 
 def test_the_ranks_get_what_the_launcher_would_give(
