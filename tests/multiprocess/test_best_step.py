@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 from toolkit import Recipe, finetune
 from toolkit.cli.app import app
 from toolkit.pages.notebook_output import progress_output
+from toolkit.pages.run_page import progress_of
 from toolkit.run.shown.outcome import result_of
 from toolkit.training.extension import Extension
 
@@ -179,7 +181,10 @@ def test_what_limits_a_figure_is_next_to_it(folder: Path) -> None:
         assert f"step {step}/8  held-out loss {values[step]:.4f} (but {LIMIT})" in texts["terminal"]
     for line in (["checkpoints", str(run)], asked, [*asked, "--checkpoint", "last"]):
         assert LIMIT in CliRunner().invoke(app, line).output, line
-    shown = [result_of(run, records_of(run), None), progress_output(records_of(run), 8, None, None, limits=[LIMIT])]
+    shown = [
+        result_of(run, records_of(run), None),
+        progress_output(records_of(run), 8, None, None, told_of=partial(progress_of, limits=[LIMIT])),
+    ]
     assert [f"(but {LIMIT})" in str(one) for one in shown] == [True] * 2
     outcome = json.loads(texts["record"])["outcome"]
     for name, shown in (("terminal", outcome), ("status", outcome), ("report", outcome.replace("->", "→"))):

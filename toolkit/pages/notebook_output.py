@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ SIZE_PX = (700, 220)
 
 Output = dict[str, str]
 """An output as text and as HTML, by MIME type."""
+
+Told = Callable[[Metrics], list[str]]
+"""What a run's records say last."""
 
 
 def curve_of(metrics: Metrics) -> dict[str, Any] | None:
@@ -38,7 +41,7 @@ def curve_of(metrics: Metrics) -> dict[str, Any] | None:
 
 
 def progress_output(
-    metrics: Metrics, num_steps: int, left: float | None, curve: Any, summary: str = "", limits: Sequence[str] = ()
+    metrics: Metrics, num_steps: int, left: float | None, curve: Any, summary: str = "", told_of: Told = progress_of
 ) -> Output:
     """Returns a run's progress and its last losses.
 
@@ -46,12 +49,12 @@ def progress_output(
         left: seconds to its end, if they are known.
         curve: that of `curve_of`.
         summary: what it printed before its first step.
-        limits: what limits the figures of held-out rows.
+        told_of: returns the last figures.
     """
     step = last_step(metrics)
     told = [f"step {step:,} of {num_steps:,}"]
     told += [f"{clock(left)} left"] if left else []
-    text = ", ".join([*told, *progress_of(metrics, limits)])
+    text = ", ".join([*told, *told_of(metrics)])
     return _output(text, text=text, step=step, num_steps=num_steps, curve=curve, summary=summary)
 
 

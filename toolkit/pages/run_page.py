@@ -151,13 +151,14 @@ HEADLINES = (KNOWN["accuracy"], KNOWN["f1_macro"], KNOWN["f1"], ANSWERS)
 """Figures that say what came of a run, in the words of its objective."""
 
 
-def progress_of(metrics: Metrics, limits: Sequence[str] = ()) -> list[str]:
+def progress_of(metrics: Metrics, limits: Sequence[str] = (), best_by: str = "loss") -> list[str]:
     """Returns the last figures of a run under way: the reward or loss of a step, and those of its last evaluation."""
     train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
     main, form = ("reward", ".3f") if samples_itself(train) else ("loss", ".4f")
     told = [f"held-out loss {loss:.4f}" for loss in finite(column(evals, "loss"))[-1:]]
-    for figure in HEADLINES:
-        told += [f"{figure.name} {figure.in_short(value)}" for value in finite(column(evals, figure.field))[-1:]]
+    for figure in dict.fromkeys([*HEADLINES, steering(best_by)]):
+        values = [] if figure.field == "loss" else finite(column(evals, figure.field))[-1:]
+        told += [f"{figure.name} {figure.in_short(value)}" for value in values]
     steps = [f"{main} {value:{form}}" for value in finite(column(train, main))[-1:]]
     return [*steps, with_limits(", ".join(told), limits)] if told else steps
 

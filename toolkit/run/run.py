@@ -15,7 +15,7 @@ from toolkit.checkpoint.resume import Resumption, find
 from toolkit.checkpoint.store import store_of
 from toolkit.errors import BadInputError
 from toolkit.pages.card import model_and_data
-from toolkit.pages.run_page import RunSummary
+from toolkit.pages.run_page import RunSummary, progress_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.export import export_model
 from toolkit.run.fit import fit
@@ -98,7 +98,8 @@ def _finetune(recipe: Recipe, extensions: Sequence[Extension]) -> FinetuneResult
             keep_day(run)
         # The run is prepared: failures from here on leave the output folder as it is.
         opened.facts = facts_of(run)
-        output = notebook_output(run.num_steps, opened.story.limits)
+        told_of = functools.partial(progress_of, limits=opened.story.limits, best_by=recipe.training.best_by)
+        output = notebook_output(run.num_steps, told_of)
         with output.holding(console) if output is not None else nullcontext():
             print_run_summary(run)
         live = _live_report(run, output)

@@ -15,6 +15,7 @@ from toolkit.pages.parts.story import RUN_JSON, Start, Story, read_story
 from toolkit.pages.run_page import headline, render_report
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts.story import changes
+from toolkit.run.shown.outcome import judge, result_of
 from toolkit.terminal import Terminal, warnings_heard
 
 LIMIT = "43 of 107 held-out rows are also in train"
@@ -52,6 +53,17 @@ def test_warnings_are_kept_with_their_number(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_is_none(content: str, tmp_path: Path) -> None:
     (tmp_path / RUN_JSON).write_text(content)
     assert read_story(tmp_path) == Story()
+
+
+def test_saves_between_two_others_are_judged_by_as_many_steps(tmp_path: Path) -> None:
+    """Saves of every 4 steps, and one of a stop at step 7."""
+    steps = [{"split": "train", "step": step, "loss": 0.0, "reward": (step - 5) ** 2} for step in range(1, 11)]
+    recipe = Recipe.load("grpo", {"training.best_by": "reward", "checkpoint.every_steps": 4})
+    story, result = Story(), result_of(tmp_path, steps, tmp_path)
+    judge(story, recipe, result, 7)
+    assert story.best == {"step": 10, "by": "reward", "value": (4 + 9 + 16 + 25) / 4, "checkpoint": None}
+    assert story.last == {"step": 10, "value": 54 / 4}
+    assert story.exported == {"step": 7, "value": (1 + 0 + 1 + 4) / 4}
 
 
 def test_a_limit_stands_beside_each_figure_that_it_limits(tmp_path: Path) -> None:

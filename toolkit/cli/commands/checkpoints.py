@@ -26,6 +26,7 @@ def checkpoints(
 ) -> None:
     """List a run's checkpoints. Exit code 1 if a finished one is damaged or holds non-finite weights."""
     from toolkit.checkpoint.manifest import list_checkpoints, place_named
+    from toolkit.checkpoint.rotation import best_of
     from toolkit.pages.parts.story import with_limits
 
     place = place_named(run)
@@ -42,6 +43,8 @@ def checkpoints(
         print_table([{"bytes": "size", "problem": "state"}.get(column, column) for column in COLUMNS], cells)
         for limit in dict.fromkeys(limit for row in rows for limit in row.get("limits", [])):
             print(with_limits("eval_loss", [limit]))
+        if (best := best_of(found)) is not None:
+            print(f"best: step {best[1].step:,}, by {best[1].recipe['training'].get('best_by', 'loss')}")
     # One without a marker is not damage: it may be being written.
     if any(row["problem"] is not None and not c.unfinished for row, c in zip(rows, found, strict=True)):
         raise typer.Exit(1)

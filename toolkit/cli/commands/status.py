@@ -88,7 +88,7 @@ def _print_progress(run: Path, found: RunState) -> None:
     left = _progress(found)["seconds_left"]
     total = "" if found.num_steps is None else f" of {found.num_steps:,}"
     parts = [f"running: step {found.step:,}{total}" if found.metrics else "running: before the first step"]
-    parts += progress_of(found.metrics, read_story(run).limits)
+    parts += progress_of(found.metrics, read_story(run).limits, str(found.recipe.get("training.best_by", "loss")))
     parts += [f"{clock(left)} left"] if left is not None else []
     print(", ".join(parts))
 

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -23,7 +23,8 @@ from accelerate.utils import check_cuda_p2p_ib_support
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, StoppedError, ToolkitError
-from toolkit.pages.notebook_output import Output, curve_of, progress_output, result_output
+from toolkit.pages.notebook_output import Output, Told, curve_of, progress_output, result_output
+from toolkit.pages.run_page import progress_of
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.shown.outcome import FinetuneResult
 from toolkit.supervise.launched_ranks import launch_ranks
@@ -67,11 +68,11 @@ class NotebookOutput:
     Args:
         update: replaces the output.
         num_steps: steps of the run.
-        limits: what limits the figures of held-out rows.
+        told_of: returns the last figures of records.
     """
 
-    def __init__(self, update: Callable[[Output], None], num_steps: int, limits: Sequence[str] = ()) -> None:
-        self._update, self._limits = update, limits
+    def __init__(self, update: Callable[[Output], None], num_steps: int, told_of: Told = progress_of) -> None:
+        self._update, self._told_of = update, told_of
         self._num_steps = num_steps
         self._curve: Any = None
         self._summary = ""
@@ -95,7 +96,7 @@ class NotebookOutput:
             self._curve = curve_of(records)
             drawn = time.monotonic()
             self._curve_due = drawn + (drawn - now) / CURVE_SHARE
-        told = (self._num_steps, seconds_left, self._curve, self._summary, self._limits)
+        told = (self._num_steps, seconds_left, self._curve, self._summary, self._told_of)
         self._update(progress_output(records, *told))
 
     def finish(self, result: FinetuneResult) -> None:
@@ -104,18 +105,18 @@ class NotebookOutput:
         self._update(shown)
 
 
-def notebook_output(num_steps: int, limits: Sequence[str] = ()) -> NotebookOutput | None:
+def notebook_output(num_steps: int, told_of: Told = progress_of) -> NotebookOutput | None:
     """Returns the output of the cell that this run was started in; None if there is none, and on ranks other than 0."""
     if ranks.rank() != 0:
         return None
     if shows:
-        return NotebookOutput(send, num_steps, limits)
+        return NotebookOutput(send, num_steps, told_of)
     if not in_notebook():
         return None
     if multiprocessing.parent_process() is not None:  # a `notebook_launcher` in a cell has forked this process
         return None
     handle = _display(progress_output([], num_steps, None, None))
-    return NotebookOutput(lambda output: handle.update(output, raw=True), num_steps, limits)
+    return NotebookOutput(lambda output: handle.update(output, raw=True), num_steps, told_of)
 
 
 def _display(output: Output) -> Any:

@@ -120,12 +120,14 @@ def judge(story: Story, recipe: Recipe, result: FinetuneResult, exported_step: i
         exported_step: the step whose weights the run leaves, or None for the last one.
     """
     by, last, run = recipe.training.best_by, last_step(result.metrics), result.output_dir
-    merits = judged(result.metrics, by, recipe.checkpoint.every_steps)
+    every, step = recipe.checkpoint.every_steps, exported_step or last
+    merits = judged(result.metrics, by, every)
+    for at in (step, last):  # a save there is judged by the steps before it
+        merits |= {end: merit for end, merit in judged(result.metrics, by, every, at).items() if end == at}
     values = {step: steering(by).merit(merit) for step, merit in merits.items() if math.isfinite(merit)}
     story.outcome, story.doubts = headline(result.metrics, by), list(result.doubts)
     story.last = {"step": last, "value": values.get(max(merits, default=last))}
     if result.export_dir is not None:
-        step = exported_step or last
         story.exported = {"step": step, "value": values.get(step)}
     if (best := max(values, key=merits.__getitem__, default=None)) is not None:
         folder = step_folder(run, best)
