@@ -107,7 +107,7 @@ class SplitReport(_Part):
         longest: the `row` and its `tokens`.
         repeated_tokens: with a sample for each answer, the tokens beyond `tokens`, because what comes before an answer
             is read again for each.
-        noted: what is not learned of kept rows -> the rows.
+        noted: what is not learned of kept rows, or may not be meant to be -> the rows.
         duplicates: rows equal to an earlier one; not known for a stream.
         also_in_train: rows of validation that are trained on, too.
         sources: one entry for each source; not known for a stream.

@@ -15,7 +15,7 @@ from support.conversations import in_lists
 from support.texts import write_rows
 
 from toolkit.data import build
-from toolkit.data.documents.encode import VERBATIM, Encoder
+from toolkit.data.documents.encode import EMPTY_THOUGHT, VERBATIM, Encoder
 from toolkit.data.kinds.recognise import recognise
 from toolkit.data.kinds.registry import LAYOUTS, kind_for
 from toolkit.data.layouts.layout import Layout
@@ -115,7 +115,7 @@ def test_what_a_template_leaves_out_of_a_conversation_is_counted() -> None:
     assert encoded(kept_system | tools) == (f"so{END}", None, no_tools)
     assert encoded(kept_system | tools, silent) == (f"so{END}", None, f"{no_tools}; {no_system}")
     assert encoded({"messages": DIALOGUE, "system": "be kind"}, silent)[2] == no_system
-    assert encoded(kept_system | tools, QWEN_3_OWN)[2] is None
+    assert encoded(kept_system | tools, QWEN_3_OWN)[2] == EMPTY_THOUGHT, "nothing is left out"
     by_turn = in_lists(Encoder(tokenizer(silent), "each_turn").documents([kept_system], MESSAGES)[0])
     assert by_turn["note"] == no_system
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -144,6 +145,7 @@ def says_it(template: ChatTemplate, ids: list[int], message: dict[str, Any], not
     assert words.strip() in text or "words of the assistant" in note, where
     assert thought.removeprefix("<think>").strip() in text or "<think>" in note, where
     assert message.get("reasoning_content", "") in text or "reasoning_content" in note, where
+    assert not re.match(r"\s*(<think>)?\s*</think>", text) or "an empty thought" in note, where
     assert all(call["function"]["name"] in text for call in message.get("tool_calls") or ()), where
 
 
@@ -165,7 +167,7 @@ OWN_CLOSE = replace(
         ),
     ),
 )
-NEMOTRON = TRL["trl nemotron_3_nano"]
+NEMOTRON, QWEN_3_THINKS = TRL["trl nemotron_3_nano"], TRL["trl qwen3"]
 ROWS: dict[str, tuple[ChatTemplate, dict[str, Any], str]] = {
     "R1, its own form": (DEEPSEEK_R1, assistant(f"<think>\n{SUM}\n</think>\n\n51"), f"{SUM}\n</think>\n\n51{END}"),
     "R1, no lines": (DEEPSEEK_R1, assistant(f"<think>{SUM}</think>51"), f"{SUM}\n</think>\n\n51{END}"),
@@ -194,6 +196,26 @@ def test_an_answer_after_a_prompt_of_its_own(name: str) -> None:
     [(prompt, found)] = shown(template, [user("17 times 3?"), answer])
     assert prompt == prompt_of(tokenizer_for(template), [user("17 times 3?")])
     assert found.removesuffix("\n") == written
+
+
+@pytest.mark.parametrize("targets", ["assistant", "last_turn", "each_turn"])
+def test_an_empty_thought_is_learned_if_inference_does_not_write_it_and_counted(targets: str, tmp_path: Path) -> None:
+    """Qwen 3, which is asked with thinking by default; a row with a thought has none that is empty."""
+    asked: list[Any] = [user("17 times 3?")]
+    row: dict[str, Any] = {"messages": [*asked, assistant("51")]}
+    for arguments, empty, count in (
+        ({"enable_thinking": True}, "<think>\n\n</think>\n\n", 1),
+        ({"enable_thinking": False}, "", 0),
+    ):
+        row["chat_template_kwargs"] = arguments
+        [(prompt, written)] = shown(QWEN_3_THINKS, **row, targets=targets)
+        assert prompt == prompt_of(tokenizer_for(QWEN_3_THINKS), asked, arguments=arguments)
+        assert written.removesuffix("\n") == f"{empty}51<|im_end|>"
+        rows = [row, {"messages": [*asked, thinks("b", "c")]}]
+        report = built(tmp_path, QWEN_3_THINKS, rows, targets=targets).report
+        told = {what: found.count for what, found in report.train.noted.items() if "an empty thought" in what}
+        assert list(told.values()) == [count] * count
+        assert sum("1 row: an empty thought" in warning for warning in report.warnings) == count
 
 
 def test_mistral_with_a_thought_in_the_words_and_a_system_prompt_in_the_last_turn() -> None:

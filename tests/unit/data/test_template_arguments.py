@@ -12,7 +12,7 @@ from support.chat_templates import CHATML, LLAMA_31, tokenizer_for
 from support.conversations import assistant, in_lists, user
 from transformers import AutoTokenizer
 
-from toolkit.data.documents.encode import Encoder
+from toolkit.data.documents.encode import EMPTY_THOUGHT, Encoder
 from toolkit.data.kinds.registry import LAYOUTS
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.template_arguments import set_defaults, variables
@@ -59,8 +59,8 @@ def test_the_recipes_arguments_hold_for_every_row_and_a_rows_own_come_before_the
     for recipe, row, learned in [(None, {}, empty + end), (off, {}, end), (off, on, empty + end), (None, off, end)]:
         text, found, note = encoded(recipe, {"chat_template_kwargs": row} if row else {}, targets)
         assert (text.strip(), found) == (PLAIN, learned)
-        said = f"chat_template_kwargs of the row: enable_thinking={json.dumps(row['enable_thinking'])}" if row else None
-        assert note == said
+        said = [f"chat_template_kwargs of the row: enable_thinking={json.dumps(row['enable_thinking'])}"] if row else []
+        assert note == ("; ".join([*said, *[EMPTY_THOUGHT] * (learned != end)]) or None)
 
 
 @pytest.mark.parametrize("value", ["high", 'a "quoted" ünï {{ x }} %}', "back\\slash\nline"])
@@ -77,7 +77,7 @@ def test_rows_with_arguments_that_no_template_takes_are_dropped_by_name(given: A
 
 def test_null_arguments_and_empty_columns_say_nothing() -> None:
     for given in (None, "", {}, {"enable_thinking": None}):
-        assert encoded(None, {"chat_template_kwargs": given})[2] is None
+        assert encoded(None, {"chat_template_kwargs": given})[2] == EMPTY_THOUGHT
 
 
 def test_an_argument_without_effect_is_an_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -48,6 +49,10 @@ ENDS_INSIDE = "an answer holds {}, which ends it: the model learns to stop there
 VERBATIM = "a prompt is text, which is learned without the chat template, and asked with it: write messages"
 
 EMPTY = "an answer is empty: the model learns to say nothing"
+
+EMPTY_THOUGHT = "an empty thought before an answer is learned: enable_thinking: false may write it into the prompt"
+NO_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>")
+"""The beginning of an answer with an empty thought, of which the prompt may have the mark that opens it."""
 
 DEVELOPER = "developer is written as system: the chat template has no developer role"
 
@@ -279,6 +284,7 @@ class Encoder:
         if self.next_turn is not None:
             text, spans = self.next_turn.stopped(text, spans, messages)
         spans = without([span for span in spans if span[0] < span[1]], _parts_in(text, messages, example.parts))
+        notes += [EMPTY_THOUGHT] * any(NO_THOUGHT.match(text, *span) for span in spans)
         note = joined_notes([*notes, *left_out_of(messages, text, example.tools)])
         if not example.images:
             return _Prepared(text, spans, False, note, starts=tuple(starts), example=example)
@@ -293,6 +299,7 @@ class Encoder:
         own, last = {turn.index for turn in turns}, turns[-1]
         before = [message for i, message in enumerate(messages[: last.index]) if i not in own]
         notes += left_out_of(before, last.prompt, example.tools)
+        notes += [EMPTY_THOUGHT] * any(NO_THOUGHT.match(turn.written) for turn in turns)
         notes += [note for turn in turns for note in left_out_of([messages[turn.index]], turn.written)]
         texts = [self._prepared_turn(turn, example, messages) for turn in turns]
         return _Turns(texts, joined_notes(notes))

@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.errors import counted
 from toolkit.paths import ORIGIN, atomic_write, parse_json, read_foreign
-from toolkit.recipe.figures import steering
+from toolkit.recipe.figures import OF_STEPS, steering
 
 RUN_JSON = "run.json"
 
@@ -131,6 +131,7 @@ class Story:
     def weights(self) -> dict[str, str]:
         """Says which step's weights were exported and which are best, in as far as they are not the last ones."""
         figure, last, told = steering(self.best.get("by", "loss")), self.last, dict[str, str]()
+        since = " since the save before" if figure.field in {one.field for one in OF_STEPS} else ""  # their mean
         for name, found in (("exported", self.exported), ("best", self.best)):
             value, of_last = (
                 "not known" if x.get("value") is None else figure.in_short(x["value"]) for x in (found, last)
@@ -138,7 +139,7 @@ class Story:
             # A best value that reads like the last one is not worth a line.
             if found and found["step"] != last["step"] and (name == "exported" or value != of_last):
                 where = f"step {found['step']:,} of {last['step']:,}"
-                told[name] = self.limited(f"{where}, whose {figure.name} is {value}; the last is {of_last}")
+                told[name] = self.limited(f"{where}, whose {figure.name}{since} is {value}; the last is {of_last}")
         return {name: text for name, text in told.items() if name == "exported" or text != told.get("exported")}
 
 
