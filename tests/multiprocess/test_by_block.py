@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import cases
 from support.ranks import meet, run_on_ranks
 from support.texts import make_texts, write_rows
 from support.tiny import llama, recipe_values, save_llama
@@ -26,22 +27,8 @@ from toolkit.sharding.plan.strategy import STRATEGIES
 
 STEPS, MICRO_BATCHES = 3, 3
 TEXTS = [" ".join(text.split()[:16]) for text in make_texts(40, seed=2)]
-CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "plain": {},
-    "bf16": {"training": {"mixed_precision": "bf16"}},
-    "offload": {"sharding": {"offload": "optimizer", "offload_executor": "cpu_torch"}},
-    "lora": {"adapter": {"kind": "lora", "r": 2}, "training": {"mixed_precision": "bf16"}},
-    "packed": {"data": {"packing": True, "max_length": 64}},
-    "dora, inputs offloaded, prefetch": {
-        "adapter": {"kind": "lora", "r": 2, "use_dora": True},
-        "sharding": {"offload_checkpoints": True, "prefetch": 2},
-    },
-    "pairs": {
-        "adapter": {"kind": "lora", "r": 2, "dropout": 0.0},
-        "data": {"train": "pairs.jsonl", "packing": None, "max_length": 64},
-        "objective": {"kind": "preference"},
-    },
-}
+TABLES = cases(__file__)
+CASES: dict[str, dict[str, dict[str, Any]]] = TABLES["CASES"]
 """Other objectives, experts and compiled blocks: test_all_pairs.py."""
 
 

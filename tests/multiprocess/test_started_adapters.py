@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from support.cases import cases
 from support.four_bits import read_by_hand
 from support.peft_by_hand import ROWS_PER_STEP, SEED, TEXTS, loop_of
 from support.ranks import meet, run_on_ranks
@@ -26,35 +27,11 @@ STEPS, BETA, PAIRS_PER_STEP = 3, 0.3, 4
 SHORT = [" ".join(text.split()[:4]) for text in TEXTS]
 PAIRS = [{"prompt": SHORT[i], "chosen": " " + SHORT[i + 13], "rejected": " " + SHORT[i + 26][:15]} for i in range(12)]
 
-LORA: dict[str, dict[str, Any]] = {
-    "linear": {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"},
-    "dora": {
-        "r": 2,
-        "lora_alpha": 3,
-        "use_dora": True,
-        "use_rslora": True,
-        "target_modules": ["k_proj", "o_proj"],
-        "modules_to_save": ["norm"],
-    },
-    "experts": {
-        "r": 2,
-        "lora_alpha": 4,
-        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
-    },
-}
+TABLES = cases(__file__)
+LORA: dict[str, dict[str, Any]] = TABLES["LORA"]
 """Adapters that peft saves: name -> arguments of its `LoraConfig`."""
 
-RUNS: dict[int, list[tuple[str, str, str, dict[str, Any]]]] = {
-    1: [("linear-zero3", "linear", "zero3", {})],
-    2: [
-        ("linear-zero3", "linear", "zero3", {"offload": "optimizer", "offload_executor": "cpu_torch"}),
-        ("dora-ddp", "dora", "ddp", {}),
-        ("experts-zero2", "experts", "zero2", {}),
-        ("spread", "experts", "zero3", {"experts": 2}),
-        ("nf4-by-block", "linear", "zero3", {"accumulate": "by_block"}),
-    ],
-}
+RUNS: dict[int, list[tuple[str, str, str, dict[str, Any]]]] = TABLES["RUNS"]
 """Ranks -> (run, adapter, strategy, settings of sharding)."""
 
 

@@ -13,19 +13,7 @@ from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 
 VOCAB_SIZE = 320
-SIZES = {
-    "vocab_size": 64,
-    "intermediate_size": 24,
-    **dict.fromkeys(("hidden_size", "n_embd", "qk_head_dim"), 16),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "n_head", "n_layer"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), 8),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "eos_token_id"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
-    **dict.fromkeys(("bos_token_id", "first_k_dense_replace", "n_group", "topk_group"), 1),
-    "pad_token_id": 0,
-}
+SIZES: dict[str, int] = cases(__file__)["SIZES"]
 """Of models of every family; each family has some of these fields."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.cases import cases
 from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama, tiny_config
 from support.tiny_multimodal import FAMILIES
@@ -28,23 +29,8 @@ from toolkit.recipe.schema import DataSection, ModelSection
 from toolkit.serving.servers import how_to_serve
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "eos_token_id": 0,
-    "rope_theta": 1000000.0,
-    "model_type": "llama",
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 64,
-        "rope_type": "llama3",
-    },
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.46.0",
-    "quirk_of_the_owner": 7,
-}
+TABLES = cases(__file__)
+CONFIG: dict[str, Any] = TABLES["CONFIG"]
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
 SIZES += ("num_key_value_heads", "max_position_embeddings", "head_dim", "tie_word_embeddings")
 NEW = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}

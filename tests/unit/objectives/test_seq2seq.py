@@ -31,38 +31,8 @@ from toolkit.training.usage import counts_of, model_flops
 TABLES = cases(__file__)
 
 SEQ2SEQ = ObjectiveSection(kind="seq2seq")
-T5 = {
-    "vocab_size": 90,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "dropout_rate": 0.0,
-    "pad_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
-BART = {
-    "vocab_size": 90,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 64,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-}
+T5: dict[str, Any] = TABLES["T5"]
+BART: dict[str, Any] = TABLES["BART"]
 FAMILIES = {
     "t5": hf.T5Config(**T5),
     "t5 1.1": hf.T5Config(**T5, tie_word_embeddings=False, feed_forward_proj="gated-gelu"),

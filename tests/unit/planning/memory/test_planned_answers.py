@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
+from support.cases import cases
 from support.planning_models import config_of
 from support.tiny import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -25,17 +26,8 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
 
 ROWS, PROMPT, ANSWER = 3, 30, 11
-CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "groups of queries": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    "a window": ("mistral", {"sliding_window": 16}),
-    "a window in some layers": ("gemma3_text", {"sliding_window": 16, "num_hidden_layers": 6}),
-    "experts": ("mixtral", {}),
-    "latent": ("deepseek_v3", {}),
-    "states": ("mamba", {}),
-    "learned positions": ("gpt2", {}),
-    "relative positions of an encoder-decoder": ("t5", {"decoder_start_token_id": 0, "num_decoder_layers": 2}),
-    "an encoder-decoder": ("bart", {}),
-}
+TABLES = cases(__file__)
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = TABLES["CONFIGURATIONS"]
 
 
 def configured(name: str) -> Any:
