@@ -83,6 +83,8 @@ OF_STEPS = (
     REWARD,
     Figure("cut", "Completions that were cut", "share", better="lower", said="cut"),
     Figure("groups_without_signal", "Groups whose completions have one reward", "share", "", "lower", "without signal"),
+    Figure("reward_std", "Spread of the rewards", plain="standard deviation among completions of a prompt"),
+    Figure("abstained", "Completions without a reward", plain="share of them", better="lower"),
     Figure("completion_tokens", "Tokens of a completion"),
     Figure("longest_completion", "Longest completion", unit="tokens"),
     Figure("entropy", "Entropy of the samples", unit="nats a token"),

@@ -43,6 +43,7 @@ FIGURES: dict[str, dict[str, Any]] = {
 
 OF_SAMPLES = {"cut": 0.25, "groups_without_signal": 0.5, "completion_tokens": 20.0, "longest_completion": 31}
 OF_SAMPLES |= {"entropy": 1.5, "sampler_gap": 1e-4, "reward": 0.5, "reward/format": 0.75, "reward/right": -0.25}
+OF_SAMPLES |= {"reward_std": 0.2, "abstained": 0.125}
 SIDES = [SideBySide("<|im_start|>user\nHow far?<|im_end|>\n", "38.1 cm", "I don't know.", [(2, "a"), (4, "")], "38 cm")]
 SAMPLED = SampledPrompt("rows.jsonl:3", "Who?", [(0.0, "worst", True), (1.5, "best", False), (None, "", True)])
 LOSS = {"split": "train", "loss": 2.0}

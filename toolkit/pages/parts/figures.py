@@ -28,8 +28,7 @@ OF_THE_RUN = frozenset(
     {
         *("step", "epoch", "samples", "tokens", "target_tokens", "rows", "pairs", "loss", "rate_factor", "grad_norm"),
         *("learning_rate", "step_seconds", "peak_device_bytes", "peak_host_bytes", "planned_peak_bytes", "mfu"),
-        *("non_finite", "dead_experts", "max_expert_load", "reward_std", "abstained", "answer_accuracy_normalised"),
-        *KNOWN,
+        *("non_finite", "dead_experts", "max_expert_load", "answer_accuracy_normalised", *KNOWN),
     }
 )
 """Keys of records that are shown elsewhere on the page, or nowhere."""

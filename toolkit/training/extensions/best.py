@@ -97,8 +97,7 @@ def patience_is_over(records: Sequence[Mapping[str, Any]], settings: TrainingSec
     if since < settings.patience:
         return None
     figure = steering(settings.best_by)
-    top = "lowest" if figure.better == "lower" else "highest"
-    best = merits[best_step]
+    best, top = merits[best_step], "lowest" if figure.better == "lower" else "highest"
     told = f"the {top} is {figure.in_short(figure.merit(best))}, at step {best_step:,}"
     told = told if math.isfinite(best) else "none was finite"
     return f"no {figure.better} {figure.name} in {counted(since, 'evaluation')} (training.patience); {told}"
