@@ -411,7 +411,7 @@ class Builder:
         return [
             [glimpse(section, "data.train") for section in self.data.train],
             identity(self.tokenizer),
-            {"columns": self.data.columns.key(), **self.data.model_dump(include=fields)},
+            {"columns": self.data.columns_key(), **self.data.model_dump(include=fields)},
             self.seed,
             *([] if (day := date_of(self.tokenizer)) is None else [str(day)]),
             *self._map_source(),

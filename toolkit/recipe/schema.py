@@ -119,33 +119,6 @@ class ModelSection(Section):
         return self
 
 
-class SourceSection(Section):
-    """One source of rows. A bare path is short for a mapping with `path` alone."""
-
-    path: str = Field(
-        min_length=1,
-        description="Read this file, glob, URL (s3, gs, hf, https), folder saved by `datasets`, or hub data set.",
-    )
-    weight: PositiveFloat | None = Field(
-        None, description="Draw rows from this source in proportion to its weight among the sources."
-    )
-    name: str | None = Field(
-        None,
-        pattern=r"^[\w.-]{1,64}$",
-        description="Report the loss of its rows under this name, next to that of all rows; sources may share a name.",
-    )
-    config: str | None = Field(None, description="Use this configuration of a hub data set.")
-    split: str | None = Field(None, description="Use this split of a hub data set; null: train.")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> SourceSection:
-        if is_store(self.path):
-            _refuse_credentials("data", self.path)
-        if (self.config or self.split) and is_file_source(self.path):
-            raise contradiction(f"data: config and split have no effect on the files of {self.path!r}; remove them")
-        return self
-
-
 COLUMNS_OF_KEYS = (
     "messages prompt completion instruction input history output chosen rejected text text_pair label source target "
     "tokens tags margin system tools"
@@ -202,6 +175,34 @@ class ColumnsSection(Section):
     def key(self) -> dict[str, str | None]:
         """Returns the columns that are named, for a digest. A column of a new kind of row changes no other digest."""
         return dict.fromkeys(COLUMNS_OF_KEYS.split()) | self.model_dump(exclude_none=True)
+
+
+class SourceSection(Section):
+    """One source of rows. A bare path is short for a mapping with `path` alone."""
+
+    path: str = Field(
+        min_length=1,
+        description="Read this file, glob, URL (s3, gs, hf, https), folder saved by `datasets`, or hub data set.",
+    )
+    weight: PositiveFloat | None = Field(
+        None, description="Draw rows from this source in proportion to its weight among the sources."
+    )
+    name: str | None = Field(
+        None,
+        pattern=r"^[\w.-]{1,64}$",
+        description="Report the loss of its rows under this name, next to that of all rows; sources may share a name.",
+    )
+    config: str | None = Field(None, description="Use this configuration of a hub data set.")
+    split: str | None = Field(None, description="Use this split of a hub data set; null: train.")
+    columns: ColumnsSection | None = Field(None, description="Name this source's columns, in place of data.columns.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SourceSection:
+        if is_store(self.path):
+            _refuse_credentials("data", self.path)
+        if (self.config or self.split) and is_file_source(self.path):
+            raise contradiction(f"data: config and split have no effect on the files of {self.path!r}; remove them")
+        return self
 
 
 _Sources = str | SourceSection | list[str | SourceSection] | None
@@ -319,6 +320,17 @@ class DataSection(Section):
         with suppress(ValueError):
             return date.fromisoformat(value) if is_day else value
         return value
+
+    @model_validator(mode="after")
+    def _columns_are_read(self) -> DataSection:
+        if self.columns != ColumnsSection() and all(each.columns for each in [*self.train, *(self.validation or [])]):
+            raise contradiction("data.columns has no effect, because every source has columns of its own; remove it")
+        return self
+
+    def columns_key(self) -> Any:
+        """Returns the columns of the training rows that are named, for a digest."""
+        own = [source.columns and source.columns.key() for source in self.train]
+        return [self.columns.key(), own] if any(own) else self.columns.key()
 
     @property
     def source_names(self) -> tuple[str, ...]:

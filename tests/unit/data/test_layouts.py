@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from pydantic import ValidationError
 from support.cases import cases
 from support.chat_templates import GLM_45, tokenizer_for
 from support.texts import write_rows
@@ -289,6 +290,26 @@ def test_a_column_beside_text_is_counted_and_the_advice_of_a_refusal_leads_on(
     assert learned(data, chatml)[0] == (turn("system", "be kind") + PAIR[0][0], PAIR[0][1])
 
 
+def test_sources_have_columns_of_their_own(tmp_path: Path, chatml: Any) -> None:
+    (tmp_path / "other").mkdir()
+    first = lines(tmp_path, [{"question": "hi", "reply": "hello", "prompt": "no"}])
+    other = lines(tmp_path / "other", [{"prompt": "and", "completion": "bye"}])
+
+    def read(own: dict[str, str], *others: str, **more: Any) -> list[tuple[str, str]]:
+        train = [{"path": str(first), "columns": own}, *others]
+        data = file_built(first, chatml, train=train, shuffle=False, **more)
+        return [pair for number in range(len(data.train)) for pair in learned(data, chatml, number)]
+
+    named, end = {"prompt": "question", "completion": "reply"}, chatml.eos_token
+    first_row, usual = ("hihello" + end, "hello" + end), ("andbye" + end, "bye" + end)
+    assert read(named, str(other)) == [first_row, usual]
+    assert read({"text": "prompt"}, str(other)) == [("no" + end, "o" + end), usual], "not what was kept of the others"
+    with pytest.raises(DataError, match=r"'rows.jsonl' has no column 'ask' \(columns\.prompt\); it has"):
+        read({"prompt": "ask"})
+    with pytest.raises(ValidationError, match=r"data\.columns has no effect, because every source has columns"):
+        read(named, columns={"prompt": "question"})
+
+
 def test_margins_come_with_the_batch(tmp_path: Path, chatml: Any) -> None:
     pair = {"prompt": "hi", "chosen": [ANSWER], "rejected": [WORSE]}
     rows = [{**pair, "prompt": f"hi {gap}", "gap": gap} for gap in (0.5, None, "2", True, "much")]
@@ -441,7 +462,7 @@ def lines(folder: Path, rows: list[Any]) -> Path:
 
 def file_built(path: Path, tokens: Any, kind: str = "causal_lm", **settings: Any) -> build.TokenisedData:
     given = {"max_length": 1024, "max_dropped_fraction": 1.0, "packing": False, **settings}
-    data = DataSection(train=str(path), cache_dir=str(path.parent / "cache"), **given)
+    data = DataSection(**{"train": str(path), "cache_dir": str(path.parent / "cache"), **given})
     return build.build(data, tokens, 0, ObjectiveSection(kind=kind))
 
 

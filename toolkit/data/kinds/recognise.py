@@ -24,11 +24,12 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
     Raises:
         DataError: if its columns match no known layout, or it lacks a column that the recipe names.
     """
-    by_hand = {what: name for what, name in columns.model_dump().items() if name is not None}
+    place = "data.columns" if source.by_hand is None else "columns"
+    by_hand = (source.by_hand or columns).model_dump(exclude_none=True)
     for what, name in by_hand.items():
         if not _has_column(name, source.columns):
             raise DataError(
-                f"{source.field}: {source.name!r} has no column {name!r} (data.columns.{what}); {_columns_text(source)}"
+                f"{source.field}: {source.name!r} has no column {name!r} ({place}.{what}); {_columns_text(source)}"
             )
     kinds = [kind_for(objective) for objective in objectives]
     forms = [form for kind in kinds for form in kind.layouts]
@@ -49,7 +50,7 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
         what, form = unused[0]
         place = f", {form.elsewhere[what]}" if what in form.elsewhere else ""
         raise DataError(
-            f"data.columns.{what} has no effect on {source.name!r}, whose rows would be read as {form.name}; remove it"
+            f"{place}.{what} has no effect on {source.name!r}, whose rows would be read as {form.name}; remove it"
             f"{place}"
         )
     allowed = "; ".join(dict.fromkeys(" + ".join(form.needed) for form in forms))

@@ -20,7 +20,7 @@ from toolkit.data.rows.readers import WRAPPERS, Row, Shard, opened, read, unread
 from toolkit.data.rows.values import RowProblem, is_empty, listed
 from toolkit.errors import DataError
 from toolkit.paths import COMPRESSIONS, is_file_source, source_name
-from toolkit.recipe.schema import DataSection, SourceSection
+from toolkit.recipe.schema import ColumnsSection, DataSection, SourceSection
 from toolkit.user_function import UserFunction, load_function
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Source:
         columns: columns of the first rows, sorted.
         label_names: names of the numbers of each column that has them.
         paths: path of a shard -> the name that its rows get.
+        by_hand: names of its columns, in place of those that hold for all sources.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Source:
     columns: list[str]
     label_names: dict[str, list[str]]
     paths: dict[str, str]
+    by_hand: ColumnsSection | None = None
 
 
 def map_of(data: DataSection) -> UserFunction | None:
@@ -104,7 +106,7 @@ def open_source(
         else _columns_of_first_rows(shards, field, name)
     )
     paths = short_names(shard.path for shard in shards)
-    return Source(name, field, section.weight, shards, columns, names, paths)
+    return Source(name, field, section.weight, shards, columns, names, paths, section.columns)
 
 
 def identify(section: SourceSection, field: str, source: Source | None = None) -> list[Any]:
@@ -170,7 +172,7 @@ def identify_rows(data: DataSection) -> list[Any]:
     """Returns what decides which rows are read to train on, and from which columns."""
     mapped = map_of(data)
     through = [] if mapped is None else [mapped.identity]
-    return [[identify(source, "data.train") for source in data.train], data.columns.key(), *through]
+    return [[identify(source, "data.train") for source in data.train], data.columns_key(), *through]
 
 
 def _columns_of_first_rows(shards: list[Shard], field: str, name: str) -> list[str]:
