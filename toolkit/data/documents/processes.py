@@ -19,6 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from multiprocessing import forkserver
 from pathlib import Path
@@ -209,7 +210,7 @@ def made_apart(make: Callable[..., Iterator[T]], *arguments: Any) -> Iterator[T]
         DataError: if that process is killed. What is raised in it, too.
     """
     main = sys.modules["__main__"]
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, ((make, arguments),))
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (partial(make, *arguments),))
     try:
         sys.modules["__main__"] = ModuleType("__main__")  # it shall not run the caller's script again
         try:
@@ -249,7 +250,6 @@ def _documents(batch: Batch) -> pa.RecordBatch:
 
 
 def _next_item() -> Any:
-    if isinstance(_work[0], tuple):
-        make, arguments = _work[0]
-        _work[0] = make(*arguments)
-    return next(_work[0], None)
+    if len(_work) == 1:
+        _work.append(_work[0]())
+    return next(_work[1], None)
