@@ -1,4 +1,4 @@
-"""Writes the model card, README.md of an exported folder, and the curve of the loss next to it.
+"""Writes the model card, README.md of an exported folder.
 
 Reference: Mitchell et al., "Model Cards for Model Reporting", arXiv 1810.03993. The hub reads the header.
 """
@@ -14,10 +14,9 @@ import yaml
 
 from toolkit.data.layouts.template_arguments import OF_ROW
 from toolkit.errors import listed
-from toolkit.pages.parts.charts import polylines
-from toolkit.pages.parts.run_metrics import samples_itself, split_lines
+from toolkit.pages.parts.run_metrics import split_lines
 from toolkit.pages.parts.story import with_limits
-from toolkit.pages.run_page import STEPS, RunSummary, evaluations_table, main_chart
+from toolkit.pages.run_page import STEPS, RunSummary, evaluations_table
 from toolkit.paths import is_file_source, is_hub_name, source_name
 from toolkit.published import for_readers, settings_for_readers
 from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, compares, read_yaml, shipped_recipes
@@ -25,7 +24,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.yaml_values import yaml_text
 from toolkit.terminal import harmless, one_line
 
-CARD, CURVE = "README.md", "curve.png"
+CARD = "README.md"
 
 AGAIN = "`recipe.yaml` in this folder trains it once more; `training.json` has the hashes of what it was trained from."
 
@@ -34,13 +33,12 @@ MAX_EVALUATIONS = 12
 
 
 def write_card(folder: Path, recipe: Recipe, summary: RunSummary, loading: str = "", serving: str = "") -> None:
-    """Writes the card and the curve into an exported folder.
+    """Writes the card into an exported folder.
 
     Args:
         loading: Python that loads the model, if it is known.
         serving: a command that serves it, if one does.
     """
-    _draw_curve(folder / CURVE, summary.metrics)
     text = "\n".join(map(one_line, harmless(render_card(recipe, summary, loading, serving)).split("\n")))
     (folder / CARD).write_text(text, encoding="utf-8", errors="replace")
 
@@ -49,7 +47,6 @@ def render_card(recipe: Recipe, summary: RunSummary, loading: str = "", serving:
     """Returns the card as Markdown. It names folders and files without their paths."""
     name = Path(recipe.training.output_dir).name
     base = _base_model_name(recipe)
-    curve = "Reward" if samples_itself(split_lines(summary.metrics, "train")) else "Loss"
     about = f"{name}, fine-tuned from {base}." if base else f"{name}, trained from random weights."
     parts = [
         f"---\n{_header(recipe)}\n---\n",
@@ -57,7 +54,7 @@ def render_card(recipe: Recipe, summary: RunSummary, loading: str = "", serving:
         f"{_plain(about)} {_plain(_description(recipe))}".rstrip() + "\n",
         f"## Use\n\n```python\n{loading}\n```\n" if loading else "",
         f"```bash\n{serving}\n```\n" if serving else "",
-        f"## Results\n\n![{curve} over the optimizer steps](curve.png)\n",
+        "## Results\n",
         _evaluations(summary.metrics, summary.limits),
         "".join(f"{name.title()}: {_plain(summary.facts[name])}.\n" for name in STEPS if name in summary.facts),
         _warnings(summary.doubts),
@@ -196,38 +193,3 @@ def _source_names(value: Any, key: str) -> Any:
     if isinstance(value, dict):
         return value | {name: _source_names(value[name], name) for name in FILES_OF_ITEMS if name in value}
     return source_name(value) if isinstance(value, str) and not compares(key, value) else value
-
-
-IMAGE_PX, FRAME_PX = (840, 384), (70, 16, 16, 46)
-"""Width and height of the curve's picture, and its margins: left, right, top, bottom (pixels)."""
-
-INK = ("#2a6fdb", "#e0602a", "#138a5b", "#a23bb5", "#b08900", "#c2255c", "#0f8fa8", "#6b5b4d")
-"""Colours of chart-1 to chart-8."""
-
-
-def _draw_curve(path: Path, metrics: list[dict[str, Any]]) -> None:
-    """Draws what says how the run goes, as the first chart of its report, without smoothing."""
-    from PIL import Image, ImageDraw, ImageFont  # only exports need it
-
-    train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
-    chart = main_chart(train, evals) if train or evals else None
-    scale = 2  # drawn larger and made smaller, which smooths the lines
-    image = Image.new("RGB", (scale * IMAGE_PX[0], scale * IMAGE_PX[1]), "white")
-    if chart is not None and chart.values():
-        draw, font = ImageDraw.Draw(image), ImageFont.load_default(14 * scale)
-        left, right, top, bottom = (scale * margin for margin in FRAME_PX)
-        width, height = image.width - left - right, image.height - top - bottom
-        draw.line([(left, top), (left, top + height), (left + width, top + height)], fill="#b8b8b3", width=scale)
-        for value, y in ((max(chart.values()), top), (min(chart.values()), top + height)):
-            draw.text((left - 4 * scale, y), f"{value:.4g}", "#555555", font, "rm")
-        for step, x, anchor in zip(chart.x_range, (left, left + width), ("la", "ra"), strict=True):
-            draw.text((x, top + height + 6 * scale), f"step {step:,}", "#555555", font, anchor)
-        place = left + width / 4
-        for series in (one for one in chart.series if one.raw is None):
-            ink = INK[int(series.variable.removeprefix("chart-")) - 1]
-            for piece in polylines(chart, series, (width, height)):
-                draw.line([(left + x, top + y) for x, y in piece], fill=ink, width=2 * scale, joint="curve")
-            label = {"held-out": "held out"}.get(series.name, series.name)
-            draw.text((place, image.height - 6 * scale), label, ink, font, "ld")
-            place += draw.textlength(label, font) + 16 * scale
-    image.resize(IMAGE_PX, Image.Resampling.LANCZOS).save(path)

@@ -9,12 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
 import transformers
-from PIL import Image
 from support.plain_objectives import OBJECTIVES
 from support.sights import save_seeing
 from support.texts import make_texts
@@ -43,19 +41,6 @@ METRICS: list[dict[str, Any]] = [
 def of_run(metrics: Metrics, report: dict[str, Any] | None = None, name: str = "model", **more: Any) -> RunSummary:
     """A run with a fact and a version of this name."""
     return RunSummary("", "", metrics, report or {}, [], {name: name}, {name: name}, **more)
-
-
-def test_the_card_is_written_with_its_curve(tmp_path: Path) -> None:
-    write_card(tmp_path, Recipe.load("quickstart"), of_run(METRICS))
-    assert "![Loss over the optimizer steps](curve.png)" in (tmp_path / "README.md").read_text()
-    rewarded = [{"split": "train", "step": step, "loss": 0.0, "reward": 1.0} for step in (1, 2)]
-    assert "![Reward over the optimizer steps](curve.png)" in render_card(Recipe.load("quickstart"), of_run(rewarded))
-    picture = np.asarray(Image.open(tmp_path / "curve.png"))
-    assert picture.shape == (384, 840, 3)
-    held_out = (np.abs(picture.astype(int) - (0xE0, 0x60, 0x2A)).sum(2) < 40).nonzero()
-    # From 5 at the left and top edge, the largest, to 3.25, the least.
-    assert [int(place.min()) for place in held_out] == pytest.approx([16, 70], abs=3)
-    assert int(held_out[0][held_out[1] > 800].max()) == pytest.approx(384 - 46, abs=3)
 
 
 def test_neither_paths_nor_keys_are_published(tmp_path: Path) -> None:
