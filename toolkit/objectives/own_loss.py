@@ -131,30 +131,29 @@ class OwnLoss(CausalLM):
             raise self.wrong(count, where, "as its count len(labels), num_rows, or a tensor without dimensions")
         return total.clone(), count.detach().clone()
 
-    def _without_function(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
+    def _without_function(self, arguments: dict[str, Any], by: float = 1.0) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Returns a sum with a graph, so that this rank's backward gathers what the others gather, and a count."""
-        total: torch.Tensor = arguments["logits" if "logits" in arguments else "log_probabilities"].sum()
+        total: torch.Tensor = arguments["logits" if "logits" in arguments else "log_probabilities"].sum() * by
         return total, total.detach() if self.needs_whole_steps else 0
 
-    def _of_micro_batch(self, model: nn.Module, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Returns `sum_and_count`. If it fails in a step of several ranks, the sum is NaN, and `failure` says why."""
+    def _of_micro_batch(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """Returns `sum_and_count`. If it fails on one of several ranks, both are NaN, and `failure` says why."""
         try:
             total, count = self.sum_and_count(arguments)
             if isinstance(count, int) != self.needs_whole_steps:
                 return total, count
             raise self.wrong(count, "a micro-batch", "a count of the kind that it returned first: an int, or a tensor")
         except OwnCodeError as error:
-            if ranks.world_size() == 1 or not model.training:
+            if ranks.world_size() == 1:
                 raise
             self.failure = str(error)
-            total, count = self._without_function(arguments)
-            return total * math.nan, count
+            return self._without_function(arguments, math.nan)
 
-    def _drawn_again(self, model: nn.Module, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
+    def _drawn_again(self, arguments: dict[str, Any]) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Calls the function with the random numbers with which the micro-batch was counted, if it was."""
         if self._counted:
             set_streams({FIELD: self._counted.pop(0)})
-        return self._of_micro_batch(model, arguments)
+        return self._of_micro_batch(arguments)
 
     def wrong(self, found: Any, where: str, needed: str) -> OwnCodeError:
         """Returns the error for a value that the function returned."""
@@ -173,7 +172,7 @@ class OwnLoss(CausalLM):
             loss = CausalLM.loss_sum(self, model, batch)
             return loss, loss.new_zeros(0)
         arguments = self.arguments(model, batch)
-        total, count = self._drawn_again(model, arguments)
+        total, count = self._drawn_again(arguments)
         if not isinstance(count, int):
             of_step = batch["window"] if "window" in batch else torch.stack([count, _like(count, arguments)])
             total = total * (of_step[1] / of_step[0])  # the trainer divides by the targets
@@ -187,25 +186,29 @@ class OwnLoss(CausalLM):
         with without_dropout(model):
             arguments = self.arguments(model, batch)
         self._counted.append(streams().get(FIELD, {}))
-        count = torch.as_tensor(self._of_micro_batch(model, arguments)[1], device=batch["input_ids"].device).float()
+        count = torch.as_tensor(self._of_micro_batch(arguments)[1], device=batch["input_ids"].device).float()
         return torch.stack([count, _like(count, arguments)])
 
     def looked_at(self, model: nn.Module, batches: list[Batch], run: RunsWindows) -> list[Batch]:
         if not self.needs_whole_steps:
             return batches
-        found = run([functools.partial(self.window_sums, model, batch) for batch in batches])
+        # For all micro-batches at once: dropout is switched off for the process, not for a thread.
+        with without_dropout(model):
+            found = run([functools.partial(self.window_sums, model, batch) for batch in batches])
         return [{**batch, SUMS: sums} for batch, sums in zip(batches, found, strict=True)]
 
     def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns the sum and the count of the function, the summed cross-entropy and the targets, (4,), float64."""
         arguments = self.arguments(model, batch)
         # Before the function, which may change its arguments in place.
-        if "logits" in arguments:
-            crossed = F.cross_entropy(arguments["logits"], arguments["labels"], reduction="sum")
-        else:
-            crossed = -arguments["log_probabilities"].sum()
-        total, count = self._drawn_again(model, arguments)
-        values = (total, torch.as_tensor(count), crossed, torch.tensor(len(arguments["labels"])))
+        logits, labels = arguments.get("logits"), arguments["labels"]
+        whole = (
+            -arguments["log_probabilities"].sum()
+            if logits is None
+            else F.cross_entropy(logits, labels, reduction="sum")
+        )
+        total, count = self._drawn_again(arguments)
+        values = (total, torch.as_tensor(count), whole, torch.tensor(len(labels)))
         return torch.stack([value.detach().to(total.device).double() for value in values])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:

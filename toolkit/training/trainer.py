@@ -314,11 +314,7 @@ class Trainer:
         )
         found = [RankStep.unpack(row) for row in self.accelerator.gather(mine[None]).tolist()]
         norms = [rank.grad_norm for rank in found]
-        non_finite_ranks = [number for number, rank in enumerate(found) if not math.isfinite(rank.loss_sum)]
-        failures = ranks.gather_objects(self.objective.failure) if non_finite_ranks else []
-        if (failure := next(filter(None, failures), None)) is not None:
-            # The weights are those of the last step, unless backward updates them: then there is nothing to save.
-            raise (OwnCodeError if self._steps_in_backward else BadInputError)(failure)
+        self._require_no_failure([rank.loss_sum for rank in found])
         if len(factors := {rank.rate_factor for rank in found}) > 1:
             raise TrainingError(
                 f"the ranks' rate_factor differ: {', '.join(f'{factor:g}' for factor in sorted(factors))}; an "
@@ -335,7 +331,7 @@ class Trainer:
             counts=counts,
             peak_device_bytes=max(rank.peak_device_bytes for rank in found),
             peak_host_bytes=max(rank.peak_host_bytes for rank in found),
-            non_finite_ranks=non_finite_ranks,
+            non_finite_ranks=[number for number, rank in enumerate(found) if not math.isfinite(rank.loss_sum)],
             figures=[
                 sum(sums) / max(1, counts.targets)
                 for sums in zip(*(rank.figures for rank in found[:: self.copies]), strict=True)
@@ -346,6 +342,13 @@ class Trainer:
             metrics={},
             rate_factor=self._rate_factor,
         )
+
+    def _require_no_failure(self, sums: list[float]) -> None:
+        """Raises on all ranks what failed on one, which they see by sums that are not finite. Collective then."""
+        failures = [] if all(map(math.isfinite, sums)) else ranks.gather_objects(self.objective.failure)
+        if (failure := next(filter(None, failures), None)) is not None:
+            # The weights are those of the last step, unless backward updates them: then there is nothing to save.
+            raise (OwnCodeError if self._steps_in_backward else BadInputError)(failure)
 
     def _sum_over_ranks(self, counts: Counts) -> Counts:
         """Sums counts over ranks; float64 is exact up to 2^53."""
@@ -402,7 +405,9 @@ class Trainer:
         self.enter_phase(Phase.COLLECTIVE)
         of_rows: dict[str, Any] = {}
         if parts:
-            of_rows = self.objective.evaluation_record(self._over_ranks(torch.stack(parts).sum(dim=0)).tolist())
+            sums = self._over_ranks(torch.stack(parts).sum(dim=0)).tolist()
+            self._require_no_failure([*sums, *(value for each in shared.values() for value in each.tolist())])
+            of_rows = self.objective.evaluation_record(sums)
         self.model.train()
         record = with_figures({"step": self.global_step, **of_rows}, figures)
         for extension in self.extensions:

@@ -176,6 +176,13 @@ def test_a_loss_that_draws_has_the_same_numbers_when_it_is_counted_and_others_in
     weighted = sum(weight * loss for weight, loss in zip(drawn, losses, strict=False))
     assert sum(sums) == pytest.approx(weighted * (13 + 6) / (drawn[0] * 13 + drawn[1] * 6), rel=1e-5)
 
+    def run(windows: Any) -> Any:
+        return [(window(), model.training) for window in windows]
+
+    found = objective.looked_at(model.train(), batches, run)
+    assert [one["own_sums"][1] for one in found] == [False, False], "in threads, a window cannot put dropout back"
+    assert model.training
+
 
 def given(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     objective = own(plain)
