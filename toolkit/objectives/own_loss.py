@@ -201,14 +201,12 @@ class OwnLoss(CausalLM):
         """Returns the sum and the count of the function, the summed cross-entropy and the targets, (4,), float64."""
         arguments = self.arguments(model, batch)
         # Before the function, which may change its arguments in place.
-        logits, labels = arguments.get("logits"), arguments["labels"]
-        whole = (
-            -arguments["log_probabilities"].sum()
-            if logits is None
-            else F.cross_entropy(logits, labels, reduction="sum")
-        )
+        if "logits" in arguments:
+            crossed = F.cross_entropy(arguments["logits"], arguments["labels"], reduction="sum")
+        else:
+            crossed = -arguments["log_probabilities"].sum()
         total, count = self._drawn_again(arguments)
-        values = (total, torch.as_tensor(count), whole, torch.tensor(len(labels)))
+        values = (total, torch.as_tensor(count), crossed, torch.tensor(len(arguments["labels"])))
         return torch.stack([value.detach().to(total.device).double() for value in values])
 
     def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
