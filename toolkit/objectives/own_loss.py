@@ -119,11 +119,8 @@ class OwnLoss(CausalLM):
         if isinstance(count, int) and not isinstance(count, bool):
             expected = num_rows if self.unit == "rows" else len(labels)
             if count != expected:
-                raise self.wrong(
-                    count,
-                    where,
-                    "as an int count len(labels), or num_rows if it takes that; return any other count as a tensor",
-                )
+                needed = "as an int count len(labels), or num_rows if it takes that; another count is a tensor"
+                raise self.wrong(count, where, needed)
             return total.clone(), count  # the function may keep its own, and change it later
         if isinstance(count, float):
             count = total.new_tensor(count)
