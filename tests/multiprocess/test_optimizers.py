@@ -107,7 +107,7 @@ def plain() -> dict[bool, Any]:
     return {given: plain_run(given) for given in (True, False)}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.grid)])
 def test_muon_of_sharded_matrices_is_that_of_whole_ones(num_ranks: int, plain: dict[bool, Any]) -> None:
     """Newton-Schulz, in bf16, makes directions of next to no gradient 500 times as long, and their rounding too."""
     start = dict(llama().named_parameters())

@@ -329,7 +329,7 @@ def divergence_parts() -> list[tuple[torch.Tensor, ...]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.grid)])
 def test_the_divergence_of_a_cut_vocabulary_is_that_of_whole_logits(num_ranks: int) -> None:
     of_ranks = run_on_ranks(divergence_parts, num_ranks)
     for number, (kind, beta, temperature, ratio, sizes) in enumerate(OF_DIVERGENCES):
