@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from support.backend import accelerated, close
+from support.cases import cases
 from support.memory import memory_report
 from support.offload_loops import (
     STEPS,
@@ -412,23 +413,7 @@ def refused() -> dict[str, str]:
 
 def test_what_cannot_be_had_is_told_with_the_way_out() -> None:
     found = run_on_ranks(refused, 1)[0]
-    expected = {
-        "ddp": "zero3+offload",
-        "ddp_text": "zero3+offload",
-        "word": "none, optimizer",
-        "contradiction": "sharding.strategy ends with +offload",
-        "optimizer": "torch.optim.AdamW, torch.optim.Adam and torch.optim.SGD",
-        "dampening": "dampening=0",
-        "kernel": "use cpu_torch or auto",
-        "executor": "auto, cpu_torch, cpu_fused, device_stream",
-        "gib": "a number of GiB from 0 up",
-        "subset": "pass model.parameters()",
-        "norm": "only 2 is supported",
-        "value": "use clip_grad_norm_",
-        "closure": "takes no closure",
-        "twice": "set training.max_grad_norm (one that is never reached, as 1e9, clips nothing)",
-        "limit": "set during_backward=False",
-    }
+    expected = cases(__file__)["WAYS_OUT"]
     assert found.keys() == expected.keys()
     for name, words in expected.items():
         assert words in found[name], name

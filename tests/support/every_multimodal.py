@@ -27,7 +27,13 @@ from support.tiny import VOCAB_SIZE
 from support.tiny_multimodal import FAMILIES
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 
-SIZES = {field: size for size, fields in cases(__file__)["SIZES"].items() for field in fields}
+
+def _by_type(listed: dict[Any, list[str]]) -> dict[str, Any]:
+    return {name: value for value, names in listed.items() for name in names}
+
+
+TABLES = cases(__file__)
+SIZES = _by_type(TABLES["SIZES"])
 """Of fields in any of a configuration's parts."""
 
 OF_KIND: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("multimodal_sizes.json").read_text())
@@ -37,38 +43,12 @@ OF_TIMM = ("fast_vlm", "gemma3n", "perception_lm")
 UNTRIED = {} if is_timm_available() else dict.fromkeys(OF_TIMM, "its tower is built by timm")
 """By type, why it is not tried here."""
 
-_READS_FIRST = "cannot run on rows of text alone: what it reads first is"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(("blip", "blip-2", "instructblip", "instructblipvideo", "kosmos-2", "pi0"), _READS_FIRST),
-    **dict.fromkeys(("pix2struct", "pp_formulanet", "vision-encoder-decoder"), _READS_FIRST),
-    **dict.fromkeys(("idefics", "kyutai_speech_to_text", "voxtral_realtime"), "cannot run on rows of text alone"),
-    **dict.fromkeys(("florence2", "t5gemma2", "udop"), "is an encoder-decoder"),
-    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "has no forward to train"),
-    "diffusion_gemma": "does not write a text token by token",
-    "evolla": "there is no model of type evolla that can generate text",
-    "paligemma": "the logits of a token depend on later tokens",
-    "shieldgemma2": "ShieldGemma2ForImageClassification in architectures, a class that does not write text",
-}
+REFUSED: dict[str, str] = _by_type(TABLES["REFUSED"])
 """By type, a part of what is said."""
 
-_MIXES, _CANNOT_SHARE = "which mix the tokens of a row", "mixes the tokens of a row elsewhere than in attention"
-_NOT_READ = dict.fromkeys(("inkling2", "inkling2_loop"), "peft would not read")
 NO_EXPERTS = "holds its experts as stacked parameters"
 """A part of what is said of types without any, and of those whose class transformers does not mark."""
-REFUSED_WITH: dict[str, dict[str, str]] = {
-    "shared_rows": {
-        **dict.fromkeys(("dots3_note", "glm5_next", "hy_v4_vl", "inkling2", "inkling2_loop"), _MIXES),
-        **dict.fromkeys(("inkling_mm_model", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _MIXES),
-        **dict.fromkeys(("mistral_large4", "nemotron_h_omni", "qwen3_5", "nemo_speechlm"), _MIXES),
-        **dict.fromkeys(("qwen3_5_moe", "qwen4_exp", "unlimited_ocr"), _MIXES),
-        **dict.fromkeys(("gemma4_unified", "git", "kosmos-2.5", "molmo2", "paligemma"), _CANNOT_SHARE),
-        **dict.fromkeys(("moss_transcribe_diarize", "vibevoice_asr"), "takes no position_ids, and a part of a row"),
-    },
-    "by_block": {"git": "changes in place what its embeddings or a block return"},
-    "experts": {"llama4": NO_EXPERTS, "muse_spark": "has no row for each of the 4 experts"},
-    "lora": _NOT_READ,
-    "nf4": {**_NOT_READ, "ovis2": "nf4 needs matrices of a multiple of 64 weights"},
-}
+REFUSED_WITH = {case: _by_type(words) for case, words in TABLES["REFUSED_WITH"].items()}
 """By case of `support.whole_models` and type, a part of what is said beside `REFUSED`."""
 
 WITHOUT_SIZES = {
