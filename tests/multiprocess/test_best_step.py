@@ -135,6 +135,10 @@ def test_the_best_weights_are_exported_and_told_everywhere(name: str, folder: Pa
         "by": by,
         "checkpoint": f"checkpoints/step_{best:08d}",
     }
+    assert f"best: step {best}, by {by}\n" in CliRunner().invoke(app, ["checkpoints", str(run)]).stdout
+    rows = json.loads(CliRunner().invoke(app, ["checkpoints", str(run), "--json"]).stdout)
+    assert [row["limits"] for row in rows] == [[LIMIT]] * len(rows)
+    assert f"{words} {values[8]:.4f} (but {LIMIT})" in progress_of(records, [LIMIT], by)[-1]
     assert (record["exported"], record["last"]) == (of_step, {"step": 8, "value": values[8]})
     told = ("starts", "limits", "outcome", "best", "last", "exported")
     assert {name: record[name] for name in told} == {name: origin[name] for name in told}

@@ -63,6 +63,8 @@ def test_saves_between_two_others_are_judged_by_as_many_steps(tmp_path: Path) ->
     judge(story, recipe, result, 7)
     assert story.best == {"step": 10, "by": "reward", "value": (4 + 9 + 16 + 25) / 4, "checkpoint": None}
     assert story.last == {"step": 10, "value": 54 / 4}
+    said = "step 7 of 10, whose mean reward since the save before is 1.5; the last is 13.5"
+    assert story.weights()["exported"] == said
     assert story.exported == {"step": 7, "value": (1 + 0 + 1 + 4) / 4}
 
 
