@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.cases import cases
 from support.launches import clean_environment
 from support.ranks import LIMIT_SECONDS, alone, run_on_ranks
 from support.runs import records_of
@@ -24,6 +25,8 @@ from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
 
 from toolkit.checkpoint import latest, list_checkpoints
+
+TABLES = cases(__file__)
 
 ROOT = Path(__file__).parents[2]
 STARTED: list[subprocess.Popen[str]] = []
@@ -145,17 +148,7 @@ def test_a_launcher_that_is_killed_alone(tmp_path: Path, text_file: Path) -> Non
     assert (tmp_path / "run" / "report.html").exists()
 
 
-MOMENTS = (
-    ("toolkit.training.trainer:Trainer.check_stop", 0, 143, "stopped before the first step: "),
-    ("toolkit.training.trainer:Trainer.train_step", 1, 3, "stopped after step 2: "),
-    ("toolkit.training.trainer:Trainer.check_stop", 2, 3, "stopped after step 2: "),
-    ("toolkit.training.trainer:Trainer.train_step", 3, 3, "stopped after step 4: "),
-    ("toolkit.training.trainer:Trainer.check_stop", 4, 3, "stopped after step 4: "),
-    ("toolkit.run.parts.held_out_samples:HeldOutSamples._continue", 4, 3, "stopped after step 4: "),
-    ("toolkit.run.run:export_model", None, 143, ""),
-    ("toolkit.run.shown.outcome:write_report", None, 143, ""),
-    ("toolkit.run.run:print_result", None, 0, ""),
-)
+MOMENTS = TABLES["MOMENTS"]
 """Calls (of a step) at which SIGTERM comes, the exit code, and what is said. In the last one finished.json is there."""
 
 

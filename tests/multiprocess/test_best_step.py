@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cases import cases
 from support.ranks import meet, run_on_ranks
 from support.runs import records_of
 from support.texts import make_texts
@@ -28,15 +29,9 @@ from toolkit.pages.run_page import progress_of
 from toolkit.run.shown.outcome import result_of
 from toolkit.training.extension import Extension
 
-WARNED = {
-    "data report": "also in train: the held-out loss is too low",
-    "checks before step 1": "this run of 8 steps ends within its warm-up of 9",
-    "resume": "the learning rate was 0.0004 in step 4, and is 1.5 in the next",
-    "evaluation": "cannot be written (Is a directory): training goes on",
-    "training": "is written again, and holds all records",
-    "export": "has changed since training began; the export has it as it was then",
-    "outcome": "after the last step, worse than",
-}
+TABLES = cases(__file__)
+
+WARNED = TABLES["WARNED"]
 """Stage of a run -> what it warns of."""
 LIMIT = "4 of 12 held-out rows are also in train"
 STRATEGIES: dict[str, dict[str, Any]] = {"zero3": {}, "ema": {"ema": 0.5, "best_by": "higher mine"}}

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from support.cases import cases
 from support.cuts import cut_in_step
 from support.ranks import meet, run_on_ranks
 from support.runs import finetuned, losses_of, records_of
@@ -36,20 +37,10 @@ from toolkit.objectives.causal_lm import CausalLM
 from toolkit.recipe import schema
 from toolkit.run import fit as runs
 
+TABLES = cases(__file__)
+
 CUT_AT = 7  # the step in which the run dies; saved after 3 and 6
-CASES: dict[int, list[dict[str, Any]]] = {
-    1: [
-        {"strategy": "zero3", "precision": "bf16", "offload": True, "accumulation": 3},
-        {"strategy": "ddp", "precision": "no", "dropout": True, "epochs": True},
-    ],
-    2: [
-        {"strategy": "zero3", "precision": "bf16", "offload": True},
-        {"strategy": "zero2", "precision": "no", "accumulation": 3, "synchronous": True},
-        {"strategy": "ddp", "precision": "bf16"},
-        {"strategy": "zero3", "precision": "no", "dropout": True, "epochs": True},
-    ],
-    4: [{"strategy": "hybrid", "precision": "bf16", "dropout": True}],
-}
+CASES: dict[int, list[dict[str, Any]]] = TABLES["CASES"]
 
 
 def world_size() -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import cases
 from support.cuts import cut_in_step
 from support.ranks import run_on_ranks
 from support.runs import finetuned, records_of
@@ -24,16 +25,9 @@ from toolkit.errors import StoppedError
 from toolkit.pages.run_page import render_report
 from toolkit.run.shown import live_report as live
 
-SAMPLED: dict[str, dict[str, Any]] = {
-    "zero3": {"sharding": {"strategy": "zero3"}},
-    "zero2": {"sharding": {"strategy": "zero2"}},
-    "ddp": {"sharding": {"strategy": "ddp"}, "training": {"ema": 0.5}},
-    "offload": {"sharding": {"strategy": "zero3", "offload": "optimizer", "offload_executor": "cpu_torch"}},
-    "by-block": {
-        "sharding": {"strategy": "zero3", "accumulate": "by_block"},
-        "training": {"micro_batch_size": 1, "gradient_accumulation_steps": 2},
-    },
-}
+TABLES = cases(__file__)
+
+SAMPLED: dict[str, dict[str, Any]] = TABLES["SAMPLED"]
 """Runs that continue held-out prompts."""
 
 

@@ -59,12 +59,7 @@ from toolkit.recipe.objectives.section import Comparison
 TABLES = cases(__file__)
 GREEDY = Sampling(12, 0.0)
 PROMPTS = ["the king", "a fox who sang of bread", "wine", "while the moon was high and all the world lay"]
-FACTS = {
-    "Where does the king walk?": "by the river",
-    "Who sang?": "A fox",
-    "What of?": "bread  and\nwine",
-    "Schöner Mond?": "ja, größer 月 🙂",
-}
+FACTS = TABLES["FACTS"]
 SYSTEM = "Be brief."
 
 
@@ -262,14 +257,7 @@ def test_tokens_that_the_model_does_not_know_are_told() -> None:
 
 # ---- the end ----
 
-ENDS = {
-    "llama 3.1": ["<|eot_id|>"],
-    "gemma": ["<end_of_turn>"],
-    "phi 3": ["<|end|>", "<|endoftext|>"],
-    "deepseek": ["<｜end▁of▁sentence｜>"],  # noqa: RUF001
-    "mistral": ["</s>"],
-    "zephyr": ["</s>"],
-}
+ENDS = TABLES["ENDS"]
 
 
 def test_the_token_that_closes_a_turn_is_found() -> None:

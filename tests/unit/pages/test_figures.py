@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.cases import cases
 from test_card import of_run
 from test_golden_pages import FIGURES, OF_SAMPLES
 
@@ -20,6 +21,8 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import LoggingSection, TrainingSection
 from toolkit.training.extensions.best import BestEvaluation
 from toolkit.training.metrics import Metrics
+
+TABLES = cases(__file__)
 
 
 def lines(figures: dict[str, Any]) -> list[dict[str, Any]]:
@@ -77,17 +80,7 @@ def test_numbers_stay_in_one_line_and_names_of_rows_break_before_the_number() ->
     assert "a b:<wbr>12)" in shown
 
 
-STEERS = {
-    "causal_lm": ("perplexity", "perplexity 7.389"),
-    "distillation": ("divergence", "divergence from the teacher 0.25"),
-    "grpo": ("lower entropy", "entropy of the samples 1.5 nats a token"),
-    "kto": ("lower kl", "KL to the reference 0.125"),
-    "preference": ("margin", "margin 1.25"),
-    "reward": ("higher chosen_reward", "chosen reward 0.5"),
-    "seq2seq": ("higher mine", "mine 1234"),
-    "sequence_classification": ("f1_macro", "F1 68.8%"),
-    "token_classification": ("recall", "recall 70.0%"),
-}
+STEERS = TABLES["STEERS"]
 """Objective -> the figure that judges its evaluations, and what the console says of it."""
 
 
