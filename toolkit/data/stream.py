@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,10 +130,11 @@ class Stream:
     def windows_ahead(self, state: State | None = None) -> Iterator[Window]:
         """Yields the same. Once they have cost some CPU time, a process makes them, as a thread holds up training.
 
-        Windows with images are not moved: their pixels would be copied.
+        Windows with images are not moved: their pixels would be copied. What ends the process, such as the kernel or a
+        full /dev/shm, ends no run: the thread goes on at the window that is missing, and meets an error of the rows.
 
         Raises:
-            DataError: as `windows` does, or if the process is killed.
+            DataError: as `windows` does.
         """
         started = time.thread_time()
         for window in self.windows(state):
@@ -140,9 +142,12 @@ class Stream:
             state = window.end
             if time.thread_time() - started > ALONE_SECONDS and self._may_move:
                 break
-        for window, counted in made_apart(_counted_windows, self, state):
-            self.counts, self.also_held_out, self.cut_tokens = counted
-            yield window
+        with suppress(Exception):
+            for window, counted in made_apart(_counted_windows, self, state):
+                self.counts, self.also_held_out, self.cut_tokens = counted
+                yield window
+                state = window.end
+        yield from self._windows(state)
 
     @property
     def _may_move(self) -> bool:

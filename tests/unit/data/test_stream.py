@@ -134,22 +134,31 @@ def test_another_process_makes_the_same_windows(
     assert alone.counts.read > len(TEXTS), "several windows"
     resumed, *_ = trained(-1.0, (20, 640, state))
     assert resumed == here[20:]
+    assert not multiprocessing.active_children()
 
 
-def test_what_ends_the_process_of_a_stream_ends_the_run(
-    tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ended", ["killed", "own code was edited"])
+def test_what_ends_the_process_of_a_stream_ends_no_run(
+    tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
-    monkeypatch.setattr(stream, "ALONE_SECONDS", -1.0)
-    rows = rows_file(tmp_path / "a.jsonl", TEXTS * 20)
-    windows = built(tmp_path, byte_pairs, str(rows)).stream.windows_ahead()
-    [next(windows) for _ in range(2)]
-    (process,) = multiprocessing.active_children()
-    process.kill()
-    with pytest.raises(DataError, match=r"data\.num_proc: a process that tokenises was killed.*; set 1, and a thread"):
-        list(windows)
-    windows = built(tmp_path, byte_pairs, str(rows)).stream.windows_ahead()
-    [next(windows) for _ in range(2)]
-    windows.close()
+    for name, value in {"ALONE_SECONDS": -1.0, "WINDOW_SAMPLES": 256, "BATCH_ROWS": 16}.items():
+        monkeypatch.setattr(stream, name, value)
+    mine = tmp_path / "mine.py"
+    mine.write_text("def same(row):\n    return row\n")
+    of = built(tmp_path, byte_pairs, max_length=16, map=f"{mine}:same").stream
+
+    def ends(windows: Any, during: Any) -> list[Any]:
+        first = [next(windows).end for _ in range(2 if ended == "killed" else 1)]
+        during()
+        return [*first, *(next(windows).end for _ in range(4 - len(first))), of.counts.described(of.cut_tokens)]
+
+    def end_it() -> None:
+        if ended == "killed":
+            multiprocessing.active_children()[0].kill()
+        else:
+            mine.write_text("def same(row):\n    return None\n")
+
+    assert ends(of.windows_ahead(), end_it) == ends(of.windows(), lambda: None)
     assert not multiprocessing.active_children()
 
 

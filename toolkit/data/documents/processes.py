@@ -6,6 +6,7 @@ cores.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,9 +20,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 from multiprocessing import forkserver
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
@@ -207,21 +208,20 @@ def made_apart(make: Callable[..., Iterator[T]], *arguments: Any) -> Iterator[T]
     """Yields what `make(*arguments)` does, which another process advances when the next item is asked for.
 
     Raises:
-        DataError: if that process is killed. What is raised in it, too.
+        Exception: what is raised in that process, or because it cannot start or is killed.
     """
     main = sys.modules["__main__"]
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (partial(make, *arguments),))
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (None,))
     try:
         sys.modules["__main__"] = ModuleType("__main__")  # it shall not run the caller's script again
         try:
-            coming = pool.submit(_next_item)
+            pool.submit(bool)  # starts it; the work follows, as other threads shall not see that `__main__` for seconds
         finally:
             sys.modules["__main__"] = main
+        coming = pool.submit(_first_item, bytes(ForkingPickler.dumps((make, arguments))))
         while (item := coming.result()) is not None:
             yield item
             coming = pool.submit(_next_item)
-    except BrokenProcessPool as error:
-        raise DataError(f"data.num_proc: a process that tokenises {KILLED}; set 1, and a thread does it") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -232,6 +232,7 @@ _work: list[Any] = []
 
 def _begin(work: Any) -> None:
     _work.append(work)
+    atexit.register(_work.clear)  # readers of files do not close without their libraries
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads the rows
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -249,7 +250,11 @@ def _documents(batch: Batch) -> pa.RecordBatch:
     return documents
 
 
+def _first_item(work: bytes) -> Any:
+    make, arguments = ForkingPickler.loads(work)  # here, as an error of the queue's would end the process
+    _work[0] = make(*arguments)
+    return _next_item()
+
+
 def _next_item() -> Any:
-    if len(_work) == 1:
-        _work.append(_work[0]())
-    return next(_work[1], None)
+    return next(_work[0], None)
