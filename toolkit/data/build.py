@@ -40,6 +40,7 @@ from toolkit.data.stream import Stream, StreamedSource, Window, describe_stream
 from toolkit.data.templates.stops import next_turn_of, require_turn_end
 from toolkit.data.tokens.tokenizer import bos_of, identity, pad_id
 from toolkit.errors import DataError
+from toolkit.paths import source_name
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import DataSection, SourceSection
 from toolkit.terminal import Pass, Terminal
@@ -330,7 +331,7 @@ class Builder:
             packing=self.kind.packed,
             long_rows=policy,
             targets=self.kind.chosen_targets,
-            chat_template=self.data.chat_template or own,
+            chat_template=source_name(self.data.chat_template) if self.data.chat_template is not None else own,
             streaming=self.data.streaming,
             warnings=warnings,
             **splits,

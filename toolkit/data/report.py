@@ -145,7 +145,7 @@ class DataReport(_Part):
         max_length: length of a sample (tokens).
         packing: whether rows share samples.
         long_rows, targets: the recipe's settings, resolved; `targets` is None if the objective decides what is learned.
-        chat_template: one of ours, or `the tokenizer's own`; None if there is none.
+        chat_template: one of ours, the name of a file, or `the tokenizer's own`; None if there is none.
         train: the rows to train on; for a stream its first window, and later all that has been read.
         examples: decoded samples.
         warnings: what the user should look at before the run.

@@ -278,8 +278,16 @@ def test_use_template(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"data.chat_template: 'none.jinja' cannot be read: .*No such file"):
         use_template(tokenizer, "none.jinja")
     assert tokenizer.chat_template == TEMPLATES["alpaca"]
-    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
-    use_template(tokenizer, str(tmp_path / "mine.jinja"))
+    file = tmp_path / "mine.jinja"
+    for content, told in (
+        ("{{ messages[0].content }", r"mine.jinja' cannot be read: .* \(line 1\)"),
+        ("\n", "is empty"),
+    ):
+        file.write_text(content)
+        with pytest.raises(BadInputError, match=told):
+            use_template(tokenizer, str(file))
+    file.write_text("{{ messages[0].content }}", encoding="utf-8-sig")
+    use_template(tokenizer, str(file))
     assert tokenizer.apply_chat_template([user("Hi")], tokenize=False) == "Hi"
     tokenizer.bos_token = "<|im_start|>"  # as SmolLM2's is
     use_template(tokenizer, "chatml")

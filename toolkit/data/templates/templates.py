@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.data.layouts import thoughts
-from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of, with_date
+from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of, variables, with_date
 from toolkit.data.rows import image_places
 from toolkit.data.templates import calls, parts
 from toolkit.errors import BadInputError, first_line
@@ -44,15 +45,20 @@ def use_template(tokenizer: PreTrainedTokenizerBase, name: str | None) -> None:
     """Gives the tokenizer our chat template of that name, or that of a file; None leaves its own.
 
     Raises:
-        BadInputError: if the file cannot be read.
+        BadInputError: if the file cannot be read, or holds no template.
     """
     if name is None:
         return
     if name not in TEMPLATES:
         try:
-            tokenizer.chat_template = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInputError(f"data.chat_template: {name!r} cannot be read: {first_line(error)}") from error
+            template = Path(name).read_text(encoding="utf-8-sig")
+            variables(template)  # to read it whole
+        except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
+            line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
+            raise BadInputError(f"data.chat_template: {name!r} cannot be read: {first_line(error)}{line}") from error
+        if not template.strip():
+            raise BadInputError(f"data.chat_template: {name!r} is empty; write a template into it, or name another")
+        tokenizer.chat_template = template
         return
     # chatml begins each turn with a mark that is the bos of some tokenizers, such as SmolLM2's.
     marked = tokenizer.bos_token in MARKERS[name]
