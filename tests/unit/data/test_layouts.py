@@ -306,6 +306,8 @@ def test_sources_have_columns_of_their_own(tmp_path: Path, chatml: Any) -> None:
     assert read({"text": "prompt"}, str(other)) == [("no" + end, "o" + end), usual], "not what was kept of the others"
     with pytest.raises(DataError, match=r"'rows.jsonl' has no column 'ask' \(columns\.prompt\); it has"):
         read({"prompt": "ask"})
+    with pytest.raises(DataError, match=r"^columns\.input has no effect on .* the prompt columns\.instr"):
+        read({**named, "input": "prompt"})
     with pytest.raises(ValidationError, match=r"data\.columns has no effect, because every source has columns"):
         read(named, columns={"prompt": "question"})
 

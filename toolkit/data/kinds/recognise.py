@@ -48,10 +48,10 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
             unused.append((without_effect[0], form))
     if unused:
         what, form = unused[0]
-        place = f", {form.elsewhere[what]}" if what in form.elsewhere else ""
+        elsewhere = f", {form.elsewhere[what]}" if what in form.elsewhere else ""
         raise DataError(
             f"{place}.{what} has no effect on {source.name!r}, whose rows would be read as {form.name}; remove it"
-            f"{place}"
+            f"{elsewhere.replace('data.columns', place)}"
         )
     allowed = "; ".join(dict.fromkeys(" + ".join(form.needed) for form in forms))
     others = [
@@ -62,7 +62,7 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
     fitting = f"Its columns fit {' or '.join(f'objective.kind={other}' for other in others)}. " if others else ""
     raise DataError(
         f"{source.field}: {source.name!r} matches no known column layout; {_columns_text(source)}; needed: {allowed}. "
-        f"{fitting}{_advice(source, kinds, forms)}"
+        f"{fitting}{_advice(source, kinds, forms).replace('data.columns', place)}"
     )
 
 
