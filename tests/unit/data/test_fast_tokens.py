@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from support.conversations import ALL_TEMPLATES, tokenizer_for
-from test_build import TEXTS, jsonl, rows_of, section
+from support.texts import write_rows
+from test_build import TEXTS, rows_of, section
 from test_byte_tokens import KINDS, tokenizer
 from tokenizers import Tokenizer
 
@@ -44,7 +45,7 @@ def built(folder: Path, fast: ModuleType | None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fast_tokens, "version", lambda name: "1.0")
     monkeypatch.setattr(processes, "BATCH_ROWS", 4)
     folder.mkdir()
-    data = section(folder, jsonl(folder / "rows.jsonl", [{"text": text} for text in texts]))
+    data = section(folder, write_rows(folder / "rows.jsonl", [{"text": text} for text in texts]))
     found = build.build(data, _train_byte_pairs(iter(TEXTS), 320), seed=0)
     report = found.report.to_dict()
     return rows_of(found.train), report["train"]["sources"][0]["tokens_by"], report["warnings"]

@@ -10,7 +10,8 @@ from typing import Any
 import datasets
 import pytest
 from support.cases import cases
-from test_build import TEXTS, jsonl, rows_of, section
+from support.texts import write_rows
+from test_build import TEXTS, rows_of, section
 
 from toolkit.data import build
 from toolkit.data.documents import processes
@@ -52,7 +53,7 @@ def built(data: Any, tokens: Any) -> Any:
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "parquet", "saved"])
 def test_samples_are_those_of_rows_mapped_by_hand(tmp_path: Path, byte_pairs: Any, kind: str) -> None:
     rows = stored(tmp_path)
-    jsonl(tmp_path / "by_hand.jsonl", by_hand(rows))
+    write_rows(tmp_path / "by_hand.jsonl", by_hand(rows))
     place, table = tmp_path / f"rows.{kind}", datasets.Dataset.from_list(rows)
     if kind == "saved":
         table.save_to_disk(place)
@@ -61,7 +62,7 @@ def test_samples_are_those_of_rows_mapped_by_hand(tmp_path: Path, byte_pairs: An
     elif kind == "json":
         place.write_text(json.dumps(rows))
     elif kind == "jsonl":
-        jsonl(place, rows)
+        write_rows(place, rows)
     else:
         with gzip.open(place, "wt") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
@@ -73,8 +74,8 @@ def test_samples_are_those_of_rows_mapped_by_hand(tmp_path: Path, byte_pairs: An
 def test_held_out_rows_and_streams_are_mapped_too(tmp_path: Path, byte_pairs: Any) -> None:
     rows = stored(tmp_path)
     for name, part in {"a": rows[:30], "b": rows[30:]}.items():
-        jsonl(tmp_path / f"{name}.jsonl", part)
-        jsonl(tmp_path / f"{name}_by_hand.jsonl", by_hand(part))
+        write_rows(tmp_path / f"{name}.jsonl", part)
+        write_rows(tmp_path / f"{name}_by_hand.jsonl", by_hand(part))
     for streaming in (False, True):
         one, other = (
             mapped(
@@ -96,7 +97,7 @@ def test_processes_that_tokenise_import_the_function_themselves(
     tmp_path: Path, byte_pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "BATCH_ROWS", 8)
-    rows = jsonl(tmp_path / "a.jsonl", stored(tmp_path))
+    rows = write_rows(tmp_path / "a.jsonl", stored(tmp_path))
     function = {"map": f"{tmp_path}/mine.py:told"}
     found = [
         rows_of(
@@ -110,7 +111,7 @@ def test_processes_that_tokenise_import_the_function_themselves(
 
 
 def test_another_source_makes_the_rows_again_and_the_same_one_does_not(tmp_path: Path, byte_pairs: Any) -> None:
-    rows = jsonl(tmp_path / "a.jsonl", stored(tmp_path))
+    rows = write_rows(tmp_path / "a.jsonl", stored(tmp_path))
     (tmp_path / "same.py").write_text(SOURCE)
     (tmp_path / "other.py").write_text(SOURCE.replace("upper", "lower"))
     found = {
@@ -124,7 +125,7 @@ def test_another_source_makes_the_rows_again_and_the_same_one_does_not(tmp_path:
 
 
 def test_another_function_of_the_same_file_makes_rows_of_its_own(tmp_path: Path, byte_pairs: Any) -> None:
-    rows = jsonl(tmp_path / "a.jsonl", stored(tmp_path))
+    rows = write_rows(tmp_path / "a.jsonl", stored(tmp_path))
     second = "\n\ndef second(row):\n    found = told(row)\n    return {**found, 'prompt': found['prompt'][::-1]}\n"
     (tmp_path / "mine.py").write_text(SOURCE + second)
     first, other = (
@@ -135,7 +136,7 @@ def test_another_function_of_the_same_file_makes_rows_of_its_own(tmp_path: Path,
 
 
 def test_a_tokenizer_is_trained_on_mapped_rows(tmp_path: Path) -> None:
-    rows = jsonl(tmp_path / "a.jsonl", stored(tmp_path))
+    rows = write_rows(tmp_path / "a.jsonl", stored(tmp_path))
     folders = {
         tokenizer.train(mapped(tmp_path, rows, map=f"{tmp_path}/mine.py:{name}"), 300)
         for name in ("told", "other")
@@ -179,7 +180,7 @@ def ends(row):
 
 @pytest.mark.parametrize(("name", "told"), TABLES["NO_ROW"])
 def test_what_makes_no_row_is_one_error(tmp_path: Path, byte_pairs: Any, name: str, told: str) -> None:
-    rows = jsonl(tmp_path / "a.jsonl", stored(tmp_path))
+    rows = write_rows(tmp_path / "a.jsonl", stored(tmp_path))
     (tmp_path / "bad.py").write_text(BAD)
     for streaming in (False, True):
         with pytest.raises(ToolkitError) as caught:

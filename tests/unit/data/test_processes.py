@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 from support.ranks import LIMIT_SECONDS
-from test_build import TEXTS, jsonl, rows_of, section
+from support.texts import write_rows
+from test_build import TEXTS, rows_of, section
 
 from toolkit.data import build
 from toolkit.data.documents import processes
@@ -76,7 +77,7 @@ def test_while_others_start_this_process_works(
 
 def many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(processes, "BATCH_ROWS", 8)
-    return jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    return write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
 
 
 @pytest.mark.slow
@@ -90,7 +91,7 @@ def test_no_process_is_forked_for_tokenising(tmp_path: Path, byte_pairs: Any, mo
 
 @pytest.mark.slow
 def test_a_script_without_a_guard_can_tokenise_in_several_processes(tmp_path: Path) -> None:
-    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS
@@ -123,7 +124,7 @@ def test_a_process_that_is_killed_is_an_error_with_a_cure(
 
 @pytest.mark.slow
 def test_no_process_outlives_the_one_that_reads_the_rows(tmp_path: Path) -> None:
-    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     (tmp_path / "mine.py").write_text(SLEEPS)
     (tmp_path / "script.py").write_text(SCRIPT.replace("num_proc=2", "num_proc=2, map='mine.py:sleeps'"))
     reader = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, start_new_session=True)
