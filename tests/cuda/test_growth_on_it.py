@@ -12,9 +12,9 @@ import pytest
 import torch
 from support import ranks
 from support.pretended_steps import NCCL, Watched, started_anew, watched
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
-from test_recipes_on_it import BF16, BY_BLOCK, OFFLOAD, write
+from test_recipes_on_it import BF16, BY_BLOCK, OFFLOAD
 
 pytestmark = [
     pytest.mark.grid,
@@ -69,7 +69,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Watch
     folder = tmp_path_factory.mktemp("growth")
     texts = make_texts(200, seed=2)
     save_llama(folder / "model", texts, tied=True)
-    write(folder / "rows.jsonl", [{"text": text} for text in texts])
+    write_rows(folder / "rows.jsonl", [{"text": text} for text in texts])
     return started_anew(runs, 1, folder, **NCCL)  # type: ignore[no-any-return]
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from support import ranks
 from support.pretended_steps import NCCL, Watched, started_anew, watched
-from support.texts import make_texts
+from support.texts import make_texts, write_rows
 from support.tiny import recipe_values, save_llama
-from test_recipes_on_it import write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = [
@@ -114,8 +113,8 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     text = " ".join(make_texts(40, seed=2))
-    write(folder / "rows.jsonl", [{"text": text[: 2000 + number]} for number in range(160)])
-    write(folder / "long.jsonl", [{"text": (text * 20)[:60_000]} for _ in range(8)])
+    write_rows(folder / "rows.jsonl", [{"text": text[: 2000 + number]} for number in range(160)])
+    write_rows(folder / "long.jsonl", [{"text": (text * 20)[:60_000]} for _ in range(8)])
     (result,) = started_anew(runs, 1, folder, names, **NCCL, **UNCOMPUTED)
     return result  # type: ignore[no-any-return]
 

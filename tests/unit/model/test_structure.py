@@ -194,7 +194,7 @@ def test_text_rows_train_what_stands_beside_the_towers(kind: str) -> None:
     parts = parts_of(model)
     assert parts
     assert {name for name, part in parts.items() if part != "language"} == {
-        name for name in parts if name.startswith(WITHIN[kind])
+        name for name in parts if name.startswith(tuple(WITHIN[kind]))
     }
     assert {path.removesuffix(".") for path in WITHIN[kind]} <= set(untrained_modules(model, ("language",)))
 
