@@ -129,7 +129,7 @@ def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
         return [text for member in get_args(annotation) for text in allowed_values(member, bounds)]
     if get_origin(annotation) is list:
         (item,) = get_args(annotation)
-        if section_of(item) is not None:
+        if isinstance(item, type) and section_of(item) is not None:
             return ["a path", "a mapping", "a list of them"]
         some = "a non-empty list" if any(getattr(bound, "min_length", 0) == 1 for bound in bounds) else "a list"
         return [f"{some} (each item {' or '.join(allowed_values(item))})"]
@@ -181,9 +181,9 @@ def _field_location(root: type[Section], location: Location) -> Location:
 
 def section_of(annotation: Any) -> Any:
     """Returns the section class of a field, in a list if the field is a list of sections; None for other fields."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
     for member in (annotation, *get_args(annotation)):
+        if isinstance(member, type) and issubclass(member, Section):
+            return member
         items = get_args(member)
         if get_origin(member) is list and isinstance(items[0], type) and issubclass(items[0], Section):
             return [items[0]]
