@@ -54,6 +54,7 @@ def test_a_file_is_not_replaced_by_accident(here: Path) -> None:
 def test_what_it_is_given_stays_inside_of_its_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = job(*CLUSTER, "--partition", "long\n#SBATCH --account=other")
     assert "--partition: 'long\\n#SBATCH --account=other' holds an end of line" in str(refused.exception)
+    monkeypatch.setattr("sys.argv", ["toolkit", "job", "a\nb\u2028c\x85d"])
     text = _written(here, *CLUSTER, "model.config={model_type: llama,\n  hidden_size: 8}")
     assert all(line.startswith("#") for line in text.partition("Submit it")[0].splitlines())
     assert "\n#SBATCH --partition='a b'\n" in _written(here, *CLUSTER, "--partition", "a b")

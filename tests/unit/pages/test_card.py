@@ -54,7 +54,8 @@ def test_neither_paths_nor_keys_are_published(tmp_path: Path) -> None:
         more = ["data.map=IT/m.py:f", "data.cache_dir=IT/c", "answers.file=IT/e.jsonl", "answers.compare=IT/s.py:f"]
         more += ["training.extensions=[IT/x.py:X]", "training.output_dir=IT/o", "checkpoint.resume=IT/r"]
         more += ["checkpoint.to=file://IT/store", "model.name_or_path=IT/base", "model.tokenizer=IT/t"]
-        more += ["logging.trackers=[wandb]", f"logging.tracker_settings.wandb.api_key={secret}"]
+        more += ["logging.trackers=[wandb]", f"logging.tracker_settings.wandb.notes={secret}"]
+        more += [f"data.template_arguments.api_key={secret}"]
         recipe = Recipe.load(name, [one.replace("IT", str(tmp_path)) for one in [*overrides, *more]])
         planned: Any = SimpleNamespace(room=1, peak_bytes=None)
         texts = [

@@ -195,8 +195,9 @@ def parsed(modelfile: str) -> list[tuple[str, str]]:
         name, _, left = left.partition(" ")
         if name == "PARAMETER":
             name, _, left = left.partition(" ")
-        ends = (r'"""(.*?)"""\n', r'"(.*?)"\n') if left.startswith('"') else (r"(.*?)\n",)
-        value = next(match for pattern in ends if (match := re.match(pattern, left, re.DOTALL)))
+        mark = next(quotes for quotes in ('"""', '"', "") if left.startswith(quotes))
+        value = re.match(f"{mark}(.*?){mark}\n", left, re.DOTALL)
+        assert value is not None, left
         found.append((name, value[1]))
         left = left[value.end() :]
     return found

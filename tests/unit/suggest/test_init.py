@@ -433,7 +433,7 @@ def test_a_small_encoder_learns_at_a_higher_rate() -> None:
 def test_a_draft_writes_what_it_holds() -> None:
     draft = Draft(["data.columns={text: body}", "training.max_steps=3"])
     draft.set("data.train", ["a: b.txt", "c.txt"], "Two files.")
-    draft.set("data.max_length", 8, "long " * 30)
+    draft.set("data.max_length", 8, "long\u2028or: \x85" * 30)
     draft.set("training.num_epochs", 2)
     text = draft.text(["Head."])
     assert yaml.safe_load(text) == {
