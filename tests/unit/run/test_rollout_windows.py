@@ -39,15 +39,19 @@ def rollouts(folder: Path, drawn: list[tuple[int, int]], **objective: Any) -> Ro
     return Rollouts(recipe, data, loader, tokens, sample, torch.device("cpu"), lambda _: None, lambda: None)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("left_out", "expected"), [("nothing", [2, 2]), ("cut", [2, 0]), ("abstained", [0, 2])])
 def test_each_prompt_is_drawn_once_for_each_of_its_group_and_cut_completions_may_teach_nothing(
-    masked: bool, tmp_path: Path
+    left_out: str, expected: list[int], tmp_path: Path
 ) -> None:
+    (tmp_path / "mine.py").write_text("N = iter(range(6))\ndef score(text, row):\n    return next(N) % 2 or None\n")
+    abstains = {"rewards": [{"name": "r", "compare": f"{tmp_path}/mine.py:score"}]} if left_out == "abstained" else {}
     drawn: list[tuple[int, int]] = []
-    [window] = rollouts(tmp_path, drawn, mask_truncated=masked)
+    run = rollouts(tmp_path, drawn, mask_truncated=left_out == "cut", **abstains)
+    [window] = run
     assert drawn == [(number, k) for number in range(3) for k in range(2)]
     learned = [int((batch["labels"][batch["segments"] == i] != -100).sum()) for batch in window for i in range(3)]
-    assert learned == [2, 0 if masked else 2] * 3
+    assert learned == expected * 3
+    assert run.figures.get("abstained") == (0.5 if abstains else None)
 
 
 def test_dropout_is_refused_by_name() -> None:

@@ -44,7 +44,7 @@ def test_a_signal_that_comes_again(monkeypatch: pytest.MonkeyPatch, capfd: pytes
         stop.before_step(1)
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
             signal.raise_signal(number)
-            assert stop.reason_to_stop() == "SIGINT"
+            assert stop.reason_to_stop() == stop.leaves_evaluation() == "SIGINT"
         told = "SIGINT: saving a checkpoint, then stopping; Ctrl-C once more, some seconds later, stops "
         assert capfd.readouterr().err == f"\n{told}at once without one\n", "once, and at once"
         monkeypatch.setattr("toolkit.training.stop.SAME_REQUEST_SECONDS", -1.0)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit import Recipe, finetune
-from toolkit.errors import TrainingError
+from toolkit.errors import StoppedError, TrainingError
 from toolkit.recipe.schema import TrainingSection
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.extension import Extension
@@ -286,6 +286,21 @@ def test_an_extension_is_called_at_every_point_and_can_end_the_run() -> None:
         *[Phase.EVALUATE, Phase.COLLECTIVE],
         *[Phase.DATA, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.COLLECTIVE, Phase.OPTIMIZER],
     ]
+
+
+def test_an_evaluation_is_left_in_the_batch_in_which_that_is_asked() -> None:
+    """18,000 held-out rows took 43 s, and a machine that is preempted gives 30."""
+    trainer, _ = built([1.0], False, None)
+    evaluation_of(trainer)
+    batches, asked = iter([{"input_ids": torch.ones(1, 1)}] * 9), Extension()
+    trainer.evaluation, trainer.extensions = (lambda: batches), [asked]
+    asked.leaves_evaluation = iter([None, None, "SIGTERM"]).__next__  # type: ignore[method-assign]
+    try:
+        with pytest.raises(StoppedError, match="stopped after step 0: SIGTERM"):
+            trainer.fit()
+    finally:
+        reset_accelerate()
+    assert len([*batches]) == 6
 
 
 def test_extensions_are_closed_after_an_error() -> None:
