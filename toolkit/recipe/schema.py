@@ -169,7 +169,7 @@ class ColumnsSection(Section):
         named: dict[str, str] = {}
         for what, column in self.model_dump(exclude_none=True).items():
             if (other := named.setdefault(column, what)) != what:
-                raise contradiction(f"columns: {other} and {what} are both {column!r}; correct one")
+                raise contradiction(f"data.columns, or a source's: {other} and {what} are both {column!r}; correct one")
         return self
 
     def key(self) -> dict[str, str | None]:

@@ -416,7 +416,7 @@ def test_a_column_that_is_named_by_hand_is_read_once(tmp_path: Path, chatml: Any
     assert learned(built(tmp_path, chatml, [row], columns={"instruction": "input"}), chatml)[0][0] == asked
     behind = learned(built(tmp_path, chatml, [{**row, "instruction": "hi"}], columns={"system": "input"}), chatml)
     assert behind[0][0] == turn("system", "hi") + asked
-    with pytest.raises(ValueError, match=r"columns: instruction and input are both 'input'"):
+    with pytest.raises(ValueError, match=r"data.columns, or a source's: instruction and input are both 'input'"):
         built(tmp_path, chatml, [row], columns={"instruction": "input", "input": "input"})
 
 
