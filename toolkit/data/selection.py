@@ -152,10 +152,9 @@ def require_few_long(kind: RowKind, rows: Rows, field: str, sizes: Sequence[Any]
     """
     if num_long > LONG_SHARE * num_rows:
         ways = ("drop",) if rows.have_images else kind.ways
-        *others, last = [way for way in ways if way != "drop" or kind.data.streaming or num_long < num_rows] or [""]
-        listed = " or ".join(filter(None, [", ".join(others), last]))
-        choice = f", or choose what happens to them: data.long_rows={listed}" if listed else ""
-        raise DataError(kind.too_many_long(field, sizes, num_rows, num_long, choice))
+        listed = ", ".join(way for way in ways if way != "drop" or kind.data.streaming or num_long < num_rows)
+        choice = f", or choose what happens to them: data.long_rows={' or '.join(listed.rsplit(', ', 1))}"
+        raise DataError(kind.too_many_long(field, sizes, num_rows, num_long, choice if listed else ""))
 
 
 def require_few_dropped(kind: RowKind, field: str, num_rows: int, reasons: Reasons) -> None:

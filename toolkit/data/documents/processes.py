@@ -50,8 +50,6 @@ MANY_SECONDS, MEASURED_SECONDS = 20.0, 1.0
 """If the lines of a source would take longer than the first by the CPU time of their first bytes, `auto` starts others
 sooner: after the second."""
 
-KILLED = "was killed, as happens where memory runs out"
-
 PROCESS_BYTES = 2**30
 """Host memory that `auto` counts for a process: its libraries, a tokenizer and a few batches of rows."""
 
@@ -181,7 +179,10 @@ def _in_processes(work: Work, unread: Iterator[Batch], processes: int, helps: bo
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
-            raise DataError(f"data.num_proc: a process that tokenises {KILLED}; set a smaller number") from error
+            raise DataError(
+                "data.num_proc: a process that tokenises was killed, as happens where memory runs out; set a smaller "
+                "number"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -191,17 +192,26 @@ def _forking_from_a_fresh_process() -> Iterator[multiprocessing.context.ForkServ
     """Starts processes from one that has imported the libraries and nothing else, which ends with the block.
 
     A fork of this process would keep locks that other threads hold at that moment, and processes that start from
-    nothing import torch each. None of them runs the caller's script again, which therefore needs no
-    `if __name__ == "__main__"`.
+    nothing import torch each.
     """
-    context, main = multiprocessing.get_context("forkserver"), sys.modules["__main__"]
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["toolkit.data.build"])
+    try:
+        with _without_script():
+            yield context
+    finally:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would keep the libraries in memory
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """Lets no process that starts in the block run the caller's script, which needs no `if __name__ == "__main__"`."""
+    main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        yield context
+        yield
     finally:
         sys.modules["__main__"] = main
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would keep the libraries in memory
 
 
 def made_apart(make: Callable[..., Iterator[T]], *arguments: Any) -> Iterator[T]:
@@ -210,14 +220,10 @@ def made_apart(make: Callable[..., Iterator[T]], *arguments: Any) -> Iterator[T]
     Raises:
         Exception: what is raised in that process, or because it cannot start or is killed.
     """
-    main = sys.modules["__main__"]
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (None,))
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
     try:
-        sys.modules["__main__"] = ModuleType("__main__")  # it shall not run the caller's script again
-        try:
+        with _without_script():
             pool.submit(bool)  # starts it; the work follows, as other threads shall not see that `__main__` for seconds
-        finally:
-            sys.modules["__main__"] = main
         coming = pool.submit(_first_item, bytes(ForkingPickler.dumps((make, arguments))))
         while (item := coming.result()) is not None:
             yield item
@@ -230,8 +236,8 @@ _work: list[Any] = []
 """In a process that tokenises, what it does."""
 
 
-def _begin(work: Any) -> None:
-    _work.append(work)
+def _begin(*work: Work) -> None:
+    _work.extend(work)
     atexit.register(_work.clear)  # readers of files do not close without their libraries
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads the rows
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -246,13 +252,12 @@ def _end_with_parent() -> None:
 
 
 def _documents(batch: Batch) -> pa.RecordBatch:
-    documents: pa.RecordBatch = _work[0].documents(batch)
-    return documents
+    return _work[0].documents(batch)
 
 
 def _first_item(work: bytes) -> Any:
     make, arguments = ForkingPickler.loads(work)  # here, as an error of the queue's would end the process
-    _work[0] = make(*arguments)
+    _work.append(make(*arguments))
     return _next_item()
 
 
