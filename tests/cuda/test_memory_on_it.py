@@ -54,7 +54,7 @@ SHAPES = {
     "offload": Shape(CHECKPOINTED | {"offload": "optimizer", "offload_executor": "cpu_torch"}),
     "streamed": Shape(CHECKPOINTED | {"offload": "optimizer", "offload_executor": "device_stream"}),
     "long rows": Shape(CHECKPOINTED, long_rows=True),
-    "chunks": Shape(CHECKPOINTED | {"chunk_tokens": 1024, "offload_checkpoints": True}, long_rows=True),
+    "inputs on the host": Shape(CHECKPOINTED | {"offload_checkpoints": True}, long_rows=True),
     # The last one: a process keeps the workspaces of threads that have ended.
     "by block": Shape(CHECKPOINTED | {"accumulate": "by_block"}, micro_batches=4, threads=6),
 }

@@ -88,9 +88,6 @@ CASES: dict[int, dict[str, Case]] = {
             {"sequence": 2, "activation_checkpointing": 1, **OFFLOAD}, BF16, close=IN_BF16
         ),
         "inputs offloaded": Case({"activation_checkpointing": 1, "offload_checkpoints": True}),
-        "chunks": Case(
-            {"activation_checkpointing": 1, "chunk_tokens": 16, "offload_checkpoints": True}, BF16, close=IN_BF16
-        ),
         "packed": Case(sections={"data": {"packing": True, "max_length": 64}}),
         "LoRA, merged": Case(sections={"adapter": LORA, "export": {"merge": True}}),
         "int8": Case(sections={"adapter": LORA | {"quantize": "int8"}}, close=IN_BF16),

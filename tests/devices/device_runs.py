@@ -230,7 +230,7 @@ RUNS = {
     "hybrid": Run("hybrid", {"shard_size": 2, "replicate_size": 2}),
     "shards of a node": Run(backend={"reshard_after_forward": 2}),
     "padded": Run(batch=lambda: rows(attention_mask=torch.ones_like(IDS))),
-    "checkpointed in chunks": Run(backend={"checkpointing": Checkpointing(1, chunk_tokens=16)}),
+    "checkpointed": Run(backend={"checkpointing": Checkpointing(1)}),
     "by block": Run(by_block=True),
     "rows that ranks share": Run(sequence=2),
     "offload, cpu_torch": Run(backend={"offload": OffloadSettings(executor="cpu_torch")}),

@@ -38,7 +38,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "accumulate": ("one", "by_micro_batch", "by_block"),
     "activation_checkpointing": (None, 1, 2),
     "offload_checkpoints": (False, True),
-    "chunk_tokens": (None, 7),
     "prefetch": (None, 2),
     "experts": (0, 1, 2),
     "sequence": (1, 2),
@@ -50,7 +49,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 """Experts: 0 for a dense model."""
 
 FEWER: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("activation_checkpointing", "chunk_tokens", "prefetch", "ema"), (None,)),
+    **dict.fromkeys(("activation_checkpointing", "prefetch", "ema"), (None,)),
     "strategy": ("ddp", "zero3"),
     "accumulate": ("one", "by_block"),
     "offload_checkpoints": (False,),
@@ -112,8 +111,8 @@ def settings_of(row: Row) -> Sections:
 
 
 def is_allowed(row: Row) -> bool:
-    # A model whose every MLP is a mixture has nothing to run in chunks, and this one is not tied; T5 has no experts.
-    is_idle = row["experts"] and (row["chunk_tokens"] or row["tied"] or row.get("objective") == "seq2seq")
+    # This mixture is not tied, and T5 has no experts.
+    is_idle = row["experts"] and (row["tied"] or row.get("objective") == "seq2seq")
     # Nor are mixtures cut; and four ranks in groups of two have no two replicas of two.
     is_uncut = row["tensor"] > 1 and (row["experts"] or row["strategy"] == "hybrid")
     return (
@@ -175,7 +174,7 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[dict[str, Any]]
             add_objective(values, folder, row)
         if row["offload"] == "optimizer":
             values["sharding"] = {"offload_executor": "cpu_torch"}
-        names = ("strategy", "offload", "activation_checkpointing", "offload_checkpoints", "chunk_tokens", "prefetch")
+        names = ("strategy", "offload", "activation_checkpointing", "offload_checkpoints", "prefetch")
         values["sharding"] = {
             **values.get("sharding", {}),
             **{name: row[name] for name in (*names, "sequence", "tensor")},

@@ -52,8 +52,6 @@ def cases_of(kind: str) -> list[tuple[Case, Sequence[Mix]]]:
         (Case(kind, packed, checkpointed=True, by_block=True), mixes),
         (Case(kind, packed, parts=BUT_TOWERS, checkpointed=True, by_block=True), few),
         (Case(kind, packed, strategy="zero2", offload=True), few),
-        (Case(kind, packed, checkpointed=True, chunk_tokens=5), few),
-        (Case(kind, packed, checkpointed=True, by_block=True, chunk_tokens=7), few),
     ]
 
 

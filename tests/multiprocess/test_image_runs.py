@@ -65,10 +65,6 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {"sharding": {"strategy": "ddp"}, "model": {"train": ALL}},
     # LLaVA goes on from a state inside of its tower.
     "by block": {"model": {"train": ALL}, "sharding": BY_BLOCK, "training": TWO_MICRO_BATCHES},
-    "chunks": {
-        "model": {"train": ALL},
-        "sharding": {"strategy": "zero3", "activation_checkpointing": 1, "chunk_tokens": 8},
-    },
     "all": {
         "model": {"train": ALL},
         "optimizer": {"learning_rates": {"projector": RATE / 2, "vision": RATE / 8}},  # see `patterns`

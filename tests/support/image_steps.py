@@ -52,7 +52,6 @@ class Case:
         text: changed fields of the language model's configuration.
         experts: ranks of a group that spreads its experts.
         coef: of the balance loss of its routers; `top_k` experts of a token.
-        chunk_tokens: of norms and MLPs of checkpointed blocks.
     """
 
     kind: str
@@ -66,7 +65,6 @@ class Case:
     experts: int = 1
     coef: float = 0.0
     top_k: int = 2
-    chunk_tokens: int | None = None
 
     def __str__(self) -> str:
         plain = Case(self.kind)
@@ -139,10 +137,7 @@ def sharded_steps(case: Case, mixes: Sequence[Mix]) -> list[Step]:
     model.config.architectures = [type(model).__name__]  # as a file has it
     freeze_untrained(model, case.parts)
     settle_attention(model, "auto", torch.device("cpu"), False, case.packed, False)
-    checkpointing, sharded = (
-        Checkpointing(1, chunk_tokens=case.chunk_tokens) if case.checkpointed else None,
-        case.strategy != "ddp",
-    )
+    checkpointing, sharded = Checkpointing(1) if case.checkpointed else None, case.strategy != "ddp"
     offload: Any = OffloadSettings("cpu_torch") if case.offload else "none"
     settings: dict[str, Any] = {"checkpointing": checkpointing, "offload": offload} if sharded else {}
     settings |= {"experts": case.experts} if case.experts > 1 else {}

@@ -43,7 +43,6 @@ class Case:
         experts: ranks of a group that spreads its experts.
         coef: of the balance loss; `z` of the routers' z-loss.
         sequence: ranks that share a row.
-        chunk_tokens: of norms and MLPs of checkpointed blocks.
         fields: of its configuration, by name.
         change: what is done to the model before it is sharded, and to that of the plain loop.
     """
@@ -58,7 +57,6 @@ class Case:
     z: float = 0.05
     max_norm: float | None = None
     sequence: int = 1
-    chunk_tokens: int | None = None
     precision: str = "no"
     fields: tuple[tuple[str, Any], ...] = ()
     change: Callable[[Any], Any] = unchanged
@@ -86,7 +84,7 @@ def steps_of(cases: Sequence[Case]) -> list[Any]:
 def sharded_step(case: Case) -> Any:
     """One step of the trainer on this rank's micro-batches: figures and gradients, as the optimizer sees them."""
     os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = "2" if case.strategy == "hybrid" else "1"
-    checkpointing = Checkpointing(1, chunk_tokens=case.chunk_tokens) if case.checkpointed else None
+    checkpointing = Checkpointing(1) if case.checkpointed else None
     model = case.model()
     sharded = case.strategy != "ddp"
     settings: dict[str, Any] = {"checkpointing": checkpointing if sharded else None, "experts": case.experts}

@@ -157,7 +157,7 @@ def _advice(planner: Planner, setup: Setup, room: int) -> str:
         return "Lower answers.batch_size or answers.max_new_tokens"
     if planner.peak(setup).moment == ROLLOUT:
         return "Lower objective.rollout_batch_size or objective.max_new_tokens"
-    changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision, planner.model.can_chunk)
+    changes = smaller_setups(planner.recipe, setup, planner.workload.mixed_precision)
     fitting = [change for change, changed in changes if planner.peak(changed).total <= room]
     if fitting:
         return f"It would with: {', or '.join(fitting)}; `toolkit plan` shows all ways"

@@ -74,7 +74,6 @@ def _row_settings(found: Plan, setup: Setup) -> dict[str, str]:
         "tensor": setup.mesh.tensor,
         "activation_checkpointing": None if asked is None else asked.every,
         "offload_checkpoints": asked is not None and asked.offload,
-        "chunk_tokens": None if asked is None else asked.chunk_tokens,
         "accumulate": "by_block" if setup.by_block else "by_micro_batch",
         "reshard_after_forward": setup.mesh.reshard_after_forward,
         # The recipe and the Accelerate config may both name a strategy, but must not differ.

@@ -19,7 +19,7 @@ from toolkit.planning.setup import Setup
 from toolkit.planning.workload.unit_shapes import ParameterShape, UnitShape, teacher_shapes, unit_shapes
 from toolkit.planning.workload.workload import Workload
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding.blocks.checkpointing import Checkpointing, num_in_chunks
+from toolkit.sharding.blocks.checkpointing import Checkpointing
 
 
 class ProbedModel:
@@ -59,11 +59,6 @@ class ProbedModel:
         """Bytes of each unit when it is gathered."""
         compute = COMPUTE_BYTES[self.workload.mixed_precision]
         return [sum(int(p.numel * (compute or p.held)) for p in unit.parameters) for unit in self.units]
-
-    @cached_property
-    def can_chunk(self) -> bool:
-        """Whether the blocks have parts that may run for a few tokens at a time."""
-        return num_in_chunks(self.workload.model, self.sharded_prober.plan) > 0
 
     def probe(self, setup: Setup) -> Probe:
         """Probes one micro-batch of a setup.

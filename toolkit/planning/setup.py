@@ -11,7 +11,6 @@ from toolkit.recipe.combinations import refusals
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ShardingSection
 from toolkit.sharding.blocks.checkpointing import Checkpointing
-from toolkit.sharding.blocks.chunks import CHUNK_TOKENS
 from toolkit.sharding.plan.strategy import (
     OFFLOAD,
     STRATEGIES,
@@ -64,8 +63,7 @@ class Setup:
         if self.checkpointing is None:
             return "none"
         every = "all" if self.checkpointing.every == 1 else f"every {self.checkpointing.every}"
-        chunks = "" if self.checkpointing.chunk_tokens is None else ", in chunks"
-        return every + (", offloaded" if self.checkpointing.offload else "") + chunks
+        return every + (", offloaded" if self.checkpointing.offload else "")
 
     @property
     def num_levers(self) -> int:
@@ -89,7 +87,7 @@ def asked_setup(
         STRATEGIES[name],
         with_reshard_after_forward(mesh, STRATEGIES[name], section.reshard_after_forward, ranks_per_node),
         section.offload == "optimizer" or (section.offload is None and offload),
-        None if every is None else Checkpointing(every, section.offload_checkpoints, section.chunk_tokens),
+        None if every is None else Checkpointing(every, section.offload_checkpoints),
         training.micro_batch_size,
         training.gradient_accumulation_steps,
         section.accumulate == "by_block",
@@ -149,7 +147,6 @@ def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Recipe:
             "accumulate": "by_block" if setup.by_block else "by_micro_batch",
             "activation_checkpointing": None if checkpointing is None else checkpointing.every,
             "offload_checkpoints": checkpointing is not None and checkpointing.offload,
-            "chunk_tokens": None if checkpointing is None else checkpointing.chunk_tokens,
             "sequence": setup.sequence or recipe.sharding.sequence,
             "reshard_after_forward": setup.mesh.reshard_after_forward,
             "tensor": setup.mesh.tensor,
@@ -158,30 +155,19 @@ def settings_of(recipe: Recipe, setup: Setup, mixed_precision: str) -> Recipe:
     )
 
 
-def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str, can_chunk: bool) -> Iterator[tuple[str, Setup]]:
-    """Yields setups of the same recipe that need less memory and may run, each with its single change as an override.
-
-    Args:
-        can_chunk: whether the model has parts that may run in chunks.
-    """
-    for change, smaller in _smaller_setups(recipe.data.max_length, recipe.sharding, setup, can_chunk):
+def smaller_setups(recipe: Recipe, setup: Setup, mixed_precision: str) -> Iterator[tuple[str, Setup]]:
+    """Yields setups of the recipe that need less memory and may run, each with its single change as an override."""
+    for change, smaller in _smaller_setups(recipe.sharding, setup):
         if not refusals(settings_of(recipe, smaller, mixed_precision)):
             yield change, smaller
 
 
-def _smaller_setups(
-    max_length: int, section: ShardingSection, setup: Setup, can_chunk: bool
-) -> Iterator[tuple[str, Setup]]:
+def _smaller_setups(section: ShardingSection, setup: Setup) -> Iterator[tuple[str, Setup]]:
     if setup.checkpointing is None:
         yield "sharding.activation_checkpointing=1", replace(setup, checkpointing=Checkpointing(1))
     elif not setup.checkpointing.offload:
         offloaded = replace(setup.checkpointing, offload=True)
         yield "sharding.offload_checkpoints=true", replace(setup, checkpointing=offloaded)
-    tokens = setup.micro_batch_size * max_length // section.sequence
-    if setup.checkpointing is not None and setup.checkpointing.chunk_tokens is None and can_chunk:
-        chunked = replace(setup.checkpointing, chunk_tokens=CHUNK_TOKENS)
-        if tokens > CHUNK_TOKENS:
-            yield f"sharding.chunk_tokens={CHUNK_TOKENS}", replace(setup, checkpointing=chunked)
     # The step keeps its number of samples, so that what is learned stays the same.
     if setup.micro_batch_size > 1:
         samples = setup.micro_batch_size * setup.accumulation

@@ -337,8 +337,7 @@ def _levers(planner: Planner, asked: PlanRow) -> list[Lever]:
 
 
 def _single_changes(planner: Planner, setup: Setup) -> Iterator[tuple[str, Callable[[], PlanRow]]]:
-    precision = planner.workload.mixed_precision
-    for change, changed in smaller_setups(planner.recipe, setup, precision, planner.model.can_chunk):
+    for change, changed in smaller_setups(planner.recipe, setup, planner.workload.mixed_precision):
         yield change, functools.partial(planner.row, changed)
     yield from _other_recipes(planner, setup)
 

@@ -59,8 +59,6 @@ _OFFLOAD = equal(R.sharding.offload, "optimizer")
 _CHECKPOINTS = Feature(
     "sharding.activation_checkpointing", lambda r, _: r.sharding.activation_checkpointing not in (None, "auto")
 )
-_NO_CHECKPOINTS = without(R.sharding.activation_checkpointing)
-_CHUNKS = on(R.sharding.chunk_tokens)
 _EXPERTS, _SEQUENCE, _TENSOR = on(R.sharding.experts), on(R.sharding.sequence), on(R.sharding.tensor)
 _RESHARD = on(R.sharding.reshard_after_forward)
 _COMPILE, _FP16 = on(R.training.compile), equal(R.training.mixed_precision, "fp16")
@@ -107,7 +105,6 @@ _REMOVE_ONE = "remove one of them"
 _ZERO3_OR_HYBRID = "remove it, or choose zero3 or hybrid"
 _UNCUT = "set sharding.tensor=1"
 _GATHERS_NOTHING, _OR_ZERO3 = "whose backward gathers nothing again", "remove it, or choose zero3"
-_OR_CHECKPOINT = "remove it, or set sharding.activation_checkpointing=1"
 _NO_MODEL = "where the backend does not touch the model"
 _EACH_EVALUATED = "as each checkpoint is judged by an evaluation"
 _EVALUATE_EACH = "set training.eval_every_steps to checkpoint.every_steps or a divisor of it"
@@ -280,7 +277,6 @@ COMBINATIONS = (
     _unbuilt(_TENSOR, _EXPERTS, "whose ranks have other rows", _REMOVE_ONE),
     _unbuilt(_TENSOR, _SEQUENCE, "whose ranks share other groups", _REMOVE_ONE),
     _unbuilt(_TENSOR, _RESHARD, "whose groups of a node are other ranks", _REMOVE_ONE),
-    _unbuilt(_TENSOR, _CHUNKS, "", "remove sharding.chunk_tokens"),
     _unbuilt(_TENSOR, _FP16, "", "set mixed_precision bf16"),
     _unbuilt(_TENSOR, _COMPILE, "", "remove training.compile"),
     _unbuilt(_TENSOR, _OTHER_OPTIMIZERS, "which look at whole rows of matrices", "set optimizer.kind=adamw"),
@@ -320,9 +316,12 @@ COMBINATIONS = (
         "set sharding.offload=optimizer, or the strategy zero3+offload in the Accelerate config",
     ),
     # Activations
-    _idle(on(R.sharding.offload_checkpoints), _NO_CHECKPOINTS, "", _OR_CHECKPOINT),
-    _idle(_CHUNKS, _NO_CHECKPOINTS, "", _OR_CHECKPOINT),
-    _unbuilt(_CHUNKS, _SEQ2SEQ, "whose blocks have no MLP among their children"),
+    _idle(
+        on(R.sharding.offload_checkpoints),
+        without(R.sharding.activation_checkpointing),
+        "",
+        "remove it, or set sharding.activation_checkpointing=1",
+    ),
     # Gathers ahead, compiled blocks, precision
     _idle(on(R.sharding.prefetch), _DDP, "which gathers nothing"),
     _library(_COMPILE, _QUANTISED, "whose products torch cannot compile into one graph", "remove training.compile"),

@@ -35,6 +35,9 @@ GONE_KEYS = {
     "optimizer.router_learning_rate": Gone("write learning_rates: {'*router*': RATE}, with the routers' name"),
     "optimizer.router_weight_decay": Gone("leave it out: matrices decay by weight_decay"),
     "optimizer.vision_learning_rate": Gone("write learning_rates: {'*vision_tower*': RATE}"),
+    "sharding.chunk_tokens": Gone(
+        "leave it out: sharding.sequence shares each row among ranks, and offload_checkpoints keeps inputs on the host"
+    ),
     "sharding.offload_threads": Gone("leave it out: the host's update takes all but two of a rank's cores", "0.2.0"),
 }
 """Key, or `key=value` for a value that is gone. Keys of the items of a list stand without a number."""

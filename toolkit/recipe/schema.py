@@ -443,11 +443,6 @@ class ShardingSection(Section):
         "gathers inside a node. null: among all ranks.",
     )
     offload_checkpoints: bool = Field(False, description="Keep the inputs of checkpointed blocks in host memory.")
-    chunk_tokens: PositiveInt | None = Field(
-        None,
-        description="Run norms and MLPs of checkpointed blocks for N tokens at a time, so that they keep only their "
-        "inputs. null: all tokens at once; with activation_checkpointing=auto, as the planned memory needs.",
-    )
     offload: Literal["none", "optimizer"] | None = Field(
         None,
         description="Keep master weights and optimizer state in host memory (optimizer). Null: as the strategy in the "

@@ -221,7 +221,6 @@ def test_names_that_fit_twice_are_left_to_the_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "override", "told"), TABLES["APART"])
 def test_settings_that_do_not_go_together(name: str, override: str, told: str) -> None:
     more = {
-        "sharding.chunk_tokens=64": ["sharding.activation_checkpointing=1"],
         "sharding.accumulate=by_block": [
             "sharding.activation_checkpointing=1",
             "training.gradient_accumulation_steps=2",

@@ -273,12 +273,6 @@ def test_ddp_keeps_its_buckets_between_steps_and_fsdp2_no_gradients() -> None:
     assert [one for one in steps if one.moment != "save"] == planner(hardware_of("cpu")).moments(setup())
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("llama", True), ("t5", False)])
-def test_blocks_with_an_mlp_may_run_in_chunks(kind: str, expected: bool) -> None:
-    found = planner()
-    assert Planner(found.recipe, workload(kind, layers=1), H100).model.can_chunk is expected
-
-
 def test_a_gpus_rank_saves_from_the_host() -> None:
     """So no moment of it holds the file, and none the state that is offloaded."""
     found = planner(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from toolkit.objectives.losses.chunks import each_alike
 from toolkit.objectives.losses.fused_linear_cross_entropy import (
     CHUNK_ENTRIES,
     AfterHead,
@@ -22,7 +23,6 @@ from toolkit.objectives.losses.fused_linear_cross_entropy import (
     dtypes_of,
     how_of,
 )
-from toolkit.sharding.blocks.chunks import each_alike
 
 ENTRIES = CHUNK_ENTRIES // 2
 """Entries of a chunk's student logits: three or four tensors of this size exist at a time; one model has one or two."""

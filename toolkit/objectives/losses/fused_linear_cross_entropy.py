@@ -23,8 +23,8 @@ from torch import nn
 
 from toolkit.data.samples.samples import IGNORED
 from toolkit.model.structure.fake_tensors import has_values
+from toolkit.objectives.losses.chunks import each_alike
 from toolkit.objectives.losses.replaced import own_forward, replaced
-from toolkit.sharding.blocks.chunks import each_alike
 from toolkit.sharding.tensor.cut import ranks_of_head
 from toolkit.sharding.tensor.moves import TensorRanks
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from toolkit.model.structure.fake_tensors import FakeTensorMode
+from toolkit.objectives.losses.chunks import one_for_all_alike
 from toolkit.objectives.teacher import teacher_units
 from toolkit.planning.memory.fake import (
     Ledger,
@@ -37,7 +38,6 @@ from toolkit.planning.workload.unit_shapes import head_unit
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.apply import PRECISIONS, precision_policies
 from toolkit.sharding.blocks.checkpointing import Checkpointing, checkpoint_blocks
-from toolkit.sharding.blocks.chunks import one_for_all_alike
 from toolkit.sharding.parallel.expert_parallel import shard_experts
 from toolkit.sharding.parallel.sequence_parallel import without_ranks
 from toolkit.sharding.plan.unit_plan import UnitPlan

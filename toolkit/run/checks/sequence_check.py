@@ -1,4 +1,4 @@
-"""Rows that ranks share (`sharding.sequence`) or run in chunks: this rank's part, and a check against whole rows."""
+"""Rows that ranks share (`sharding.sequence`): this rank's part, and a check against whole rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from toolkit.objectives.objective import Objective
 from toolkit.run.checks.comparison import ROUNDED, Numbers, compared, on_text_alone
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.stages import BuiltRun, MetaModel
-from toolkit.sharding.blocks.chunks import chunks_of, num_mlps_in_chunks
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.fsdp2.unit_states import UnitStates
 from toolkit.sharding.parallel.sequence_parallel import form_groups
@@ -35,23 +34,19 @@ BY_TOKEN = 3
 
 
 class SharedRows(RunPart):
-    """Rows that ranks share, or whose tokens run in chunks (`sharding.chunk_tokens`)."""
+    """Rows that ranks share."""
 
     def on_meta(self, on_meta: MetaModel) -> None:
         models = [loaded.model for loaded in (on_meta.loaded, on_meta.teacher) if loaded is not None]
         share_rows(self.recipe.sharding.sequence, self.recipe.data.max_length, *models)
 
     def check(self, run: BuiltRun) -> None:
-        opened, checkpointing, part = self.opened, run.planned.checkpointing, self.opened.share[2]
-        size = None if checkpointing is None else checkpointing.chunk_tokens
-        compared = (run.inner, run.objective, run.data.train, part, opened.device, opened.in_16_bits)
-        differ = check_parts(*compared, size is not None)
+        opened, part = self.opened, self.opened.share[2]
+        if part.count == 1:
+            return
+        differ = check_parts(run.inner, run.objective, run.data.train, part, opened.device, opened.in_16_bits)
         checked = differ is not None and f"; checked: logits and gradients as of whole rows (difference {differ:.0e})"
-        if part.count > 1:
-            self.facts["rows"] = f"each shared by {part.count} ranks{checked or ''}"
-        if size is not None:
-            in_chunks = f"norms and {num_mlps_in_chunks(run.inner)} MLPs run for {size:,} tokens at a time"
-            self.facts["chunks"] = f"{in_chunks}{checked or ''}"
+        self.facts["rows"] = f"each shared by {part.count} ranks{checked or ''}"
 
 
 def share_rows(size: int, max_length: int, *models: PreTrainedModel) -> None:
@@ -67,21 +62,12 @@ def share_rows(size: int, max_length: int, *models: PreTrainedModel) -> None:
 
 
 def check_parts(
-    model: nn.Module,
-    objective: Objective,
-    samples: Samples,
-    part: Part,
-    device: torch.device,
-    in_16_bits: bool,
-    chunked: bool = False,
+    model: nn.Module, objective: Objective, samples: Samples, part: Part, device: torch.device, in_16_bits: bool
 ) -> float | None:
-    """Compares parts of a row, and chunks of it, with the whole row.
+    """Compares parts of a row with the whole row.
 
     It compares logits, what the loss needs of whole documents, and gradients of the embeddings' outputs. Every rank
     calls this, on the same samples. Gradients of parameters are not computed, so nothing is reduced.
-
-    Args:
-        chunked: whether norms and MLPs run for a few tokens at a time.
 
     Returns:
         The largest difference of any rank, as a share of the largest number, or None if there is nothing to compare.
@@ -89,38 +75,28 @@ def check_parts(
     Raises:
         BadInputError: if it is more than `ROUNDED`, or the model cannot run on parts of rows.
     """
-    if part.count == 1 and not chunked:
-        return None
     batch = samples.few(CHECKED_TOKENS)
     if batch is None:
         return None
-    length, mine = batch["input_ids"].shape[1], part.of(batch)
+    mine = part.of(batch)
     width = mine["input_ids"].shape[1]
 
     def whole() -> Numbers:
-        with chunks_of(length, model), on_text_alone(model, samples.has_images):
+        with on_text_alone(model, samples.has_images):
             found = outputs_and_gradients(model, objective, batch, device)
         here = slice(part.index * width, (part.index + 1) * width)
         return {name: value[:, here] if value.dim() == BY_TOKEN else value for name, value in found.items()}
 
     def parts() -> Numbers:
-        with chunks_of(max(1, length // part.count // 3), model):
-            return outputs_and_gradients(model, objective, mine, device)
+        return outputs_and_gradients(model, objective, mine, device)
 
     outcome = compared(model, whole, parts)
     if problem := outcome.problem(ROUNDED[in_16_bits], "whole rows"):
-        raise BadInputError(_refusal(model, part, problem))
+        raise BadInputError(
+            f"sharding.sequence: {class_name(base_of(model))} with attention {attention_of(model)!r} mixes the tokens "
+            f"of a row elsewhere than in attention that can be shared ({problem}); remove sharding.sequence"
+        )
     return outcome.difference
-
-
-def _refusal(model: nn.Module, part: Part, problem: str) -> str:
-    field, place = "sharding.sequence", f"in attention that can be shared ({problem})"
-    if part.count == 1:
-        field, place = "sharding.chunk_tokens", f"in attention ({problem})"
-    return (
-        f"{field}: {class_name(base_of(model))} with attention {attention_of(model)!r} mixes the tokens "
-        f"of a row elsewhere than {place}; remove {field}"
-    )
 
 
 def outputs_and_gradients(

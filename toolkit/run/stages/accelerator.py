@@ -91,7 +91,7 @@ def checkpointing_of(recipe: Recipe) -> Checkpointing | None:
     section = recipe.sharding
     if section.activation_checkpointing in (None, "auto"):
         return None
-    return Checkpointing(int(section.activation_checkpointing), section.offload_checkpoints, section.chunk_tokens)
+    return Checkpointing(int(section.activation_checkpointing), section.offload_checkpoints)
 
 
 def quiet_libraries() -> None:

@@ -20,8 +20,7 @@ from toolkit.planning.workload.workload import workload_of_model
 from toolkit.run.stages.accelerator import checkpointing_of, compilation_of
 from toolkit.run.stages.stages import MetaModel, OpenedRun, ShardedModel
 from toolkit.sharding.apply import prepare_blocks
-from toolkit.sharding.blocks.checkpointing import Checkpointing, num_in_chunks
-from toolkit.sharding.blocks.chunks import CHUNK_TOKENS
+from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.plan.strategy import MeshShape
 from toolkit.sharding.plan.units import plan_units
@@ -50,7 +49,7 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
     def plan() -> Planned:
         workload = workload_of_model(recipe, on_meta.model, precision, counts, teacher)
         workload = workload if images is None else with_images(workload, images)
-        ways, offload = _checkpointings(opened, on_meta.model), plugin.offload is not None
+        ways, offload = _checkpointings(opened), plugin.offload is not None
         return plan_run(recipe, workload, plugin.strategy, mesh, offload, ways, opened.device)
 
     # Rank 0 decides for all, so that every rank checkpoints the same blocks and refuses the same runs.
@@ -58,19 +57,12 @@ def plan_memory(opened: OpenedRun, on_meta: MetaModel) -> Planned:
         return ranks.on_first_rank(plan)
 
 
-def _checkpointings(opened: OpenedRun, model: nn.Module) -> list[Checkpointing | None]:
+def _checkpointings(opened: OpenedRun) -> list[Checkpointing | None]:
     """Lists the checkpointings from which the plan chooses: the recipe's, or those of `auto`."""
     recipe, plugin, section = opened.recipe, opened.plugin, opened.recipe.sharding
     if section.activation_checkpointing != "auto":
         return [plugin.checkpointing if plugin.strategy.sharded else checkpointing_of(recipe)]
-    offload, size = section.offload_checkpoints, section.chunk_tokens
-    found = [None, *(Checkpointing(n, offload, size) for n in AUTO_CHECKPOINTING)]
-    # Last, because it gains little on short rows. With all blocks checkpointed it takes no extra time.
-    tokens = recipe.training.micro_batch_size * recipe.data.max_length // section.sequence
-    may_chunk = not recipe.objective.spec.encoder_decoder and tokens > CHUNK_TOKENS and section.tensor == 1
-    if size is None and may_chunk and num_in_chunks(model, plan_units(model, section.unit_classes)):
-        found.append(Checkpointing(1, offload, CHUNK_TOKENS))
-    return found
+    return [None, *(Checkpointing(n, section.offload_checkpoints) for n in AUTO_CHECKPOINTING)]
 
 
 def shard_model(opened: OpenedRun, on_meta: MetaModel, planned: Planned) -> ShardedModel:

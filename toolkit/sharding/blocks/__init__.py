@@ -1,1 +1,1 @@
-"""How blocks are run: by block, in chunks, checkpointed, compiled."""
+"""How blocks are run: by block, checkpointed, compiled."""

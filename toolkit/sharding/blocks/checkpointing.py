@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.errors import BadInputError
-from toolkit.sharding.blocks.chunks import Chunks, chunked_modules, in_chunks
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.parallel.sequence_parallel import for_second_forward
 from toolkit.sharding.plan.unit_plan import UnitPlan
@@ -26,19 +25,10 @@ class Checkpointing:
     Attributes:
         every: checkpoints every n-th block; 1 checkpoints all of them.
         offload: whether to keep the checkpointed inputs in host memory.
-        chunk_tokens: the number of tokens that norms and MLPs of these blocks process at a time. None processes all
-            tokens at once.
     """
 
     every: int
     offload: bool = False
-    chunk_tokens: int | None = None
-
-
-def num_in_chunks(model: nn.Module, plan: UnitPlan) -> int:
-    """Returns the number of blocks with an MLP that can process a few tokens at a time."""
-    blocks = (model.get_submodule(path) for unit in plan.blocks for path in unit.modules)
-    return sum(any(p.ndim > 1 for child in chunked_modules(block) for p in child.parameters()) for block in blocks)
 
 
 def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpointing) -> None:
@@ -46,26 +36,11 @@ def checkpoint_blocks(model: nn.Module, plan: UnitPlan, checkpointing: Checkpoin
 
     The forward itself is wrapped, below FSDP2's hooks. So the unit's parameters are gathered once for the second
     forward and the backward, and no parameter changes its name.
-
-    Raises:
-        BadInputError: if `chunk_tokens` is set and no block has an MLP that can run in chunks.
     """
-    chunks = None if checkpointing.chunk_tokens is None else Chunks(checkpointing.chunk_tokens)
-    if chunks is not None and not num_in_chunks(model, plan):
-        raise BadInputError(
-            f"sharding.chunk_tokens: the blocks of {class_name(model)} have no MLP that takes its tokens alone and "
-            "sends them to no experts; remove it"
-        )
     paths = [path for unit in plan.blocks for path in unit.modules]
     for path in paths[:: checkpointing.every]:
         block = model.get_submodule(path)
-        if chunks is not None:
-            for child in chunked_modules(block):
-                in_chunks(child, chunks)
         block.forward = _checkpointed_forward(block, checkpointing.offload)
-    if chunks is not None:
-        for module in _norms_after_blocks(model, plan):
-            in_chunks(module, chunks)
     config: Any = getattr(model, "config", None)
     if config is not None:
         config.use_cache = False  # the second forward would append to the cache again
@@ -78,15 +53,6 @@ def _require_no_cache(block: nn.Module, given: Iterable[Any]) -> None:
             f"activation checkpointing: {class_name(block)} fills a cache although use_cache is off, and its second "
             "forward would append to it again; set sharding.activation_checkpointing to null"
         )
-
-
-def _norms_after_blocks(model: nn.Module, plan: UnitPlan) -> Iterator[nn.Module]:
-    """Yields the norms between the last block and the head. The loss of the head has its own chunks."""
-    for unit in plan.units:
-        for path in unit.modules if unit.kind == "tail" else ():
-            module = model.get_submodule(path)
-            if all(parameter.ndim == 1 for parameter in module.parameters()):
-                yield module
 
 
 def _checkpointed_forward(block: nn.Module, offload: bool) -> Callable[..., Any]:
