@@ -81,6 +81,7 @@ GONE_OPTIONS = {
     "plan --pcie-gbs": Gone(_NO_SECONDS),
     "plan --plot": Gone("--json has the bytes of each row"),
     "train --retries": Gone("run the same command again, or torchrun --max-restarts (docs/reliability.md)"),
+    "verify --layers": Gone("set model.name_or_path to a smaller model of the family"),
     "plan --trace": Gone("leave it out: tests compare plans with traces of FSDP2"),
 }
 """`command --option`."""

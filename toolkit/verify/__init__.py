@@ -32,7 +32,6 @@ from toolkit.verify.plain_losses import PLAIN_LOSSES
 from toolkit.verify.ranks import run_ranks
 from toolkit.verify.results import FAILED, NOT_USED, OK, Outcome, PlainRun, Report, Row, ShardedRun
 from toolkit.verify.rollouts import write
-from toolkit.verify.shrink import with_layers
 
 __all__ = ["FAILED", "NOT_USED", "OK", "Outcome", "PlainRun", "Report", "Row", "ShardedRun", "compare", "verify"]
 
@@ -46,7 +45,6 @@ def verify(
     *,
     cpu: int | None = None,
     steps: int = DEFAULT_STEPS,
-    layers: int | None = None,
     time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Report:
@@ -58,7 +56,6 @@ def verify(
             `accelerate launch` would read, or else two ranks under the recipe's strategy or zero3.
         cpu: the number of ranks on the CPU, in place of the config's ranks. None leaves it to the config.
         steps: the number of optimizer steps to compare.
-        layers: the number of blocks of the model to keep, from the first on. None keeps all.
         time_limit_seconds: the time limit for all ranks together.
         tell: called with a line of progress now and then.
 
@@ -67,16 +64,14 @@ def verify(
         ToolkitError: if a rank fails, dies or does not finish. The message names the rank.
     """
     _require_positive("--steps", steps)
-    _require_positive("--layers", layers)
     _require_positive("--time-limit", time_limit_seconds)
-    _require_comparable(recipe, layers)
+    _require_comparable(recipe)
     launch = read_launch(accelerate_config, recipe, cpu)
     quiet_libraries()
-    with TemporaryDirectory(prefix="toolkit-verify-") as name, _state_restored():
-        folder = Path(name)
+    with TemporaryDirectory(prefix="toolkit-verify-") as temporary, _state_restored():
+        folder = Path(temporary)
         # Nothing is left of it: a temporary output folder, and no trackers.
         recipe = recipe.changed(training={"output_dir": str(folder / "run")}, logging={"trackers": []})
-        recipe, weights = with_layers(recipe, layers, folder)
         tell("plain: one process, float32")
         plain = run_plain(recipe, launch, steps)
         if plain.padded is not None:
@@ -86,6 +81,8 @@ def verify(
             write(folder, plain.drawn)
         tell(f"sharded: {counted(launch.num_processes, 'CPU rank' if launch.on_cpu else 'GPU rank')}")
         sharded = run_ranks(recipe, launch, len(plain.outcome.losses), folder, time_limit_seconds)
+    name = recipe.model.name_or_path
+    weights = "random, as the recipe says" if name is None else f"of {name}"
     facts = {"config": launch.origin, **sharded.facts, "weights": weights}
     if launch.on_cpu and not launch.values.get("use_cpu"):
         facts["ranks"] += "; this machine has too few GPUs"
@@ -96,7 +93,7 @@ def verify(
     return Report(facts, compare(plain, sharded, recipe.model.dtype))
 
 
-def _require_comparable(recipe: Recipe, layers: int | None) -> None:
+def _require_comparable(recipe: Recipe) -> None:
     """Raises BadInputError if the plain loop does not support a setting of the recipe."""
     wanted = {
         "objective.kind": (recipe.objective.kind, sorted(PLAIN_LOSSES)),
@@ -111,23 +108,18 @@ def _require_comparable(recipe: Recipe, layers: int | None) -> None:
         raise BadInputError(
             "optimizer.learning_rates cannot be verified; the plain loop treats all weights alike: remove it"
         )
-    if layers is not None and recipe.adapter.start_from is not None:
-        raise BadInputError(
-            "--layers: the adapter of adapter.start_from has weights of all blocks; leave --layers out, or remove "
-            "adapter.start_from"
-        )
     if recipe.data.streaming:
         raise BadInputError("data.streaming cannot be verified; set data.streaming=false")
 
 
-def _require_positive(flag: str, value: float | None) -> None:
-    if value is not None and not value >= 1:
+def _require_positive(flag: str, value: float) -> None:
+    if not value >= 1:
         raise BadInputError(f"{flag}: found {value}; needs a number of at least 1")
 
 
 @contextlib.contextmanager
 def _state_restored() -> Iterator[None]:
-    """Restores this process's random state and logging. Silences transformers, which would warn of cut blocks."""
+    """Restores this process's random state and logging. Silences transformers."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

@@ -46,8 +46,8 @@ def run_ranks(recipe: Recipe, launch: Launch, steps: int, folder: Path, seconds:
             raise
         late = [rank for rank, file in enumerate(results) if not file.exists()] or [0]
         raise ToolkitError(
-            f"rank {', '.join(map(str, late))}: not done in {seconds:.0f} s, and ended; raise --time-limit, or shrink "
-            f"the model with --layers{last_words(folder, late[0])}"
+            f"rank {', '.join(map(str, late))}: not done in {seconds:.0f} s, and ended; raise --time-limit, or set "
+            f"model.name_or_path to a smaller model{last_words(folder, late[0])}"
         ) from None
     found = [json.loads(file.read_text(encoding="utf-8")) for file in results]
     return _merge_results(found, load_file(folder / "weights.safetensors"))

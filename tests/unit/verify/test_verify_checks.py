@@ -6,21 +6,15 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
 import yaml
-from safetensors.torch import load_file
 from support.cases import cases
-from support.tiny import recipe_values, save_llama
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaForCausalLM,
 )
 from typer.testing import CliRunner
 
@@ -40,7 +34,6 @@ from toolkit.verify import (
     launch,
     plain,
     ranks,
-    shrink,
 )
 from toolkit.verify.compare import weight_tolerance
 
@@ -230,36 +223,6 @@ def test_every_dropout_is_switched() -> None:
     assert model.config.attn_pdrop == 0.0
     plain.set_dropout(model, 0.1)
     assert not torch.equal(model(ids).logits, model(ids).logits)
-
-
-def test_a_configuration_is_cut_to_its_first_blocks() -> None:
-    for fields, kind, sizes, expected in TABLES["CUT"]:
-        shrink.shrink(fields, getattr(transformers, kind)(**sizes), 2)
-        assert fields == expected
-
-
-def test_layers_that_the_model_has_not_are_bad_input() -> None:
-    with pytest.raises(BadInputError, match="--layers: found 5, but the model has 4 blocks"):
-        shrink.shrink({"n_layer": 4}, GPT2Config(n_layer=4), 5)
-    nameless = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
-    with pytest.raises(BadInputError, match="--layers: SimpleNamespace has no num_hidden_layers"):
-        shrink.shrink({}, nameless, 1)
-
-
-def test_a_cut_model_keeps_its_weights(tmp_path: Path, text_file: Path) -> None:
-    texts = [json.loads(line)["text"] for line in text_file.read_text().splitlines()]
-    model = save_llama(tmp_path / "model", texts, tied=False, layers=3)
-    before = (model / "model.safetensors").read_bytes()
-    whole = Recipe.from_mapping(recipe_values(model, text_file, tmp_path / "out", tmp_path / "cache"))
-    cut, weights = shrink.with_layers(whole, 2, tmp_path)
-    assert weights == f"of {model}; the first 2 blocks"
-    assert cut.model.name_or_path == str(tmp_path / "model-cut")
-    stored = load_file(model / "model.safetensors")
-    found = dict(LlamaForCausalLM.from_pretrained(cut.model.name_or_path).named_parameters())
-    assert set(stored) - set(found) == {name for name in stored if name.startswith("model.layers.2.")}
-    assert all(torch.equal(weight, stored[name]) for name, weight in found.items())
-    shrink._write_random_weights(AutoModelForCausalLM, Path(cut.model.name_or_path), cut.model, seed=0)
-    assert (model / "model.safetensors").read_bytes() == before, "links are not written through"
 
 
 @pytest.fixture

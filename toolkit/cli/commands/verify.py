@@ -23,12 +23,6 @@ def verify(
     cpu: CpuOption = None,
     config: ConfigOption = None,
     steps: Annotated[int, typer.Option(help="Compare this many optimizer steps.")] = 5,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep only the first N blocks of the model, with random weights if its own do not fit.",
-        ),
-    ] = None,
     time_limit: Annotated[float, typer.Option(help="Stop after this many seconds.")] = 1800.0,
     as_json: AsJson = False,
 ) -> None:
@@ -51,7 +45,6 @@ def verify(
         None if config is None else find_config(config),
         cpu=cpu,
         steps=steps,
-        layers=layers,
         time_limit_seconds=time_limit,
         tell=lambda line: progress.print(line, markup=False),
     )
