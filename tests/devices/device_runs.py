@@ -214,7 +214,7 @@ def _muon(model: Any) -> torch.optim.Optimizer:
 
 
 PADDED = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-BALANCE = {"router_aux_coef": 0.1, "router_z_coef": 0.1}
+BALANCE = {"router_aux_coef": 0.1}
 
 
 def judged() -> Batch:
@@ -258,7 +258,7 @@ RUNS = {
     "distillation": Run(objective=_distillation),
     "experts": Run(model=_qwen3_moe, balance=BALANCE),
     "experts, by block": Run(model=_gpt_oss, balance=BALANCE, by_block=True),
-    "experts, biases": Run(model=_deepseek_v3, balance={"router_bias_rate": 0.001}),
+    "experts, biases": Run(model=_deepseek_v3, balance=BALANCE),
     "spread experts": Run(backend={"experts": 2}, model=_qwen3_moe, balance=BALANCE, read={(2, 2): 32}),
     "spread experts, one row": Run(backend={"experts": 4}, model=_gpt_oss, balance=BALANCE, read={(2, 4): 16}),
 }

@@ -66,7 +66,7 @@ class Step:
         self.loss, self.balance, self.gradients, self.shares = loss, balance, gradients, shares
 
 
-def plain_step(model: Any, windows: list[list[dict[str, torch.Tensor]]], coef: float, z: float, whole: bool) -> Step:
+def plain_step(model: Any, windows: list[list[dict[str, torch.Tensor]]], coef: float, whole: bool) -> Step:
     """One step: all rows one after another, the balance loss a term like any other, autograd for the rest.
 
     Args:
@@ -98,9 +98,8 @@ def plain_step(model: Any, windows: list[list[dict[str, torch.Tensor]]], coef: f
             f = counted.sum(dim=0) / len(counted)
             probabilities = scores(model, of_round[layer])
             balance = len(f) * (probabilities.mean(dim=0) * f).sum()
-            squares = of_round[layer].logsumexp(dim=-1).square().mean()
             share = len(of_round[layer]) / tokens
-            extra = extra + share * (coef * balance + z * squares) / num_layers
+            extra = extra + share * coef * balance / num_layers
             minimised += share * float(balance) / num_layers
     (loss + extra).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

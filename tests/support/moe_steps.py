@@ -41,7 +41,7 @@ class Case:
         accumulation: micro-batches of the step.
         checkpointed: whether its blocks are.
         experts: ranks of a group that spreads its experts.
-        coef: of the balance loss; `z` of the routers' z-loss.
+        coef: of the balance loss.
         sequence: ranks that share a row.
         fields: of its configuration, by name.
         change: what is done to the model before it is sharded, and to that of the plain loop.
@@ -54,7 +54,6 @@ class Case:
     by_block: bool = False
     experts: int = 1
     coef: float = 0.3
-    z: float = 0.05
     max_norm: float | None = None
     sequence: int = 1
     precision: str = "no"
@@ -67,7 +66,7 @@ class Case:
     def plain(self, num_ranks: int, model: Any = None) -> Step:
         """The step of a plain loop on the rows of so many ranks."""
         windows = windows_of(num_ranks // self.sequence, self.accumulation)
-        return plain_step(model or self.model(), windows, self.coef, self.z, whole=self.by_block)
+        return plain_step(model or self.model(), windows, self.coef, whole=self.by_block)
 
 
 def windows_of(num_ranks: int, accumulation: int) -> list[list[dict[str, torch.Tensor]]]:
@@ -93,7 +92,7 @@ def sharded_step(case: Case) -> Any:
     form_groups(case.sequence)
     if case.sequence > 1:
         attend_by_heads(model)
-    balance = build_balance(ObjectiveSection(router_aux_coef=case.coef, router_z_coef=case.z), model)
+    balance = build_balance(ObjectiveSection(router_aux_coef=case.coef), model)
     plan = plan_units(model)
     if not sharded:
         prepare_blocks(model, plan, checkpointing, None)

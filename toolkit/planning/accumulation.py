@@ -37,6 +37,6 @@ def _obstacle(planner: Planner, setup: Setup) -> str:
     if found := planner.refusals(replace(setup, by_block=True, checkpointing=Checkpointing(1))):
         return found[0].problem
     # By block the balance loss covers the whole step: what is learned must not depend on the machine.
-    if build_balance(planner.recipe.objective, planner.workload.model).losses.balance:
+    if build_balance(planner.recipe.objective, planner.workload.model).coefficient:
         return "the balance loss of experts would be over the whole step"
     return ""

@@ -384,12 +384,6 @@ COMBINATIONS = (
         "",
         "lower it; for 1 set objective.divergence=reverse_kl",
     ),
-    _never(
-        Feature("objective.router_bias_rate", lambda r, _: bool(r.objective.router_bias_rate)),
-        other(R.adapter.kind, "none"),
-        "whose checkpoints and exports do not hold the base's biases",
-        "set it to 0, or set adapter.kind=none",
-    ),
     # Objectives and their rows
     _unbuilt(_SEQUENCE, _SEQ2SEQ),
     _unbuilt(_SEQUENCE, _OWN_SAMPLES, "", "set sharding.sequence=1"),

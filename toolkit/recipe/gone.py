@@ -31,6 +31,8 @@ GONE_KEYS = {
     "logging.sample_prompt": Gone(
         "set logging.held_out_samples, which shows what the model writes after held-out prompts over the run"
     ),
+    "objective.router_bias_rate": Gone("leave it out: objective.router_aux_coef balances experts", idle=(None, 0)),
+    "objective.router_z_coef": Gone("leave it out: objective.router_aux_coef balances experts", idle=(None, 0)),
     "optimizer.projector_learning_rate": Gone("write learning_rates: {'*multi_modal_projector*': RATE}"),
     "optimizer.router_learning_rate": Gone("write learning_rates: {'*router*': RATE}, with the routers' name"),
     "optimizer.router_weight_decay": Gone("leave it out: matrices decay by weight_decay"),

@@ -47,7 +47,7 @@ class Trainer:
         schedule: stepped once per optimizer step that is not skipped.
         evaluation: makes this rank's evaluation batches, equally many on every rank; None for no evaluation.
         by_block: runs the micro-batches of a step by block; None runs one after another.
-        balance: adds the losses of a mixture's routers.
+        balance: adds the balance loss of a mixture's routers.
         copies: the number of ranks that have the same rows, so that what is summed over all ranks counts each once.
         extensions: called by the loop, in this order.
     """
@@ -206,8 +206,6 @@ class Trainer:
         metrics: dict[str, Any] = {}
         for extension in self.extensions:
             metrics = with_figures(metrics, extension.after_update(self.global_step + 1, skipped))
-        if not skipped:
-            self.balance.move_biases()
         return replace(step, skipped=skipped, metrics=metrics)
 
     def _shared_by_window(self, batches: Iterable[Any]) -> Batch:

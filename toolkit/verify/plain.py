@@ -151,8 +151,6 @@ def plain_loop(
         if math.isfinite(norms[-1]):
             optimizer.step()
             steadiness.look(optimizer)
-            if routers is not None:
-                routers.end()
         optimizer.zero_grad()
     weights = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     without = sorted(named.keys() - with_gradient)

@@ -62,9 +62,7 @@ class PlainRouters:
         own = getattr(self._base.config.get_text_config(), "router_aux_loss_coef", None)
         section = recipe.objective
         self._coefficient = (own if section.router_aux_coef is None else section.router_aux_coef) or 0.0
-        self._z, self._bias_rate = section.router_z_coef or 0.0, section.router_bias_rate or 0.0
-        self._biases = [buffer for name, buffer in self._base.named_buffers() if name.endswith(BIAS)]
-        self._sigmoid = own is None and bool(self._biases)
+        self._sigmoid = own is None and any(name.endswith(BIAS) for name, _ in self._base.named_buffers())
         self._groups = groups
         self._whole_step = recipe.sharding.accumulate == "by_block"
         self.loads: list[list[list[float]]] = []
@@ -130,7 +128,6 @@ class PlainRouters:
             for layer, sums in enumerate(layers)
         ]
         self.balance.append(float(torch.stack(terms).sum()) / self._tokens / len(totals))
-        self._totals = totals
 
     def loss(self, number: int, batch: Batch, seen: Seen) -> torch.Tensor:
         """Returns the router losses of a micro-batch, a scalar: its part of the step's mean over layers and tokens.
@@ -145,8 +142,7 @@ class PlainRouters:
         for layer, logits in enumerate(seen.logits):
             share = self._load_share(number, layer).float()
             balance = len(share) * (self._router_scores(logits) * share).sum(dim=-1)
-            squares = logits.float().logsumexp(dim=-1).square()
-            total = total + (self._coefficient * balance + self._z * squares)[real].sum()
+            total = total + self._coefficient * balance[real].sum()
         return total / (self._tokens * len(seen.logits))
 
     def _load_share(self, number: int, layer: int) -> torch.Tensor:
@@ -157,12 +153,6 @@ class PlainRouters:
         last = len(self._choices) if whole else (number // self._groups + 1) * self._groups
         counted = torch.stack([choices[layer] for choices in self._choices[:last]]).sum(dim=0)
         return self._experts_of_a_token[layer] * counted / counted.sum().clamp_min(1)
-
-    @torch.no_grad()
-    def end(self) -> None:
-        """Raises the biases of experts with too few choices and lowers the others. Call after an optimizer step."""
-        for bias, total in zip(self._biases, self._totals, strict=False):
-            bias += self._bias_rate * (total.mean() - total).sign().to(bias)
 
     def _router_scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns scores (tokens, experts): softmax, or normalised sigmoids as in DeepSeek V3 and similar models."""

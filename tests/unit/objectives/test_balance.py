@@ -1,4 +1,4 @@
-"""toolkit.objectives.losses.balance and toolkit.model.routers: what is counted, and what is refused."""
+"""toolkit.objectives.coefficient and toolkit.model.routers: what is counted, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.errors import BadInputError
 from toolkit.model.routers import find_routers, own_coefficient
-from toolkit.objectives.losses.balance import ROWS, Balance, RouterLosses, build_balance, experts_fact
+from toolkit.objectives.losses.balance import ROWS, Balance, build_balance, experts_fact
 from toolkit.objectives.rows_alone import rows_without_padding
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.training.usage import model_flops
@@ -49,7 +49,7 @@ def _with_experts(of_layers: tuple[int, ...]) -> Any:
 def test_the_recorded_loss_is_the_one_that_is_minimised() -> None:
     """Of two micro-batches in turn, the first has its own load, and the second that of both."""
     model, batches = mixture("olmoe"), micro_batches(2)
-    balance = Balance(find_routers(model), RouterLosses(balance=1.0))
+    balance = Balance(find_routers(model), 1.0)
     balance.begin(sum(int(batch["lengths"].sum()) for batch in batches), 1.0)
     expected, counts = 0.0, torch.zeros(2, 4)
     for batch in batches:
@@ -114,7 +114,7 @@ class Alone(nn.Module):
 
 def test_a_router_that_gives_logits_alone_is_counted_by_the_largest() -> None:
     model, batch = Alone(), micro_batches(1)[0]
-    balance = Balance(find_routers(model), RouterLosses(balance=1.0))
+    balance = Balance(find_routers(model), 1.0)
     balance.begin(int(batch["lengths"].sum()), 1.0)
     with balance.observing(batch):
         logits = model(batch["input_ids"], use_cache=False)
@@ -129,7 +129,7 @@ def test_a_router_that_gives_logits_alone_is_counted_by_the_largest() -> None:
 def test_a_checkpoint_that_runs_a_block_again_counts_nothing_and_routes_the_same() -> None:
     """torchtitan#4772 forbids checkpointing with a balance loss. Jitter draws noise: the same in both forwards."""
     model = mixture("mixtral", router_jitter_noise=0.3)
-    balance = Balance(find_routers(model), RouterLosses(balance=1.0))
+    balance = Balance(find_routers(model), 1.0)
     routed: list[list[torch.Tensor]] = [[], []]
     for number, router in enumerate(balance.routers):
         router.module.register_forward_hook(lambda _m, _a, output, n=number: routed[n].append(output[2].clone()))
@@ -164,24 +164,9 @@ def test_the_balance_loss_reaches_the_router_and_nothing_else_without_a_coeffici
     assert float((found[0] - found[1]).abs().max()) > 1e-4
 
 
-def test_biases_move_towards_the_mean_by_the_rate() -> None:
-    """DeepSeek V3: an expert with more choices than the mean loses, one with fewer gains (arXiv 2412.19437)."""
-    model = mixture("deepseek_v3")
-    balance = build_balance(ObjectiveSection(router_bias_rate=0.01), model)
-    # Reading the weights gives the model other tensors, after its routers were found.
-    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
-    loads = counted(model, balance, micro_batches(1)[0])
-    balance.move_biases()
-    for layer in range(len(balance.routers)):
-        bias = model.model.layers[layer].mlp.gate.e_score_correction_bias
-        torch.testing.assert_close(bias, 0.01 * (0.25 - loads[layer]).sign())
-
-
 def test_settings_without_effect_are_refused() -> None:
     with pytest.raises(BadInputError, match=r"router_aux_coef: 0\.1 has no effect: the model has no experts"):
         build_balance(ObjectiveSection(router_aux_coef=0.1), llama())
-    with pytest.raises(BadInputError, match=r"router_bias_rate: 0\.1 has no effect: the model's routers have no bias"):
-        build_balance(ObjectiveSection(router_bias_rate=0.1), mixture("mixtral"))
     assert build_balance(ObjectiveSection(router_aux_coef=0.0), llama()).routers == []
 
 
@@ -201,14 +186,13 @@ def test_experts_whose_routers_are_not_found_never_train_without_their_loss_in_s
     assert find_routers(model) == []
     own = {"deepseek_v3": None, "olmoe": "0.01", "jetmoe": "0.01"}.get(kind, "0.001")
     if own is None:
-        assert build_balance(ObjectiveSection(), model).losses.balance == 0
+        assert build_balance(ObjectiveSection(), model).coefficient == 0
     else:
         with pytest.raises(BadInputError, match=f"routers are not found, .* loss with coefficient {own}, which"):
             build_balance(ObjectiveSection(), model)
-    for key in ("router_aux_coef", "router_z_coef", "router_bias_rate"):
-        with pytest.raises(BadInputError, match=rf"routers are not found, .*objective\.{key} is 0\.5.* which would be"):
-            build_balance(ObjectiveSection(**{key: 0.5}), model)
-    assert build_balance(ObjectiveSection(router_aux_coef=0.0), model).losses.balance == 0  # what the error says
+    with pytest.raises(BadInputError, match=r"routers are not found, .*router_aux_coef is 0\.5.* which would be"):
+        build_balance(ObjectiveSection(router_aux_coef=0.5), model)
+    assert build_balance(ObjectiveSection(router_aux_coef=0.0), model).coefficient == 0  # what the error says
 
 
 def test_a_model_without_experts_keeps_a_coefficient_without_effect() -> None:
@@ -222,11 +206,11 @@ def test_a_model_without_experts_keeps_a_coefficient_without_effect() -> None:
 def test_the_run_says_which_coefficient_holds() -> None:
     model = mixture("olmoe")
     own = build_balance(ObjectiveSection(), model)
-    assert own.losses.balance == own_coefficient(model) == 0.01
-    told = experts_fact(model, own, by_block=False)
+    assert own.coefficient == own_coefficient(model) == 0.01
+    told = experts_fact(model, own, None, by_block=False)
     assert "balance loss 0.01 (the model's router_aux_loss_coef), over all ranks and the step's micro-batches" in told
-    none = experts_fact(model, build_balance(ObjectiveSection(router_aux_coef=0.0), model), by_block=False)
+    none = experts_fact(model, build_balance(ObjectiveSection(router_aux_coef=0.0), model), 0.0, by_block=False)
     assert "no balance loss" in none
     deepseek = mixture("deepseek_v3")
-    told = experts_fact(deepseek, build_balance(ObjectiveSection(), deepseek), by_block=True)
+    told = experts_fact(deepseek, build_balance(ObjectiveSection(), deepseek), None, by_block=True)
     assert "no balance loss (the model has none of its own); biases stay as they are" in told

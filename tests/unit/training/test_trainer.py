@@ -334,17 +334,6 @@ def test_each_extension_can_be_left_out_alone(left_out: type[Extension]) -> None
     assert bool(told.warnings) == (left_out is not NonFiniteSteps)
 
 
-def test_biases_of_experts_move_in_steps_that_are_taken() -> None:
-    trainer, _ = built([1.0, float("inf"), 1.0], False, None)
-    moved: list[int] = []
-    trainer.balance.move_biases = lambda: moved.append(trainer.global_step)  # type: ignore[method-assign]
-    try:
-        trainer.fit()
-    finally:
-        reset_accelerate()
-    assert moved == [0, 2]
-
-
 def test_a_run_whose_every_step_was_skipped_has_failed_and_exports_nothing(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", make_texts(20), tied=True)
     weights = load_file(base / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Router losses, load balance and z-loss, over more tokens than one micro-batch of one rank.
+"""The balance loss of routers, over more tokens than one micro-batch of one rank.
 
 The balance loss of a layer is E x sum_e f_e P_e (Switch Transformer, arXiv 2101.03961), as transformers computes it.
 E is the number of experts, f_e counts how often expert e is chosen per token, and P_e is the mean of its probability;
@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -28,24 +27,6 @@ from toolkit.model.adapters.adapters import base_of
 from toolkit.model.routers import Router, find_routers, has_experts, own_coefficient
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.sharding.parallel.expert_parallel import expert_placement
-
-
-@dataclass(frozen=True)
-class RouterLosses:
-    """Coefficients of the router losses that are added to the objective.
-
-    Attributes:
-        balance: coefficient of the balance loss.
-        z: coefficient of the z-loss, the mean square of log sum exp of the logits (ST-MoE, arXiv 2202.08906).
-        bias_rate: step by which the bias of underused and overused experts moves (arXiv 2408.15664).
-        own: whether `balance` is the model's own coefficient.
-    """
-
-    balance: float = 0.0
-    z: float = 0.0
-    bias_rate: float = 0.0
-    own: bool = False
-
 
 ROWS = "rows_alone"
 """Key of a batch's rows, each a batch of its own, if they run one by one and without padding."""
@@ -72,16 +53,17 @@ _thread_state = _ThreadState()  # micro-batches that run by block are in threads
 
 
 class Balance:
-    """Counts the choices of a model's routers, and adds the gradients of their losses.
+    """Counts the choices of a model's routers, and adds the gradients of the balance loss.
 
     Args:
         routers: the model's routers; if there are none, nothing happens.
+        coefficient: of the balance loss.
         has_own: whether the model has a balance loss of its own, which always uses softmax probabilities.
     """
 
-    def __init__(self, routers: list[Router], losses: RouterLosses = RouterLosses(), has_own: bool = True) -> None:
+    def __init__(self, routers: list[Router], coefficient: float = 0.0, has_own: bool = True) -> None:
         self.routers = routers
-        self.losses = losses
+        self.coefficient = coefficient
         self._has_own = has_own
         self._num_tokens, self._scale = 1, 1.0
         self._waiting: list[_MicroBatch] = []  # forwards whose loads are not known
@@ -97,7 +79,7 @@ class Balance:
 
         Args:
             num_tokens: tokens of all its micro-batches on all ranks, without padding.
-            scale: factor for the gradients of a loss, so that their mean over the ranks is the loss's gradient.
+            scale: factor for the gradients of the loss, so that their mean over the ranks is the loss's gradient.
         """
         self._num_tokens, self._scale = max(1, num_tokens), scale
         self._mine, self._all = {}, {}
@@ -118,7 +100,7 @@ class Balance:
 
     def exchange(self) -> None:
         """Sums the loads over all ranks between forward and backward, all layers in one exchange. Collective."""
-        if self.losses.balance:
+        if self.coefficient:
             before = dict(self._all)
             self._exchange()
             loads = {number: self._load(number) for number in self._all}
@@ -167,24 +149,13 @@ class Balance:
             len(shares[number]) * self._chosen[number] * sum(f * p for f, p in zip(shares[number], probs, strict=True))
             for number, (_, probs) in sums.items()
         )
-        if self.losses.balance:
+        if self.coefficient:
             total = next(rows)
         return list(shares.values()), total / len(sums) / self._num_tokens
 
     def experts_of_a_token(self, number: int) -> int:
         """Returns how many experts a router chooses for each token."""
         return self._chosen[number]
-
-    @torch.no_grad()
-    def move_biases(self) -> None:
-        """Raises the bias of experts with fewer choices than the mean and lowers the others'. Collective."""
-        if not self.losses.bias_rate:
-            return
-        self._exchange()
-        for number, sums in self._all.items():
-            bias = self.routers[number].bias
-            if bias is not None:
-                bias += self.losses.bias_rate * (sums[0].mean() - sums[0]).sign().to(bias.dtype)
 
     def count(self, number: int, output: Any, one: _MicroBatch) -> None:
         """Adds a router's choices and probabilities for a micro-batch.
@@ -218,22 +189,17 @@ class Balance:
         return scores / scores.sum(dim=-1, keepdim=True)
 
     def gradient(self, number: int, logits: torch.Tensor, one: _MicroBatch) -> torch.Tensor:
-        """Returns the gradient of the losses with respect to a router's logits, both (tokens, experts)."""
+        """Returns the gradient of the loss with respect to a router's logits, both (tokens, experts)."""
         with torch.enable_grad():
-            wanted = logits.detach().float().requires_grad_()
-            each = wanted.new_zeros(len(wanted))
-            if self.losses.balance:
-                load = one.loads[number]
-                each = each + self.losses.balance * len(load) * (self.probabilities(number, wanted) @ load)
-            if self.losses.z:
-                each = each + self.losses.z * wanted.logsumexp(dim=-1).square()
+            wanted, load = logits.detach().float().requires_grad_(), one.loads[number]
+            each = self.coefficient * len(load) * (self.probabilities(number, wanted) @ load)
             total = (each * one.real).sum() * (self._scale / (self._num_tokens * len(self._chosen)))
             (found,) = torch.autograd.grad(total, wanted)
         return found.to(logits.dtype)
 
 
 class _Hook:
-    """Forward hook of a router: counts its choices, and adds the losses' gradient in backward."""
+    """Forward hook of a router: counts its choices, and adds the loss's gradient in backward."""
 
     def __init__(self, balance: Balance, number: int) -> None:
         self._balance = balance
@@ -248,7 +214,7 @@ class _Hook:
         if one is not None:
             self._balance.count(self._number, output, one)
         logits = self._balance.routers[self._number].logits(output)
-        if not (self._balance.losses.balance or self._balance.losses.z) or not logits.requires_grad:
+        if not self._balance.coefficient or not logits.requires_grad:
             return None
         if torch.is_tensor(output):
             return _WithGradient.apply(output, logits, self, one)  # type: ignore[no-untyped-call]
@@ -274,7 +240,7 @@ def _has_graph(value: Any) -> bool:
 
 
 class _WithGradient(torch.autograd.Function):
-    """Identity on a router's output; backward adds the gradient of the losses to its logits."""
+    """Identity on a router's output; backward adds the gradient of the loss to its logits."""
 
     @staticmethod
     def forward(
@@ -303,56 +269,39 @@ def build_balance(section: ObjectiveSection, model: nn.Module) -> Balance:
     """Returns the `Balance` that hooks into the model's routers.
 
     Raises:
-        BadInputError: for settings without effect: the model has no experts, or its routers have no bias. For a
-            mixture of experts whose routers are not found, if it has a balance loss of its own or is given one.
+        BadInputError: for a coefficient without effect: the model has no experts. For a mixture of experts whose
+            routers are not found, if it has a balance loss of its own or is given one.
     """
-    routers, own = find_routers(model), own_coefficient(model)
-    asked = {key: getattr(section, key) for key in ("router_aux_coef", "router_z_coef", "router_bias_rate")}
-    if not routers and has_experts(model):
-        _refuse_lost_routers(model, own, asked)
-    if not routers and (idle := [key for key, value in asked.items() if value]):
-        raise BadInputError(f"objective.{idle[0]}: {asked[idle[0]]} has no effect: the model has no experts; remove it")
-    if section.router_bias_rate and not any(router.bias is not None for router in routers):
-        raise BadInputError(
-            f"objective.router_bias_rate: {section.router_bias_rate} has no effect: the model's routers have no bias; "
-            "remove it, or set objective.router_aux_coef"
+    routers, own, asked = find_routers(model), own_coefficient(model), section.router_aux_coef
+    coefficient = (own if asked is None else asked) or 0.0
+    if not routers and coefficient and has_experts(model):
+        given = (
+            f"objective.router_aux_coef is {asked:g}"
+            if asked
+            else f"its configuration has a balance loss with coefficient {own:g}"
         )
-    balance = own if section.router_aux_coef is None else section.router_aux_coef
-    losses = RouterLosses(
-        balance or 0.0, section.router_z_coef or 0.0, section.router_bias_rate or 0.0, section.router_aux_coef is None
-    )
-    return Balance(routers, losses, own is not None)
-
-
-def _refuse_lost_routers(model: nn.Module, own: float | None, asked: dict[str, float | None]) -> None:
-    """Raises BadInputError if losses of routers that are not found would be left out of what is trained."""
-    given = [f"objective.{key} is {value:g}" for key, value in asked.items() if value]
-    if own and asked["router_aux_coef"] is None:
-        given.append(f"its configuration has a balance loss with coefficient {own:g}")
-    if given:
         raise BadInputError(
             f"{type(base_of(model)).__name__}: its routers are not found, because transformers records no "
-            f"router_logits of it, but {' and '.join(given)}, which would be left out; set objective.router_aux_coef=0 "
-            "and no other coefficient of routers to train without, or install a version of transformers that records "
-            "them"
+            f"router_logits of it, but {given}, which would be left out; set objective.router_aux_coef=0 to train "
+            "without, or install a version of transformers that records them"
         )
+    if not routers and asked:
+        raise BadInputError(f"objective.router_aux_coef: {asked} has no effect: the model has no experts; remove it")
+    return Balance(routers, coefficient, own is not None)
 
 
-def experts_fact(model: nn.Module, balance: Balance, by_block: bool) -> str:
-    """Describes how a run's experts are computed and balanced."""
-    losses, num_routers = balance.losses, len(balance.routers)
+def experts_fact(model: nn.Module, balance: Balance, asked: float | None, by_block: bool) -> str:
+    """Describes how a run's experts are computed and balanced, with the recipe's coefficient, if it has one."""
     kernel = getattr(getattr(base_of(model), "config", None), "_experts_implementation", None) or "the model's own"
-    told = [f"{num_routers} routers, kernel {kernel}"]
+    told = [f"{len(balance.routers)} routers, kernel {kernel}"]
     if placement := expert_placement(model):
         told.append(placement)
-    if losses.balance:
-        source = "the model's router_aux_loss_coef" if losses.own else "objective.router_aux_coef"
+    if balance.coefficient:
+        source = "the model's router_aux_loss_coef" if asked is None else "objective.router_aux_coef"
         over = "the whole step" if by_block else "the step's micro-batches so far"
-        told.append(f"balance loss {losses.balance:g} ({source}), over all ranks and {over}")
+        told.append(f"balance loss {balance.coefficient:g} ({source}), over all ranks and {over}")
     else:
-        told.append("no balance loss" + (" (the model has none of its own)" if losses.own else ""))
-    if losses.z:
-        told.append(f"z-loss {losses.z:g}")
+        told.append("no balance loss" + (" (the model has none of its own)" if asked is None else ""))
     if any(router.bias is not None for router in balance.routers):
-        told.append(f"biases move by {losses.bias_rate:g} a step" if losses.bias_rate else "biases stay as they are")
+        told.append("biases stay as they are")
     return "; ".join(told)

@@ -115,15 +115,6 @@ class ObjectiveSection(Section):
         description="Weight the balance loss of a mixture of experts (arXiv 2101.03961), taken over all ranks; null: "
         "the model's own router_aux_loss_coef.",
     )
-    router_z_coef: float | None = Field(
-        None, ge=0.0, description="Weight the routers' z-loss (ST-MoE, arXiv 2202.08906); null: 0."
-    )
-    router_bias_rate: float | None = Field(
-        None,
-        ge=0.0,
-        description="Move the bias of overloaded and idle experts by this much each step, if routers have biases "
-        "(arXiv 2408.15664); not possible with adapters; null: 0, as at the end of DeepSeek V3's training.",
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ObjectiveSection:

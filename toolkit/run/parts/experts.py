@@ -25,7 +25,8 @@ COLLAPSED = 0.5
 class Experts(RunPart):
     def prepared(self, run: PreparedRun) -> None:
         if run.balance.routers:
-            self.facts["experts"] = experts_fact(run.inner, run.balance, run.sharded.by_block is not None)
+            asked, by_block = self.recipe.objective.router_aux_coef, run.sharded.by_block is not None
+            self.facts["experts"] = experts_fact(run.inner, run.balance, asked, by_block)
 
     def extension(self, loop: Loop) -> Extension | None:
         return ExpertLoads(loop.run.balance, loop.metrics) if loop.run.balance.routers else None
