@@ -95,37 +95,12 @@ def test_valid_is_a_recipe_whose_files_are_there(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["validate", str(recipe), *more])
         return str(result.exception) if result.exception is not None else result.output
 
-    for missing, file in (
-        ("configuration (config.json)", "config.json"),
-        ("weights (*.safetensors)", "model.safetensors"),
-        ("tokenizer (*token*, ", "tokenizer.json"),
-    ):
-        assert f"model.name_or_path: the folder '{model}' holds no {missing}" in told()
-        assert "holds no tokenizer" not in told("model.tokenizer=someone/tokenizer")
-        (model / file).write_text("{}")
-    for whole in (told(), told("--json")):
-        assert (
-            f"valid: the keys, and the files {model}, {rows}. Not looked at: hf://datasets/a/b/c.jsonl (not on" in whole
-        )
+    for shown in (told(), told("--json")):
+        assert "valid: the keys and the places" in shown, "a store is not asked"
     assert json.loads(told("--json").partition("valid:")[0])["training.max_steps"]["value"] == 1
-    several = told(
-        "model.name_or_path=./nowhere", "model.tokenizer=./none", "data.train=gone.jsonl", "data.validation=gone/*.csv",
-        "answers.file=gone.jsonl", "data.image_root=gone", "data.chat_template=gone.jinja",
-    )  # fmt: skip
-    fields = (
-        "model.name_or_path",
-        "model.tokenizer",
-        "data.train",
-        "data.validation",
-        "answers.file",
-        "data.image_root",
-        "data.chat_template",
-    )
-    assert "7 problems" in several, several
-    assert [line.strip("- ").partition(":")[0] for line in several.splitlines()[1:]] == list(fields)
-    assert "Not looked at: someone/model (not on this machine), the rows" in told(
-        "model.name_or_path=someone/model", f"data.train={rows}"
-    )
+    for field in ("model.name_or_path", "model.tokenizer", "data.train", "data.validation"):
+        assert told(f"{field}=./nowhere.jsonl").startswith(f"{field}: ")
+    assert "valid: " in told("model.name_or_path=someone/model", f"data.train={rows}")
 
 
 def test_validate_shows_values_and_origins() -> None:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import http.server
 import os
+import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import huggingface_hub
 import pytest
 from support.refusals import finetune
-from typer.testing import CliRunner
 
-from toolkit.cli.app import app
 from toolkit.cli.shared import hub
 from toolkit.cli.shared.hub import OFFLINE, settle_hub
-from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 
 
@@ -66,21 +62,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     server.server_close()
 
 
-def test_what_is_nowhere_is_one_error_at_once(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    with pytest.raises(
-        BadInputError, match=r"model.name_or_path: 'some/model' is neither a folder here nor in"
-    ) as found:
-        settle_hub(recipe({"name_or_path": "some/model", "revision": "v2"}))
-    assert sum(slept) < 4, "between attempts"
-    assert f"{endpoint} cannot be reached ([Errno 111] Connection refused)" in str(found.value)
-    assert "`hf download some/model --revision v2`" in str(found.value)
-    assert capsys.readouterr().err == f"looking on {endpoint} for some/model\n", "before it is tried"
-
-
 def test_the_command_refuses_it_well(endpoint: str, tmp_path: Any) -> None:
     assert (
         finetune("quickstart", "model.config=null", "model.name_or_path=some/model").problems("model.name_or_path")
@@ -88,34 +69,15 @@ def test_the_command_refuses_it_well(endpoint: str, tmp_path: Any) -> None:
     )
 
 
-def test_what_is_cached_is_used_without_the_hub(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wanted: list[tuple[str, str | None]] = []
-
-    def find(name: str, file: str, revision: str | None) -> str | None:
-        wanted.append((name, revision))
-        return f"/cache/{file}" if file == "tokenizer.json" else None
-
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
+def test_without_the_hub_the_cache_is_used(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"name_or_path": "some/model", "revision": "v1", "tokenizer": "other/one"}
     settle_hub(recipe(model, train="some/rows"))
     assert os.environ[OFFLINE] == "1", "for the libraries, which are imported later, and for other ranks"
-    assert set(wanted) == {("some/model", "v1"), ("other/one", None)}
     looks, warning = capsys.readouterr().err.splitlines()
     assert looks == f"looking on {endpoint} for some/model, other/one, some/rows"
-    assert warning.startswith(f"warning: {endpoint} cannot be reached")
+    assert warning.startswith(f"warning: {endpoint} cannot be reached ([Errno 111] Connection refused); the cache is")
     settle_hub(recipe(model))
     assert capsys.readouterr().err == "", "offline, nothing is asked"
-
-
-def test_offline_what_is_nowhere_is_told_at_once(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(OFFLINE, "1")
-    with pytest.raises(BadInputError, match=r"model.name_or_path: 'some/model' is .* and HF_HUB_OFFLINE is set\. "):
-        settle_hub(recipe({"name_or_path": "some/model"}))
-    result = CliRunner().invoke(app, ["init", "some/model", "rows.jsonl"])
-    assert isinstance(result.exception, BadInputError)
-    assert "model: 'some/model' is neither a folder here nor in the hub's cache" in str(result.exception)
 
 
 def test_a_hub_that_answers_is_left_to_its_library(
@@ -133,11 +95,14 @@ def test_a_hub_that_answers_is_left_to_its_library(
     assert len(asked) == 2, "for what is here nothing is asked"
 
 
-def test_a_hub_that_never_answers(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_never_answers(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(BadInputError, match=r"no answer within 0\.2 s|timed out"):
-            settle_hub(recipe({"name_or_path": "some/model"}))
+        settle_hub(recipe({"name_or_path": "some/model"}))
+    assert re.search(r"no answer within 0\.2 s|timed out", capsys.readouterr().err)
+    assert os.environ[OFFLINE] == "1"

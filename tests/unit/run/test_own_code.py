@@ -90,5 +90,5 @@ def test_functions_that_reward_are_code_of_the_recipe(tmp_path: Path, monkeypatc
 
 
 def test_a_file_of_code_that_is_not_there_is_found_without_running_any(tmp_path: Path) -> None:
-    refused = refusals.toolkit("validate", "quickstart", f"data.map={tmp_path}/none.py:told")
-    assert refused.problems(f"data.map: there is no '{tmp_path}/none.py'; correct the path") == []
+    refused = refusals.toolkit("data", "quickstart", f"data.map={tmp_path}/none.py:told")
+    assert refused.problems(f"data.map: there is no file '{tmp_path}/none.py'; correct the path") == []

@@ -123,5 +123,5 @@ def generate(
             run(replace(options, source=str(exported.folder)))
         return
     if find_model(source).on_hub:
-        settle_names({"SOURCE": source}, [], {})  # before the hub's library is imported, which tries for a minute
+        settle_names([source], [])  # before the hub's library is imported, which tries for a minute
     run(options)

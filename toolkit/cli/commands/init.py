@@ -71,8 +71,7 @@ def init(
     if file.suffix not in (".yaml", ".yml"):
         raise BadInputError(f"--to: {str(file)!r}: the name of a recipe ends in .yaml or .yml")
     require_new(file, force)
-    given = dict(override.partition("=")[::2] for override in overrides or [])
-    settle_names({"model": model}, [data], {"model": given.get("model.revision")})
+    settle_names([model], [data])
     from toolkit.suggest.suggestion import suggest  # torch is imported only for arguments that are right
 
     console = Terminal()

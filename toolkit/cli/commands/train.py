@@ -29,10 +29,8 @@ from toolkit.cli.shared.arguments import (
     load_recipe,
     split_arguments,
 )
-from toolkit.cli.shared.hub import models_of
-from toolkit.data.rows.files import paths_of
+from toolkit.cli.shared.hub import require_inputs
 from toolkit.errors import ToolkitError
-from toolkit.paths import require_folder
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import stdout_on_stderr
 
@@ -115,13 +113,6 @@ def _starting_line(processes: int | None) -> str:
     """Returns the first line of a start: importing torch takes seconds, up to a minute on a busy machine."""
     count = "processes" if processes is None else f"{processes} process{'es' if processes > 1 else ''}"
     return f"starting {count}; importing torch takes a while ..."
-
-
-def require_inputs(recipe: Recipe) -> None:
-    """Raises BadInputError for a missing file or folder: ranks would find that only after ten seconds of imports."""
-    for field, name in models_of(recipe).items():
-        require_folder(name, field)
-    paths_of(recipe.data)
 
 
 def _run_results(folder: Path) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Whether the hub can be reached: asked once, and before its library is imported, which tries for a minute."""
+"""Whether what a recipe names is here, and whether the hub can be reached: both before its library is imported."""
 
 from __future__ import annotations
 
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from toolkit.errors import BadInputError
-from toolkit.paths import download_command, is_file_source, is_hub_name
+from toolkit.data.rows.files import paths_of
+from toolkit.paths import is_file_source, is_hub_name, require_folder
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import Terminal
 
@@ -20,14 +20,9 @@ ANSWER_SECONDS = 5.0
 
 
 def settle_hub(recipe: Recipe) -> None:
-    """Prints what is asked of the hub. If it cannot be reached, everything comes from the cache.
-
-    Raises:
-        BadInputError: if it cannot be reached, and a model or a tokenizer is not in the cache.
-    """
-    revision = {"model.name_or_path": recipe.model.revision}
+    """Prints what is asked of the hub. If it cannot be reached, everything comes from the cache."""
     sources = [source.path for source in [*recipe.data.train, *(recipe.data.validation or [])]]
-    settle_names(models_of(recipe), sources, revision)
+    settle_names(models_of(recipe).values(), sources)
 
 
 def models_of(recipe: Recipe) -> dict[str, str]:
@@ -40,38 +35,24 @@ def models_of(recipe: Recipe) -> dict[str, str]:
     return {field: name for field, name in named.items() if name is not None}
 
 
-def settle_names(named: Mapping[str, str], sources: Iterable[str], revisions: Mapping[str, str | None]) -> None:
-    """Does the same for models and tokenizers, by the field that names them, and for sources of data.
+def require_inputs(recipe: Recipe, of_stores: bool = True) -> None:
+    """Raises BadInputError for a missing file or folder: ranks would find that only after ten seconds of imports."""
+    for field, name in models_of(recipe).items():
+        require_folder(name, field)
+    paths_of(recipe.data, of_stores)
 
-    Raises:
-        BadInputError: as `settle_hub`.
-    """
-    models = {field: name for field, name in named.items() if is_hub_name(name)}
-    data = [path for path in sources if not is_file_source(path)]
-    if not (models or data):
+
+def settle_names(models: Iterable[str], sources: Iterable[str]) -> None:
+    """Does the same for names of models and tokenizers, and for sources of data."""
+    names = [*filter(is_hub_name, models), *(path for path in sources if not is_file_source(path))]
+    if not names or os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE"):
         return
     console = Terminal(quiet=os.environ.get("RANK", "0") != "0")
     endpoint = os.environ.get(ENDPOINT) or "https://huggingface.co"
-    asked = os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE")
-    if asked:
-        why = f"{OFFLINE} is set"
-    else:
-        console.print(f"looking on {endpoint} for {', '.join(dict.fromkeys([*models.values(), *data]))}")
-        unreachable = _why_unreachable(endpoint)
-        if unreachable is None:
-            return
-        why = f"{endpoint} cannot be reached ({unreachable})"
+    console.print(f"looking on {endpoint} for {', '.join(dict.fromkeys(names))}")
+    if (why := _why_unreachable(endpoint)) is not None:
         os.environ[OFFLINE] = "1"
-    for field, name in models.items():
-        if not _is_cached(name, revisions.get(field)):
-            mend = f"or unset {OFFLINE}" if asked else f"behind a proxy set HTTPS_PROXY, with a mirror {ENDPOINT}"
-            raise BadInputError(
-                f"{field}: {name!r} is neither a folder here nor in the hub's cache, and {why}. To work offline, run "
-                f"`{download_command(name, revisions.get(field))}` on a machine with network access, copy the folder "
-                f"that it prints, and name that; {mend}"
-            )
-    if not asked:
-        console.warn(f"{why}; the cache is used instead, as with {OFFLINE}=1")
+        console.warn(f"{endpoint} cannot be reached ({why}); the cache is used instead, as with {OFFLINE}=1")
 
 
 def _why_unreachable(endpoint: str) -> str | None:
@@ -90,10 +71,3 @@ def _why_unreachable(endpoint: str) -> str | None:
         reason = getattr(error, "reason", error)
         # A certificate of one's own is for the hub's library to judge, which knows more of them.
         return None if "CERTIFICATE" in str(reason) else str(reason)
-
-
-def _is_cached(name: str, revision: str | None) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    files = ("config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)

@@ -17,8 +17,11 @@ TABLES = (".parquet", ".arrow")
 """Endings of files that `datasets` reads."""
 
 
-def paths_of(data: DataSection) -> list[str]:
+def paths_of(data: DataSection, of_stores: bool = True) -> list[str]:
     """Returns the path of every file that a recipe reads; a source that is not a file stands for itself.
+
+    Args:
+        of_stores: whether files in stores are downloaded.
 
     Raises:
         DataError: if one is missing, empty or of an unknown type.
@@ -26,7 +29,8 @@ def paths_of(data: DataSection) -> list[str]:
     found = []
     for field, sections in (("data.train", data.train), ("data.validation", data.validation or [])):
         for section in sections:
-            is_file = is_file_source(section.path) and not is_saved_dataset(local_path(section.path))
+            is_here = of_stores or not is_store(section.path)
+            is_file = is_here and is_file_source(section.path) and not is_saved_dataset(local_path(section.path))
             found += [str(path) for path in expand_files(section.path, field)] if is_file else [section.path]
     return found
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import BadInputError, DataError, HubError, ToolkitError, first_line
@@ -16,8 +15,8 @@ from toolkit.published import without_secrets
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
-UNREACHABLE = {"TransportError", "ConnectionError", "TimeoutError", "XetDownloadError"}
-"""Names of errors of the HTTP clients, of Python and of the downloader, which have no base in common."""
+UNREACHABLE = {"TransportError", "ConnectionError", "TimeoutError", "XetDownloadError", "LocalEntryNotFoundError"}
+"""Names of errors of the HTTP clients, of Python and of the hub's library, which have no base in common."""
 
 DATA_SET = "data set"
 
@@ -59,13 +58,49 @@ def hub_error(
         return None
     if kind == DATA_SET and not is_repository(name):
         return DataError(f"{field}: there is no file {name!r}, and the hub allows no such name; correct it")
-    found = list(_causes(error))
-    if kind == DATA_SET and any(type(cause).__name__ == "DatasetNotFoundError" for cause in found):
-        found += _causes(_asked_again(name))
-    refusal = _Refusal(field, name, kind, revision)
-    text = refusal.by_answer(found) or refusal.by_disk(found) or refusal.by_network(found)
-    made = HubError if refusal.hub_fails else DataError if kind == DATA_SET else BadInputError
+    causes = list(_causes(error))
+    if kind == DATA_SET and any(type(cause).__name__ == "DatasetNotFoundError" for cause in causes):
+        causes += _causes(_asked_again(name))
+    text = _sentence(causes, field, name, kind, revision)
+    hub_fails = any(getattr(getattr(cause, "response", None), "status_code", 0) >= 500 for cause in causes)
+    made = HubError if hub_fails else DataError if kind == DATA_SET else BadInputError
     return None if text is None else made(without_secrets(text))
+
+
+def _sentence(causes: Sequence[BaseException], field: str, name: str, kind: str, revision: str | None) -> str | None:
+    """Returns what to say, or None for another cause."""
+    from huggingface_hub import constants, errors, get_token, is_offline_mode
+
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == DATA_SET else ''}{name}"
+    login = "for a token that may read it run `hf auth login`, or set HF_TOKEN"
+    refusals = (cause for cause in causes if isinstance(cause, errors.HfHubHTTPError))
+    answer = next((each for each in refusals if not isinstance(each, errors.EntryNotFoundError)), None)
+    if isinstance(answer, errors.GatedRepoError):
+        return f"{field}: {name!r} is gated on the hub. Ask for access at {page}, and wait until it is granted; {login}"
+    if isinstance(answer, errors.RevisionNotFoundError):
+        field = field.replace("name_or_path", "revision")
+        return f"{field}: {name!r} has no revision {revision or 'main'!r} on the hub; see {page}/commits/main"
+    status = None if answer is None else answer.response.status_code
+    if status == 404 or (status == 401 and (get_token() is None or isinstance(answer, errors.RepositoryNotFoundError))):
+        return f"{field}: {constants.ENDPOINT} has no {kind} {name!r}, or it is private. Correct the name; {login}"
+    if answer is not None:
+        said = answer.server_message or first_line(answer)
+        return (
+            f"{field}: the hub answers HTTP {status} for {name!r} ({said.splitlines()[0].rstrip('.')}); try again in "
+            f"some minutes, or see {page}; {login}"
+        )
+    for cause in causes:
+        if isinstance(cause, OSError) and cause.errno in UNWRITABLE:
+            return f"{field}: {name!r} cannot be downloaded to {constants.HF_HUB_CACHE}: {cause.strerror}"
+    if not {kind.__name__ for cause in causes for kind in type(cause).__mro__} & UNREACHABLE:
+        return None
+    why = "HF_HUB_OFFLINE is set" if is_offline_mode() else first_line(causes[-1])
+    command = download_command(name, revision) if kind != DATA_SET else f"hf download {name} --repo-type dataset"
+    return (
+        f"{field}: {name!r} is not in the hub's cache, and {constants.ENDPOINT} cannot be reached ({why}). To work "
+        f"offline, run `{command}` where there is a network, and name the folder that it prints; behind a proxy set "
+        "HTTPS_PROXY, with a mirror HF_ENDPOINT"
+    )
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -86,97 +121,3 @@ def _asked_again(name: str) -> Exception | None:
     except Exception as error:  # the hub's library and its HTTP client have no base in common
         return error
     return None
-
-
-@dataclass
-class _Refusal:
-    """The sentences about one name that was looked for on the hub. Each method returns None for another cause."""
-
-    field: str
-    name: str
-    kind: str
-    revision: str | None
-    hub_fails: bool = False
-
-    @property
-    def page(self) -> str:
-        from huggingface_hub import constants
-
-        return f"{constants.ENDPOINT}/{'datasets/' if self.kind == DATA_SET else ''}{self.name}"
-
-    def by_answer(self, found: Sequence[BaseException]) -> str | None:
-        """Explains a refusal by the hub."""
-        from huggingface_hub import constants, errors, get_token
-
-        refusals = (cause for cause in found if isinstance(cause, errors.HfHubHTTPError))
-        answer = next((each for each in refusals if not isinstance(each, errors.EntryNotFoundError)), None)
-        if answer is None:
-            return None
-        status, login = answer.response.status_code, "run `hf auth login`, or set HF_TOKEN"
-        said = (answer.server_message or first_line(answer)).splitlines()[0].rstrip(".")
-        if isinstance(answer, errors.GatedRepoError):
-            return (
-                f"{self.field}: {self.name!r} is gated on the hub. Ask for access at {self.page}, and wait until it is "
-                f"granted; for the token of that account {login}"
-            )
-        if isinstance(answer, errors.RevisionNotFoundError):
-            return (
-                f"{self.field.replace('name_or_path', 'revision')}: {self.name!r} has no revision "
-                f"{self.revision or 'main'!r} on the hub; name a branch, a tag or a commit of {self.page}/commits/main"
-            )
-        if status == 401 and get_token() is not None:
-            return (
-                f"{self.field}: the hub refuses this machine's token ({said}), and gives no {self.name!r}; for another "
-                f"{login}"
-            )
-        if isinstance(answer, errors.RepositoryNotFoundError) or status in (401, 404):
-            return (
-                f"{self.field}: {constants.ENDPOINT} has no {self.kind} {self.name!r}, or it is private. Correct the "
-                f"name; for a token that may read it {login}"
-            )
-        self.hub_fails = status >= 500
-        mend = "try again in some minutes"
-        if self.hub_fails:
-            mend += ", or set HF_HUB_OFFLINE=1 if it was downloaded before"
-        elif status != 429:
-            mend = f"see {self.page}; for a token that may read it {login}"
-        return f"{self.field}: the hub answers HTTP {status} for {self.name!r} ({said}); {mend}"
-
-    def by_disk(self, found: Sequence[BaseException]) -> str | None:
-        """Explains that what the hub gives cannot be stored."""
-        from huggingface_hub import constants
-
-        why = next(
-            (cause.strerror for cause in found if isinstance(cause, OSError) and cause.errno in UNWRITABLE), None
-        )
-        if why is None:
-            return None
-        return (
-            f"{self.field}: {self.name!r} cannot be downloaded to {constants.HF_HUB_CACHE}: {why}. Free some space "
-            "(`hf cache rm`), or set HF_HOME to another folder"
-        )
-
-    def by_network(self, found: Sequence[BaseException]) -> str | None:
-        """Explains that the hub was not or could not be asked."""
-        from huggingface_hub import constants, errors, is_offline_mode
-
-        names = {kind.__name__ for cause in found for kind in type(cause).__mro__}
-        if not names & UNREACHABLE and not any(isinstance(cause, errors.LocalEntryNotFoundError) for cause in found):
-            return None
-        if is_offline_mode():
-            return (
-                f"{self.field}: {self.name!r} is not in the hub's cache, and the hub is not asked (HF_HUB_OFFLINE). "
-                f"Unset that, or {self._elsewhere()}"
-            )
-        return (
-            f"{self.field}: {constants.ENDPOINT} cannot be reached for {self.name!r} ({first_line(found[-1])}); try "
-            "again; behind a proxy correct HTTPS_PROXY, with a mirror HF_ENDPOINT. To work offline, "
-            f"{self._elsewhere()}"
-        )
-
-    def _elsewhere(self) -> str:
-        """Returns what to do on a machine without a network."""
-        if self.kind == DATA_SET:
-            return f"run `hf download {self.name} --repo-type dataset` where there is a network, and name its files"
-        command = download_command(self.name, self.revision)
-        return f"run `{command}` where there is a network, and name the folder that it prints"
