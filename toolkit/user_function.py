@@ -13,7 +13,6 @@ import importlib.machinery
 import importlib.util
 import inspect
 import numbers
-import os
 import random
 import sys
 import threading
@@ -192,7 +191,7 @@ def fenced(action: Callable[[], T], what: str | Callable[[], str], mend: str, st
         BadInputError: names the exception and the user's line.
     """
     try:
-        with _running, stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _same_state(), _drawing_from(stream):
+        with _running, stdout_on_stderr(), contextlib.redirect_stdout(sys.stderr), _drawing_from(stream):
             return action()
     except KeyboardInterrupt:
         raise
@@ -300,23 +299,6 @@ def leap_streams(step: int | str, which: Iterable[str] | None = None) -> None:
         with _drawing_from(stream):
             drawn = sys.modules["torch"].rand(()).item() if "torch" in sys.modules else 0.0
             seeded_by(f"{random.random()} {drawn} {step}", lambda: None)  # noqa: S311
-
-
-@contextlib.contextmanager
-def _same_state() -> Iterator[None]:
-    """Puts the working folder, and whether torch records gradients, back at the end of the block."""
-    torch = sys.modules.get("torch")
-    records = torch is None or torch.is_grad_enabled()
-    folder = None
-    with contextlib.suppress(OSError):  # it was removed
-        folder = os.getcwd()
-    try:
-        yield
-    finally:
-        if folder is not None:
-            os.chdir(folder)
-        if torch is not None:
-            torch.set_grad_enabled(records)
 
 
 def as_number(value: Any) -> float | None:

@@ -6,7 +6,6 @@ without line breaks inside a line.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from itertools import groupby
 from operator import itemgetter
@@ -15,9 +14,20 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from toolkit.errors import listed
-from toolkit.pages.data_page import Report, by_count, count_of, splits, window_remark
-from toolkit.pages.parts.number_text import format_count, format_percent, format_short, number
+from toolkit.errors import counted, listed
+from toolkit.pages.data_page import (
+    NOTED,
+    SOURCE_HEAD,
+    Report,
+    by_count,
+    count_of,
+    facts_of,
+    facts_of_example,
+    source_row,
+    splits,
+    window_remark,
+)
+from toolkit.pages.parts.number_text import MISSING
 from toolkit.terminal import harmless
 
 MAX_LISTED_ROWS = 5
@@ -38,6 +48,10 @@ MOST_AT_AN_END = 4
 INDENT = 12
 """Width of the names before the colons, and of the margin of the lines below them (characters)."""
 
+ROWS = ("Rows read", "Rows kept", "Rows dropped", "Also in train")
+TOKENS = ("Tokens", "Tokens cut", "Target share", "Samples", "Fill rate", "Median row", "Longest row")
+"""The facts of a split's two lines, as the page has them."""
+
 TARGET_STYLE, CONTEXT_STYLE = "green", "dim"
 
 Stretch = tuple[str, bool]
@@ -57,85 +71,35 @@ def show_report(console: Console, report: Report) -> None:
 
 
 def _show_split(console: Console, name: str, split: Report, report: Report) -> None:
-    _print_line(console, name, _rows_line(split), window_remark(report) if name == "train" else "")
-    _print_line(console, "", _tokens_line(split))
-    for reason, found in by_count(split.get("dropped")):
-        _print_line(console, "dropped", f"{_counted(count_of(found), 'row')}: {reason}", _names(found))
-    _show_found(console, "duplicates", split.get("duplicates"), "equal to an earlier one")
-    cut = number((split.get("long") or {}).get("cut_tokens"))
-    over = "longer than max_length" + (f", {_counted(cut, 'token')} cut" if cut > 0 else "")
-    _show_found(console, "long", split.get("long"), over)
-    if split.get("also_in_train"):
-        _print_line(console, "in train", f"{_counted(split['also_in_train'], 'row')} of {name} also in train")
-    _show_labels(console, split.get("labels") or {})
-    _show_sources(console, split.get("sources") or [])
-
-
-def _rows_line(split: Report) -> str:
-    parts = [
-        _counted(split.get("read"), "row") + " read" if _is_known(split, "read") else "",
-        f"{format_count(split['kept'])} kept" if _is_known(split, "kept") else "",
-        f"{format_count(split['num_dropped'])} dropped" if split.get("num_dropped") else "",
-    ]
-    return _comma_list(parts)
-
-
-def _tokens_line(split: Report) -> str:
-    lengths, longest = split.get("lengths") or {}, split.get("longest") or {}
-    row = f" ({longest['row']})" if longest.get("row") else ""
-    parts = [
-        f"{format_short(number(split['tokens']))} tokens" if _is_known(split, "tokens") else "",
-        f"{format_percent(split['target_share'])} targets" if _is_known(split, "target_share") else "",
-        _counted(split["samples"], "sample") if _is_known(split, "samples") else "",
-        f"{format_percent(split['fill_rate'])} filled" if _is_known(split, "fill_rate") else "",
-        f"median row {format_count(lengths['median'])}" if _is_known(lengths, "median") else "",
-        f"longest {format_count(longest['tokens'])}{row}" if _is_known(longest, "tokens") else "",
-    ]
-    return _comma_list(parts)
-
-
-def _show_found(console: Console, title: str, found: Report | None, what: str) -> None:
-    if count_of(found):
-        _print_line(console, title, f"{_counted(count_of(found), 'row')} {what}", _names(found or {}))
-
-
-def _show_labels(console: Console, labels: dict[str, int]) -> None:
-    named = [f"{label} {count:,}" for label, count in sorted(labels.items(), key=lambda item: -item[1])]
-    if named:
-        _print_line(console, "labels", listed(named, MAX_LISTED_SOURCES))
-
-
-def _show_sources(console: Console, sources: list[Report]) -> None:
-    """Prints a line for each source, unless there is only one, which the split's line describes."""
-    if len(sources) < 2:
+    facts = facts_of(split)
+    for title, names in ((name, ROWS), ("", TOKENS)):
+        text = _named((fact, facts[fact]) for fact in names)
+        _print_line(console, title, text, window_remark(report) if title == "train" else "")
+    noted = [(what, split.get(key) or {}) for key, what in NOTED]
+    for title, reasons in (("dropped", by_count(split.get("dropped"))), ("noted", noted)):
+        for reason, found in reasons:
+            if count_of(found):
+                _print_line(console, title, f"{reason}: {counted(count_of(found), 'row')}", _names(found))
+    labels = sorted((split.get("labels") or {}).items(), key=lambda item: -item[1])
+    _print_line(console, "labels", listed([f"{label} {count:,}" for label, count in labels], MAX_LISTED_SOURCES))
+    sources = split.get("sources") or []
+    if len(sources) < 2:  # the split's lines describe it
         return
     for source in sources[:MAX_LISTED_SOURCES]:
-        parts = [
-            f"share {format_percent(source['share'])}" if _is_known(source, "share") else "",
-            _counted(source["kept"], "row") if _is_known(source, "kept") else "",
-            f"{format_short(number(source['tokens']))} tokens" if _is_known(source, "tokens") else "",
-            f"weight {format_short(number(source['weight']))}" if _is_known(source, "weight") else "",
-        ]
-        _print_line(console, "source", f"{source.get('source')}: {_comma_list(parts)}")
+        first, *cells = zip(SOURCE_HEAD, source_row(source), strict=True)
+        _print_line(console, "source", f"{first[1]}: {_named(cells)}")
     if len(sources) > MAX_LISTED_SOURCES:
         _print_line(console, "", f"and {len(sources) - MAX_LISTED_SOURCES:,} more sources")
 
 
-def _is_known(values: Report, key: str) -> bool:
-    return math.isfinite(number(values.get(key)))
-
-
-def _counted(count: Any, noun: str) -> str:
-    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+def _named(facts: Iterable[tuple[str, str]]) -> str:
+    """Returns facts that are known, each after its name."""
+    return ", ".join(f"{name.lower()} {fact}" for name, fact in facts if fact != MISSING)
 
 
 def _names(found: Report) -> str:
     names = listed(found.get("rows") or [], MAX_LISTED_ROWS, count_of(found))
     return f"({names})" if names else ""
-
-
-def _comma_list(parts: Iterable[str]) -> str:
-    return ", ".join(filter(None, parts))
 
 
 def _print_line(console: Console, title: str, text: str, remark: str = "", style: str = "") -> None:
@@ -161,19 +125,11 @@ def _show_examples(console: Console, examples: list[Report]) -> None:
         said = f"stand between {opening} and {closing}" if opening else f"are {TARGET_STYLE}"
         _print_line(console, "samples", f"targets, which the model learns to write, {said}")
     for index, example in enumerate(examples, 1):
-        _print_line(console, f"sample {index}", str(example.get("row", "")), _example_facts(example))
+        facts = facts_of_example(example)
+        _print_line(console, f"sample {index}", str(example.get("row", "")), f"({facts})" if facts else "")
         # Every line has a margin, so that no text of a row looks like one of our own lines.
         for line in _sample_text(console, example.get("segments") or []).wrap(console, max(20, console.width - INDENT)):
             console.print(Text(" " * INDENT).append_text(line), soft_wrap=True)
-
-
-def _example_facts(example: Report) -> str:
-    facts = [
-        _counted(example["tokens"], "token") if _is_known(example, "tokens") else "",
-        _counted(example["target_tokens"], "target") if example.get("target_tokens") else "",
-        f"label {example['label']}" if example.get("label") is not None else "",
-    ]
-    return f"({_comma_list(facts)})" if any(facts) else ""
 
 
 def target_marks(console: Console) -> tuple[str, str]:

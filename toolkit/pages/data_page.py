@@ -29,6 +29,11 @@ DATA_PAGE = "data_report.html"
 
 SPLITS = ("train", "validation")
 
+NOTED = (("duplicates", "duplicate of an earlier row"), ("long", "longer than max_length"))
+"""Rows to look at that may be kept: key of a split -> what they are."""
+
+SOURCE_HEAD = ("Source", "Layout", "Read", "Kept", "Dropped", "Tokens", "Share", "Weight", "Passes")
+
 MAX_LISTED_ROWS = 20
 """The most rows named for each reason."""
 
@@ -125,7 +130,7 @@ def _names(found: Report) -> str:
 
 def split_table(report: Report, names: Sequence[str] | None = None) -> Table:
     """Returns a column for each split and a row for each fact in `names`, or all, except facts that no split has."""
-    columns = [_facts(split) for _, split in splits(report)]
+    columns = [facts_of(split) for _, split in splits(report)]
     facts = (names or list(columns[0])) if columns else []
     rows = [(name, *(column[name] for column in columns)) for name in facts]
     shown = [row for row in rows if any(cell != MISSING for cell in row[1:])]
@@ -142,7 +147,7 @@ def dropped_table(report: Report) -> Table:
     return Table("dropped", "", ("Dropped because", *(name.capitalize() for name in names)), rows)
 
 
-def _facts(split: Report) -> dict[str, str]:
+def facts_of(split: Report) -> dict[str, str]:
     """Returns all facts about a split as text; lengths are in tokens."""
     lengths = split.get("lengths") or {}
     return {
@@ -235,16 +240,20 @@ def _histogram_card(
     return Histogram(f"chart-{name}", title, remark, keys, bars, axis, place, spoken, table)
 
 
-def _example(example: Report) -> Report:
-    """Returns what the page shows of a decoded sample: the name of its row, facts, and its segments."""
+def facts_of_example(example: Report) -> str:
+    """Returns the tokens and the label of a decoded sample, as far as they are known."""
     counts = [(example.get(key), noun) for key, noun in (("tokens", "tokens"), ("target_tokens", "targets"))]
     # A sample with a label has no targets among its tokens.
     facts = [f"{format_count(count)} {noun}" for count, noun in counts if count]
-    facts += [f"label {example['label']}"] if example.get("label") is not None else []
+    return ", ".join([*facts, *([f"label {example['label']}"] if example.get("label") is not None else [])])
+
+
+def _example(example: Report) -> Report:
+    """Returns what the page shows of a decoded sample: the name of its row, facts, and its segments."""
     segments = example.get("segments") or []
     start = " ".join("".join(text for text, _ in segments).split())[:START]
     shown = {"split": example.get("split", "train"), "parts": _parts(example, segments)}
-    return {"row": example.get("row", ""), "facts": ", ".join(facts), "start": start, **shown}
+    return {"row": example.get("row", ""), "facts": facts_of_example(example), "start": start, **shown}
 
 
 def _parts(example: Report, segments: list[tuple[str, bool]]) -> list[Report]:
@@ -279,7 +288,6 @@ def _dropped_rows(report: Report) -> list[tuple[str, ...]]:
 
 def _noted_rows(report: Report) -> list[tuple[str, ...]]:
     """Returns rows of which something is left out, duplicates, and rows that are too long, dropped or not."""
-    long = "longer than max_length"
     noted = [
         _found_row(what, name, found, _count(split, "kept"))
         for name, split in splits(report)
@@ -288,7 +296,7 @@ def _noted_rows(report: Report) -> list[tuple[str, ...]]:
     return noted + [
         _found_row(what, name, split[key])
         for name, split in splits(report)
-        for key, what in (("duplicates", "duplicate of an earlier row"), ("long", long))
+        for key, what in NOTED
         if count_of(split.get(key))
     ]
 
@@ -299,17 +307,13 @@ def _found_row(what: str, split_name: str, found: Report, kept: int = -1) -> tup
     return what, split_name, format_count(count), "all rows" if count == kept else _names(found)
 
 
-def _sources(split: Report | None) -> list[Report]:
-    return (split or {}).get("sources") or []
-
-
 def _sources_table(name: str, split: Report) -> Table:
-    head = ("Source", "Layout", "Read", "Kept", "Dropped", "Tokens", "Share", "Weight", "Passes")
-    rows = [_source_row(source) for source in _sources(split)]
-    return Table(f"sources-{name}", "Sources", head, rows, remark=name)
+    rows = [source_row(source) for source in split.get("sources") or []]
+    return Table(f"sources-{name}", "Sources", SOURCE_HEAD, rows, remark=name)
 
 
-def _source_row(source: Report) -> tuple[str, ...]:
+def source_row(source: Report) -> tuple[str, ...]:
+    """Returns the cells of `SOURCE_HEAD`."""
     counts = [format_count(source.get(key)) for key in ("read", "kept", "num_dropped", "tokens")]
     weight, passes = (format_short(number(source.get(key))) for key in ("weight", "passes"))
     layout = str(source.get("layout") or MISSING)

@@ -179,7 +179,7 @@ def test_other_prompts_and_odd_files_are_refused(folder: Path, whole: Path, tmp_
     ):
         sampling.sample(SampleOptions(**{**vars(options(folder, whole)), "prompts": prompts}))
     (tmp_path / "samples.jsonl").write_text("{}\n")
-    with pytest.raises(BadInputError, match=r"has samples.jsonl without sampling.json"):
+    with pytest.raises(BadInputError, match=r"holds prompts.jsonl and no sampling.json, so"):
         sampling.sample(options(folder, tmp_path))
     (tmp_path / "sampling.json").write_text((whole / "sampling.json").read_text())
     with pytest.raises(BadInputError, match=r"samples.jsonl:1: no sample"):
@@ -188,7 +188,7 @@ def test_other_prompts_and_odd_files_are_refused(folder: Path, whole: Path, tmp_
 
 def test_files_of_others_are_not_replaced(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "sft.jsonl").write_text("mine")
-    with pytest.raises(BadInputError, match=r"has sft.jsonl, which this command has not written and would replace"):
+    with pytest.raises(BadInputError, match=r"holds sft.jsonl and no sampling.json, so"):
         sampling.sample(options(folder, tmp_path))
     assert (tmp_path / "sft.jsonl").read_text() == "mine"
 

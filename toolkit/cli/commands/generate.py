@@ -58,8 +58,8 @@ def generate(
     checkpoint: Checkpoint = None,
     prompt: Annotated[str | None, typer.Option(help="Continue this text.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Hold a conversation; /reset clears it, /quit ends.")] = False,
-    image: Annotated[
-        list[Path] | None, typer.Option(help="With --prompt: show the model this image. May be given again.")
+    images: Annotated[
+        list[Path] | None, typer.Option("--image", help="With --prompt: show the model this image. May be given again.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Answer each prompt of a .txt or .jsonl file.")] = None,
     evaluation: Annotated[
@@ -91,30 +91,12 @@ def generate(
 
     Of a run it is the export, or with --checkpoint one of its checkpoints. --compare needs --eval.
     """
+    given = {name: value for name, value in locals().items() if name != "checkpoint"}
     from toolkit.generation.text.command import run
     from toolkit.generation.text.load import find_model
     from toolkit.generation.text.options import Options
 
-    options = Options(
-        source,
-        prompt=prompt,
-        chat=chat,
-        file=file,
-        evaluation=evaluation,
-        output=output,
-        raw=raw,
-        system=system,
-        compare=compare,
-        as_json=as_json,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        batch_size=batch_size,
-        dtype=parse_dtype(dtype, "auto"),
-        device=device,
-        images=tuple(image or ()),
-    )
+    options = Options(**given | {"dtype": parse_dtype(dtype, "auto"), "images": tuple(images or ())})
     if checkpoint is not None:
         from toolkit.checkpoint.consolidate import exported_for_now
 

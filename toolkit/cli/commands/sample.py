@@ -55,25 +55,11 @@ def sample(
     Writes samples.jsonl (all, with their scores), sft.jsonl (the best of each prompt), pairs.jsonl (the best and the
     worst) and labels.jsonl (all, labelled good or bad). Run the same command again to continue.
     """
+    given = {name: value for name, value in locals().items() if name not in ("gpus", "cpu", "as_json")}
     from toolkit.generation.sampling.sample_options import SampleOptions
 
-    options = SampleOptions(
-        source,
-        prompts,
-        to,
-        samples=samples,
-        reward=reward,
-        raw=raw,
-        system=system,
-        compare=compare,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        batch_size=batch_size,
-        dtype=parse_dtype(dtype, "auto"),
-        device="cpu" if cpu is not None else "cuda" if gpus is not None else "auto",
-    )
+    device = "cpu" if cpu is not None else "cuda" if gpus is not None else "auto"
+    options = SampleOptions(**given | {"dtype": parse_dtype(dtype, "auto"), "device": device})
     from toolkit.cli.ranks.sample_rank import start
 
     start(options, gpus, cpu, as_json)

@@ -93,15 +93,18 @@ def begin(options: SampleOptions, rows: Sequence[PromptRow]) -> tuple[list[Sampl
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clear_interrupted_writes(folder)
-        _require_own_files(folder)
-        settings = (
-            _read_object(folder / SETTINGS, (folder / SETTINGS).read_text("utf-8")) if _is_begun(folder) else None
-        )
-        lines = (folder / SAMPLES).read_bytes().splitlines(keepends=True) if settings is not None else []
+        others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        if SETTINGS not in others:
+            if others:
+                raise BadInputError(
+                    f"--to: {str(folder)!r} holds {others[0]} and no {SETTINGS}, so nobody knows how it was "
+                    "made; name a new folder, or an empty one"
+                )
+            return [], None
+        settings = _read_object(folder / SETTINGS, (folder / SETTINGS).read_text("utf-8"))
+        lines = (folder / SAMPLES).read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise BadInputError(f"--to: {str(folder)!r} cannot be used: {error.strerror}; name another folder") from error
-    if settings is None:
-        return [], None
     _require_same(folder, settings, settings_of(options))
     # A kill may have torn the last line.
     whole = [line for line in lines if line.endswith(b"\n")]
@@ -113,15 +116,6 @@ def begin(options: SampleOptions, rows: Sequence[PromptRow]) -> tuple[list[Sampl
     return found, settings["chat_template"]
 
 
-def _require_own_files(folder: Path) -> None:
-    """Raises BadInputError for a folder with visible files that this command did not write."""
-    others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    if others and not {SETTINGS, SAMPLES, SFT, PAIRS, LABELS}.intersection(others):
-        raise BadInputError(
-            f"--to: {str(folder)!r} holds files of something else ({others[0]}); name a new folder, or an empty one"
-        )
-
-
 def give_back(folder: Path) -> None:
     """Removes the folder if the command has written nothing into it."""
     with contextlib.suppress(OSError):  # it is not empty, or gone
@@ -131,23 +125,6 @@ def give_back(folder: Path) -> None:
 def rows_at_a_time(options: SampleOptions) -> int:
     """Returns how many rows a rank completes before it hands them over; a constant, so that batches stay the same."""
     return max(1, options.batch_size // options.samples)
-
-
-def _is_begun(folder: Path) -> bool:
-    has = {name: (folder / name).exists() for name in (SETTINGS, SAMPLES)}
-    if len({*has.values()}) > 1:
-        there, missing = sorted(has, key=lambda name: not has[name])
-        raise BadInputError(
-            f"--to: {str(folder)!r} has {there} without {missing}, so nobody knows how it was made; remove it, or name "
-            "another folder"
-        )
-    foreign = [name for name in (SFT, PAIRS, LABELS) if not has[SETTINGS] and (folder / name).exists()]
-    if foreign:
-        raise BadInputError(
-            f"--to: {str(folder)!r} has {', '.join(foreign)}, which this command has not written and would replace; "
-            "name another folder"
-        )
-    return has[SETTINGS]
 
 
 def _require_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from toolkit.errors import BadInputError
 from toolkit.recipe.objectives.section import Comparison
 
 MODES = ("--prompt", "--chat", "--file", "--eval")
+
+NAMES = {"evaluation": "--eval", "output": "--to", "as_json": "--json", "images": "--image"}
+"""Field -> the option with another name."""
 
 BELONGS_TO = {
     "--to": ("--file",),
@@ -90,23 +93,8 @@ class Options(WritingOptions):
         )
 
     def _options_given(self) -> set[str]:
-        values = {
-            "--prompt": self.prompt,
-            "--chat": self.chat or None,
-            "--file": self.file,
-            "--eval": self.evaluation,
-            "--to": self.output,
-            "--raw": self.raw or None,
-            "--system": self.system,
-            "--compare": self.compare,
-            "--json": self.as_json or None,
-            "--temperature": self.temperature,
-            "--top-p": self.top_p,
-            "--seed": self.seed,
-            "--batch-size": self.batch_size,
-            "--image": self.images or None,
-        }
-        return {option for option, value in values.items() if value is not None}
+        given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        return {NAMES.get(name, f"--{name.replace('_', '-')}") for name in given}
 
     def _range_problems(self) -> Iterator[str]:
         temperature, top_p, seed = self.temperature, self.top_p, self.seed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.manifest import METRICS, Checkpoint, latest, read_file
+from toolkit.checkpoint.manifest import METRICS, latest, read_file
 from toolkit.errors import first_line
 from toolkit.pages.parts.run_metrics import Metrics, damage_in_words, parse_metrics, split_lines
 from toolkit.pages.status import Status, status_in
@@ -61,11 +61,11 @@ def read_run(run: Path) -> RunState:
     """Reads what there is of a run in its folder."""
     checkpoint, problems = latest(run), list[str]()
     state, status = _read_state(run)
-    recipe = _read_recipe(run, checkpoint, problems)
+    recipe = _read_recipe(run, problems)
     num_steps = recipe.get("training.max_steps") if status is None else status.num_steps
     return RunState(
         state,
-        _read_metrics(run, checkpoint, state, problems),
+        _read_metrics(run, state, problems),
         recipe,
         num_steps if isinstance(num_steps, int) else None,
         "" if status is None or state == "running" else status.problem,
@@ -96,50 +96,29 @@ def _pace(status: Status | None) -> float | None:
     return status.seconds_left / (status.num_steps - status.step)
 
 
-def _read_recipe(run: Path, checkpoint: Checkpoint | None, problems: list[str]) -> dict[str, Any]:
-    """Returns the recipe's settings, from its file or else from the checkpoint; null is not set."""
+def _read_recipe(run: Path, problems: list[str]) -> dict[str, Any]:
+    """Returns the recipe's settings; null is not set."""
     values: Any = None
     try:
         values = yaml_value(read_file(run / RECIPE).decode("utf-8"))
         if not isinstance(values, dict):
             problems.append(f"{RECIPE} is not a mapping of sections")
-    except FileNotFoundError:
-        if checkpoint is None:
-            problems.append(f"{RECIPE} is missing")
     except OSError as error:
         problems.append(f"{RECIPE} cannot be read: {first_line(error)}")
     except NOT_YAML:
         problems.append(f"{RECIPE} is damaged: it is not readable as YAML")
-    if not isinstance(values, dict):
-        values = checkpoint.manifest.recipe if checkpoint is not None and checkpoint.manifest is not None else {}
-    found = dotted({str(key): value for key, value in values.items()})
+    found = dotted({str(key): value for key, value in values.items()} if isinstance(values, dict) else {})
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _read_metrics(run: Path, checkpoint: Checkpoint | None, state: str, problems: list[str]) -> Metrics:
-    """Returns the lines of the run's metrics, or else those of its last checkpoint."""
-    own = run / METRICS
+def _read_metrics(run: Path, state: str, problems: list[str]) -> Metrics:
+    """Returns the lines of the run's metrics."""
     try:
-        return _parse(read_file(own), state, problems)
-    except FileNotFoundError:
-        pass
+        content = read_file(run / METRICS)
     except OSError as error:
-        problems.append(f"{METRICS} cannot be read: {first_line(error)}")
-    if checkpoint is None:
         if state != "running":  # it writes the first line after its first evaluation or step
-            problems.append(f"there is no {METRICS}, so that nothing is known of its steps")
+            problems.append(f"{METRICS} cannot be read, so that nothing is known of its steps: {first_line(error)}")
         return []
-    problems.append(
-        f"its own {METRICS} is not there; what is shown ends with the checkpoint of step {checkpoint.step:,}"
-    )
-    try:
-        return _parse(read_file(checkpoint.folder / METRICS), state, problems)
-    except OSError as error:
-        problems.append(f"{METRICS} of that checkpoint cannot be read: {first_line(error)}")
-        return []
-
-
-def _parse(content: bytes, state: str, problems: list[str]) -> Metrics:
     if state == "running":
         content = content[: content.rfind(b"\n") + 1]  # the last line is being written; of an ended run it was cut off
     found, damaged = parse_metrics(content)
