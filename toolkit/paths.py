@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -10,6 +11,7 @@ import re
 import shlex
 import stat
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,18 @@ def parse_json(content: bytes | str) -> Any:
         return json.loads(content)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def appears(path: Path, text: str, seconds: float) -> bool:
+    """Returns whether a file holds a text within the time for which network file systems cache a folder's listing."""
+    end = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="utf-8") == text:
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
 
 
 def clear_interrupted_writes(folder: Path) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from toolkit.errors import ToolkitError, first_line
+from toolkit.paths import appears
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -184,7 +185,9 @@ def _folder_problem(store: TCPStore, place: Place, folder: Path) -> str:
     except OSError as error:
         problem = error.strerror or str(error)
     others = _exchange(store, place, "token", [str(mine.name), token])
-    unseen = [str(rank) for rank, (name, text) in enumerate(others) if not _appears(folder / name, text)]
+    unseen = [
+        str(rank) for rank, (name, text) in enumerate(others) if not appears(folder / name, text, CONNECT_SECONDS)
+    ]
     _exchange(store, place, "seen", None)
     with contextlib.suppress(OSError):
         mine.unlink(missing_ok=True)
@@ -193,18 +196,6 @@ def _folder_problem(store: TCPStore, place: Place, folder: Path) -> str:
         with contextlib.suppress(OSError):
             each.rmdir()
     return problem or (f"does not see files of node {', '.join(unseen)}" if unseen else "")
-
-
-def _appears(path: Path, text: str) -> bool:
-    """Returns whether a file is there within the time for which network file systems cache listings."""
-    end = time.monotonic() + CONNECT_SECONDS
-    while True:
-        with contextlib.suppress(OSError):
-            if path.read_text(encoding="utf-8") == text:
-                return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
 
 
 def _versions() -> dict[str, str]:

@@ -95,13 +95,6 @@ def test_a_job_for_slurm(here: Path) -> None:
     assert "ACCUMULATION" not in _written(here, "--cpu", "2", "--nodes", "2")
 
 
-@pytest.mark.slow
-def test_what_the_plan_says() -> None:
-    done = job(*CLUSTER, "--hardware", "h100_sxm")
-    assert done.exit_code == 0, done.exception
-    assert "plan: zero3 on 2 x 8: fits, " in done.output
-
-
 def _written(here: Path, *arguments: str) -> str:
     done = job(*arguments, "--to", "job.txt", "--force")
     assert done.exit_code == 0, done.exception

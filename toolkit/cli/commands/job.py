@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,15 +18,9 @@ from toolkit.cli.shared.arguments import (
     load_recipe,
     split_arguments,
 )
-from toolkit.cli.shared.hub import settle_hub
 from toolkit.cli.shared.new_files import require_new, write_to
-from toolkit.errors import BadInputError, ToolkitError, first_line
-from toolkit.paths import GIB
+from toolkit.errors import BadInputError
 from toolkit.terminal import one_line
-
-if TYPE_CHECKING:
-    from toolkit.cluster.job import Job
-    from toolkit.planning.hardware import Hardware
 
 SYSTEM = "Slurm"
 """Group of options in the help text."""
@@ -51,7 +45,7 @@ def job(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="What a node has (`toolkit plan --list-hardware`), for the check of --gpus and the plan.",
+            help="What a node has (`toolkit plan --list-hardware`), for the check of --gpus.",
             rich_help_panel=MACHINE,
             autocompletion=complete_hardware,
         ),
@@ -100,32 +94,4 @@ def job(
         raise BadInputError(f"--to: {str(file)!r} is the recipe that the job trains; name another file")
     # Its lines begin the file as comments; what it is given may hold an end of line.
     write_to(file, made.text(one_line(shlex.join(["toolkit", *sys.argv[1:]]))))
-    if device is not None:
-        print(_verdict(made, device))
     print(f"{file}: look at it, then submit it:\n  sbatch {shlex.quote(str(file))}")
-
-
-def _verdict(job: Job, hardware: Hardware) -> str:
-    """Returns what the plan says of the recipe as it is written, on all nodes, or why it says nothing."""
-    from dataclasses import replace
-
-    from toolkit.planning.table import plan
-    from toolkit.sharding.plan.strategy import OFFLOAD
-
-    settle_hub(job.recipe)
-    node = replace(hardware, devices_per_node=job.ranks)
-    try:
-        word = job.strategy or ""
-        found = plan(
-            job.recipe,
-            node,
-            job.most * job.ranks,
-            strategy=word.removesuffix(OFFLOAD) or None,
-            offload=word.endswith(OFFLOAD),
-            with_levers=False,
-        )
-    except (ToolkitError, OSError) as error:
-        return f"plan: none ({first_line(error)})"
-    row = found.asked
-    need = f"{row.need / GIB:.1f} of {hardware.memory_bytes / GIB:.0f} GiB a GPU"
-    return f"plan: {row.setup.name} on {job.most} x {job.ranks}: {row.verdict}, {need}"

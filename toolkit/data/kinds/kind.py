@@ -100,8 +100,8 @@ class RowKind(ABC):
         return layout
 
     @classmethod
-    def hint(cls, columns: list[str]) -> str | None:
-        """Returns settings that name the columns of a source, where a column says more than its name; or None."""
+    def hint(cls, columns: list[str], place: str) -> str | None:
+        """Returns settings of `place` that name a source's columns, where one says more than its name; or None."""
         return None
 
     def agreed(self, layout: Layout, others: Callable[[], list[Layout]]) -> Layout:

@@ -48,10 +48,10 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
             unused.append((without_effect[0], form))
     if unused:
         what, form = unused[0]
-        elsewhere = f", {form.elsewhere[what]}" if what in form.elsewhere else ""
+        elsewhere = f", {form.elsewhere[what].format(columns=place)}" if what in form.elsewhere else ""
         raise DataError(
             f"{place}.{what} has no effect on {source.name!r}, whose rows would be read as {form.name}; remove it"
-            f"{elsewhere.replace('data.columns', place)}"
+            f"{elsewhere}"
         )
     allowed = "; ".join(dict.fromkeys(" + ".join(form.needed) for form in forms))
     others = [
@@ -62,7 +62,7 @@ def recognise(source: Source, columns: ColumnsSection, *objectives: str) -> Layo
     fitting = f"Its columns fit {' or '.join(f'objective.kind={other}' for other in others)}. " if others else ""
     raise DataError(
         f"{source.field}: {source.name!r} matches no known column layout; {_columns_text(source)}; needed: {allowed}. "
-        f"{fitting}{_advice(source, kinds, forms).replace('data.columns', place)}"
+        f"{fitting}{_advice(source, kinds, forms, place)}"
     )
 
 
@@ -91,19 +91,19 @@ def _matched(
     return Layout(form, needed | more, tuple(labels))
 
 
-def _advice(source: Source, kinds: Sequence[type[RowKind]], forms: Sequence[ColumnLayout]) -> str:
-    """Suggests how to turn the columns of a source into a known layout."""
+def _advice(source: Source, kinds: Sequence[type[RowKind]], forms: Sequence[ColumnLayout], place: str) -> str:
+    """Suggests how to turn the columns of a source into a known layout; `place` is the field that names columns."""
     columns = source.columns
     separator = next((s for s in (";", "\t", "|") if len(columns) == 1 and s in columns[0]), None)
     if separator is not None:
         return f"They are separated by {separator!r}: save the file with commas" + (
             ", or name it .tsv" if separator == "\t" else ""
         )
-    named = kinds[0].hint(columns)
+    named = kinds[0].hint(columns, place)
     if named is None and len(columns) < min(len(form.needed) for form in forms):
         return "Add the columns that are missing"
     also = {what: names for kind in kinds for what, names in kind.also_called.items()}
-    return f"Name its columns by hand, for example {named or _nearest_layout(columns, forms, also)}"
+    return f"Name its columns by hand, for example {named or _nearest_layout(columns, forms, also, place)}"
 
 
 def _has_column(name: str, columns: list[str]) -> bool:
@@ -111,11 +111,14 @@ def _has_column(name: str, columns: list[str]) -> bool:
     return name in columns or ("." in name and name.partition(".")[0] in columns)
 
 
-def _nearest_layout(columns: list[str], forms: Sequence[ColumnLayout], also: Mapping[str, Sequence[str]]) -> str:
+def _nearest_layout(
+    columns: list[str], forms: Sequence[ColumnLayout], also: Mapping[str, Sequence[str]], place: str
+) -> str:
     """Returns settings that match a source's columns to the nearest layout, or an example if none is near.
 
     Args:
         also: meaning of a column -> other names that data sets give it.
+        place: the field that names columns.
     """
     own = {column.lower(): column for column in columns}
 
@@ -134,7 +137,7 @@ def _nearest_layout(columns: list[str], forms: Sequence[ColumnLayout], also: Map
             best = max(best, near, key=_nearness)
     wanted = best or {what: columns[-1] if len(columns) == 1 else "NAME" for what in forms[-1].needed}
     needed = {what: column for what, column in wanted.items() if not best or what != column} or wanted
-    return " ".join(f"data.columns.{what}={column}" for what, column in needed.items())
+    return " ".join(f"{place}.{what}={column}" for what, column in needed.items())
 
 
 def _nearness(found: dict[str, str]) -> tuple[int, int]:

@@ -187,10 +187,10 @@ class SourceTargetRows(RowKind):
         return dict(zip(("source", "target"), found[0], strict=True)) if found else {}
 
     @classmethod
-    def hint(cls, columns: list[str]) -> str | None:
+    def hint(cls, columns: list[str], place: str) -> str | None:
         if TRANSLATION not in columns:
             return None
-        return f"data.columns.source={TRANSLATION}.en data.columns.target={TRANSLATION}.de"
+        return f"{place}.source={TRANSLATION}.en {place}.target={TRANSLATION}.de"
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> Encoder:
         if tokenizer.eos_token_id is None:

@@ -73,7 +73,7 @@ ANSWERS = (
         some_conversations=True,
         elsewhere=dict.fromkeys(
             ALPACA,
-            "or name the prompt data.columns.instruction and the completion data.columns.output",
+            "or name the prompt {columns}.instruction and the completion {columns}.output",
         ),
     ),
     ColumnLayout("instruction and output", ("instruction", "output"), read_instruction, ALPACA, has_conversations=True),

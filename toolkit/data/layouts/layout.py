@@ -30,7 +30,8 @@ class ColumnLayout:
         some_conversations: whether a row is one if it holds messages, and text otherwise.
         is_plain: whether rows are plain text, all of which is learned.
         names: meaning of a column -> its other usual name, in sources that have none of the first.
-        elsewhere: meaning of a column without effect here -> the end of a sentence about where it has one.
+        elsewhere: meaning of a column without effect here -> the end of a sentence about where it has one, in which
+            `{columns}` is the field that names columns.
     """
 
     name: str

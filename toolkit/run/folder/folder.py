@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.pages.data_page import DATA_PAGE, write_data_page
 from toolkit.pages.parts.story import RUN_JSON
-from toolkit.paths import CHECKPOINTS, atomic_write, clear_interrupted_writes, is_store
+from toolkit.paths import CHECKPOINTS, appears, atomic_write, clear_interrupted_writes, is_store
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder import finished
 from toolkit.run.folder.finished import FINISHED
@@ -127,7 +125,7 @@ def _require_one_folder(output_dir: Path) -> None:
 
     ranks.on_first_rank(write)
     try:
-        seen = ranks.gather_objects((platform.node(), _appears(path, token)))
+        seen = ranks.gather_objects((platform.node(), appears(path, token, LISTING_SECONDS)))
     finally:
         if ranks.rank() == 0:
             path.unlink(missing_ok=True)
@@ -137,18 +135,6 @@ def _require_one_folder(output_dir: Path) -> None:
             f"training.output_dir: {str(output_dir)!r} is not the same folder on every rank: {', '.join(blind)} "
             f"cannot see what rank 0 on {seen[0][0]} writes; name a folder on a file system that all hosts share"
         )
-
-
-def _appears(path: Path, text: str) -> bool:
-    """Returns whether the file holds `text` within the time that network file systems cache a folder's listing."""
-    deadline = time.monotonic() + LISTING_SECONDS
-    while True:
-        with contextlib.suppress(OSError):
-            if path.read_text(encoding="utf-8") == text:
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
 
 
 def _run_files(output_dir: Path) -> list[str]:
