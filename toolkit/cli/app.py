@@ -34,6 +34,7 @@ from toolkit.cli.commands.validate import validate
 from toolkit.cli.commands.verify import verify
 from toolkit.cli.shared.arguments import LOOK, wrong_value
 from toolkit.cli.shared.console import prepare_process, print_error, print_interrupt, require_files
+from toolkit.cli.shared.shipped import help_page
 from toolkit.cli.shared.signals import INTERRUPTED
 from toolkit.errors import BadInputError, ToolkitError
 from toolkit.recipe.gone import GONE_COMMANDS, GONE_OPTIONS, gone_sentence
@@ -43,7 +44,10 @@ class Commands(TyperGroup):
     """The group of all commands. What cannot be parsed is an error like any other."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses the arguments, after `help train` has become `train --help`."""
+        """Parses the arguments, after `help train` has become `train --help`; `help rows` prints that page."""
+        if args[:1] == ["help"] and args[1:] and args[1] not in {*self.commands, *GONE_COMMANDS}:
+            print(help_page(args[1], self.commands))
+            raise typer.Exit
         return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +93,7 @@ USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 
 app = typer.Typer(
-    cls=Commands, **LOOK, no_args_is_help=True, epilog="Pages of help: docs/index.md. Start with: toolkit init"
+    cls=Commands, **LOOK, no_args_is_help=True, epilog="Pages of help: toolkit help index. Start with: toolkit init"
 )
 
 COMMANDS: dict[str, dict[Any, str]] = {

@@ -45,8 +45,8 @@ GONE_KEYS = {
 """Key, or `key=value` for a value that is gone. Keys of the items of a list stand without a number."""
 
 GONE_COMMANDS = {
-    "compare": Gone("look at runs side by side in a tracker (logging.trackers; docs/trackers.md shows two)"),
-    "reproduce": Gone("train the export's recipe.yaml; docs/reliability.md says how to compare the weights"),
+    "compare": Gone("look at runs side by side in a tracker (logging.trackers; `toolkit help trackers` shows two)"),
+    "reproduce": Gone("train the export's recipe.yaml; `toolkit help reliability` says how to compare the weights"),
     "schema": Gone("write toolkit recipes schema"),
 }
 
@@ -72,9 +72,9 @@ GONE_OPTIONS = {
     "doctor --hub": Gone("leave it out: each command that needs the hub says at its start whether it answers"),
     "generate --cpu": Gone("leave it out, or set --device cpu"),
     "generate --gpus": Gone("leave it out: --device auto spreads the model over all GPUs"),
-    "job --on": Gone("leave it out for Slurm; docs/examples has files for Kubernetes and SkyPilot"),
-    "job --volume": Gone("docs/examples/kubernetes.yaml mounts one"),
-    "init --from": Gone("docs/coming_from says what each key of another tool is called here"),
+    "job --on": Gone("leave it out for Slurm; `toolkit help multi_node` has files for Kubernetes and SkyPilot"),
+    "job --volume": Gone("`toolkit help examples/kubernetes.yaml` mounts one"),
+    "init --from": Gone("`toolkit help index` names the pages that say what another tool's keys are called here"),
     "plan --calibrate": Gone(_NO_SECONDS),
     "plan --dram-gbs": Gone(_NO_SECONDS),
     "plan --link-gbs": Gone(_NO_SECONDS),
@@ -82,7 +82,7 @@ GONE_OPTIONS = {
     "plan --nic-gbs": Gone(_NO_SECONDS),
     "plan --pcie-gbs": Gone(_NO_SECONDS),
     "plan --plot": Gone("--json has the bytes of each row"),
-    "train --retries": Gone("run the same command again, or torchrun --max-restarts (docs/reliability.md)"),
+    "train --retries": Gone("run the same command again, or torchrun --max-restarts (`toolkit help reliability`)"),
     "verify --layers": Gone("set model.name_or_path to a smaller model of the family"),
     "plan --trace": Gone("leave it out: tests compare plans with traces of FSDP2"),
 }

@@ -85,7 +85,9 @@ def foreign_hint(values: Mapping[str, Any]) -> list[str]:
     """Returns a line about docs/coming_from if these are another tool's settings: two of its keys or more."""
     counts = {tool: len(keys & values.keys()) for tool, keys in FOREIGN.items()}
     tool = max(counts, key=lambda name: counts[name])
-    told = f"it looks like a configuration of {tool}; docs/coming_from/{tool}.md says what its keys are called here"
+    told = (
+        f"it looks like a configuration of {tool}; `toolkit help coming_from/{tool}` says what its keys are called here"
+    )
     return [told] if counts[tool] >= 2 else []
 
 

@@ -175,7 +175,7 @@ def suggest(
     if machine.count > machine.hardware.devices_per_node:
         raise BadInputError(
             f"--gpus {machine.count}: a node of {machine.hardware.name} has {machine.hardware.devices_per_node}; write "
-            "the recipe for one node, and see docs/multi_node.md for several"
+            "the recipe for one node, and see `toolkit help multi_node` for several"
         )
     draft = Draft(overrides)
     here = folder is None or folder.resolve() == Path.cwd().resolve()
@@ -255,11 +255,11 @@ def _with_completions(draft: Draft, rows: Rows, model: Model) -> Rows:
         raise BadInputError(
             f"data.train: {answers.lacking[0]}{more}: no answer to compare completions with; add a column `answer`, or "
             "give a reward that needs none, as in objective.rewards='[{name: mine, compare: my_rewards.py:score}]' "
-            "(docs/online.md)"
+            "(`toolkit help online`)"
         )
     how, why = ("numeric", "numbers") if answers.are_numbers else ("text", "texts")
     rewards = [{"name": "right", "compare": how}]
-    draft.set("objective.rewards", rewards, f"The answers are {why}; docs/online.md has other rewards.")
+    draft.set("objective.rewards", rewards, f"The answers are {why}; `toolkit help online` has other rewards.")
     draft.set("objective.group_size", GROUP, "So many completions of a prompt are compared with each other.")
     most = covering(answers.lengths, COVERED)
     length, reason = THINKING, "Numbers may follow thoughts. Raise it if many completions are cut."

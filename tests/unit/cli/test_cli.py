@@ -53,24 +53,47 @@ def test_recipes_are_listed() -> None:
     assert all(row["description"] for row in rows)
 
 
-def test_a_copied_recipe_keeps_its_comments_and_finds_its_files(tmp_path: Path) -> None:
-    copied = run(TOOLKIT, "recipes", "copy", "quickstart", str(tmp_path / "mine.yaml"))
-    assert copied.returncode == 0, copied.stderr
-    assert run(TOOLKIT, "validate", str(tmp_path / "mine.yaml")).returncode == 0
-    text = (tmp_path / "mine.yaml").read_text()
-    assert str(ROOT / "recipes/data/requests.jsonl") in text
-    again = run(TOOLKIT, "recipes", "copy", "quickstart", str(tmp_path / "mine.yaml"))
-    assert again.returncode == 2
-    assert "exists" in again.stderr
-    assert run(TOOLKIT, "recipes", "copy", "quikstart", str(tmp_path / "x.yaml")).returncode == 2
-
-
-def test_a_copy_of_each_shipped_recipe_is_the_same_recipe(tmp_path: Path) -> None:
-    for name in shipped_recipes():
-        copy = tmp_path / "others" / f"{name}.yaml"
-        copied = CliRunner().invoke(app, ["recipes", "copy", name, str(copy)])
+def test_a_copy_of_each_shipped_recipe_is_the_same_recipe_with_its_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, shipped in shipped_recipes().items():
+        copied = CliRunner().invoke(app, ["recipes", "copy", name, f"others/{name}.yaml"])
         assert copied.exit_code == 0, copied.exception
-        assert Recipe.load(copy).model_dump() == Recipe.load(name).model_dump()
+        values = json.dumps(Recipe.load(f"others/{name}.yaml").model_dump(mode="json"))
+        assert json.loads(values.replace(str(tmp_path / "others"), str(ROOT / "recipes"))) == Recipe.load(
+            name
+        ).model_dump(mode="json")
+        text = Path(f"others/{name}.yaml").read_text()
+        assert text.replace("others/data/", "recipes/data/") == shipped.read_text()
+        for file in re.findall(r"others/(data/[\w.]+\w)", text):  # of the commands in its comments
+            assert Path("others", file).read_bytes() == (ROOT / "recipes" / file).read_bytes()
+    assert Path("others/data/shapes_tokenizer/tokenizer.json").is_file()
+    Path("others/data/requests.jsonl").write_text("mine")
+    for words, told in (
+        ("quickstart others/quickstart.yaml", "'others/quickstart.yaml' exists"),
+        ("quickstart others/again.yaml", "'others/data/requests.jsonl' exists"),
+        ("others/lora.yaml mine.yaml", "'others/lora.yaml' is no shipped recipe"),
+    ):
+        assert told in str(CliRunner().invoke(app, ["recipes", "copy", *words.split()]).exception)
+    assert not Path("others/again.yaml").exists()
+    assert Path("others/data/requests.jsonl").read_text() == "mine"
+
+
+def test_help_prints_pages() -> None:
+    for topic, page in (("rows", "rows.md"), ("docs/data.md", "data.md"), ("coming_from/trl", "coming_from/trl.md")):
+        assert CliRunner().invoke(app, ["help", topic]).output == (ROOT / "docs" / page).read_text() + "\n"
+    assert "did you mean 'rows'" in str(CliRunner().invoke(app, ["help", "row"]).exception)
+    named = set()
+    for path in [*(ROOT / "toolkit").rglob("*.*"), *(ROOT / "recipes").glob("*.yaml")]:
+        if path.suffix not in (".py", ".yaml", ".jinja"):
+            continue
+        text = path.read_text()
+        named |= set(re.findall(r"toolkit help ([\w./{}]*\w)", text.replace("{tool}", "trl")))
+        strings = re.sub(r'(?s:""".*?""")|(?m:#.*$)', "", text) if path.suffix == ".py" else text
+        assert not re.search(r"(?<!help )docs/\w", strings), path
+    assert len(named) > 5
+    assert {topic: CliRunner().invoke(app, ["help", topic]).exit_code for topic in named} == dict.fromkeys(named, 0)
 
 
 def test_errors_are_printed_wherever_the_command_runs() -> None:
@@ -153,7 +176,7 @@ def test_another_tools_file_is_recognised(text: str, tool: str | None, tmp_path:
     file = tmp_path / "of another.yaml"
     file.write_text(text)
     told = str(CliRunner().invoke(app, ["validate", str(file)]).exception)
-    hint = f"\n  - it looks like a configuration of {tool}; docs/coming_from/{tool}.md says"
+    hint = f"\n  - it looks like a configuration of {tool}; `toolkit help coming_from/{tool}` says"
     assert (hint in told) == (tool is not None), told
 
 

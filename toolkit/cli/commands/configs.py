@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import yaml
 
 from toolkit.cli.shared.arguments import LOOK, AsJson, NewFile, complete_config
 from toolkit.cli.shared.console import print_rows
-from toolkit.cli.shared.new_files import new_yaml
+from toolkit.cli.shared.new_files import new_copy
 from toolkit.cli.shared.shipped import find_config, shipped_configs
 
 configs_app = typer.Typer(invoke_without_command=True, **LOOK)
@@ -46,6 +45,5 @@ def copy_config(
     path: NewFile,
 ) -> None:
     """Copy a shipped Accelerate config to edit it."""
-    target = new_yaml(path, find_config(name))
-    shutil.copyfile(find_config(name), target)
+    target = new_copy(find_config(name), path)
     print(f"{target}: a copy of {name}. Use it: toolkit train RECIPE --config {shlex.quote(str(target))}")

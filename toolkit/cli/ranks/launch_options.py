@@ -88,7 +88,7 @@ def launcher_options(
     if isinstance(machines_of_config, int) and machines_of_config > 1:
         raise BadInputError(
             f"--config {config}: it is for {machines_of_config} machines, but toolkit train starts the ranks of one; "
-            f"give --num-machines and --machine-rank instead, as docs/multi_node.md shows"
+            f"give --num-machines and --machine-rank instead, as `toolkit help multi_node` shows"
         )
     machines.require()
     if machines.count > 1 and gpus is None and cpu is None and config is not None:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import filecmp
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from toolkit.errors import BadInputError
 from toolkit.paths import atomic_write
 
 
-def new_yaml(path: Path, source: Path) -> Path:
-    """Returns the file for a copy of `source`, and makes its folder.
+def new_copy(source: Path, path: Path, named: Iterable[str] = ()) -> Path:
+    """Copies a YAML file, and the files and folders next to it that are named, to the same places next to the copy.
 
     Raises:
-        BadInputError: if the file exists.
+        BadInputError: if the file exists, or another one in the place of a named file; then nothing is written.
     """
     target = path / source.name if path.is_dir() else path
     if target.suffix not in (".yaml", ".yml"):
         raise BadInputError(f"{str(target)!r}: the name of a YAML file ends in .yaml or .yml")
-    if target.exists():
-        raise BadInputError(f"{str(target)!r} exists; name another file or delete it")
+    files = (file for name in named for file in (source.parent / name, *(source.parent / name).glob("*")))
+    copies = {target.parent / file.relative_to(source.parent): file for file in files if file.is_file()}
+    for copy in (target, *copies):
+        if copy.exists() and not (copy in copies and filecmp.cmp(copies[copy], copy, shallow=False)):
+            raise BadInputError(f"{str(copy)!r} exists; name another file or delete it")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()
+        for copy, file in {**copies, target: source}.items():
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
     except OSError as error:
         raise BadInputError(f"{str(target)!r} cannot be written: {error.strerror}; name another file") from error
     return target

@@ -124,7 +124,9 @@ def _json_row(folder: Path, with_answers: bool, is_scored: bool, place: str, lin
     if not isinstance(fields, dict):
         raise BadInputError("no object, as {} is")
     if with_answers and fields.get("choices") is not None:
-        raise BadInputError("it has choices, which lm-evaluation-harness scores (docs/serving.md); leave such rows out")
+        raise BadInputError(
+            "it has choices, which lm-evaluation-harness scores (`toolkit help serving`); leave such rows out"
+        )
     there = [name for name in COLUMNS if name in fields]
     # A table's rows have all its columns, those that they do not use as null.
     column = next((name for name in there if fields[name] is not None), next(iter(there), None))

@@ -159,7 +159,7 @@ def print_result(
         spec = recipe.objective.spec
         if spec.writes_text and not spec.encoder_decoder:
             told = adapter_problem(result.export_dir) or f"to serve it: {vllm_command(result.export_dir)}"
-            console.print(f"{told} (docs/serving.md has other servers)")
+            console.print(f"{told} (`toolkit help serving` has other servers)")
 
 
 def _print_answers(console: Terminal, sample: SideBySide) -> None:
