@@ -109,7 +109,7 @@ class SplitReport(_Part):
             is read again for each.
         noted: what is not learned of kept rows, or may not be meant to be -> the rows.
         duplicates: rows equal to an earlier one; not known for a stream.
-        also_in_train: rows of validation that are trained on, too.
+        also_in_train: held-out rows that are trained on, too.
         sources: one entry for each source; not known for a stream.
         long: rows longer than `data.max_length`, even if they are kept.
         fill_rate: share of the samples that is tokens, or None if rows are padded.
@@ -432,7 +432,8 @@ def _note_lines(split: str, noted: dict[str, Found]) -> list[str]:
 def warnings(splits: dict[str, SplitReport]) -> list[str]:
     """Returns what the user should look at before the run, from the splits by their names."""
     found: list[str] = []
-    for name, split in splits.items():
+    for key, split in splits.items():
+        name = "held-out rows" if key == "validation" else key
         if split.num_dropped > MANY_DROPPED * split.read:
             found.append(f"{name}: {split.num_dropped:,} of {counted(split.read, 'row')} dropped")
         found += _note_lines(name, split.noted)

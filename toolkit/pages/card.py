@@ -120,8 +120,8 @@ def _warnings(doubts: Sequence[str]) -> str:
 
 def _data_table(report: dict[str, Any]) -> str:
     rows = []
-    for split in ("train", "validation"):
-        counts = report.get(split)
+    for split, key in (("train", "train"), ("held-out", "validation")):
+        counts = report.get(key)
         if counts is not None:
             dropped = "; ".join(f"{entry['count']:,} {reason}" for reason, entry in counts["dropped"].items())
             sources = ", ".join(source["source"] for source in counts.get("sources", []))

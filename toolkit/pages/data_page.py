@@ -27,7 +27,7 @@ Report = dict[str, Any]
 DATA_PAGE = "data_report.html"
 """Name of the page in the folder of a run; `report.html` next to it links there."""
 
-SPLITS = ("train", "validation")
+SPLITS = {"train": "train", "validation": "held-out"}
 
 NOTED = (("duplicates", "duplicate of an earlier row"), ("long", "longer than max_length"))
 """Rows to look at that may be kept: key of a split -> what they are."""
@@ -78,7 +78,7 @@ def render_data_page(title: str, report: Report) -> str:
         histograms=[chart for name, split in splits(report) for chart in _histograms(name, split, report)],
         examples=[_example(example) for example in report.get("examples") or []],
         num_open=OPEN_EXAMPLES,
-        example_splits=list(dict.fromkeys(example.get("split", "train") for example in report.get("examples") or [])),
+        example_splits=list(dict.fromkeys(map(_split_of, report.get("examples") or []))),
         script=script(SCRIPT) if report.get("examples") else "",
         policy=script_policy(SCRIPT) if report.get("examples") else "",
         examples_remark=_examples_remark(report),
@@ -97,7 +97,7 @@ def render_data_page(title: str, report: Report) -> str:
 
 def splits(report: Report) -> list[tuple[str, Report]]:
     """Returns name and numbers of each split in the report, training data first."""
-    return [(name, report[name]) for name in SPLITS if report.get(name)]
+    return [(name, report[key]) for key, name in SPLITS.items() if report.get(key)]
 
 
 def window_remark(report: Report) -> str:
@@ -114,6 +114,11 @@ def count_of(found: Report | None) -> int:
     """Returns how many rows were found; the names may be those of the first ones only."""
     found = found or {}
     return int(found.get("count") or len(found.get("rows") or []))
+
+
+def _split_of(example: Report) -> str:
+    split = str(example.get("split", "train"))
+    return SPLITS.get(split, split)
 
 
 def _count(split: Report, key: str) -> int:
@@ -252,7 +257,7 @@ def _example(example: Report) -> Report:
     """Returns what the page shows of a decoded sample: the name of its row, facts, and its segments."""
     segments = example.get("segments") or []
     start = " ".join("".join(text for text, _ in segments).split())[:START]
-    shown = {"split": example.get("split", "train"), "parts": _parts(example, segments)}
+    shown = {"split": _split_of(example), "parts": _parts(example, segments)}
     return {"row": example.get("row", ""), "facts": facts_of_example(example), "start": start, **shown}
 
 

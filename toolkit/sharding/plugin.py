@@ -393,7 +393,7 @@ class ShardingMesh(ParallelismConfig):  # type: ignore[misc]
         found = PartialState().num_processes
         if found != self.total_size:
             raise BadInputError(
-                f"the launcher started {self.total_size} processes, but Accelerate sees {found}: each would train a "
+                f"the launcher started {self.total_size} ranks, but Accelerate sees {found}: each would train a "
                 "model of its own. On CPU ranks, ACCELERATE_USE_CPU=true must be set before anything of Accelerate "
                 "is built; build the sharding arguments first"
             )
@@ -447,7 +447,7 @@ def _use_cpu_without_gpu() -> None:
     if "ACCELERATE_USE_CPU" not in os.environ and (unused := ranks.unused_accelerator()) is not None:
         Terminal(quiet=os.environ.get("RANK", "0") != "0").print(
             f"The toolkit does not run on this machine's accelerator ({unused}): training runs on the CPU. "
-            "`toolkit train --cpu 2` does so with two processes."
+            "`toolkit train --cpu 2` does so with two ranks."
         )
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 

@@ -121,5 +121,5 @@ def test_the_data_page_goes_through_its_rows(tab: Browser, tmp_path: Path) -> No
     assert shown(forward) == ("76 to 80 of 80", names[75:]), "there are no more"
     assert shown(searched.format("Row 7,")) == ("1 to 1 of 1", names[7:8]), "case does not matter"
     assert shown(searched.format("nowhere")) == ("no such row", [])
-    assert shown(searched.format(""), chosen.format("validation")) == ("1 to 20 of 20", names[60:])
+    assert shown(searched.format(""), chosen.format("held-out")) == ("1 to 20 of 20", names[60:])
     assert tab.problems() == []

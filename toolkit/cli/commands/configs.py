@@ -19,7 +19,7 @@ configs_app = typer.Typer(invoke_without_command=True, **LOOK)
 
 @configs_app.callback(epilog="toolkit configs")
 def configs(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the shipped Accelerate configs: processes, strategy, and when to choose them. Or copy one."""
+    """List the shipped Accelerate configs: ranks, strategy, and when to choose them. Or copy one."""
     if context.invoked_subcommand is None:
         rows = [_config_fields(name, path) for name, path in shipped_configs().items()]
         headings = {"name": "config", "description": "what it is for"}
@@ -33,7 +33,7 @@ def _config_fields(name: str, path: Path) -> dict[str, Any]:
     about = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#"))
     return {
         "name": name,
-        "processes": values["num_processes"],
+        "ranks": values["num_processes"],
         "strategy": values["fsdp_config"]["fsdp_sharding_strategy"],
         "description": about.split(". ")[0].removesuffix(".") + ".",
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, Checkpoint, StoredDtype, parse_dtype
+from toolkit.cli.shared.arguments import AsJson, Checkpoint, NewModel, StoredDtype, parse_dtype
 from toolkit.errors import BadInputError, did_you_mean
 from toolkit.recipe.schema import ExportSection
 
@@ -31,7 +31,7 @@ def export(
             help="Folder of a run, or its store (s3://bucket/runs/first). With --format also the folder of an export."
         ),
     ],
-    to: Annotated[Path, typer.Option(help="New folder, which `from_pretrained` loads.")],
+    to: NewModel,
     checkpoint: Checkpoint = None,
     dtype: StoredDtype = None,
     file_format: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.cli.shared.arguments import MACHINE, OVERRIDES, AsJson, CpuOption, GpusOption, complete_hardware
+from toolkit.cli.shared.arguments import MACHINE, OVERRIDES, AsJson, CpuOption, Force, GpusOption, complete_hardware
 from toolkit.cli.shared.hub import settle_names
 from toolkit.cli.shared.new_files import require_new, write_to
 from toolkit.errors import BadInputError, counted
@@ -58,7 +58,7 @@ def init(
     output: Annotated[
         Path | None, typer.Option("--to", help="Write the recipe to this file.", show_default="named after the data")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a recipe for a model and its data, with a reason for each value, and print the next commands.

@@ -11,10 +11,11 @@ import typer
 
 from toolkit.cli.shared.arguments import (
     MACHINE,
-    MOST_CPU_RANKS,
+    CpuOption,
+    Force,
     RecipeArguments,
+    StrategyOption,
     complete_hardware,
-    complete_strategy,
     load_recipe,
     split_arguments,
 )
@@ -30,18 +31,8 @@ def job(
     arguments: RecipeArguments = None,
     nodes: Annotated[str, typer.Option(help="Number of nodes, or a range: 1-2.", rich_help_panel=MACHINE)] = "1",
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of each node.", rich_help_panel=MACHINE)] = None,
-    cpu: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST_CPU_RANKS, help="Processes of each node on its CPU.", rich_help_panel=MACHINE),
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="Sharding strategy. By default the recipe's, or else zero3.",
-            rich_help_panel=MACHINE,
-            autocompletion=complete_strategy,
-        ),
-    ] = None,
+    cpu: CpuOption = None,
+    strategy: StrategyOption = None,
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -60,7 +51,7 @@ def job(
         Path | None,
         typer.Option("--to", help="Write the job to this file.", show_default="named after the output folder"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    force: Force = False,
 ) -> None:
     """Write a job file for Slurm, with a reason for each line, and print how to submit it.
 

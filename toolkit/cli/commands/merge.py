@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from toolkit.cli.shared.arguments import AsJson, StoredDtype, parse_dtype
+from toolkit.cli.shared.arguments import AsJson, NewModel, StoredDtype, parse_dtype
 
 
 def merge(
     adapter: Annotated[str, typer.Argument(help="Folder of an adapter, or of the run that exported it.")],
-    to: Annotated[Path, typer.Option(help="New folder, which `from_pretrained` loads.")],
+    to: NewModel,
     base: Annotated[
         str | None, typer.Option(help="Folder of the base, or its hub name. By default what the adapter names.")
     ] = None,

@@ -9,9 +9,9 @@ import typer
 
 from toolkit.cli.shared.arguments import (
     MACHINE,
-    MOST_CPU_RANKS,
     AsJson,
     ConfigOption,
+    CpuOption,
     RecipeArguments,
     complete_hardware,
     load_recipe,
@@ -48,10 +48,6 @@ Gpus = Annotated[
     int | None,
     _of_machine("Plan for this many GPUs, one rank each. By default the config's number, or 1."),
 ]
-Cpu = Annotated[
-    int | None,
-    _of_machine("Plan for this many processes on this machine's CPU.", min=1, max=MOST_CPU_RANKS),
-]
 HardwareName = Annotated[
     str | None,
     _of_machine(
@@ -73,7 +69,7 @@ ListHardware = Annotated[
 def plan(
     arguments: RecipeArguments = None,
     gpus: Gpus = None,
-    cpu: Cpu = None,
+    cpu: CpuOption = None,
     hardware: HardwareName = None,
     config: ConfigOption = None,
     gpus_per_node: GpusPerNode = None,

@@ -15,7 +15,6 @@ import typer
 
 from toolkit.cli.ranks.launch_options import ON_CPU, Machines, launcher_options, shown_script
 from toolkit.cli.shared.arguments import (
-    MACHINE,
     AsJson,
     ConfigOption,
     CpuOption,
@@ -25,12 +24,12 @@ from toolkit.cli.shared.arguments import (
     MainProcessPort,
     NumMachines,
     RecipeArguments,
-    complete_strategy,
+    StrategyOption,
     load_recipe,
     split_arguments,
 )
 from toolkit.cli.shared.hub import require_inputs
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, counted
 from toolkit.recipe.recipe import Recipe
 from toolkit.terminal import stdout_on_stderr
 
@@ -39,15 +38,7 @@ def train(
     arguments: RecipeArguments = None,
     gpus: GpusOption = None,
     cpu: CpuOption = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            help="Sharding strategy: ddp, zero1, zero2, zero3 or hybrid; each but ddp also with +offload. By default "
-            "the recipe's, or else the config's.",
-            rich_help_panel=MACHINE,
-            autocompletion=complete_strategy,
-        ),
-    ] = None,
+    strategy: StrategyOption = None,
     config: ConfigOption = None,
     num_machines: NumMachines = None,
     machine_rank: MachineRank = None,
@@ -109,10 +100,9 @@ def require_finished(recipe: Recipe, folder: Path) -> None:
     )
 
 
-def _starting_line(processes: int | None) -> str:
+def _starting_line(ranks: int | None) -> str:
     """Returns the first line of a start: importing torch takes seconds, up to a minute on a busy machine."""
-    count = "processes" if processes is None else f"{processes} process{'es' if processes > 1 else ''}"
-    return f"starting {count}; importing torch takes a while ..."
+    return f"starting {'ranks' if ranks is None else counted(ranks, 'rank')}; importing torch takes a while ..."
 
 
 def _run_results(folder: Path) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def launcher_options(
     if gpus is None and cpu is None and config is None:
         gpus = count_gpus() or None
         if gpus is None:
-            raise BadInputError(f"{_why_no_gpu()}; --cpu 2 trains on the CPU with two processes")
+            raise BadInputError(f"{_why_no_gpu()}; --cpu 2 trains on the CPU with two ranks")
     elif gpus is not None and (found := count_gpus()) < gpus:
         raise BadInputError(f"--gpus {gpus}: this machine has {found}; --cpu {gpus} runs the same ranks on the CPU")
     elif gpus is None and cpu is None:

@@ -99,7 +99,21 @@ GpusOption = Annotated[
 ]
 CpuOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST_CPU_RANKS, help="Run on the CPU with this many processes.", rich_help_panel=MACHINE),
+    typer.Option(
+        min=1,
+        max=MOST_CPU_RANKS,
+        help="Take this many ranks (processes) on the CPU; of a job, on each node.",
+        rich_help_panel=MACHINE,
+    ),
+]
+StrategyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Sharding strategy: ddp, zero1, zero2, zero3 or hybrid; each but ddp also with +offload. By default "
+        "the recipe's, or else the config's; of a job, zero3.",
+        rich_help_panel=MACHINE,
+        autocompletion=complete_strategy,
+    ),
 ]
 ConfigOption = Annotated[
     str | None,
@@ -125,6 +139,8 @@ MainProcessPort = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 RunPlace = Annotated[str, typer.Argument(help="Folder of a run, or its store (s3://bucket/runs/first).")]
 NewFile = Annotated[Path, typer.Argument(help="New file, or a folder.")]
+NewModel = Annotated[Path, typer.Option(help="New folder, which `from_pretrained` loads.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]
 Checkpoint = Annotated[str | None, typer.Option(help="Take this checkpoint of the run: best, last, or its step.")]
 StoredDtype = Annotated[
     str | None,
