@@ -7,7 +7,6 @@ to which this one links.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +113,6 @@ def render_report(summary: RunSummary) -> str:
         tables=_tables(summary, evals),
         technical=_technical_tables(summary),
         steps=STEPS,
-        recipe_lines=_recipe_lines(summary.recipe_yaml),
     )
 
 
@@ -413,7 +411,7 @@ def _gaps(lines: Metrics, field: str) -> list[int]:
     return sorted({item.step for item in non_finite(lines) if field in item.fields})
 
 
-# ---- tables, recipe ----
+# ---- tables ----
 
 
 def expert_loads(train: Metrics) -> dict[str, Any] | None:
@@ -463,18 +461,6 @@ def evaluations_table(evals: Metrics, max_rows: int) -> Table:
         ("Step", *(["Loss"] if has_loss else []), *(figure.heading for figure in figures)),
         rows,
     )
-
-
-def _recipe_lines(recipe_yaml: str) -> list[list[tuple[str, str]]]:
-    """Splits each line of YAML into pieces; a key or comment has a kind that gives it a colour."""
-    return [_colored_pieces(line) for line in recipe_yaml.strip("\n").split("\n")] if recipe_yaml.strip() else []
-
-
-def _colored_pieces(line: str) -> list[tuple[str, str]]:
-    if line.lstrip().startswith("#"):
-        return [("comment", line)]
-    match = re.match(r"(\s*(?:- )*)([\w.-]+)(:(?:\s.*)?)$", line)
-    return [("", line)] if match is None else [("", match[1]), ("key", match[2]), ("", match[3])]
 
 
 # ---- plain values as text ----
