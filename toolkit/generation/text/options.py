@@ -84,13 +84,8 @@ class Options(WritingOptions):
         """Settings of how tokens are drawn, with defaults for options that are not given."""
         if self.evaluation is not None:
             return Sampling(self.max_new_tokens, 0.0)
-        default = Sampling()
-        return Sampling(
-            self.max_new_tokens,
-            default.temperature if self.temperature is None else self.temperature,
-            default.top_p if self.top_p is None else self.top_p,
-            default.seed if self.seed is None else self.seed,
-        )
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "seed")}
+        return Sampling(self.max_new_tokens, **{name: value for name, value in given.items() if value is not None})
 
     def _options_given(self) -> set[str]:
         given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
