@@ -1,4 +1,4 @@
-"""torch's CUDA build on a device that is not there: memory, streams, collectives and numbers.
+"""torch's CUDA build on a device that is not there: memory, misuse and waits. What it computes: test_training_on_it.py.
 
 Outside of `run.py` one test starts the others with the pretended device; it is skipped where that cannot be built.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.pretended_steps import NCCL, started_anew
 from support.ranks import LIMIT_SECONDS
 
@@ -122,101 +121,7 @@ def test_each_wait_of_the_host_is_told_with_its_lines() -> None:
     assert all(any(Path(__file__).name in line for line in lines) for _, lines in waits)
 
 
-# Numbers
-
-SDPA = F.scaled_dot_product_attention
-
-
-def heads(dtype: torch.dtype, dim: int) -> list[torch.Tensor]:
-    return [torch.randn(2, 4, 32, dim).to(dtype) for _ in range(3)]
-
-
-def apart() -> torch.Tensor:
-    """Causal, and the last twelve do not see the first ten."""
-    mask = torch.tril(torch.ones(32, 32, dtype=torch.bool)).expand(2, 1, 32, 32).clone()
-    mask[:, :, 20:, :10] = False
-    return mask
-
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-COMPUTED: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], list[torch.Tensor]]]] = {
-    **{
-        f"attention, {kind}, {dtype}": (
-            lambda q, k, v, kind=kind: SDPA(
-                q, k, v, attn_mask=apart().to(q.device) if kind == "masked" else None, is_causal=kind == "causal"
-            ),
-            lambda dtype=dtype: heads(dtype, 16),
-        )
-        for kind in ("full", "causal", "masked")
-        for dtype in FLOATS
-    },
-    "embedding": (
-        lambda ids, weight: F.embedding(ids, weight),
-        lambda: [torch.randint(0, 50, (2, 9)), torch.randn(50, 16)],
-    ),
-    "cross entropy": (
-        lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum"),
-        lambda: [torch.randn(20, 50), torch.randint(0, 50, (20,))],
-    ),
-    "products and gates": (
-        lambda x, w: F.silu(x @ w) * (x @ w).softmax(-1).cumsum(-1),
-        lambda: [torch.randn(3, 16), torch.randn(16, 24)],
-    ),
-    "matrix and vector": (lambda a, x: a @ x, lambda: [torch.randn(6, 16), torch.randn(16)]),
-    "matrix and vector, float64": (lambda a, x: a @ x, lambda: [torch.randn(6, 16).double(), torch.randn(16).double()]),
-    "sizes that are data": (lambda x: x[x > 0].sum() * x.nonzero().sum(), lambda: [torch.randn(30)]),
-    "sort, scatter and gather": (
-        lambda x: torch.zeros_like(x).scatter_add(1, x.sort(1).indices, x.topk(8, 1).values),
-        lambda: [torch.randn(4, 8)],
-    ),
-}
-
-
-@inside
-@pytest.mark.parametrize("name", COMPUTED)
-def test_numbers_are_those_of_the_cpu(name: str) -> None:
-    torch.manual_seed(0)
-    function, make = COMPUTED[name]
-    given, found = make(), {}
-    for device in ("cpu", "cuda"):
-        inputs = [each.to(device).detach().requires_grad_(each.is_floating_point()) for each in given]
-        out = function(*inputs)
-        out.float().square().sum().backward()
-        found[device] = [out.detach().cpu(), *(each.grad.cpu() for each in inputs if each.grad is not None)]
-    for own, expected in zip(found["cuda"], found["cpu"], strict=True):
-        assert expected.abs().sum() > 0
-        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
-
-
 # Two ranks with a device each
-
-
-def collectives() -> list[Any]:
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
-    summed = torch.full((3,), rank + 1.0, device="cuda")
-    dist.all_reduce(summed)
-    shared = torch.arange(4.0, device="cuda") * (rank + 1)
-    part = torch.empty(2, device="cuda")
-    dist.reduce_scatter_tensor(part, shared, op=dist.ReduceOp.AVG)
-    gathered = torch.empty(4, device="cuda", dtype=torch.bfloat16)
-    dist.all_gather_into_tensor(gathered, part.bfloat16())
-    sent = torch.empty(4, device="cuda")
-    dist.all_to_all_single(sent, shared)
-    told: list[Any] = [None, None]
-    dist.all_gather_object(told, {"rank": rank})
-    return [summed.tolist(), part.tolist(), gathered.tolist(), sent.tolist(), told, torch.cuda.current_device()]
-
-
-@inside
-def test_collectives_move_data() -> None:
-    first, second = started_anew(collectives, 2, **NCCL)
-    averaged = [0.0, 1.5, 3.0, 4.5]
-    told = [{"rank": 0}, {"rank": 1}]
-    assert first == [[3.0] * 3, averaged[:2], averaged, [0.0, 1.0, 0.0, 2.0], told, 0]
-    assert second == [[3.0] * 3, averaged[2:], averaged, [2.0, 3.0, 4.0, 6.0], told, 1]
 
 
 def disagree() -> str:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,16 +172,16 @@ class Endured:
         return "\n".join([*lines, end, *self.surprises])
 
 
-def disturb(workshop: Path, seed: int, num_faults: int, only: tuple[str, ...] = ()) -> Endured:
+def disturb(workshop: Path, seed: int, num_faults: int) -> Endured:
     """Disturbs runs until there were so many faults; every run must end as the undisturbed one of its sharding."""
     chance, endured = random.Random(seed), Endured()
-    with two_hosts() if not only else nullcontext([]) as hosts:
+    with two_hosts() as hosts:
         while len(endured.faults) < num_faults:
-            sharding = chance.choice(list(SHARDINGS)) if not only else "zero3"
+            sharding = chance.choice(list(SHARDINGS))
             output = f"disturbed-{seed}-{endured.runs}"
-            with small_disk(workshop / output) if not only else nullcontext(False) as has_disk:
+            with small_disk(workshop / output) as has_disk:
                 on_hosts = hosts if chance.random() < 0.4 else []
-                endure(workshop, output, sharding, on_hosts, bool(has_disk), chance, endured, num_faults, only)
+                endure(workshop, output, sharding, on_hosts, bool(has_disk), chance, endured, num_faults)
                 try:
                     require_undisturbed(workshop, output, sharding)
                 except AssertionError as error:
@@ -201,7 +200,6 @@ def endure(
     chance: random.Random,
     endured: Endured,
     num_faults: int,
-    only: tuple[str, ...],
 ) -> None:
     """One run, started until it is done."""
     arguments = arguments_of(workshop, output, sharding)
@@ -219,7 +217,7 @@ def endure(
                 if found.wait(chance.uniform(0.0, EARLY_SHARE * longest)) or len(endured.faults) >= num_faults:
                     assert found.wait(LIMIT_SECONDS), "the run hangs"
                     break
-                ended = one_fault(site, endured, only)
+                ended = one_fault(site, endured)
             codes = found.codes or [1]
         if ended is None and any(codes) and not site.excused & set(codes):
             endured.surprises.append(f"{output} ended with {codes} by itself:\n{log.read_text()[-3000:]}")
@@ -233,8 +231,8 @@ def endure(
     assert all(path.exists() for path in aside)
 
 
-def one_fault(site: Site, endured: Endured, only: tuple[str, ...]) -> str | None:
-    weights = {kind: weight for kind, weight in possible(site).items() if not only or kind in only}
+def one_fault(site: Site, endured: Endured) -> str | None:
+    weights = possible(site)
     kind = site.chance.choices(list(weights), list(weights.values()))[0]
     started = time.monotonic()
     try:
@@ -246,12 +244,6 @@ def one_fault(site: Site, endured: Endured, only: tuple[str, ...]) -> str | None
     endured.faults.append((kind, ended or "went on", time.monotonic() - started))
     print(len(endured.faults), *endured.faults[-1], flush=True)
     return ended
-
-
-@pytest.mark.grid
-def test_killed_at_random_moments(workshop: Path) -> None:
-    endured = disturb(workshop, 1, 3, only=("rank killed", "newest checkpoint damaged"))
-    assert not endured.surprises
 
 
 @pytest.mark.grid
