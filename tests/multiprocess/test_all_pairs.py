@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from support import plain_objectives
 from support.covering import Row, covering_array, pairs_of
-from support.plain_loop import Trained, plain_loop
+from support.plain_loop import Trained, plain_loop, require_no_drift
 from support.plain_rows import plain_rows
 from support.ranks import meet, run_on_ranks
 from support.tiny import VOCAB_SIZE, recipe_values, save_llama
@@ -272,9 +272,10 @@ def require_exported(run: Path, expected: Trained, row: Row) -> None:
     """AdamW divides by a gradient's own size: where that is next to nothing, rounding moves the weight."""
     model = AutoModelForCausalLM.from_pretrained(run / "export")
     pairs = ((parameter, expected.weights[name]) for name, parameter in model.named_parameters())
-    differences = torch.cat([(found - weight).abs().flatten() for found, weight in pairs])
-    assert float(differences.detach().max()) < 3e-5, row
-    assert int((differences > 1e-5).sum()) <= 2, f"{row}: of {len(differences)} elements"
+    differences = torch.cat([(found.detach() - weight).flatten() for found, weight in pairs])
+    assert float(differences.abs().max()) < 3e-5, row
+    assert int((differences.abs() > 1e-5).sum()) <= 2, f"{row}: of {len(differences)} elements"
+    require_no_drift(differences, row)
 
 
 TOLERANCES = {"adamw": 1e-5, "adamw_8bit": 1e-2, "muon": 1e-3}

@@ -65,6 +65,12 @@ def plain_loop(
     return Trained(losses, norms, {name: parameter.detach().clone() for name, parameter in model.named_parameters()})
 
 
+def require_no_drift(differences: torch.Tensor, what: object) -> None:
+    """Small errors of right runs have no direction: the mean (of any shape) is zero within five times its error."""
+    error = float(differences.double().std()) / math.sqrt(differences.numel())
+    assert abs(float(differences.double().mean())) <= 5 * error, f"{what}: all differ by {differences.mean():.1e}"
+
+
 def adamw(parameters: Iterable[nn.Parameter], rate: float = 2e-3, decay: float = 0.0, eps: float = 1e-8) -> Any:
     """torch's AdamW, which decays matrices and leaves vectors alone."""
     held = list(parameters)
