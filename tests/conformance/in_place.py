@@ -36,7 +36,7 @@ def _shard(model: Any, mesh_manager: Any, fsdp_plan: Any, ep_plan: Any) -> Any:
     """Is transformers' `apply_fully_sharded_data_parallelism`."""
     config = model.config.distributed_config
     if config.ep_size > 1 or config.tp_size > 1:
-        plugin.ShardingMesh(tp_size=max(config.ep_size, config.tp_size))._refuse_other_axes()
+        plugin.ShardingMesh(tp_size=max(config.ep_size, config.tp_size))  # refused, as `Trainer` finds it
     is_hybrid = config.dp_replicate_size > 1
     mesh = mesh_manager.get_mesh(("dp_replicate", "fsdp") if is_hybrid else "fsdp")
     strategy = STRATEGIES["hybrid" if is_hybrid else STRATEGY]
@@ -109,7 +109,7 @@ def _lose_sums() -> None:
     @contextmanager
     def forgetting(self: Any) -> Iterator[None]:
         yield
-        self.zero_grad()
+        self.zero_grad(set_to_none=False)
 
     applied.communicate = communicate
     DistributedDataParallel.no_sync = forgetting

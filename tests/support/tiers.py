@@ -1,4 +1,4 @@
-"""Which tests `pytest` runs, which `pytest -m slow` and which `pytest -m grid`; docs/CONTRIBUTING.md says why."""
+"""Which tests run by default and which by `pytest -m slow`, `grid` and `conformance`; docs/CONTRIBUTING.md says why."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def is_slow(path: PurePath, marks: set[str]) -> bool:
     Args:
         path: of its file, from tests/.
     """
-    return path.parts[0] != "unit" and marks.isdisjoint({"first", "grid", "slow"})
+    return path.parts[0] != "unit" and marks.isdisjoint({"first", "grid", "slow", "conformance"})
 
 
 def is_left_out(marks: set[str], expression: str) -> bool:
-    """Whether a test is of the grid, and pytest's `-m` does not name it."""
-    return "grid" in marks and "grid" not in expression
+    """Whether a test is of the grid or of other projects' suites, and pytest's `-m` does not name these."""
+    return any(mark in marks and mark not in expression for mark in ("grid", "conformance"))
 
 
 def room_of(path: PurePath) -> str:

@@ -12,13 +12,14 @@ UNIT, RANKS = PurePath("unit/data/test_a.py"), PurePath("multiprocess/test_b.py"
 
 def test_what_starts_ranks_is_slow_unless_it_is_marked() -> None:
     assert is_slow(RANKS, {"parametrize"})
-    assert not any(is_slow(RANKS, {mark}) for mark in ("first", "grid", "slow"))
+    assert not any(is_slow(RANKS, {mark}) for mark in ("first", "grid", "slow", "conformance"))
     assert not is_slow(UNIT, set())
 
 
 def test_the_grid_runs_only_by_its_name() -> None:
     assert is_left_out({"grid", "first"}, "slow or not slow")
     assert is_left_out({"grid"}, "")
+    assert is_left_out({"conformance"}, "grid")
     assert not is_left_out({"grid"}, "grid")
     assert not is_left_out({"slow"}, "slow")
 
