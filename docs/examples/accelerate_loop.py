@@ -100,7 +100,7 @@ def train(output: str, steps: int, resume: str | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", default="outputs/accelerate_loop")
+    parser.add_argument("--to", dest="output", default="outputs/accelerate_loop")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--resume", help="a folder of save_state")
     train(**vars(parser.parse_args()))

@@ -101,7 +101,7 @@ def export(trainer: ResumingTrainer, folder: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", default="outputs/embeddings")
+    parser.add_argument("--to", dest="output", default="outputs/embeddings")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--resume", help="a folder checkpoint-N of an earlier run")
     given = parser.parse_args()

@@ -157,7 +157,7 @@ def export(trainer: Any, folder: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("trainer", choices=TRAINERS)
-    parser.add_argument("--output", default="outputs/more_trainers")
+    parser.add_argument("--to", dest="output", default="outputs/more_trainers")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--resume", help="a folder checkpoint-N of an earlier run")
     given = parser.parse_args()

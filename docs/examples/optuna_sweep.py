@@ -1,6 +1,6 @@
 """Optuna chooses the learning rate and the weight decay of a recipe by the held-out loss.
 
-    python docs/examples/optuna_sweep.py --trials 8 --output outputs/sweep
+    python docs/examples/optuna_sweep.py --trials 8 --to outputs/sweep
 
 Each trial is a run in a folder of its own, in this process. A study that was interrupted goes on with the next trial.
 """
@@ -18,7 +18,7 @@ from toolkit import finetune
 def main() -> None:
     parser = argparse.ArgumentParser(description="A sweep over learning rate and weight decay.")
     parser.add_argument("--recipe", default="quickstart")
-    parser.add_argument("--output", type=Path, default=Path("outputs/sweep"))
+    parser.add_argument("--to", dest="output", type=Path, default=Path("outputs/sweep"))
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60, help="of each trial")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Three rounds of rejection sampling: a model samples answers, those that are right become its next training rows.
 
-    python docs/examples/rejection_sampling.py --output outputs/rounds
+    python docs/examples/rejection_sampling.py --to outputs/rounds
 
 It takes about five minutes on two CPU cores. A small model first learns to call tools from few rows, so that about a
 third of its calls are right. Then each round samples calls for requests, keeps one right call of each, and trains on
@@ -36,7 +36,7 @@ def accuracy(model: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Three rounds of rejection sampling.")
-    parser.add_argument("--output", type=Path, default=Path("outputs/rounds"))
+    parser.add_argument("--to", dest="output", type=Path, default=Path("outputs/rounds"))
     parser.add_argument("--learned", type=int, default=500, help="rows that the model learns at first")
     parser.add_argument("--asked", type=int, default=600, help="requests that each round samples calls for")
     parser.add_argument("--rounds", type=int, default=3)

@@ -62,7 +62,7 @@ def train(output: str, steps: int, resume: str | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", default="outputs/trainer")
+    parser.add_argument("--to", dest="output", default="outputs/trainer")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--resume", help="a folder checkpoint-N of an earlier run")
     train(**vars(parser.parse_args()))

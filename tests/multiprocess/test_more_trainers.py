@@ -166,7 +166,7 @@ def test_an_example_runs_as_it_is_started(example: str, words: list[str], tmp_pa
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     script = ROOT / f"docs/examples/{example}.py"
-    output = launch(path, script, *words, "--output", str(tmp_path / "out"), "--steps", "5", folder=ROOT)
+    output = launch(path, script, *words, "--to", str(tmp_path / "out"), "--steps", "5", folder=ROOT)
     told = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
     assert "FSDP" in told["type"]
     assert len(told["loss"]) == 5

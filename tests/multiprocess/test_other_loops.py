@@ -41,7 +41,7 @@ def told(output: str) -> dict[str, Any]:
 def start(example: str, strategy: str, output: Path) -> dict[str, Any]:
     """As a user starts it, each rank with an interpreter of its own."""
     config = write_config(strategy, output.parent)
-    command = [f"docs/examples/{example}.py", "--output", str(output), "--steps", str(STEPS)]
+    command = [f"docs/examples/{example}.py", "--to", str(output), "--steps", str(STEPS)]
     done = subprocess.run(
         [*LAUNCH, str(config), *command],
         cwd=ROOT,
@@ -57,7 +57,7 @@ def start(example: str, strategy: str, output: Path) -> dict[str, Any]:
 def run(example: str, strategy: str, output: Path, *flags: str) -> dict[str, Any]:
     config = write_config(strategy, output.parent)
     script = ROOT / f"docs/examples/{example}.py"
-    return told(launch(config, script, "--output", str(output), "--steps", str(STEPS), *flags, folder=ROOT))
+    return told(launch(config, script, "--to", str(output), "--steps", str(STEPS), *flags, folder=ROOT))
 
 
 def plain_evaluation(folder: Path) -> float:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.grid
 def test_accuracy_rises_with_rounds(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "docs/examples/rejection_sampling.py"), "--output", str(tmp_path / "rounds")]
+    script = [sys.executable, str(ROOT / "docs/examples/rejection_sampling.py"), "--to", str(tmp_path / "rounds")]
     done = subprocess.run(script, cwd=tmp_path, env=clean_environment(), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "rounds/rounds.json").read_text())
@@ -30,7 +30,7 @@ def test_accuracy_rises_with_rounds(tmp_path: Path) -> None:
 
 def test_a_sweep_finds_its_best_run_and_goes_on(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
-    script = [sys.executable, str(ROOT / "docs/examples/optuna_sweep.py"), "--output", str(tmp_path), "--steps", "3"]
+    script = [sys.executable, str(ROOT / "docs/examples/optuna_sweep.py"), "--to", str(tmp_path), "--steps", "3"]
     for trials in ("1", "2"):
         done = subprocess.run([*script, "--trials", trials], env=clean_environment(), text=True, capture_output=True)
         assert done.returncode == 0, done.stderr[-3000:]
