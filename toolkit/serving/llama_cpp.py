@@ -1,4 +1,4 @@
-"""Makes a GGUF file of an export by llama.cpp's own converter, and for Ollama a Modelfile."""
+"""Makes a GGUF file by llama.cpp's own converter and quantiser, of an adapter too, and for Ollama a Modelfile."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from toolkit.generation.text.load import model_in
 from toolkit.model.beside_weights.base_files import TOKENIZER
 from toolkit.model.weights.weights import stored_dtype
 from toolkit.paths import parse_json, read_foreign
+from toolkit.serving.merge import merge_adapter
 from toolkit.serving.ollama import GGUF, MODELFILE, write_modelfile
 
 OUTTYPES = dict(zip(EXPORT_TYPES, ("f32", "bf16", "f16"), strict=True))
 """Types of weights, in the converter's words."""
 
 SCRIPT = "convert_hf_to_gguf.py"
+
+QUANTISER = "llama-quantize"
 
 HOW_TO_INSTALL = (
     "git clone --depth 1 https://github.com/ggml-org/llama.cpp && pip install sentencepiece, and add "
@@ -54,9 +57,31 @@ def find_converter(folder: Path | None) -> list[str]:
     raise BadInputError(f"--format: llama.cpp's {SCRIPT} is not installed; run {HOW_TO_INSTALL}")
 
 
+def find_quantiser(folder: Path | None) -> str:
+    """Returns the path of `llama-quantize`.
+
+    Args:
+        folder: the folder of llama.cpp's sources, which may be built; None looks on the PATH alone.
+
+    Raises:
+        BadInputError: if it is not there.
+    """
+    places = [os.fspath(folder / "build" / "bin")] if folder is not None else []
+    found = next(filter(None, (shutil.which(QUANTISER, path=place) for place in [*places, None])), None)
+    if found is None:
+        raise BadInputError(
+            f"--quantise: {QUANTISER} is not installed; run `conda install -c conda-forge llama.cpp` or `brew install "
+            "llama.cpp`, or in llama.cpp's folder `cmake -B build && cmake --build build --target llama-quantize`"
+        )
+    return found
+
+
 def convert(converter: list[str], model: Path, to: Path, *options: str) -> None:
     """Converts a model's folder to a file. Raises ExportError in the converter's words, if it refuses the model."""
-    command = [*converter, str(model), "--outfile", str(to), *options]
+    _run("converter", [*converter, str(model), "--outfile", str(to), *options])
+
+
+def _run(name: str, command: list[str]) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)  # noqa: S603
     if done.returncode != 0:
@@ -64,7 +89,7 @@ def convert(converter: list[str], model: Path, to: Path, *options: str) -> None:
         why = said[-1] if said else f"exit code {done.returncode}"
         lacking = re.search(r"No module named '([\w-]+)", why)
         raise ExportError(
-            f"llama.cpp's converter refuses it: {why}. "
+            f"llama.cpp's {name} refuses it: {why}. "
             + (
                 f"Install what it needs: pip install {lacking[1]}"
                 if lacking
@@ -80,7 +105,7 @@ class Made:
     Attributes:
         folder: the folder.
         exported: the checkpoint that was exported, or None if an export was converted.
-        dtype: torch's name of the dtype of the weights.
+        dtype: torch's name of the dtype of the weights, or llama.cpp's if they are quantised.
         notes: what the converter does not read, and what Ollama's template lacks, a sentence each.
         commands: commands that start a server and a conversation.
     """
@@ -93,20 +118,27 @@ class Made:
 
 
 def make_gguf(
-    source: str, to: Path, llama_cpp: Path | None, dtype: str | None, for_ollama: bool, checkpoint: dict[str, Any]
+    source: str,
+    to: Path,
+    llama_cpp: Path | None,
+    dtype: str | None,
+    quantise: str | None,
+    for_ollama: bool,
+    checkpoint: dict[str, Any],
 ) -> Made:
-    """Makes a folder with `model.gguf`, and for Ollama a `Modelfile`.
+    """Makes a folder with `model.gguf`, and for Ollama a `Modelfile`. An adapter is merged into its base first.
 
     Args:
         source: a run, its store, or the folder of an export.
         to: the new folder.
         llama_cpp: as in `Converter`.
         dtype: the type of the weights, one of EXPORT_TYPES. None takes that of the export.
+        quantise: a type of llama-quantize, or None.
         for_ollama: whether to write a Modelfile.
         checkpoint: the other arguments of `export_run`, by name.
 
     Raises:
-        BadInputError: if the converter is not installed, the folder exists, or the source is an adapter.
+        BadInputError: if the converter or the quantiser is not installed, or the folder exists.
         ExportError: if llama.cpp does not know the model, in its words.
     """
     if to.exists():
@@ -114,9 +146,7 @@ def make_gguf(
     place = model_in(Path(source).expanduser())
     if place is not None and checkpoint.get("checkpoint") is not None:
         raise BadInputError(f"--checkpoint has no effect on an export, which {source!r} is; leave it out")
-    if place is not None and place.is_adapter:
-        raise _adapter_error(source)
-    converter = find_converter(llama_cpp)
+    converter, quantiser = find_converter(llama_cpp), find_quantiser(llama_cpp) if quantise else ""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
@@ -126,14 +156,20 @@ def make_gguf(
                 if kept.is_dir():  # its type and its tokenizer, before the weights are written, which takes longer
                     convert(converter, kept, scratch / GGUF, "--vocab-only")
                 exported = replace(export_run(source, scratch / "export", dtype=dtype, **checkpoint), folder=to)
-                if exported.is_adapter:
-                    raise _adapter_error(source)
             whole = scratch / "export" if place is None else Path(place.name)
+            if is_adapter := (exported or place).is_adapter:  # type: ignore[union-attr]  # one of both is there
+                merge_adapter(str(whole), scratch / "merged", dtype=dtype)
+                whole = scratch / "merged"
             made = scratch / "made"
             made.mkdir()
-            written = exported.dtype if exported else str(dtype_of_export(dtype, stored_dtype(whole), is_adapter=False))
-            written = written.removeprefix("torch.")
-            convert(converter, whole, made / GGUF, "--outtype", OUTTYPES[written], "--model-name", to.name)
+            written = str(dtype_of_export(dtype, stored_dtype(whole), is_adapter=False)).removeprefix("torch.")
+            file = scratch / "whole.gguf" if quantise else made / GGUF
+            convert(converter, whole, file, "--outtype", OUTTYPES[written], "--model-name", to.name)
+            if quantise:
+                written = quantise.upper()
+                _run("quantiser", [quantiser, str(file), str(made / GGUF), written])
+            if exported is not None and (quantise or is_adapter):  # nobody compared the logits of these weights
+                exported = replace(exported, dtype=written, is_adapter=False, logits_difference=None)
             notes = [*_doubts(whole), *(write_modelfile(whole, made) if for_ollama else [])]
             let_others_read(made)
             made.rename(to)
@@ -156,15 +192,6 @@ def _doubts(model: Path) -> list[str]:
         "nor special tokens that tokenizer_config.json does not list: prompts may have other tokens than in training; "
         "put the base's tokenizer.model into the export, and convert that"
     ]
-
-
-def _adapter_error(source: str) -> BadInputError:
-    whole = model_in(Path(source).expanduser() / "export")
-    merge = shlex.join(["toolkit", "merge", source, "--to", "merged"])
-    mend = f"run `{merge}`, and export that folder"
-    if whole is not None and not whole.is_adapter:
-        mend = f"export {whole.name!r}, which is merged"
-    return BadInputError(f"{source!r} holds an adapter, and llama.cpp's converter takes whole models; {mend}")
 
 
 def _commands(folder: Path, for_ollama: bool) -> list[str]:

@@ -11,15 +11,19 @@ from typing import Any
 from unittest.mock import Mock
 
 import jinja2
+import peft
 import pytest
+from safetensors.torch import load_file
 from support.chat_templates import CHAT_TEMPLATES, ChatTemplate, tokenizer_for
 from support.conversations import assistant, system, user
 from support.texts import make_texts
 from support.tiny import save_llama
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from typer.testing import CliRunner
 
-from toolkit.cli.app import main
+from toolkit.cli.app import app, main
 from toolkit.data.templates.templates import use_template
 from toolkit.data.tokens.tokenizer import _train_byte_pairs
 from toolkit.serving.ollama import write_modelfile
@@ -37,12 +41,21 @@ to.write_text(json.dumps(given))
 """
 """In place of llama.cpp's converter: writes what it was asked."""
 
+QUANTISER = """#!/bin/sh
+[ "$3" != Q2_K ] || { echo "tensor too small" >&2; exit 1; }
+(cat "$1"; echo; echo "$3") > "$2"
+"""
+
 
 @pytest.fixture
 def llama_cpp(tmp_path: Path) -> Path:
     folder = tmp_path / "llama.cpp"
     folder.mkdir()
     (folder / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    quantiser = folder / "build/bin/llama-quantize"
+    quantiser.parent.mkdir(parents=True)
+    quantiser.write_text(QUANTISER)
+    quantiser.chmod(0o755)
     return folder
 
 
@@ -255,6 +268,26 @@ def test_an_export_is_converted(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_an_adapter_is_merged_converted_and_quantised(
+    base: Path, llama_cpp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stand-in of the converter gets the weights that `toolkit merge` writes, and the quantiser its file."""
+    converter = llama_cpp / "convert_hf_to_gguf.py"
+    converter.write_text(CONVERTER + "import shutil; shutil.copytree(folder, to.parents[2] / 'converted')")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapter = tmp_path / "adapter"
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
+    how = ["--format", "gguf", "--llama-cpp", str(llama_cpp), "--quantise", "Q4_K_M"]
+    assert not run_export(monkeypatch, str(adapter), "--to", str(tmp_path / "made/small"), *how)
+    assert f"{tmp_path}/made/small: {adapter} in Q4_K_M" in capsys.readouterr().out
+    given, kind = (tmp_path / "made/small/model.gguf").read_text().splitlines()
+    assert (json.loads(given)[3:5], kind) == (["--outtype", "f32"], "Q4_K_M")
+    merged = CliRunner().invoke(app, ["merge", str(adapter), "--to", str(tmp_path / "whole")])
+    assert merged.exit_code == 0
+    weights = [load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", tmp_path / "whole")]
+    assert_close(*weights, rtol=0, atol=0)
+
+
 def test_what_cannot_be_converted_is_said(
     base: Path, llama_cpp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +300,6 @@ def test_what_cannot_be_converted_is_said(
     (odd / "tokenizer_config.json").write_text('"refuse"')
     shutil.copytree(odd, tmp_path / "lacking")
     (tmp_path / "lacking/tokenizer_config.json").write_text('"import"')
-    adapter = save_adapter(tmp_path / "adapter", base)
     shutil.copytree(base, tmp_path / "run/export")
     there = ["--llama-cpp", str(llama_cpp)]
     cases: list[tuple[Path, list[str], str]] = [
@@ -285,7 +317,13 @@ def test_what_cannot_be_converted_is_said(
             ["--format", "gguf", *there],
             f"its model is in '{tmp_path}/run/export', which loads as it is",
         ),
-        (adapter, ["--format", "gguf", *there], f"run `toolkit merge {adapter} --to merged`, and export that folder"),
+        (base, ["--quantise", "q4_k_m"], "--quantise has no effect without --format gguf"),
+        (base, ["--format", "gguf", *there, "--quantise", "q4km"], "did you mean 'q4_k_m'"),
+        (
+            base,
+            ["--format", "gguf", *there, "--quantise", "q2_k"],
+            "llama.cpp's quantiser refuses it: tensor too small",
+        ),
     ]
     for source, options, said in cases:
         assert run_export(monkeypatch, str(source), "--to", str(tmp_path / "to"), *options) in (1, 2)

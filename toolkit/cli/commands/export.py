@@ -23,6 +23,9 @@ MAX_SHARD_GIB = ExportSection().max_shard_gib
 
 FORMATS = ("huggingface", "gguf", "ollama")
 
+QUANTISED = ("q2_k", "q3_k_m", "q4_0", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "q8_0")
+"""Types that `llama-quantize` makes without a file of importances."""
+
 
 def export(
     run: Annotated[
@@ -49,6 +52,12 @@ def export(
             help="Folder of llama.cpp's sources, for its converter. By default the one on the PATH.",
         ),
     ] = None,
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            help="Quantise the GGUF file by llama.cpp's llama-quantize: q4_k_m, q5_k_m, q8_0 ...", metavar="TYPE"
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Reload the folder and compare its logits.")
     ] = True,
@@ -72,6 +81,11 @@ def export(
         raise BadInputError(f"--format: unknown {file_format!r}{close}; allowed: {', '.join(FORMATS)}{servers}")
     if llama_cpp is not None and file_format == FORMATS[0]:
         raise BadInputError("--llama-cpp has no effect without --format gguf or ollama; leave it out")
+    if quantise is not None and file_format == FORMATS[0]:
+        raise BadInputError("--quantise has no effect without --format gguf or ollama; add one, or leave it out")
+    if quantise is not None and (quantise := quantise.lower()) not in QUANTISED:
+        close = did_you_mean(quantise, QUANTISED)
+        raise BadInputError(f"--quantise: unknown {quantise!r}{close}; allowed: {', '.join(QUANTISED)}")
     from toolkit.checkpoint.manifest import place_named
 
     place = place_named(run)
@@ -89,7 +103,7 @@ def export(
     else:
         from toolkit.serving.llama_cpp import make_gguf
 
-        made = make_gguf(str(place), to, llama_cpp, type_name, file_format == "ollama", how)
+        made = make_gguf(str(place), to, llama_cpp, type_name, quantise, file_format == "ollama", how)
         done, commands = made.exported, ["start it:", *(f"  {command}" for command in made.commands)]
         notes = [*(done.notes if done else ()), *made.notes]
     if as_json:
