@@ -111,7 +111,7 @@ CASES: dict[int, dict[str, Case]] = {
         "hybrid, resumed": Case(HYBRID, resumed=True),
         "groups": Case(NODES),
         "groups, bf16, checkpointing": Case(NODES | {"activation_checkpointing": 1}, BF16, close=IN_BF16),
-        "groups, offload": Case(NODES | OFFLOAD | {"prefetch": 2}, BF16, close=IN_BF16),
+        "groups, offload": Case(NODES | OFFLOAD, BF16, close=IN_BF16),
         "groups, LoRA": Case(NODES, BF16, {"adapter": LORA}, close=IN_BF16),
         "groups, averages": Case(NODES, AVERAGES),
     },

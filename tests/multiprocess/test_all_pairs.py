@@ -38,7 +38,6 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "accumulate": ("one", "by_micro_batch", "by_block"),
     "activation_checkpointing": (None, 1, 2),
     "offload_checkpoints": (False, True),
-    "prefetch": (None, 2),
     "experts": (0, 1, 2),
     "sequence": (1, 2),
     "tensor": (1, 2),
@@ -49,7 +48,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 """Experts: 0 for a dense model."""
 
 FEWER: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("activation_checkpointing", "prefetch", "ema"), (None,)),
+    **dict.fromkeys(("activation_checkpointing", "ema"), (None,)),
     "strategy": ("ddp", "zero3"),
     "accumulate": ("one", "by_block"),
     "offload_checkpoints": (False,),
@@ -174,7 +173,7 @@ def runs(folder: Path, data: Path, rows: list[Row]) -> list[list[dict[str, Any]]
             add_objective(values, folder, row)
         if row["offload"] == "optimizer":
             values["sharding"] = {"offload_executor": "cpu_torch"}
-        names = ("strategy", "offload", "activation_checkpointing", "offload_checkpoints", "prefetch")
+        names = ("strategy", "offload", "activation_checkpointing", "offload_checkpoints")
         values["sharding"] = {
             **values.get("sharding", {}),
             **{name: row[name] for name in (*names, "sequence", "tensor")},

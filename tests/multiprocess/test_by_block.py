@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from toolkit.recipe.recipe import Recipe
-from toolkit.sharding import Checkpointing, plan_units
+from toolkit.sharding import Checkpointing, checkpoint_blocks, plan_units
 from toolkit.sharding.apply import apply
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.plan.strategy import STRATEGIES
@@ -67,7 +67,8 @@ def window() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = llama(num_hidden_layers=3)
     plan = plan_units(model)
-    apply(model, plan, STRATEGIES["zero3"], mesh, "no", lambda: True, Checkpointing(1))
+    checkpoint_blocks(model, plan, Checkpointing(1))
+    apply(model, plan, STRATEGIES["zero3"], mesh, "no", lambda: True)
     runner = ByBlock(model, plan)
 
     def forward(row: torch.Tensor) -> torch.Tensor:

@@ -284,26 +284,6 @@ def require_one_graph(found: dict[str, tuple[list[float], int, str | None]]) -> 
         assert problem is None
 
 
-def prefetched() -> dict[str, list[list[int]]]:
-    """Numbers of the blocks that each block asks for."""
-    accelerator = accelerated("zero3", prefetch=2)
-    model: Any = llama()
-    model, _ = accelerator.prepare(model, adamw(model))
-    layers = list(model.model.layers)
-    asked = [layer._get_fsdp_state() for layer in layers]
-    number = {id(state): i for i, state in enumerate(asked)}
-    return {
-        way: [[number[id(other)] for other in getattr(state, f"_states_to_{way}_prefetch")] for state in asked]
-        for way in ("forward", "backward")
-    }
-
-
-def test_prefetch_asks_for_the_blocks_to_come(on_2_ranks: list[dict[str, Any]]) -> None:
-    """That it changes no loss: test_all_pairs.py."""
-    blocks = {"forward": [[1, 2], [2, 3], [3], []], "backward": [[], [0], [1, 0], [2, 1]]}
-    assert on_2_ranks[0]["prefetched"] == blocks
-
-
 def precisions() -> dict[str, dict[str, Any]]:
     found = {}
     for name, strategy, precision, held in (
@@ -342,7 +322,6 @@ def all_on_2_ranks() -> dict[str, Any]:
     return {
         "strategies": runs_under_strategies(),
         "dropout": checkpointed_gradients(),
-        "prefetched": prefetched(),
         "precisions": precisions(),
         "own compiled": own_compiled_losses(),
         "compiled": {} if OLD_ACCELERATE else compiled_losses(),

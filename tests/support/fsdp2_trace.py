@@ -25,7 +25,7 @@ from toolkit.objectives.teacher import shard_teacher
 from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, in_these_modes, tree_map_only
 from toolkit.planning.memory.known import known_batch
 from toolkit.planning.workload.workload import Workload
-from toolkit.sharding.apply import apply
+from toolkit.sharding.apply import apply, prepare_blocks
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.parallel.expert_parallel import expert_grid
@@ -97,7 +97,8 @@ def trace(
                 stack.enter_context(mode)
             meshes = unset_fake_temporarily()(_get_post_forward_mesh_info)  # read the numbers of ranks
             stack.enter_context(mock.patch.object(_fully_shard, "_get_post_forward_mesh_info", meshes))
-            shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0], checkpointing)
+            prepare_blocks(model, plan, checkpointing, None)
+            shard(model, plan, strategy, mesh, workload.mixed_precision, lambda: last[0])
             # After `apply`, so that each rank makes only its own shards.
             model.to_empty(device="cpu")
             if teacher is not None:

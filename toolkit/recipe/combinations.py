@@ -322,8 +322,7 @@ COMBINATIONS = (
         "",
         "remove it, or set sharding.activation_checkpointing=1",
     ),
-    # Gathers ahead, compiled blocks, precision
-    _idle(on(R.sharding.prefetch), _DDP, "which gathers nothing"),
+    # Compiled blocks, precision
     _library(_COMPILE, _QUANTISED, "whose products torch cannot compile into one graph", "remove training.compile"),
     _unbuilt(_COMPILE, _OWN_SAMPLES, "whose rows have another length in each step", "remove training.compile"),
     _unbuilt(_COMPILE, _IMAGES, "whose sizes differ from one micro-batch to the next"),

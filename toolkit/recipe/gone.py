@@ -40,6 +40,7 @@ GONE_KEYS = {
     "sharding.chunk_tokens": Gone(
         "leave it out: sharding.sequence shares each row among ranks, and offload_checkpoints keeps inputs on the host"
     ),
+    "sharding.prefetch": Gone("leave it out: FSDP2 gathers one block ahead by itself"),
     "sharding.offload_threads": Gone("leave it out: the host's update takes all but two of a rank's cores", "0.2.0"),
 }
 """Key, or `key=value` for a value that is gone. Keys of the items of a list stand without a number."""

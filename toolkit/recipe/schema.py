@@ -432,10 +432,6 @@ class ShardingSection(Section):
         description="Cut the matrices of each layer over N neighbouring ranks, which have the same rows (tensor "
         "parallelism). N must divide the ranks of a node and the attention heads.",
     )
-    prefetch: PositiveInt | None = Field(
-        None,
-        description="Gather the parameters of N blocks ahead of the one that computes; null: FSDP2's own choice, one.",
-    )
     reshard_after_forward: int | None = Field(
         None,
         ge=2,

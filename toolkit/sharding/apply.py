@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from toolkit.sharding.fsdp2.unit_states import UnitStates
 from toolkit.sharding.parallel.expert_parallel import GROUP, SHARD, holders, require_experts, shard_experts
 from toolkit.sharding.plan.strategy import Strategy
 from toolkit.sharding.plan.unit_plan import UnitPlan
-from toolkit.sharding.tensor.axes import cut_for, present_whole
+from toolkit.sharding.tensor.axes import cut_for, data_mesh, present_whole, with_tensor_axis
 
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -98,14 +98,10 @@ def apply(
     mesh: DeviceMesh,
     mixed_precision: str,
     is_last_micro_batch: Callable[[], bool],
-    checkpointing: Checkpointing | None = None,
     offload: Callable[[nn.Module], KeepsMasters] | None = None,
-    compilation: Compilation | None = None,
-    prefetch: int | None = None,
     experts: DeviceMesh | None = None,
     reshard_after_forward: int | None = None,
     load_weights: LoadsWeights | None = None,
-    tensor: DeviceMesh | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Shards `model` in place, one `fully_shard` call per unit.
 
@@ -113,29 +109,23 @@ def apply(
 
     Args:
         model: may be on any device. Under mixed precision its trainable parameters become float32.
-        mesh: 1-D (shard), or 2-D (replicate, shard).
+        mesh: (shard) or (replicate, shard), and then the axis `tp` of ranks that cut matrices, if any do.
         mixed_precision: `no`, `bf16` or `fp16`.
         is_last_micro_batch: called before every forward; returns whether its micro-batch ends the optimizer step.
-        checkpointing: of activations. None keeps every activation.
         offload: called with the sharded model before it has weights. The callable that it returns receives the
             master weights, and trainable parameters are held in the compute type.
-        compilation: of the blocks. None runs them eagerly.
-        prefetch: the number of blocks to gather ahead. None keeps FSDP2's default of one block.
         experts: the grid of ranks for expert parallelism. If given, `plan` has units of experts.
         reshard_after_forward: the neighbouring ranks, usually those of a node, among which units are sharded from
             forward to backward. None: among all ranks of a shard group.
         load_weights: gives a model on the meta device its weights. None leaves them as they are.
-        tensor: the mesh of all ranks, whose axis `tp` has the ranks that cut matrices; `mesh` is the rest of it. None
-            cuts nothing.
 
     Returns:
         Each old parameter mapped to the sharded parameter that replaces it.
     """
     types, kept = _set_dtypes(model, mixed_precision, offload is not None, experts is not None)
     before = dict(model.named_parameters(remove_duplicate=False))
+    tensor, mesh = with_tensor_axis(mesh), data_mesh(mesh)
     cut = None if tensor is None else cut_for(model, tensor)
-    # First: `fully_shard` then hooks the modules around forwards that are compiled and checkpointed already.
-    prepare_blocks(model, plan, checkpointing, compilation)
     originals: dict[str, torch.Tensor] = {}
     # One rank reduces nothing: gradients travel in the type of compute, if all have it; zero1 sums windows.
     is_alone = mesh.size() == 1 and tensor is None
@@ -164,7 +154,6 @@ def apply(
         load_weights(keep_master)
     round_buffers(model, types)
     pass_over_ungathered_units(model)
-    _set_prefetch(model, plan, prefetch)
     UnitStates(model).follow_micro_batches(strategy, is_last_micro_batch, in_window)
     return {before[name]: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
@@ -233,32 +222,6 @@ def _set_dtypes(
         _hold_masters_in_float32(model)
     hold_in_float32(model, kept)
     return types, kept
-
-
-def _set_prefetch(model: nn.Module, plan: UnitPlan, depth: int | None) -> None:
-    """Makes each block prefetch the next `depth` blocks in forward, and the previous `depth` blocks in backward.
-
-    Only blocks of the same list are prefetched: another list may belong to a tower that no row of the step reaches.
-    """
-    if depth is None:
-        return
-    stacks = [unit.name for unit in plan.units if unit.kind == "experts"]
-    lists: dict[str, list[str]] = {}
-    for unit in plan.blocks:
-        lists.setdefault(unit.name.rpartition(".")[0], []).append(unit.name)
-    for paths in lists.values():
-        blocks: list[Any] = [model.get_submodule(path) for path in paths]
-        # Experts that are a unit of their own are used after the rest of their block.
-        inside = [[model.get_submodule(path) for path in stacks if path.startswith(f"{block}.")] for block in paths]
-        for number, block in enumerate(blocks):
-            ahead = range(number + 1, min(number + 1 + depth, len(blocks)))
-            # Reversed: backward needs the nearest one first.
-            behind = range(max(0, number - depth), number)[::-1]
-            for ask, others in (
-                (block.set_modules_to_forward_prefetch, ahead),
-                (block.set_modules_to_backward_prefetch, behind),
-            ):
-                ask([*inside[number], *(module for other in others for module in (blocks[other], *inside[other]))])
 
 
 def _hold_masters_in_float32(model: nn.Module) -> None:

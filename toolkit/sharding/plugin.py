@@ -41,7 +41,7 @@ from toolkit.errors import BadInputError
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.features import Surroundings, settings_of_backend
 from toolkit.sharding.accelerate_config import OTHER_AXES, refuse_other_axes
-from toolkit.sharding.apply import KeepsMasters, LoadsWeights, apply, precision_policies
+from toolkit.sharding.apply import KeepsMasters, LoadsWeights, apply, precision_policies, prepare_blocks
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.blocks.compiling import Compilation
 from toolkit.sharding.fsdp2.unit_states import UnitStates
@@ -64,7 +64,7 @@ from toolkit.sharding.parallel.sequence_parallel import require_groups
 from toolkit.sharding.plan.strategy import OFFLOAD, MeshShape, tensor_shape, with_reshard_after_forward
 from toolkit.sharding.plan.unit_plan import UnitPlan
 from toolkit.sharding.plan.units import plan_units
-from toolkit.sharding.tensor.axes import data_mesh, tensor_mesh, with_tensor_axis
+from toolkit.sharding.tensor.axes import data_mesh, tensor_mesh
 from toolkit.terminal import Terminal
 
 
@@ -73,14 +73,7 @@ def sharding_kwargs(
     *,
     replicate_size: int | None = None,
     shard_size: int | None = None,
-    unit_classes: Sequence[str] | None = None,
-    checkpointing: Checkpointing | None = None,
-    offload: str | OffloadSettings | None = None,
-    compilation: Compilation | None = None,
-    prefetch: int | None = None,
-    experts: int = 1,
-    reshard_after_forward: int | None = None,
-    tensor: int | None = None,
+    **settings: Any,
 ) -> dict[str, FullyShardedDataParallelPlugin | ParallelismConfig]:
     """Returns the constructor arguments that register the backend with a stock `Accelerator`.
 
@@ -89,31 +82,32 @@ def sharding_kwargs(
             Accelerate config, or zero3.
         replicate_size: the number of replicas of `hybrid`. If unset, that of the Accelerate config.
         shard_size: the number of ranks that shard one replica of `hybrid`. If unset, that of the Accelerate config.
-        unit_classes: the class names of the modules that each form a unit. If unset, the blocks are found.
-        checkpointing: activation checkpointing. If unset, as `fsdp_activation_checkpointing` says.
-        offload: `optimizer` keeps optimizer state in host memory, `none` does not, `OffloadSettings` says how. If
-            unset, as the strategy's text says.
-        compilation: how torch.compile compiles the blocks. If unset, they run eagerly.
-        prefetch: the number of blocks to gather ahead. If unset, FSDP2's default of one.
-        experts: the number of ranks that exchange tokens under expert parallelism. 1 turns it off.
-        reshard_after_forward: the number of ranks of a node among which `zero3` keeps a unit sharded between forward
-            and backward. If unset, all ranks.
-        tensor: the number of neighbouring ranks that cut matrices (tensor parallelism). These ranks must get the same
-            rows, as Accelerate's data loaders give them. If unset, that of the Accelerate config, or 1.
+        settings: the other arguments of `ShardingPlugin`.
 
     Raises:
         BadInputError: if the strategy is unknown or contradicts the Accelerate config, settings cannot be combined, or
             the version of torch or Accelerate is not supported.
     """
-    plugin = ShardingPlugin(
-        strategy, unit_classes, checkpointing, offload, compilation, prefetch, experts, reshard_after_forward, tensor
-    )
+    plugin = ShardingPlugin(strategy, **settings)
     mesh = ShardingMesh(plugin=plugin, dp_replicate_size=replicate_size, dp_shard_size=shard_size)
     return {"fsdp_plugin": plugin, "parallelism_config": mesh}
 
 
 class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     """Shards the model when `Accelerator.prepare` is called.
+
+    Args:
+        strategy: see `sharding_kwargs`.
+        unit_classes: the class names of the modules that each form a unit. If unset, the blocks are found.
+        checkpointing: activation checkpointing. If unset, as `fsdp_activation_checkpointing` says.
+        offload: `optimizer` keeps optimizer state in host memory, `none` does not, `OffloadSettings` says how. If
+            unset, as the strategy's text says.
+        compilation: how torch.compile compiles the blocks. If unset, they run eagerly.
+        experts: the number of ranks that exchange tokens under expert parallelism. 1 turns it off.
+        reshard_after_forward: the number of ranks of a node among which `zero3` keeps a unit sharded between forward
+            and backward. If unset, all ranks.
+        tensor: the number of neighbouring ranks that cut matrices (tensor parallelism). These ranks must get the same
+            rows, as Accelerate's data loaders give them. If unset, that of the Accelerate config, or 1.
 
     Attributes:
         strategy: what is sharded, and when gradients are reduced.
@@ -132,11 +126,9 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         checkpointing: Checkpointing | None = None,
         offload: str | OffloadSettings | None = None,
         compilation: Compilation | None = None,
-        prefetch: int | None = None,
         experts: int = 1,
         reshard_after_forward: int | None = None,
         tensor: int | None = None,
-        **kwargs: Any,
     ) -> None:
         check_versions()
         _use_cpu_without_gpu()
@@ -148,20 +140,18 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.unit_classes = list(unit_classes) if unit_classes else None
         self.unit_plan: UnitPlan | None = None
         self.compilation = compilation
-        self.prefetch = prefetch
         self.experts = experts
         self.reshard_ranks = reshard_after_forward
         self.tensor = resolve_tensor(tensor)
         self._accelerator: weakref.ref[Accelerator] | None = None
         refuse_stock_settings()
-        kwargs.setdefault("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"))
         super().__init__(
             # Version 1 reads the strategy's word itself, and fails at ours with KeyError: 'ZERO3'.
             fsdp_version=2,
             reshard_after_forward=self.strategy.reshard_each_micro_batch,
             # Accelerate 1.15's fails at persistent buffers; weights come by `load_weights` here.
             cpu_ram_efficient_loading=False,
-            **kwargs,
+            state_dict_type=os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
         )
         # Stock checkpointing, which Accelerate applies next, redraws dropout in the second forward.
         # Accelerate 1.13 knows no offload of checkpoints.
@@ -177,7 +167,6 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             experts=experts,
             reshard_after_forward=reshard_after_forward,
             tensor=self.tensor,
-            prefetch=prefetch,
         )
         refuse(settings, Surroundings(own_loop=True))
 
@@ -207,22 +196,19 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         engines: list[OffloadEngine] = []  # until the hooks hold it
         # Taken off, as Accelerate's state holds this plugin to the end of the process.
         load_weights, self.load_weights = self.load_weights, None
-        mesh = data_mesh(state.device_mesh)
+        # First: `fully_shard` then hooks the modules around forwards that are compiled and checkpointed already.
+        prepare_blocks(model, self.unit_plan, self.checkpointing, self.compilation)
         renewed = apply(
             model,
             self.unit_plan,
             self.strategy,
-            mesh,
+            state.device_mesh,
             state.mixed_precision,
             is_last_micro_batch=_is_last_micro_batch,
-            checkpointing=self.checkpointing,
             offload=functools.partial(self._make_engine, accelerator, engines) if self.offload is not None else None,
-            compilation=self.compilation,
-            prefetch=self.prefetch,
-            experts=expert_grid(mesh, self.experts),
+            experts=expert_grid(data_mesh(state.device_mesh), self.experts),
             reshard_after_forward=self.reshard_ranks,
             load_weights=load_weights,
-            tensor=with_tensor_axis(state.device_mesh),
         )
         # transformers' mark of a sharded model: `generate` then goes on until every rank has ended its rows. Without
         # it, a rank that ends early leaves the others in a gather.

@@ -373,7 +373,6 @@ def test_rows_beyond_the_models_positions_are_refused_as_a_run_would() -> None:
 
 def test_what_the_accelerate_config_makes_impossible_is_refused() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-        ({"prefetch": 2}, {"strategy": "ddp"}, "h100_sxm", "prefetch has no effect with sharding.strategy ddp"),
         ({}, {"strategy": "ddp", "offload": True}, "h100_sxm", "optimizer is not possible with sharding.strategy ddp"),
         ({"device_state_gib": 1.0}, {"strategy": "zero3"}, "h100_sxm", "device_state_gib has no effect without off"),
         ({}, {"mixed_precision": "fp16"}, "cpu", "mixed_precision fp16 is not possible with ranks on the CPU"),

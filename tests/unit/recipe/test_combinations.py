@@ -83,7 +83,7 @@ def test_by_block_is_refused_for_the_strategies_that_gather_once_a_step() -> Non
         by_block = settings_of_backend(strategy=strategy.name, accumulate="by_block", activation_checkpointing=1)
         told = any("strategy" in refusal.problem for refusal in refusals(by_block))
         assert told == (not strategy.reshard_each_micro_batch), strategy.name
-        for setting in ({"experts": 2}, {"offload": "optimizer"}, {"prefetch": 2}):
+        for setting in ({"experts": 2}, {"offload": "optimizer"}):
             settings = settings_of_backend(strategy=strategy.name, **setting)
             assert bool(refusals(settings)) == (not strategy.sharded), strategy.name
     with pytest.raises(BadInputError, match=r"offload optimizer is not possible with sharding.strategy ddp"):
@@ -92,10 +92,10 @@ def test_by_block_is_refused_for_the_strategies_that_gather_once_a_step() -> Non
 
 def test_several_at_once_are_told_at_once() -> None:
     with pytest.raises(RecipeError) as error:
-        Recipe.load("quickstart", ["sharding={experts: 2, strategy: ddp, prefetch: 1}"])
+        Recipe.load("quickstart", ["sharding={experts: 2, strategy: ddp, reshard_after_forward: 2}"])
     assert [line.partition(" is not")[0].partition(" has no")[0] for line in error.value.problems] == [
         "sharding.experts",
-        "sharding.prefetch",
+        "sharding.reshard_after_forward",
     ]
 
 

@@ -17,7 +17,7 @@ from toolkit.errors import BadInputError
 from toolkit.planning.check import Planned
 from toolkit.planning.memory.fake import fake_ranks
 from toolkit.run.checks.by_block_check import accumulation_of, check_forwards
-from toolkit.sharding import Checkpointing, plan_units
+from toolkit.sharding import Checkpointing, checkpoint_blocks, plan_units
 from toolkit.sharding.apply import apply
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.fsdp import groups_of_module
@@ -34,7 +34,8 @@ def one_rank() -> Iterator[None]:
 
 def by_block(model: Any) -> ByBlock:
     plan = plan_units(model)
-    apply(model, plan, STRATEGIES["zero3"], init_device_mesh("cpu", (1,)), "no", lambda: True, Checkpointing(1))
+    checkpoint_blocks(model, plan, Checkpointing(1))
+    apply(model, plan, STRATEGIES["zero3"], init_device_mesh("cpu", (1,)), "no", lambda: True)
     return ByBlock(model, plan)
 
 
@@ -70,7 +71,8 @@ def test_a_model_that_hands_on_past_its_arguments_is_refused(is_kept: bool) -> N
 def test_under_auto_it_runs_by_micro_batch_and_says_why() -> None:
     model = by_attribute(False)
     plan = plan_units(model)
-    apply(model, plan, STRATEGIES["zero3"], init_device_mesh("cpu", (1,)), "no", lambda: True, Checkpointing(1))
+    checkpoint_blocks(model, plan, Checkpointing(1))
+    apply(model, plan, STRATEGIES["zero3"], init_device_mesh("cpu", (1,)), "no", lambda: True)
     planned = Planned(None, 0, None, by_block=True, why="1 s a step instead of 2 s")
     for accumulate in ("auto", "by_block"):
         recipe: Any = SimpleNamespace(sharding=SimpleNamespace(accumulate=accumulate))

@@ -179,8 +179,6 @@ def test_the_setting_that_compiles_the_backward_at_once_is_still_there() -> None
 
 def test_settings_that_ddp_cannot_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    with pytest.raises(BadInputError, match=r"sharding.prefetch has no effect with sharding.strategy ddp"):
-        ShardingPlugin("ddp", prefetch=2)
     with pytest.raises(BadInputError, match=r"training.compile is not possible with .* ddp.*compile_blocks"):
         ShardingPlugin("ddp", compilation=Compilation())
 

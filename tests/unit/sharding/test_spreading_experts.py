@@ -7,13 +7,10 @@ import torch
 from support.moe import mixture
 from support.tiny import llama
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
-from toolkit.planning.memory.fake import fake_ranks
 from toolkit.sharding import plan_units
-from toolkit.sharding.apply import apply
-from toolkit.sharding.parallel.expert_parallel import expert_grid, require_experts
+from toolkit.sharding.parallel.expert_parallel import require_experts
 from toolkit.sharding.plan.strategy import STRATEGIES
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin
 
@@ -61,24 +58,3 @@ def test_what_a_plugin_cannot_do_with_spread_experts(monkeypatch: pytest.MonkeyP
         ShardingMesh(plugin=ShardingPlugin("zero3", experts=3))
     with pytest.raises(BadInputError, match=r"sharding.experts: 4 does not divide the 2 ranks .*one of 1, 2"):
         ShardingMesh(plugin=ShardingPlugin("hybrid", experts=4), dp_replicate_size=2)
-
-
-def test_a_prefetch_asks_for_the_experts_behind_the_rest_of_their_block() -> None:
-    model = mixture("mixtral", num_hidden_layers=3)
-    with fake_ranks(4):
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
-        grid = expert_grid(mesh, 2)
-        apply(model, plan_units(model, experts=True), ZERO3, mesh, "no", lambda: True, prefetch=1, experts=grid)
-    units = {"block": model.model.layers, "experts": [layer.mlp.experts for layer in model.model.layers]}
-    name = {id(unit._get_fsdp_state()): f"{kind} {i}" for kind, found in units.items() for i, unit in enumerate(found)}
-    states = [block._get_fsdp_state() for block in model.model.layers]
-    assert [[name[id(other)] for other in state._states_to_forward_prefetch] for state in states] == [
-        ["experts 0", "block 1", "experts 1"],
-        ["experts 1", "block 2", "experts 2"],
-        ["experts 2"],
-    ]
-    assert [[name[id(other)] for other in state._states_to_backward_prefetch] for state in states] == [
-        ["experts 0"],
-        ["experts 1", "block 0", "experts 0"],
-        ["experts 2", "block 1", "experts 1"],
-    ]

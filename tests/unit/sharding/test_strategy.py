@@ -199,7 +199,6 @@ REFUSED_OF_THE_BACKEND: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("ddp", {"checkpointing": Checkpointing(every=1)}, "sharding.activation_checkpointing is not possible"),
     ("ddp", {"compilation": Compilation()}, "training.compile is not possible"),
     ("ddp", {"experts": 2}, "sharding.experts is not possible"),
-    ("ddp", {"prefetch": 2}, "sharding.prefetch has no effect"),
     ("ddp", {"reshard_after_forward": 2}, "sharding.reshard_after_forward has no effect"),
     ("zero1", {"reshard_after_forward": 2}, "sharding.reshard_after_forward has no effect"),
     ("hybrid", {"reshard_after_forward": 2}, "sharding.reshard_after_forward has no effect"),

@@ -58,7 +58,6 @@ def build_plugins(recipe: Recipe) -> dict[str, Any]:
         checkpointing=checkpointing_of(recipe) if sharded else None,
         offload=offload_of(recipe) if offload else section.offload,
         compilation=compilation_of(recipe) if sharded else None,
-        prefetch=section.prefetch,
         experts=section.experts,
         reshard_after_forward=section.reshard_after_forward,
         tensor=section.tensor,
