@@ -10,7 +10,6 @@ import psutil
 import torch
 
 from toolkit.errors import BadInputError, UnplannableError, first_line
-from toolkit.planning.accumulation import settle
 from toolkit.planning.hardware import Hardware, presets
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import ANSWERS, HEADROOM, ROLLOUT, Planner, standing_bytes
@@ -34,9 +33,7 @@ class Planned:
         peak: the moment in which it holds most, or None if the model cannot be probed.
         room: bytes of the device's memory; for a CPU rank, what it holds and its share of the host's free memory.
         checkpointing: of activations, as the user set it or, for `auto`, as the memory needs it.
-        by_block: whether the micro-batches of a step go through each unit together, as the user set it or, for `auto`,
-            if that fits and sends less.
-        why: the reason for the choice of `auto`.
+        by_block: whether the micro-batches of a step go through each unit together.
         problem: why the model cannot be probed.
         process: bytes of a CPU rank's process besides its tensors: Python, libraries and data; 0 for a device.
         gathers_whole: whether completions are sampled with the whole model on each rank, as there is room for it.
@@ -46,7 +43,6 @@ class Planned:
     room: int
     checkpointing: Checkpointing | None
     by_block: bool = False
-    why: str = ""
     problem: str = ""
     process: int = 0
     gathers_whole: bool = False
@@ -90,7 +86,7 @@ def plan_run(
     planner, training = Planner(recipe, workload, _hardware_of_device(device)), recipe.training
     *others, last = checkpointings
     size, accumulation = training.micro_batch_size, training.gradient_accumulation_steps
-    setup, why = Setup(strategy, mesh, offload, last, size, accumulation, recipe.sharding.accumulate == "by_block"), ""
+    setup = Setup(strategy, mesh, offload, last, size, accumulation, recipe.sharding.accumulate == "by_block")
     room = _room_bytes(device)
     try:
         # Fewest checkpoints first: with every n-th block checkpointed a step takes up to 1 / 3n longer.
@@ -99,8 +95,6 @@ def plan_run(
             if _fits_well(planner.peak(lighter), lighter, room, device):
                 setup = lighter
                 break
-        if recipe.sharding.accumulate == "auto":
-            setup, why = settle(planner, setup, lambda row: _fits_well(row.peak, row.setup, room, device))
         whole = planner.rollout(setup)
         gathers_whole = whole is not None and _fits_well(whole, setup, room, device)
         peak = max(
@@ -109,11 +103,11 @@ def plan_run(
         if device.type != "cpu":
             _require_host_memory(planner.state.of_rank(setup))
     except UnplannableError as error:  # a model that cannot be planned may still train
-        return Planned(None, room, last, setup.by_block, "not planned", first_line(error))
+        return Planned(None, room, last, setup.by_block, first_line(error))
     # After the probe, which loads what a step needs.
     process = psutil.Process().memory_info().rss + KERNEL_BYTES if device.type == "cpu" else 0
     planned = Planned(
-        peak, process + room, setup.checkpointing, setup.by_block, why, process=process, gathers_whole=gathers_whole
+        peak, process + room, setup.checkpointing, setup.by_block, process=process, gathers_whole=gathers_whole
     )
     # Without headroom: only what is impossible is refused; a tight run is reported and tried.
     if peak.total > room:

@@ -12,7 +12,6 @@ from toolkit.model.adapters.adapters import trainable_share
 from toolkit.model.attention.positions import require_positions
 from toolkit.model.part_sizes import PartSize, part_sizes
 from toolkit.paths import GIB
-from toolkit.planning.accumulation import settle
 from toolkit.planning.hardware import Hardware
 from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import Planner, PlanRow
@@ -126,8 +125,6 @@ def plan(
         settings = settings.changed(sharding={"offload": "none"})
     refuse(settings, planner.surroundings)
     _require_spreadable(planner, asked)
-    if recipe.sharding.accumulate == "auto":
-        asked, _ = settle(planner, asked, lambda row: row.verdict == "fits")
     rows = [planner.row(setup) for setup in _setups(planner, ranks, asked)]
     if _may_need_tensor_groups(planner, rows, asked):
         rows += [planner.row(setup) for setup in _in_tensor_groups(planner, ranks, asked)]

@@ -54,7 +54,6 @@ _DDP = equal(R.sharding.strategy, "ddp")
 _STAGES = equal(R.sharding.strategy, "zero1", "zero2")
 _GATHERING_ONCE = equal(R.sharding.strategy, "ddp", "zero1", "zero2")
 _BY_BLOCK = equal(R.sharding.accumulate, "by_block")
-_PERHAPS_BY_BLOCK = equal(R.sharding.accumulate, "by_block", "auto")
 _OFFLOAD = equal(R.sharding.offload, "optimizer")
 _CHECKPOINTS = Feature(
     "sharding.activation_checkpointing", lambda r, _: r.sharding.activation_checkpointing not in (None, "auto")
@@ -243,22 +242,16 @@ COMBINATIONS = (
         "as it keeps nothing of a block but its inputs",
         "remove sharding.activation_checkpointing, or set it to 1",
     ),
-    _never(
-        equal(R.sharding.accumulate, "auto"),
-        other(R.sharding.activation_checkpointing, 1, "auto"),
-        "as it may choose by_block, which keeps nothing of a block but its inputs",
-        "set sharding.activation_checkpointing=auto or 1",
-    ),
     _unbuilt(_FP16, _BY_BLOCK, "whose backward passes would each need a scale", "set mixed_precision bf16"),
     _library(
         _RESHARD,
-        _PERHAPS_BY_BLOCK,
+        _BY_BLOCK,
         "which keeps units gathered from one micro-batch to the next: FSDP2's switch for it forgets the groups",
         _REMOVE_ONE,
     ),
     _unbuilt(_BY_BLOCK, _SEQ2SEQ),
-    _unbuilt(_PERHAPS_BY_BLOCK, _OTHER_MODEL, "whose teacher runs by micro-batch", "remove sharding.accumulate"),
-    _unbuilt(_PERHAPS_BY_BLOCK, _REFERENCE, "whose reference runs by micro-batch", "remove sharding.accumulate"),
+    _unbuilt(_BY_BLOCK, _OTHER_MODEL, "whose teacher runs by micro-batch", "remove sharding.accumulate"),
+    _unbuilt(_BY_BLOCK, _REFERENCE, "whose reference runs by micro-batch", "remove sharding.accumulate"),
     # Gathers inside nodes
     _idle(_RESHARD, _GATHERING_ONCE, _GATHERS_NOTHING, _OR_ZERO3),
     _idle(

@@ -17,6 +17,7 @@ class Gone(NamedTuple):
 
 
 GONE_KEYS = {
+    "sharding.accumulate=auto": Gone("write by_block where `toolkit plan` says that it fits and sends less"),
     "sharding.device_state_gib=auto": Gone("give the GiB that may stay on each device"),
     "answers.every_evaluations": Gone("leave it out: answers come at each evaluation", idle=(1,)),
     "answers.extract": Gone("write answers.compare: text=REGEX, or numeric=REGEX"),

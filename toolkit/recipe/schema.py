@@ -411,11 +411,11 @@ class ShardingSection(Section):
         description="Recompute every N-th block in backward instead of keeping its activations. 1: every block. auto: "
         "as few blocks as the planned memory needs.",
     )
-    accumulate: Literal["by_micro_batch", "by_block", "auto"] = Field(
+    accumulate: Literal["by_micro_batch", "by_block"] = Field(
         "by_micro_batch",
         description="Choose how the micro-batches of a step run. by_micro_batch: one after another through the whole "
         "model. by_block: all of them through a block before the next block, so that parameters are gathered twice and "
-        "gradients reduced once a step. auto: by_block if the plan finds that it fits and sends less.",
+        "gradients reduced once a step.",
     )
     sequence: PositiveInt = Field(
         1,

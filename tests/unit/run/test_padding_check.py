@@ -31,7 +31,7 @@ from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.rows_alone import RowsAlone, rows_without_padding
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.run.checks import padding_check
-from toolkit.run.checks.by_block_check import accumulation_of
+from toolkit.run.checks.by_block_check import Accumulated
 from toolkit.run.checks.padding_check import changed_by_padding
 
 LENGTHS = (5, 11, 8)
@@ -147,13 +147,12 @@ def test_rows_of_sources_and_targets_are_cut_each_to_its_own_length() -> None:
 
 
 def test_by_block_needs_a_row_for_each_micro_batch() -> None:
-    recipe: Any = SimpleNamespace(
-        training=SimpleNamespace(micro_batch_size=2), sharding=SimpleNamespace(accumulate="by_block")
-    )
-    plugin: Any = SimpleNamespace(unit_plan=object())
-    planned: Any = SimpleNamespace(by_block=True, why="")
+    recipe: Any = SimpleNamespace(training=SimpleNamespace(micro_batch_size=2))
+    opened: Any = SimpleNamespace(recipe=recipe, plugin=SimpleNamespace(unit_plan=object()), reads=[], facts={})
+    planned, sharded = SimpleNamespace(by_block=True), SimpleNamespace(alone="padding changes it")
+    built: Any = SimpleNamespace(planned=planned, sharded=sharded)
     with pytest.raises(BadInputError, match=r"by_block runs a forward.*padding changes it.*micro_batch_size=1"):
-        accumulation_of(recipe, planned, plugin, nn.Linear(1, 1), CPU, "padding changes it")
+        Accumulated(opened, ()).check(built)
 
 
 def trained(folder: str, strategy: str) -> dict[str, Any]:

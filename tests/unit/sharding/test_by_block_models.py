@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from support.tiny import llama
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
-from toolkit.planning.check import Planned
 from toolkit.planning.memory.fake import fake_ranks
-from toolkit.run.checks.by_block_check import accumulation_of, check_forwards
+from toolkit.run.checks.by_block_check import check_forwards
 from toolkit.sharding import Checkpointing, checkpoint_blocks, plan_units
 from toolkit.sharding.apply import apply
 from toolkit.sharding.blocks.by_block import ByBlock
@@ -66,27 +64,6 @@ def test_a_model_that_hands_on_past_its_arguments_is_refused(is_kept: bool) -> N
     runner = by_block(model)
     with pytest.raises(BadInputError, match=r"cannot run LlamaForCausalLM.*micro-batches change each other's logits"):
         check_forwards(model, runner, torch.device("cpu"))
-
-
-def test_under_auto_it_runs_by_micro_batch_and_says_why() -> None:
-    model = by_attribute(False)
-    plan = plan_units(model)
-    checkpoint_blocks(model, plan, Checkpointing(1))
-    apply(model, plan, STRATEGIES["zero3"], init_device_mesh("cpu", (1,)), "no", lambda: True)
-    planned = Planned(None, 0, None, by_block=True, why="1 s a step instead of 2 s")
-    for accumulate in ("auto", "by_block"):
-        recipe: Any = SimpleNamespace(sharding=SimpleNamespace(accumulate=accumulate))
-        plugin: Any = SimpleNamespace(unit_plan=plan)
-        if accumulate == "auto":
-            found, told = accumulation_of(recipe, planned, plugin, model, torch.device("cpu"))
-            assert found is None
-            assert told.startswith("auto: by micro-batch (sharding.accumulate: by_block cannot run")
-            loss = model(input_ids=ROWS[0], labels=ROWS[0]).loss
-            loss.backward()
-            assert all(parameter.grad is not None for parameter in model.parameters())
-        else:
-            with pytest.raises(BadInputError, match="cannot run LlamaForCausalLM"):
-                accumulation_of(recipe, planned, plugin, model, torch.device("cpu"))
 
 
 def test_one_that_does_not_is_not() -> None:

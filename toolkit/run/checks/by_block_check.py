@@ -9,17 +9,14 @@ import torch
 from torch import nn
 
 from toolkit import ranks
-from toolkit.errors import BadInputError, first_line
+from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
 from toolkit.model.structure.without_dropout import without_dropout
-from toolkit.planning.check import Planned
-from toolkit.recipe.recipe import Recipe
 from toolkit.run.checks.comparison import refused
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.stages import BuiltRun
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.fsdp import class_name
-from toolkit.sharding.plugin import ShardingPlugin
 
 TOKENS = 16
 """Tokens of each micro-batch of the check."""
@@ -32,48 +29,26 @@ class Accumulated(RunPart):
     """The order in which the micro-batches of a step run (`sharding.accumulate`)."""
 
     def check(self, run: BuiltRun) -> None:
-        plugin, device, sharded = self.opened.plugin, self.opened.device, run.sharded
-        found = accumulation_of(self.recipe, run.planned, plugin, run.model, device, sharded.alone)
-        sharded.by_block, self.facts["accumulate"] = found
+        """Makes what runs them by block, if the recipe asks for it. Collective.
 
-
-def accumulation_of(
-    recipe: Recipe,
-    planned: Planned,
-    plugin: ShardingPlugin,
-    model: nn.Module,
-    device: torch.device,
-    alone: str | None = None,
-) -> tuple[ByBlock | None, str]:
-    """Returns what runs micro-batches by block, as the recipe says, or for `auto` as planned if the model can.
-
-    It is None if they run one after another. The text says so for the summary; empty for the default. Collective.
-
-    Args:
-        alone: why the rows of a micro-batch run one after another, if they do.
-
-    Raises:
-        BadInputError: if the recipe asks for by_block, and the model cannot run so.
-    """
-    why, in_turn = planned.why, "auto: by micro-batch ({})"
-    if not planned.by_block:
-        return None, why and in_turn.format(why)
-    assert plugin.unit_plan is not None  # strategies that have none are refused, and `auto` leaves them alone
-    try:
-        if alone is not None and recipe.training.micro_batch_size > 1:
+        Raises:
+            BadInputError: if the model cannot run so.
+        """
+        if not run.planned.by_block:
+            return
+        sharded, unit_plan = run.sharded, self.opened.plugin.unit_plan
+        assert unit_plan is not None  # strategies that have none are refused
+        if sharded.alone is not None and self.recipe.training.micro_batch_size > 1:
             raise BadInputError(
-                f"sharding.accumulate: by_block runs a forward for each micro-batch, and {alone}, so that each row "
-                "needs its own; set training.micro_batch_size=1, or sharding.accumulate=by_micro_batch"
+                f"sharding.accumulate: by_block runs a forward for each micro-batch, and {sharded.alone}, so that each "
+                "row needs its own; set training.micro_batch_size=1, or sharding.accumulate=by_micro_batch"
             )
-        by_block = ByBlock(model, plugin.unit_plan)
+        sharded.by_block = by_block = ByBlock(run.model, unit_plan)
         # Noise differs between ranks, and so may their results.
-        ranks.on_every_rank(lambda: check_forwards(model, by_block, device), "look at the model by block")
-    except BadInputError as error:
-        if recipe.sharding.accumulate != "auto":
-            raise
-        return None, in_turn.format(first_line(error))
-    how = "by block: a step gathers each unit twice and reduces it once"
-    return by_block, f"auto: {how} ({why})" if why else how
+        ranks.on_every_rank(
+            lambda: check_forwards(run.model, by_block, self.opened.device), "look at the model by block"
+        )
+        self.facts["accumulate"] = "by block: a step gathers each unit twice and reduces it once"
 
 
 def check_forwards(model: nn.Module, by_block: ByBlock, device: torch.device) -> None:
