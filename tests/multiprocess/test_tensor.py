@@ -29,7 +29,7 @@ from toolkit.sharding import Checkpointing, OffloadSettings
 from toolkit.sharding.fsdp2.shards import shard_rows, shard_shape, tensor_dim, tensor_group, whole_tensor
 from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, reset_accelerate
 from toolkit.sharding.tensor.moves import TensorRanks
-from toolkit.verify.plain import set_dropout
+from toolkit.verify.plain import remove_dropout
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -252,7 +252,7 @@ def of_kind(kind: str) -> Any:
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(kind)).double().train()
-    set_dropout(model, 0.0)
+    remove_dropout(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

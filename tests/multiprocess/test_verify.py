@@ -38,13 +38,13 @@ from toolkit.objectives.losses.divergence import Divergence
 from toolkit.objectives.seq2seq import Seq2Seq
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.parts.rollouts import RunSampler
-from toolkit.verify import FAILED, NOT_USED, OK, Report, Row, ShardedRun, ranks, verify
+from toolkit.verify import FAILED, OK, Report, Row, ShardedRun, ranks, verify
 from toolkit.verify.sharded import _run_sharded
 
 TOOLKIT = str(Path(sys.executable).with_name("toolkit"))
 Main = Callable[..., tuple[int, str, str]]
 Spoil = Callable[[pytest.MonkeyPatch], None]
-CHECKS = ["loss", "gradient norm", "weights", "gradients", "dropout replay"]
+CHECKS = ["loss", "gradient norm", "weights", "gradients"]
 IMAGES = [1, 0, 2, 0, 0, 0, 0, 0, 0, 1, 1, 3, 0, 1]
 """Of each row; the second step has none."""
 
@@ -234,7 +234,6 @@ def test_documents_in_a_bf16_run_under_ddp(folder: Path, monkeypatch: pytest.Mon
     rows = {row.check: row for row in report.rows}
     assert rows["loss"].tolerance == 2e-2
     assert rows["gradient norm"].found > 1e-5, "16 bits were really computed in"
-    assert rows["dropout replay"].verdict == NOT_USED
 
 
 # On ranks that a launcher starts
@@ -257,7 +256,6 @@ def test_the_command_passes_on_two_ranks_that_spread_experts(folder: Path) -> No
     assert all(row["found"] <= row["tolerance"] for row in told["rows"] if row["tolerance"] is not None)
     assert (told["facts"]["compared"], told["facts"]["ranks"]) == ("3 optimizer steps", "2 on cpu")
     assert "zero3" in told["facts"]["strategy"]
-    assert "2 blocks checkpointed" in told["rows"][4]["note"]
 
 
 def test_a_run_that_is_wrong_on_one_rank_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

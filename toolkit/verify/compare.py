@@ -8,15 +8,12 @@ from collections.abc import Set
 import torch
 
 from toolkit.errors import counted, listed
-from toolkit.verify.results import FAILED, NOT_USED, REHEARSED_DROPOUT, Outcome, PlainRun, Row, ShardedRun, measured
+from toolkit.verify.results import FAILED, NOT_USED, Outcome, PlainRun, Row, ShardedRun, measured
 
 FLOAT32_LOSS, FLOAT32_NORM, FLOAT32_WEIGHTS = 1e-6, 1e-5, 1e-5
 FLOAT32_SIZE, FLOAT32_LOAD, FROZEN = 1e-4, 1e-6, 1e-6
 MIXED_LOSS, MIXED_NORM = 2e-2, 1e-1
 MIXED_SIZE, MIXED_LOAD, MIXED_FROZEN = 0.3, 0.05, 1e-2
-REPLAY_TOLERANCE = {"cpu": 0.0, "cuda": 1e-3}
-"""Tolerances of gradients, as a share of the largest one. On GPUs attention's backward adds up in any order."""
-
 MOST_NAMES = 10
 """The most parameters that a note names."""
 
@@ -43,7 +40,6 @@ def compare(plain: PlainRun, sharded: ShardedRun, dtype: str) -> list[Row]:
         _series_row("gradient norm", found.grad_norms, expected.grad_norms, MIXED_NORM if mixed else FLOAT32_NORM),
         _weights_row(plain, found.weights, mixed, dtype),
         _gradients_row(found, expected, mixed, plain.towers),
-        _replay_row(sharded.replay, sharded.device),
     ]
     if plain.trained != set(expected.weights):
         rows.insert(3, _frozen_row(plain, found.weights, mixed))
@@ -193,17 +189,3 @@ def _loads_row(found: list[list[list[float]]], expected: list[list[list[float]]]
 
 def _flatten(loads: list[list[float]]) -> list[float]:
     return [share for layer in loads for share in layer]
-
-
-def _replay_row(replay: dict[str, float] | None, device: str) -> Row:
-    check = "dropout replay"
-    if replay is None:
-        return Row(check, None, None, NOT_USED, "no activation checkpointing")
-    if not replay["blocks"]:
-        return Row(check, None, None, FAILED, "no block ran under checkpointing, though the settings ask for it")
-    # Another random state changed nothing, so an equal replay would prove nothing.
-    if not replay["effect"]:
-        return Row(check, None, None, NOT_USED, "the model has no dropout to replay")
-    num_blocks = counted(round(replay["blocks"]), "block")
-    note = f"gradients with {num_blocks} checkpointed and with none, dropout {REHEARSED_DROPOUT}"
-    return measured(check, replay["difference"], REPLAY_TOLERANCE[device], note)

@@ -64,7 +64,7 @@ def run_plain(recipe: Recipe, launch: Launch, steps: int) -> PlainRun:
     build_objective(recipe.objective, built, data.report.packing, None, taught_by)  # refuses what it cannot train
     device = torch.device("cpu" if launch.on_cpu else "cuda")
     model = plain_model(recipe, loaded).to(device).train()
-    set_dropout(model, 0.0)
+    remove_dropout(model)
     leak = _packing_leak(recipe, model, data, device)
     if leak is not None:
         padded, data = leak, without_packing(recipe, tokens)
@@ -219,18 +219,15 @@ class _Steadiness:
         return {name: steady.cpu() for name, steady in self._steady.items()}
 
 
-def set_dropout(model: nn.Module, probability: float) -> None:
-    """Sets every dropout probability of a model: in modules, in attributes of its layers, and in its configuration."""
+def remove_dropout(model: nn.Module) -> None:
+    """Sets every dropout probability of a model to 0: in modules, in attributes of its layers, in its configuration."""
     config: Any = getattr(model, "config", None)
     configs = [] if config is None else [config, config.get_text_config()]
     for owner in [*model.modules(), *configs]:
         for name, value in list(vars(owner).items()):
-            named_so = (name == "p" and isinstance(owner, nn.modules.dropout._DropoutNd)) or _names_dropout(name)
-            switched_on_safely = probability == 0.0 or not re.search("layer|path|jitter", name)
-            if named_so and switched_on_safely and isinstance(value, int | float) and not isinstance(value, bool):
-                setattr(owner, name, probability)
-
-
-def _names_dropout(name: str) -> bool:
-    """Returns whether an attribute makes training random: `attention_dropout`, `layerdrop`, `router_jitter_noise`."""
-    return re.search("drop|jitter", name) is not None
+            # `attention_dropout`, `layerdrop`, `router_jitter_noise`
+            is_named_so = re.search("drop|jitter", name) or (
+                name == "p" and isinstance(owner, nn.modules.dropout._DropoutNd)
+            )
+            if is_named_so and isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(owner, name, 0.0)

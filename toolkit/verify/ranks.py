@@ -58,15 +58,13 @@ def _merge_results(results: list[dict[str, Any]], weights: dict[str, torch.Tenso
     first = results[0]
     with_gradient = {name for result in results for name in result["with_gradient"]}
     without = [name for name in first["trainable"] if name not in with_gradient]
-    replays = [result["replay"] for result in results if result["replay"] is not None]
-    replay = {key: max(one[key] for one in replays) for key in replays[0]} if replays else None
     sizes = {
         name: _global_norm([result["moments"][name] for result in results], whole)
         for name, whole in first["numel"].items()
     }
     figures = (first["losses"], first["grad_norms"], weights, without, sizes, first["loads"], first["balance"])
     outcome = Outcome(*figures)
-    return ShardedRun(outcome, first["facts"], first["precision"], first["device"], replay, first["differ"])
+    return ShardedRun(outcome, first["facts"], first["precision"], first["differ"])
 
 
 def _global_norm(parts: list[tuple[int, float]], whole: int) -> float:

@@ -13,9 +13,6 @@ from toolkit.generation.sampling.fresh import FreshSample
 
 OK, FAILED, NOT_USED = "ok", "FAILED", "not used"
 
-REHEARSED_DROPOUT = 0.1
-"""The dropout probability under which the replay of checkpointed blocks is checked."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -108,16 +105,12 @@ class ShardedRun:
         outcome: the results to compare.
         facts: what the report says about the run.
         precision: the mixed precision of the run.
-        device: the type of device.
-        replay: the check of dropout under activation checkpointing, or None without it.
         differ: completions of the first step that the ranks draw differently from the plain model; None without any.
     """
 
     outcome: Outcome
     facts: dict[str, str]
     precision: str
-    device: str
-    replay: dict[str, float] | None
     differ: int | None = None
 
 

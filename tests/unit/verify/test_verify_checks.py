@@ -23,7 +23,6 @@ from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
 from toolkit.verify import (
     FAILED,
-    NOT_USED,
     OK,
     Outcome,
     PlainRun,
@@ -41,14 +40,13 @@ TABLES = cases(__file__)
 
 WEIGHTS = {"a.weight": torch.ones(4, 3), "b.bias": torch.zeros(5)}
 STEADY = {"a.weight": torch.ones(4, 3, dtype=torch.bool), "b.bias": torch.tensor([True, True, False, True, True])}
-REPLAYED = Row("dropout replay", 0.0, 1e-4, OK)
 
 
 def runs(precision: str = "no", **changes: Any) -> tuple[PlainRun, ShardedRun]:
     """Two equal runs of two steps; `changes` are made to the sharded one's outcome."""
     plain = Outcome([5.0, 4.0], [1.0, 2.0], WEIGHTS, [], {"a.weight": 1.0, "b.bias": 1e-3})
     same = dataclasses.replace(plain, weights={name: weight.clone() for name, weight in WEIGHTS.items()})
-    sharded = ShardedRun(dataclasses.replace(same, **changes), {}, precision, "cpu", None)
+    sharded = ShardedRun(dataclasses.replace(same, **changes), {}, precision)
     return PlainRun(plain, set(WEIGHTS), STEADY, 1e-3), sharded
 
 
@@ -72,7 +70,6 @@ def test_equal_runs_pass() -> None:
         "gradient norm": OK,
         "weights": OK,
         "gradients": OK,
-        "dropout replay": NOT_USED,
     }
 
 
@@ -168,33 +165,20 @@ def test_missing_gradients_are_named_and_compared_with_the_plain_loop() -> None:
 
 
 def test_a_part_on_any_rank_is_a_gradient() -> None:
-    result = {"losses": [], "grad_norms": [], "trainable": ["a", "b"], "facts": {}, "precision": "no", "device": "cpu"}
+    result = {"losses": [], "grad_norms": [], "trainable": ["a", "b"], "facts": {}, "precision": "no"}
     result |= {"loads": [], "balance": [], "numel": {"a": 4, "b": 2}, "differ": None}
     results = [
-        {**result, "with_gradient": ["a"], "replay": {"difference": 0.0}, "moments": {"a": (3, 5.0), "b": (2, 9.0)}},
-        {**result, "with_gradient": ["b"], "replay": {"difference": 1.0}, "moments": {"a": (1, 4.0), "b": (2, 9.0)}},
+        {**result, "with_gradient": ["a"], "moments": {"a": (3, 5.0), "b": (2, 9.0)}},
+        {**result, "with_gradient": ["b"], "moments": {"a": (1, 4.0), "b": (2, 9.0)}},
     ]
     merged = ranks._merge_results(results, {})
     assert merged.outcome.without_gradient == []
     assert merged.outcome.sizes == {"a": 3.0, "b": 3.0}, "a is in parts, b is whole on both ranks"
-    assert merged.replay == {"difference": 1.0}
     assert ranks._merge_results(results[:1], {}).outcome.without_gradient == ["b"]
 
 
-def test_dropout_replay() -> None:
-    plain, sharded = runs()
-    for replay, verdict in (
-        (None, NOT_USED),
-        ({"blocks": 2, "difference": 0.0, "effect": 0.1}, OK),
-        ({"blocks": 2, "difference": 0.01, "effect": 0.1}, FAILED),
-        ({"blocks": 0, "difference": 0.0, "effect": 0.1}, FAILED),
-        ({"blocks": 2, "difference": 0.0, "effect": 0.0}, NOT_USED),
-    ):
-        assert verdicts(plain, dataclasses.replace(sharded, replay=replay))["dropout replay"] == verdict
-
-
 def test_the_report_as_json() -> None:
-    report = Report({"ranks": "2 on cpu"}, [Row("loss", math.nan, 1e-6, FAILED, "x"), REPLAYED])
+    report = Report({"ranks": "2 on cpu"}, [Row("loss", math.nan, 1e-6, FAILED, "x")])
     assert report.verdict == FAILED
     told = json.loads(report.to_json())
     assert told["verdict"] == FAILED
@@ -214,15 +198,13 @@ def gpt2(**fields: Any) -> GPT2LMHeadModel:
 # Preparing
 
 
-def test_every_dropout_is_switched() -> None:
+def test_every_dropout_is_off() -> None:
     model = gpt2().train()
     ids = torch.arange(1, 20)[None]
     assert not torch.equal(model(ids).logits, model(ids).logits)
-    plain.set_dropout(model, 0.0)
+    plain.remove_dropout(model)
     assert torch.equal(model(ids).logits, model(ids).logits)
     assert model.config.attn_pdrop == 0.0
-    plain.set_dropout(model, 0.1)
-    assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
 @pytest.fixture
