@@ -34,7 +34,6 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 import toolkit.objectives.losses.preference_losses
 from toolkit.data.samples.samples import IGNORED, Batch, sample_of, stack
 from toolkit.data.samples.sequence_parts import predicted
-from toolkit.errors import BadInputError
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.losses.preference_losses import LOSSES, Pairs, log_probabilities_by_document, share_won
 
@@ -364,30 +363,6 @@ def test_each_setting_has_the_effect_it_claims(name: str) -> None:
         changed, _ = loss(pairs, {setting: default + 0.3})
         assert not torch.equal(changed, at_defaults), setting
     assert torch.equal(loss(pairs, dict.fromkeys(("beta", "gamma", "odds_weight")))[0], at_defaults)
-
-
-BAD_SETTINGS: list[tuple[str, dict[str, float], str]] = [
-    ("dpo", {"gamma": 1.0}, "gamma: has no effect on dpo, which takes beta, label_smoothing; remove it"),
-    ("simpo", {"temperature": 1.0}, "temperature: has no effect on simpo, which takes beta, gamma; remove it"),
-    ("dpo", {"beta": 0.0}, "beta: must be a finite number above 0, got 0.0"),
-    ("ipo", {"beta": math.inf}, "beta: must be a finite number above 0, got inf"),
-    ("simpo", {"gamma": -1.0}, "gamma: must be a finite number of at least 0, got -1.0"),
-    ("dpo", {"label_smoothing": 0.5}, "label_smoothing: must be at least 0 and below 0.5, got 0.5"),
-    ("orpo", {"odds_weight": 0.0}, "odds_weight: must be a finite number above 0, got 0.0"),
-]
-
-
-def test_bad_settings() -> None:
-    for name, given, message in BAD_SETTINGS:
-        assert LOSSES[name].problems(given) == [message]
-        with pytest.raises(BadInputError) as error:
-            LOSSES[name](random_pairs(), given)
-        assert str(error.value) == message
-
-
-def test_all_bad_settings_at_once() -> None:
-    given = {"beta": -1.0, "gamma": None, "odds_weight": 2.0}
-    assert [line.split(":")[0] for line in LOSSES["dpo"].problems(given)] == ["beta", "odds_weight"]
 
 
 def test_packed_sums_are_those_of_rows_alone(trl: Trl) -> None:

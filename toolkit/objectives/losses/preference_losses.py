@@ -7,15 +7,12 @@ number of target tokens; sigma the logistic function. Each loss is that of one p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-
-from toolkit.errors import BadInputError
 
 CHUNK = 1024
 """Number of positions whose logits are in float32 at the same time."""
@@ -138,28 +135,6 @@ class Loss:
     defaults: Mapping[str, float]
     terms: Callable[..., Terms]
 
-    def problems(self, given: Mapping[str, float | None]) -> list[str]:
-        """Returns what is wrong with settings that are not None, a line for each, beginning with the setting's name."""
-        lines = [self._problem(name, value) for name, value in given.items() if value is not None]
-        return [line for line in lines if line is not None]
-
-    def _problem(self, name: str, value: float) -> str | None:
-        if name not in self.defaults:
-            return f"{name}: has no effect on {self.name}, which takes {', '.join(self.defaults)}; remove it"
-        wanted, fits = _RANGES[name]
-        return None if fits(value) else f"{name}: must be {wanted}, got {value}"
-
-    def settings(self, given: Mapping[str, float | None]) -> dict[str, float]:
-        """Returns every setting that has an effect, with its default if it is not given.
-
-        Raises:
-            BadInputError: if a setting is out of its range or without effect.
-        """
-        problems = self.problems(given)
-        if problems:
-            raise BadInputError("; ".join(problems))
-        return {**self.defaults, **{name: value for name, value in given.items() if value is not None}}
-
     def __call__(
         self, pairs: Pairs, settings: Mapping[str, float | None] | None = None
     ) -> tuple[torch.Tensor, Metrics]:
@@ -174,10 +149,10 @@ class Loss:
                 these it shows how far the policy has moved, and is below 0 if they became less likely.
 
         Raises:
-            BadInputError: see `settings`.
             ValueError: if pairs lack the reference that the loss needs.
         """
-        terms = self.terms(pairs, **self.settings(settings or {}))
+        given = {name: value for name, value in (settings or {}).items() if value is not None}
+        terms = self.terms(pairs, **{**self.defaults, **given})
         return terms.losses, _metrics(pairs, terms)
 
 
@@ -200,14 +175,6 @@ def _metrics(pairs: Pairs, terms: Terms) -> Metrics:
         metrics["kl"] = torch.stack(pairs.log_ratios()).mean(dim=0)
     return metrics
 
-
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "beta": ("a finite number above 0", lambda value: 0 < value < math.inf),
-    # At 0.5 both completions are preferred alike, and above it the rejected one.
-    "label_smoothing": ("at least 0 and below 0.5", lambda value: 0 <= value < 0.5),
-    "gamma": ("a finite number of at least 0", lambda value: 0 <= value < math.inf),
-    "odds_weight": ("a finite number above 0", lambda value: 0 < value < math.inf),
-}
 
 LOSSES: dict[str, Loss] = {
     loss.name: loss
