@@ -92,10 +92,10 @@ def test_by_block_is_refused_for_the_strategies_that_gather_once_a_step() -> Non
 
 def test_several_at_once_are_told_at_once() -> None:
     with pytest.raises(RecipeError) as error:
-        Recipe.load("quickstart", ["sharding={experts: 2, strategy: ddp, reshard_after_forward: 2}"])
+        Recipe.load("quickstart", ["sharding={experts: 2, strategy: ddp, offload: optimizer}"])
     assert [line.partition(" is not")[0].partition(" has no")[0] for line in error.value.problems] == [
         "sharding.experts",
-        "sharding.reshard_after_forward",
+        "sharding.offload optimizer",
     ]
 
 
