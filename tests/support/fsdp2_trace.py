@@ -88,7 +88,7 @@ def trace(
         mesh, joined = data_mesh(of_all), joined_mesh(of_all)  # made of ranks that have values
         grid = expert_grid(mesh, workload.experts)
         shard = functools.partial(apply, experts=grid, reshard_after_forward=shape.reshard_after_forward)
-        model, teacher, planned = workload.model_copy(), workload.teacher_copy(), without_ranks(workload.skew)
+        model, teacher, planned = workload.model_copy(), workload.teacher_copy(), without_ranks()
         models = [model] if teacher is None else [model, teacher]
         objective = workload.objective(*models)  # looks at the forward, which FSDP2 forbids before the root's first one
         fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -175,12 +175,6 @@ class Planner:
         others = (replace(self.workload, batch=batch, also=()) for batch in self.workload.also)
         return [Planner(self.recipe, other, self.hardware) for other in others]
 
-    def uneven_peak(self, setup: Setup) -> Memory | None:
-        """Returns the peak if a rank's experts get twice their even share of tokens; None without expert parallel."""
-        if self.workload.experts == 1:
-            return None
-        return Planner(self.recipe, replace(self.workload, skew=2), self.hardware).peak(setup)
-
     def traffic(self, setup: Setup) -> Traffic:
         """Returns the traffic of one optimizer step."""
         layout, probe = self.state.layout(setup), self.model.probe(setup)

@@ -13,7 +13,6 @@ from toolkit.model.attention.positions import require_positions
 from toolkit.model.part_sizes import PartSize, part_sizes
 from toolkit.paths import GIB
 from toolkit.planning.hardware import Hardware
-from toolkit.planning.memory.replay import Memory
 from toolkit.planning.planner import Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, factors, mesh_of, require_ranks, smaller_setups
 from toolkit.planning.workload.image_workload import workload_on_rows
@@ -63,7 +62,6 @@ class Plan:
     Attributes:
         rows: fitting rows first, those that send least first.
         asked: the recipe as it is written.
-        uneven_peak: its peak if a rank's experts get twice their even share of tokens; None without expert parallel.
         recommended: the row to pick, or None if none fits.
         reason: why this row, or what is missing.
         levers: single changes with which the recipe needs less memory, fitting ones first.
@@ -78,7 +76,6 @@ class Plan:
     mixed_precision: str
     rows: tuple[PlanRow, ...]
     asked: PlanRow
-    uneven_peak: Memory | None
     recommended: PlanRow | None
     reason: str
     levers: tuple[Lever, ...]
@@ -141,7 +138,6 @@ def plan(
         precision,
         tuple(rows),
         asked_row,
-        planner.uneven_peak(asked),
         recommended,
         reason,
         levers,

@@ -137,32 +137,14 @@ class AccelerateConfig:
         """
         return strategy_word(self._section("fsdp_config"))
 
-    @property
-    def replicate_size(self) -> int | None:
-        """Returns the number of replicas of the model, or None if the file does not set it.
+    def size(self, axis: str) -> int | None:
+        """Returns the ranks along an axis of the mesh (`dp_replicate`, `dp_shard`, `tp`), or None if it is not set.
 
         Raises:
             BadInputError: if it is not a positive integer, or `parallelism_config` is not a mapping.
         """
-        return self._parallelism_size("dp_replicate")
-
-    @property
-    def shard_size(self) -> int | None:
-        """Returns the number of ranks that shard one replica, or None if the file does not set it.
-
-        Raises:
-            BadInputError: if it is not a positive integer, or `parallelism_config` is not a mapping.
-        """
-        return self._parallelism_size("dp_shard")
-
-    @property
-    def tensor_size(self) -> int | None:
-        """Returns the number of ranks that cut matrices, or None if the file does not set it.
-
-        Raises:
-            BadInputError: if it is not a positive integer, or `parallelism_config` is not a mapping.
-        """
-        return self._parallelism_size("tp")
+        key = f"parallelism_config_{axis}_size"
+        return self._positive_int(f"parallelism_config.{key}", self._section("parallelism_config").get(key))
 
     def asks_for(self, key: str) -> bool:
         """Returns whether a key of `fsdp_config` is true, as a value or as text.
@@ -178,7 +160,7 @@ class AccelerateConfig:
         Raises:
             BadInputError: if no run can have one of them.
         """
-        _ = self.num_processes, self.mixed_precision, self.replicate_size, self.shard_size, self.tensor_size
+        _ = self.num_processes, self.mixed_precision, *map(self.size, ("dp_replicate", "dp_shard", "tp"))
         found = {**self.values, **self._section("dynamo_config")}
         refuse_dynamo(found.get("dynamo_backend", found.get("backend")), f"--config: {self.origin}: dynamo_backend")
         if self.strategy is not None:
@@ -200,16 +182,12 @@ class AccelerateConfig:
                 )
         if self.asks_for("fsdp_offload_params"):
             raise self.error(OFFLOADED_PARAMS)
-        sizes = {axis: self._parallelism_size(axis) for axis in OTHER_AXES}
+        sizes = {axis: self.size(axis) for axis in OTHER_AXES}
         refuse_other_axes(sizes, f"--config: {self.origin}: parallelism_config.parallelism_config_{{}}_size")
 
     def error(self, problem: str) -> BadInputError:
         """Returns an error that names the option, the file and the problem."""
         return BadInputError(f"--config: {self.origin}: {problem}")
-
-    def _parallelism_size(self, axis: str) -> int | None:
-        key = f"parallelism_config_{axis}_size"
-        return self._positive_int(f"parallelism_config.{key}", self._section("parallelism_config").get(key))
 
     def _positive_int(self, name: str, found: Any) -> int | None:
         if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):

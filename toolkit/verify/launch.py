@@ -69,7 +69,7 @@ def read_launch(path: Path | None, recipe: Recipe, cpu: int | None = None) -> La
     num_processes = config.num_processes
     if num_processes is None:
         raise config.error("num_processes is not set; needs a number of at least 1")
-    tensor = agreed_tensor(recipe.sharding.tensor, config.tensor_size)
+    tensor = agreed_tensor(recipe.sharding.tensor, config.size("tp"))
     shape = _shape_of(config, num_processes, recipe.changed(sharding={"tensor": tensor}))
     require_groups("sharding.sequence", recipe.sharding.sequence, num_processes)
     require_groups("sharding.experts", recipe.sharding.experts, shape.shard)
@@ -84,7 +84,7 @@ def _shape_of(config: AccelerateConfig, num_processes: int, recipe: Recipe) -> M
         BadInputError: if the strategy is unknown or does not fit the number of processes.
     """
     word = config.strategy or recipe.sharding.strategy or DEFAULT_STRATEGY
-    sizes = {"replicate": config.replicate_size, "shard": config.shard_size}
+    sizes = {"replicate": config.size("dp_replicate"), "shard": config.size("dp_shard")}
     try:
         strategy = parse_strategy(word, "fsdp_config.fsdp_sharding_strategy")
         return tensor_shape(strategy, num_processes, recipe.sharding.tensor, num_processes, **sizes)

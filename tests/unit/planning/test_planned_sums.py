@@ -180,10 +180,6 @@ def test_checkpoints_on_the_host_are_counted_beside_saves_and_state() -> None:
     assert saved == inputs + 2 * 12 * P // 4
 
 
-def test_without_spread_experts_no_rank_gets_more_tokens() -> None:
-    assert planner().uneven_peak(setup()) is None
-
-
 def test_buffers_of_streamed_state() -> None:
     """32 bytes for each element of the longest unit's shard."""
 

@@ -393,7 +393,7 @@ def test_an_accelerate_config_says_how_the_recipe_stands() -> None:
     assert (config.strategy, config.mixed_precision, config.num_processes) == ("zero3+offload", "bf16", 8)
     hybrid = read_accelerate_config(folder / "hybrid.yaml")
     assert hybrid.strategy == "hybrid"
-    assert hybrid.shard_size is not None
+    assert hybrid.size("dp_shard") is not None
 
 
 # Before a run

@@ -31,7 +31,7 @@ def test_what_it_says(tmp_path: Path) -> None:
     )
     config = read_accelerate_config(path)
     assert (config.num_processes, config.mixed_precision, config.strategy) == (8, "no", "HYBRID")
-    assert (config.replicate_size, config.shard_size, config.origin) == (2, 4, str(path))
+    assert (config.size("dp_replicate"), config.size("dp_shard"), config.origin) == (2, 4, str(path))
 
 
 def test_a_plan_has_the_checkpointing_of_the_config(tmp_path: Path) -> None:
@@ -45,14 +45,14 @@ def test_a_plan_has_the_checkpointing_of_the_config(tmp_path: Path) -> None:
 
 def test_what_it_does_not_say() -> None:
     config = AccelerateConfig({"fsdp_config": None}, "here")
-    found = config.num_processes, config.mixed_precision, config.strategy, config.replicate_size, config.shard_size
-    assert found == (None,) * 5
+    found = config.num_processes, config.mixed_precision, config.strategy, config.size("dp_replicate")
+    assert found == (None,) * 4
 
 
-@pytest.mark.parametrize(("values", "asked", "message"), TABLES["WRONG"])
-def test_what_cannot_be_right(values: dict[str, Any], asked: str, message: str) -> None:
+@pytest.mark.parametrize(("values", "message"), TABLES["WRONG"])
+def test_what_cannot_be_right(values: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInputError, match="--config: here: ") as found:
-        getattr(AccelerateConfig(values, "here"), asked)
+        AccelerateConfig(values, "here").check()
     assert message in str(found.value)
 
 

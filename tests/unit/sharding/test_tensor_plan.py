@@ -80,7 +80,7 @@ def test_recipe_and_accelerate_config_agree(tmp_path: Path) -> None:
         agreed_tensor(4, 2)
     path = tmp_path / "config.yaml"
     path.write_text("num_processes: 4\nparallelism_config:\n  parallelism_config_tp_size: 2\n")
-    assert read_accelerate_config(path).tensor_size == 2
+    assert read_accelerate_config(path).size("tp") == 2
     path.write_text("num_processes: 4\nparallelism_config:\n  parallelism_config_tp_size: two\n")
     with pytest.raises(BadInputError, match=r"parallelism_config_tp_size is 'two'"):
         read_accelerate_config(path).check()

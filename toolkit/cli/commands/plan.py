@@ -136,13 +136,13 @@ def _plan_recipe(recipe: Recipe, hardware: Hardware, ranks: int | None, config: 
         mixed_precision=config.mixed_precision,
         strategy=None if config.strategy is None else parse_strategy(config.strategy, "--config").name,
         offload=asks_for_offload(config.strategy),
-        shard_size=config.shard_size,
+        shard_size=config.size("dp_shard"),
     )
 
 
 def _as_configured(recipe: Recipe, config: AccelerateConfig) -> Recipe:
     """Returns the recipe with the tensor groups and the checkpointing that it or the Accelerate config asks for."""
-    update: dict[str, Any] = {"tensor": agreed_tensor(recipe.sharding.tensor, config.tensor_size)}
+    update: dict[str, Any] = {"tensor": agreed_tensor(recipe.sharding.tensor, config.size("tp"))}
     if config.asks_for("fsdp_activation_checkpointing") and recipe.sharding.activation_checkpointing is None:
         offloads = config.asks_for("fsdp_activation_checkpointing_offload")
         update |= {"activation_checkpointing": 1, "offload_checkpoints": offloads}

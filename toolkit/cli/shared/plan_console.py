@@ -60,9 +60,6 @@ def show(console: Console, plan: Plan, launch: LaunchCommand | None, every_row: 
     )
     if asked.dealing:
         console.print(f"  experts: {asked.dealing}", markup=False)
-    if plan.uneven_peak is not None:
-        uneven = f"peak {gib(plan.uneven_peak.total)} GiB on a rank whose experts get twice their even share of tokens"
-        console.print(f"  experts: {uneven}", markup=False)
     for lever in plan.levers:
         console.print(f"  {lever.change}: {gib(lever.row.need)} GiB needed: {lever.row.verdict}", markup=False)
     if plan.recommended is None or launch is None:
@@ -170,7 +167,6 @@ def as_json(plan: Plan, launch: LaunchCommand | None) -> dict[str, Any]:
         "images": plan.has_images,
         "rows": [row_as_json(row) for row in plan.rows],
         "asked": row_as_json(plan.asked),
-        "uneven_peak": None if plan.uneven_peak is None else plan.uneven_peak.total,
         "recommended": None if plan.recommended is None else row_as_json(plan.recommended),
         "reason": plan.reason,
         "levers": [{"change": lever.change, **row_as_json(lever.row)} for lever in plan.levers],

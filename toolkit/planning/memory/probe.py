@@ -157,7 +157,7 @@ class Prober:
         with ExitStack() as stack:
             stack.enter_context(self._mode)
             stack.enter_context(cuda_dropout())  # the process is on a CPU; what is counted is a GPU's
-            stack.enter_context(without_ranks(self._workload.skew))
+            stack.enter_context(without_ranks())
             stack.enter_context(host_copies(run.ledger))
             stack.enter_context(self._with_checkpoints(checkpointing))
             stack.enter_context(one_for_all_alike(run.count_as))

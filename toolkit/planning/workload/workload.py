@@ -58,7 +58,6 @@ class Workload:
         attention: the attention of copies of the model, or None to keep its own.
         teacher: on the meta device, if the objective has one.
         experts: ranks of an expert-parallel group, each with whole experts of its own.
-        skew: factor on the even share of tokens that a rank's experts get.
         also: batches of other shapes, some of which may need more memory.
         has_images: whether the batches are of rows with images.
         tensor: ranks that cut matrices; the copies of the model are cut, as the first of these ranks has them.
@@ -74,7 +73,6 @@ class Workload:
     attention: str | None = None
     teacher: nn.Module | None = None
     experts: int = 1
-    skew: int = 1
     also: tuple[Callable[[int], dict[str, torch.Tensor]], ...] = ()
     has_images: bool = False
     tensor: int = 1

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.errors import BadInputError
 from toolkit.sharding.fsdp2.fsdp import class_name
 from toolkit.sharding.fsdp2.shards import MAX_PADDING, shard_dim, shard_group
-from toolkit.sharding.parallel.sequence_parallel import all_to_all, exchanges_are_planned, planned_skew
+from toolkit.sharding.parallel.sequence_parallel import all_to_all, exchanges_are_planned
 from toolkit.sharding.plan.units import stacked_experts
 
 REPLICAS, GROUP, SHARD = "replicas", "experts", "expert_shard"
@@ -167,9 +167,8 @@ def _forward_with_exchange(
     num_tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
     if exchanges_are_planned() or isinstance(group, int):
-        sent = [num_tokens * top_k]
-        received = [num_tokens * top_k * planned_skew()]
-        own = (chosen.flatten() % number).repeat(planned_skew())
+        sent = received = [num_tokens * top_k]  # as if each rank's experts got the same number
+        own = chosen.flatten() % number
     else:
         # Not by bincount or a repeat of unknown size, for which a GPU would be waited for: once a layer is enough.
         counts = chosen.new_zeros(number * group.size()).index_add_(

@@ -53,12 +53,10 @@ class _Process:
     Attributes:
         group: the ranks that share rows with this one, or None.
         plans: whether exchanges are only planned, not made.
-        skew: see `without_ranks`.
     """
 
     group: dist.ProcessGroup | None = None
     plans: bool = False
-    skew: int = 1
 
 
 _current = _SharedRows()
@@ -102,28 +100,19 @@ def own_part() -> int:
 
 
 @contextmanager
-def without_ranks(skew: int = 1) -> Iterator[None]:
-    """Makes exchanges only planned inside the `with` block: they return tensors of the right shape, without values.
-
-    Args:
-        skew: the number of tokens that this rank's experts receive, divided by the number that this rank sends.
-    """
-    before = _process.group, _process.plans, _process.skew
-    _process.group, _process.plans, _process.skew = None, True, skew
+def without_ranks() -> Iterator[None]:
+    """Makes exchanges only planned inside the `with` block: they return tensors of the right shape, without values."""
+    before = _process.group, _process.plans
+    _process.group, _process.plans = None, True
     try:
         yield
     finally:
-        _process.group, _process.plans, _process.skew = before
+        _process.group, _process.plans = before
 
 
 def exchanges_are_planned() -> bool:
     """Returns whether exchanges are only planned, so that tensors have no values."""
     return _process.plans
-
-
-def planned_skew() -> int:
-    """Returns the `skew` of `without_ranks`."""
-    return _process.skew
 
 
 @contextmanager

@@ -52,10 +52,7 @@ def test_a_table_has_what_spread_experts_can_run_with() -> None:
     assert any(row.setup.offload for row in found.rows)
     # Of replicas of 2, 4 and 8 ranks those of 4 and more have groups of 4; all 8 ranks in one are zero3.
     assert {row.setup.mesh for row in found.rows if row.setup.strategy.replicated} == {MeshShape(2, 4)}
-    assert found.uneven_peak is not None
-    assert found.uneven_peak.total > found.asked.peak.total
     whole = plan(recipe(), presets()["h100_sxm"], 8)
-    assert whole.uneven_peak is None
     gathered = whole.asked.traffic
     assert found.asked.traffic.all_gather < gathered.all_gather
 
