@@ -116,15 +116,6 @@ def test_one_rank_takes_the_same_steps(kind: str) -> None:
         require_equal(case, found)
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "gemma3"])
-def test_four_ranks_take_the_same_steps(kind: str) -> None:
-    mixes = [[*HERE_AND_THERE, *ON_NONE], [*ON_NONE, *ON_ONE]]
-    work = [(Case(kind), mixes), (Case(kind, strategy="zero1", parts=BUT_TOWERS), mixes)]
-    for (case, _), found in zip(work, run_on_ranks(differences, 4, work)[0], strict=True):
-        require_equal(case, found)
-
-
 def drawn_mix(draw: random.Random, packed: bool, micro_batches: int) -> Mix:
     """A mix for two ranks; most rows have no image."""
 
