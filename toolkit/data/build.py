@@ -156,13 +156,14 @@ class Builder:
         weights = [source.weight for source in self.data.train]
         # Here the seed only chooses what is held out. Without that, every seed finds the same samples in the cache.
         seed = self.seed if self.data.validation_fraction is not None else None
+        split = [] if seed is None or self.kind.strata is None else [self.kind.strata]
         # A run resumes with files that were moved: their place decides the names of rows, not what is learned.
         # Rewards do not change the rows. Settings that came after version 0.2 count where they are set.
         objective = self.objective.model_dump(exclude={"rewards"})
         objective = {name: value for name, value in objective.items() if value is not None or name not in LATER}
         if self.objective.own_loss is not None:
             objective["loss"] = None  # the same rows as without it, wherever the file is
-        fingerprint = digest("samples", folders, weights, fields, seed, objective)
+        fingerprint = digest("samples", folders, weights, fields, seed, objective, *split)
         content = self._content_of_images([*train, *validation])
         # Images of other sizes have other numbers of tokens.
         key = digest(fingerprint, train, validation, *([] if content is None else [content]))
@@ -291,7 +292,8 @@ class Builder:
         held_out = None
         # After the selection, so that rows that cannot be used are never held out.
         if self.data.validation_fraction is not None and kept_rows is not None:
-            kept_rows, held_out = hold_out(kept_rows, self.data.validation_fraction, self.seed)
+            classes = None if self.kind.strata is None else train.values(self.kind.strata)
+            kept_rows, held_out = hold_out(kept_rows, self.data.validation_fraction, self.seed, classes)
         elif validation.sources:
             held_out = select(self.kind, validation, "data.validation", policy, names)
         if kept_rows is not None:  # without those that are held out

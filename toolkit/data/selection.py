@@ -211,8 +211,13 @@ def named_reasons(rows: Rows, dropped: dict[int, str]) -> dict[str, Found]:
     return by_text(rows, sorted(dropped.items()))
 
 
-def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, Selection]:
+def hold_out(
+    chosen: Selection, fraction: float, seed: int, classes: Sequence[Any] | None = None
+) -> tuple[Selection, Selection]:
     """Returns the rows to train on, and held-out rows chosen by the seed, which count no dropped rows.
+
+    Args:
+        classes: of each of `chosen.rows`; then each class has about the same share of both. None: rows have none.
 
     Raises:
         DataError: if there is a single row.
@@ -225,6 +230,12 @@ def hold_out(chosen: Selection, fraction: float, seed: int) -> tuple[Selection, 
         )
     num_held = min(max(1, round(fraction * count)), count - 1)
     mixed_up = np.random.default_rng(seed).permutation(chosen.kept)
+    if classes is not None:  # spreads the rows of each class evenly over the order
+        numbers, sizes, places = Counter[Any](), Counter(classes[row] for row in mixed_up), []
+        for of in (classes[row] for row in mixed_up):
+            numbers[of] += 1
+            places.append((numbers[of] - 0.5) / sizes[of])
+        mixed_up = mixed_up[np.argsort(places, kind="stable")]
     # Sorted again: `one_pass` looks up the sources in it by bisection.
     held, rest = np.sort(mixed_up[:num_held]), np.sort(mixed_up[num_held:])
     is_held = np.isin(chosen.long, held)

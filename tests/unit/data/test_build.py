@@ -170,6 +170,20 @@ def test_held_out_rows_are_chosen_by_the_seed_and_not_trained_on(tmp_path: Path,
     assert not held & trained
 
 
+def test_held_out_rows_have_the_share_of_each_class(tmp_path: Path, byte_pairs: Any) -> None:
+    sizes = {"a": 100, "b": 50, "c": 10, "d": 4, "e": 1}
+    rows = [{"text": f"{name} {n}", "label": name} for name, size in sizes.items() for n in range(size)]
+    data = section(tmp_path, write_rows(tmp_path / "a.jsonl", rows), validation_fraction=0.2)
+    found = [build.build(data, byte_pairs, seed, ObjectiveSection(kind="sequence_classification")) for seed in (0, 1)]
+    for split in found:
+        assert split.validation is not None
+        # A fifth of each, to the nearest row: 20, 10, 2, 0.8 and 0.2.
+        assert torch.bincount(split.validation.batch(range(33))["labels"]).tolist() == [20, 10, 2, 1]
+        assert split.report.label_counts == {"a": 80, "b": 40, "c": 8, "d": 3, "e": 1}
+    ids = [split.validation.batch(range(33))["input_ids"].tolist() for split in found if split.validation]
+    assert ids[0] != ids[1], "which ones is for the seed to say"
+
+
 def test_a_trained_tokenizer_is_kept_and_restores_text(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     folder = tokenizer.train(section(tmp_path, path), 300)

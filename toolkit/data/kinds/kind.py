@@ -63,6 +63,7 @@ class RowKind(ABC):
         limits: the fields of `data` that limit its tokens: those of a sample, and those of a separate target.
         too_long: why rows beyond these limits are dropped.
         learns_tokens: whether targets are tokens of the row, which the report counts.
+        strata: the column of whose values a split holds out the same share, or None.
         documents: documents of a row, which share a sample and each have the model's positions.
     """
 
@@ -76,6 +77,7 @@ class RowKind(ABC):
     limits: ClassVar[tuple[str, ...]] = ("max_length",)
     too_long: ClassVar[str] = TOO_LONG
     learns_tokens: ClassVar[bool] = True
+    strata: ClassVar[str | None] = None
     documents: ClassVar[int] = 1
 
     # ---- columns ----

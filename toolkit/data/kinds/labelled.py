@@ -171,6 +171,7 @@ class LabelledRows(RowKind):
         "label": ("class", "category", "sentiment", "target", "stars"),
     }
     learns_tokens = False
+    strata: ClassVar[str | None] = "label"
     mixes_numbers: ClassVar[bool] = True
     """Whether some classes may be called by numbers and others by names, where no source names its numbers."""
 

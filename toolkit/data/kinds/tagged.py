@@ -113,6 +113,7 @@ class TaggedRows(LabelledRows):
     name = "tagged"
     encodes = TaggedEncoder
     mixes_numbers = False
+    strata = None
     layouts: ClassVar = (
         ColumnLayout(
             "tokens and tags",
