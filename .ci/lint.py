@@ -40,7 +40,7 @@ READS = {
     "planning": ["training"],
     "checkpoint": ["planning"],
     "pages": ["data"],
-    "generation": ["model", "pages"],
+    "generation": ["objectives", "pages"],
     "serving": ["checkpoint", "generation"],
     "supervise": ["checkpoint", "pages"],
     "run": ["supervise", "serving"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -46,6 +47,31 @@ def user_cache() -> Path:
     except RuntimeError:
         problem = "no folder for the cache is known, because this user has no home; set HOME or XDG_CACHE_HOME"
         raise BadInputError(problem) from None
+
+
+def file_of_rows(rows: Any) -> str:
+    """Keeps rows of memory in a file, which has their digest in its name, in the user's cache; returns its path.
+
+    Args:
+        rows: mappings, which become JSON lines, or a `datasets.Dataset`, whose parquet keeps names of classes.
+
+    Raises:
+        BadInputError: if a value has no place in JSON.
+    """
+    kind, buffer = "parquet" if hasattr(rows, "to_parquet") else "jsonl", io.BytesIO()
+    try:
+        if kind == "parquet":
+            rows.to_parquet(buffer)
+        else:
+            buffer.writelines(f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in rows)
+    except (TypeError, ValueError) as error:
+        raise BadInputError(f"rows in memory cannot be written as {kind}: {error}; write them to a file") from error
+    path = user_cache() / "rows" / f"rows-{hashlib.sha256(buffer.getvalue()).hexdigest()[:12]}.{kind}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(buffer.getvalue())
+    os.replace(unfinished, path)
+    return str(path)
 
 
 def shipped_folder(name: str) -> Path:

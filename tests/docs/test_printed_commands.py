@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -14,7 +15,7 @@ from support.cases import cases
 from support.docs_commands import ROOT, Printed, check, commands, printed
 from support.ranks import run_on_ranks
 from support.texts import make_texts, write_rows
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
@@ -50,6 +51,10 @@ def train_a_little(folder: Path) -> None:
     shutil.copytree(folder / "outputs/notes/export", folder / "model")
     for name in ("second", "quickstart", "grpo"):
         shutil.copytree(folder / "outputs/notes", folder / "outputs" / name)
+    labels: dict[str, Any] = {"id2label": {0: "bill", 1: "bug"}, "label2id": {"bill": 0, "bug": 1}, "pad_token_id": 0}
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder / "model", **labels)
+    for part in (classifier, AutoTokenizer.from_pretrained(folder / "model")):
+        part.save_pretrained(folder / "outputs/tickets/export")
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), config)
     adapted.save_pretrained(folder / "outputs/lora/export")
@@ -70,6 +75,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.txt").write_text("Who goes there?\n")
     (folder / "questions.jsonl").write_text('{"prompt": "Who goes there?", "answer": "A friend."}\n')
     (folder / "calls.jsonl").write_text(json.dumps({"prompt": "Who goes there?", "answer": '{"name": "call"}'}) + "\n")
+    for name in ("tickets.csv", "new.csv"):
+        tickets = [f"{text[:20].strip()!r},{label}" for text in make_texts(30) for label in ("bill", "bug")]
+        (folder / name).write_text("\n".join(["text,label", *tickets]) + "\n")
     run_on_ranks(train_a_little, 1, folder)
     return folder
 

@@ -27,6 +27,7 @@ STAND_INS = {
     "meta-llama/Llama-3.1-8B": "model",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "model",
     "Qwen/Qwen2.5-1.5B-Instruct": "model",
+    "sentence-transformers/all-MiniLM-L6-v2": "model",
     "outputs/chat": "outputs/notes",
     "outputs/quickstart": "outputs/notes",
     "outputs/sweep-*": "outputs",

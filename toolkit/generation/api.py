@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from toolkit.data.rows.examples import Message
 from toolkit.generation.sampling.sample_options import SampleOptions
 from toolkit.generation.sampling.sampled_rows import Sampled
 from toolkit.generation.sampling.sampling import sample as sampled
-from toolkit.generation.text.command import BATCH_SIZE, evaluated, load_for
+from toolkit.generation.text.command import BATCH_SIZE, evaluated, load_for, scored
 from toolkit.generation.text.evaluation import Evaluation, has_function
+from toolkit.generation.text.heads import Scores, has_head
+from toolkit.generation.text.load import find_model
 from toolkit.generation.text.options import Options
 from toolkit.generation.text.rows import completions, encode_rows, read_rows, row_of
+from toolkit.paths import file_of_rows
 
 
 @overload
@@ -43,22 +46,27 @@ def generate(source: str | Path, prompts: str | list[str] | list[list[Message]],
     return found[0] if isinstance(prompts, str) else found
 
 
-def evaluate(source: str | Path, file: str | Path, **options: object) -> Evaluation:
-    """Counts the rows of a `.jsonl` file that a model answers right.
+def evaluate(source: str | Path, rows: Any, **options: object) -> Evaluation | Scores:
+    """Counts the rows that a model answers right.
 
     Args:
         source: as in `generate`.
-        file: rows with a prompt and an `answer`; if a function scores, no answer is needed.
+        rows: a `.jsonl` file, a list of mappings or a `datasets.Dataset`, with a prompt and an `answer`; if a function
+            scores, no answer is needed. A classifier, a tagger or a reward model takes rows as in its training.
         options: `compare`, `raw`, `system`, `max_new_tokens`, `batch_size`, `dtype`, `device`, as the command's options
             of these names.
 
     Raises:
         BadInputError: if a model, a file or an option cannot be used.
     """
-    chosen = Options(str(source), evaluation=Path(file), **options)  # type: ignore[arg-type]
-    rows = read_rows(Path(file), "--eval", with_answers=True, is_scored=has_function(chosen.compare))
+    scores = has_head(place := find_model(str(source)))
+    file = Path(rows if isinstance(rows, str | Path) else file_of_rows(rows if scores else [*rows]))
+    chosen = Options(str(source), evaluation=file, **options)  # type: ignore[arg-type]
+    if scores:
+        return scored(place, chosen, file)
+    read = read_rows(file, "--eval", with_answers=True, is_scored=has_function(chosen.compare))
     with load_for(chosen) as loaded:
-        return evaluated(loaded, chosen, rows)
+        return evaluated(loaded, chosen, read)
 
 
 def sample(source: str | Path, prompts: str | Path, to: str | Path, **options: object) -> Sampled:

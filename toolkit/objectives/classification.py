@@ -1,8 +1,9 @@
-"""Cross-entropy of a text's class."""
+"""Cross-entropy of a text's class or labels, and the squared error of its number."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from toolkit.objectives.causal_lm import rows_of
 from toolkit.objectives.losses.scores import any_places, at_places, places_of, scores_of_tokens
 from toolkit.objectives.objective import Ingredients, Objective
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
+
+SEVERAL_LABELS = "multi_label_classification"
+"""transformers' `problem_type` of a model that says of each label whether it holds."""
 
 CLASSES_SHOWN = 20
 """The most classes for which an evaluation's record has the whole confusion matrix."""
@@ -42,7 +46,12 @@ class SequenceClassification(Objective):
 
     @classmethod
     def build(cls, of: Ingredients) -> Objective:
-        return cls(of.model, len(of.label_counts), class_weights(of.section, of.label_counts))
+        several = base_of(of.model).config.problem_type == SEVERAL_LABELS
+        if not several and len(of.label_counts) != 1:
+            return cls(of.model, len(of.label_counts), class_weights(of.section, of.label_counts))
+        if of.section.class_weights is not None:
+            raise BadInputError("objective.class_weights has no effect on numbers and on several labels; remove it")
+        return (SeveralLabels if several else Number)(of.model, len(of.label_counts))
 
     def count_targets(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORED).sum())
@@ -116,6 +125,94 @@ class SequenceClassification(Objective):
             "f1_macro": f1.mean().item() if len(f1) else 0.0,
             **({"confusion": confusion.long().tolist()} if self.num_classes <= CLASSES_SHOWN else {}),
         }
+
+    def judged(self, logits: torch.Tensor, batch: Batch, names: Sequence[str]) -> list[dict[str, Any]]:
+        chances, said = logits.float().softmax(dim=-1).max(dim=-1)
+        found = zip(batch["labels"].tolist(), said.tolist(), chances.tolist(), strict=True)
+        return [{"label": names[true], "predicted": names[one], "score": chance} for true, one, chance in found]
+
+    def parts(self, labels: Any) -> set[tuple[Any, ...]]:
+        return {(labels,)}
+
+
+class Number(SequenceClassification):
+    """The squared error of a text's number, as transformers' problem_type `regression`."""
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (logits[:, 0].float() - labels).square().masked_fill(labels == IGNORED, 0.0).sum()
+
+    def uniform_guess(self, model: nn.Module, class_weights: object) -> tuple[int, str] | None:
+        return None
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns sums (8,), float64: loss, rows, errors, and of numbers said x and right y: x, y, x^2, y^2, x y."""
+        logits, y = self.logits(model, batch), batch["labels"].double()
+        x = logits[:, 0].double()
+        moments = torch.stack([torch.ones_like(y), (x - y).abs(), x, y, x * x, y * y, x * y])
+        counted = (y != IGNORED).double()
+        return torch.cat([self._loss_sum(logits, batch["labels"]).double().view(1), (moments * counted).sum(dim=1)])
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Returns the loss, the mean absolute error, and Pearson's correlation, which is 0 for equal numbers."""
+        loss, _, error, *moments = (value / max(1.0, sums[1]) for value in sums)
+        x, y, xx, yy, xy = moments
+        spread = (max(0.0, xx - x * x) * max(0.0, yy - y * y)) ** 0.5
+        pearson = (xy - x * y) / spread if spread else 0.0
+        return {"loss": loss, "samples": int(sums[1]), "mean_absolute_error": error, "pearson": pearson}
+
+    def judged(self, logits: torch.Tensor, batch: Batch, names: Sequence[str]) -> list[dict[str, Any]]:
+        found = zip(batch["labels"].tolist(), logits[:, 0].tolist(), strict=True)
+        return [{"label": true, "predicted": said} for true, said in found]
+
+    def parts(self, labels: Any) -> set[tuple[Any, ...]]:
+        return set()
+
+
+class SeveralLabels(SequenceClassification):
+    """The mean binary cross-entropy of a text's labels, as transformers' problem_type `multi_label_classification`."""
+
+    def count_targets(self, batch: Batch) -> int:
+        return int((batch["labels"].view(len(batch["labels"]), -1)[:, 0] != IGNORED).sum())
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        labels = labels.view(len(labels), -1).expand_as(logits).float()  # a plan knows the number of rows alone
+        losses = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").mean(dim=1)
+        return losses.masked_fill(labels[:, 0] == IGNORED, 0.0).sum()
+
+    def uniform_guess(self, model: nn.Module, class_weights: object) -> tuple[int, str] | None:
+        return None
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns loss, rows, rows with all labels right, and of each label those found and right, and both sides'.
+
+        They are (3 + 2 C,), float64.
+        """
+        logits, labels = self.logits(model, batch), batch["labels"]
+        said, true, counted = logits > 0, labels == 1, labels[:, :1] != IGNORED
+        exact = (said == true).all(dim=1, keepdim=True) & counted
+        sides = [counted, exact, said & true & counted, said.int() * counted + true.int()]
+        sums = torch.cat([side.double() for side in sides], dim=1).sum(dim=0)
+        return torch.cat([self._loss_sum(logits, labels).double().view(1), sums])
+
+    def evaluation_record(self, sums: list[float]) -> dict[str, Any]:
+        """Returns the loss, the accuracy of whole rows, and F1 averaged over the labels that occur or are predicted."""
+        rows, hits, support = max(1.0, sums[1]), *torch.tensor(sums[3:], dtype=torch.float64).view(2, -1)
+        f1 = (2 * hits / support.clamp_min(1.0))[support > 0]
+        shares = {"accuracy": sums[2] / rows, "f1_macro": f1.mean().item() if len(f1) else 0.0}
+        return {"loss": sums[0] / rows, "samples": int(sums[1]), **shares}
+
+    def judged(self, logits: torch.Tensor, batch: Batch, names: Sequence[str]) -> list[dict[str, Any]]:
+        found = []
+        for true, chances in zip(batch["labels"].tolist(), logits.float().sigmoid().tolist(), strict=True):
+            sides = {"label": true, "predicted": chances}
+            held = {
+                side: [name for name, of in zip(names, each, strict=True) if of > 0.5] for side, each in sides.items()
+            }
+            found.append({**held, "scores": dict(zip(names, chances, strict=True))})
+        return found
+
+    def parts(self, labels: Any) -> set[tuple[Any, ...]]:
+        return {(name,) for name in labels}
 
 
 def class_weights(section: ObjectiveSection, counts: dict[str, int]) -> list[float] | None:

@@ -148,6 +148,22 @@ class Objective(ABC):
         figures = {name: value / count for name, value in zip(self.figures, sums[2:], strict=True)}
         return {"loss": sums[0] / count, self.unit: int(sums[1]), **figures}
 
+    def judged(self, logits: torch.Tensor, batch: Batch, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns what the model says of each row, or pair, and what is right, from its logits of a micro-batch.
+
+        Args:
+            logits: (B, C), or (B, T, C) with a score for each token.
+            names: of the C classes.
+
+        Raises:
+            NotImplementedError: if it scores no rows.
+        """
+        raise NotImplementedError
+
+    def parts(self, labels: Any) -> set[tuple[Any, ...]]:
+        """Returns what is counted of the labels of a row in `judged`, each with its class last; rewards have none."""
+        return set()
+
     def window_sums(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Returns numbers (N,), without a graph, whose sum over an accumulation window all its losses share.
 

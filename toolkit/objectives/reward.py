@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -122,6 +123,10 @@ class Reward(Objective):
         """Returns the loss, the number of pairs, and `figures`, (6,), float64."""
         loss, figures = self.training_sums(model, batch)
         return torch.cat([torch.stack([loss, batch["learned"].sum()]), figures]).double()
+
+    def judged(self, logits: torch.Tensor, batch: Batch, names: Sequence[str]) -> list[dict[str, Any]]:
+        rewards = at_places(logits, batch).view(-1, 2).tolist()
+        return [{"chosen_reward": chosen, "rejected_reward": rejected} for chosen, rejected in rewards]
 
 
 def _figures(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:

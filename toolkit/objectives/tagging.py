@@ -72,6 +72,19 @@ class TokenClassification(SequenceClassification):
         precision, recall = right / max(1.0, found), right / max(1.0, true)
         return {**record, "precision": precision, "recall": recall, "f1": 2 * right / max(1.0, found + true)}
 
+    def judged(self, logits: torch.Tensor, batch: Batch, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns the tags of each row's words; `score` is the least sure one's."""
+        chances, said = logits.float().softmax(dim=-1).max(dim=-1)
+        found = []
+        for right, chosen, sure in zip(batch["labels"], said, chances, strict=True):
+            words = right != IGNORED
+            both = ([names[number] for number in tags[words].tolist()] for tags in (right, chosen))
+            found.append({**dict(zip(("label", "predicted"), both, strict=True)), "score": sure[words].min().item()})
+        return found
+
+    def parts(self, labels: Any) -> set[tuple[Any, ...]]:
+        return set(entities(labels)) if self._has_entities else set(enumerate(labels))
+
 
 def entities(tags: Sequence[str]) -> set[Entity]:
     """Returns the entities of a sentence as CoNLL's evaluation and seqeval read them: one may begin with `I-`."""

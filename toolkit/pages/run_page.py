@@ -145,7 +145,7 @@ def headline(metrics: Metrics, best_by: str = "loss") -> str:
 STEPS = ("exported", "best")
 """Facts that say which step's weights are meant, in as far as they are not the last ones."""
 
-HEADLINES = (KNOWN["accuracy"], KNOWN["f1_macro"], KNOWN["f1"], ANSWERS)
+HEADLINES = (KNOWN["accuracy"], KNOWN["f1_macro"], KNOWN["f1"], KNOWN["pearson"], ANSWERS)
 """Figures that say what came of a run, in the words of its objective."""
 
 

@@ -62,6 +62,8 @@ FIGURES = (
     Figure("accuracy", "Accuracy", "share", RIGHT, "higher"),
     Figure("f1_macro", "F1", "share", "rare classes count as much as frequent ones", "higher", "F1"),
     Figure("f1", "F1 of entities", "share", "entities that are found and right", "higher", "F1 of entities"),
+    Figure("pearson", "Pearson's correlation", plain="1: on a line with the labels", better="higher"),
+    Figure("mean_absolute_error", "Mean absolute error", better="lower"),
     Figure("precision", "Precision", "share", better="higher"),
     Figure("recall", "Recall", "share", better="higher"),
     Figure("margin", "Margin", plain="how clearly the chosen answer is preferred", better="higher"),

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 from pydantic import Field, field_validator, model_validator
 
-from toolkit.paths import STORES, is_file_source, is_repository, is_store
+from toolkit.paths import STORES, file_of_rows, is_file_source, is_repository, is_store
 from toolkit.published import SIGNATURE
 from toolkit.recipe.figures import steering
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
@@ -305,7 +305,10 @@ class DataSection(Section):
     @field_validator("train", "validation", mode="before", json_schema_input_type=_Sources)
     @classmethod
     def _as_sections(cls, value: Any) -> Any:
-        """Turns a path, a mapping or a list of them into a list of mappings."""
+        """Turns a path, a mapping or a list of them into a list of mappings, and rows of memory into that of a file."""
+        rows = value if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value) else []
+        if hasattr(value, "to_parquet") or (rows and not any("path" in row for row in rows)):
+            value = file_of_rows(value)
         if isinstance(value, str | Mapping):
             value = [value]
         if not isinstance(value, list):

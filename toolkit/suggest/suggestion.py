@@ -257,13 +257,14 @@ def _with_completions(draft: Draft, rows: Rows, model: Model) -> Rows:
             "give a reward that needs none, as in objective.rewards='[{name: mine, compare: my_rewards.py:score}]' "
             "(`toolkit help online`)"
         )
-    how, why = ("numeric", "numbers") if answers.are_numbers else ("text", "texts")
-    rewards = [{"name": "right", "compare": how}]
-    draft.set("objective.rewards", rewards, f"The answers are {why}; `toolkit help online` has other rewards.")
+    rewards = [{"name": "right", "compare": answers.compare}]
+    why = {"numeric": "numbers", "structured": "JSON", "text": "texts"}[answers.compare]
+    own = "A function of yours rewards as well: {name: mine, compare: my_rewards.py:score} (`toolkit help online`)."
+    draft.set("objective.rewards", rewards, f"The answers are {why}. {own}")
     draft.set("objective.group_size", GROUP, "So many completions of a prompt are compared with each other.")
     most = covering(answers.lengths, COVERED)
     length, reason = THINKING, "Numbers may follow thoughts. Raise it if many completions are cut."
-    if not answers.are_numbers and not answers.lacking:
+    if answers.compare != "numeric" and not answers.lacking:
         length = -(-2 * most // ROUND_TARGETS_TO) * ROUND_TARGETS_TO
         reason = f"{COVERED:.0%} of the answers have at most {most:,} tokens; wrong ones may be longer."
     room = length if model.positions is None else model.positions - covering(rows.lengths, COVERED)
@@ -451,9 +452,9 @@ class Chooser:
         wanted = method.rows_per_step * samples / len(self.rows.lengths)
         if method.name == "pretrain":
             wanted = TOKENS_PER_STEP / draft.get("data.max_length")
-        if self._samples_itself:
-            wanted = method.rows_per_step  # completions
         enough = method.epochs * samples / FEWEST_STEPS
+        if self._samples_itself:  # completions of several prompts, which come again in the next epoch
+            wanted, enough = method.rows_per_step, samples
         each = max(1, int(min(wanted, enough) * self._ranks_of_a_row / self.machine.count))
         group: int = draft.get("objective.group_size") if self._samples_itself else 1
         whole = group // math.gcd(group, self.machine.count)  # a step has whole groups of completions
@@ -476,6 +477,9 @@ class Chooser:
         training = draft.recipe().training
         per_step = training.micro_batch_size * training.gradient_accumulation_steps * self.machine.count
         per_step //= self._ranks_of_a_row
+        if self._samples_itself and (epochs := math.ceil(FEWEST_STEPS * per_step / samples)) > method.epochs:
+            draft.set("training.num_epochs", epochs, f"About {FEWEST_STEPS} steps; each epoch draws new completions.")
+            training = draft.recipe().training
         steps = steps_of_run(
             training, max(1, round(samples * (1 - (draft.get("data.validation_fraction") or 0)))), per_step
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,12 +40,13 @@ class Answers:
 
     Attributes:
         lengths: tokens of each answer, with the one that ends it; of several right ones the longest.
-        are_numbers: whether each is a number and nothing else.
+        compare: how completions are compared with them: numeric if each is a number and nothing else, structured if
+            each is an object or a list in JSON, else text.
         lacking: places of the prompts without an answer.
     """
 
     lengths: Ints
-    are_numbers: bool
+    compare: str
     lacking: list[str]
 
 
@@ -136,7 +138,16 @@ def _answers_of(asked: SampledPrompts, tokenizer: PreTrainedTokenizerBase) -> An
             texts.append(())
             lacking.append(place)
     lengths = [max((len(tokenizer(text)["input_ids"]) + 1 for text in each), default=0) for each in texts]
-    return Answers(np.array(lengths), all(map(_is_number, itertools.chain(*texts))), lacking)
+    every = [*itertools.chain(*texts)]
+    compare = "numeric" if all(map(_is_number, every)) else "structured" if all(map(_is_json, every)) else "text"
+    return Answers(np.array(lengths), compare, lacking)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict | list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is_number(text: str) -> bool:

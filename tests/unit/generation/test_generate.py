@@ -587,7 +587,7 @@ def test_sources_that_hold_no_model(
         "run": "has no export; make one of its last checkpoint: toolkit export run --to run/export",
         "broken": "'broken': no model can be loaded",
         "bare": "'bare': no tokenizer can be loaded",
-        "classifier": "(LlamaForSequenceClassification) and generates none; transformers.pipeline scores texts with it",
+        "classifier": "(LlamaForSequenceClassification) and generates none; --eval scores labelled rows with",
         "headless": "'headless': its files lack 1 of the weights, for example lm_head.weight",
     }.items():
         code, _, err = command(source, "--prompt", "a")

@@ -140,8 +140,10 @@ def test_prompts_with_answers_are_learned_from_samples() -> None:
     assert recipe["data"]["max_length"] == -(-(prompts + new) // 64) * 64
     assert "validation_fraction" not in recipe["data"]
     training = recipe["training"]
-    # 120 prompts of 8 completions are 960, and a hundred steps are wanted: the largest whole groups below.
-    assert 2 * training["micro_batch_size"] * training["gradient_accumulation_steps"] == 8
+    # 8 prompts a step, as docs/online.md advises; 120 prompts are 15 steps, so 7 epochs are a hundred.
+    assert 2 * training["micro_batch_size"] * training["gradient_accumulation_steps"] == 64
+    assert training["num_epochs"] == 7
+    assert "my_rewards.py:score" in Path("asked.yaml").read_text(encoding="utf-8"), "functions reward as well"
     assert Recipe.load("asked.yaml").objective.completions_per_prompt == 8
     assert CliRunner().invoke(app, ["validate", "asked.yaml"]).exit_code == 0
 
@@ -149,6 +151,9 @@ def test_prompts_with_answers_are_learned_from_samples() -> None:
     assert of_numbers["objective"]["rewards"][0]["compare"] == "numeric"
     assert of_numbers["objective"]["max_new_tokens"] < 256, "what the model's positions leave"
     assert of_numbers["data"]["max_length"] == AutoConfig.from_pretrained("model").max_position_embeddings
+
+    write_rows(Path("calls.jsonl"), ({**row, "answer": '{"n": 1}'} for row in ROWS["asked"]))
+    assert written("calls", "--method", "grpo")["objective"]["rewards"] == [{"name": "right", "compare": "structured"}]
 
     refused = init("model", "text.jsonl", "--cpu", "2", "--method", "grpo")
     assert refused.exit_code != 0

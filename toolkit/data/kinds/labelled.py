@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,8 +17,9 @@ import torch.nn.functional as F
 from toolkit.data.documents.encode import Columns, Document, Encoder, document_of, unusable
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import Arrays, BatchSpec, Field, RowKind
-from toolkit.data.layouts.layout import ColumnLayout
+from toolkit.data.layouts.layout import ColumnLayout, Layout
 from toolkit.data.rows.examples import Example
+from toolkit.data.rows.sources import Source, first_rows
 from toolkit.data.rows.values import RowProblem, RowValues, numbers_first, text_of
 from toolkit.data.samples.packing import Ints
 from toolkit.data.samples.samples import IGNORED, MULTIPLE, Batch, Rows, RowSamples, Samples, filled_up, padded
@@ -36,7 +39,7 @@ PADDED_TEXT: BatchSpec = {
 
 @dataclass(frozen=True)
 class Labelled(Example):
-    """The class of a text, or of a pair of texts; a number that names a class comes as text."""
+    """The class of a text, or of a pair of texts; a number that names a class comes as text, several labels as JSON."""
 
     text: str
     text_pair: str | None
@@ -48,9 +51,35 @@ class Labelled(Example):
 
 def read_labelled(values: RowValues) -> Labelled:
     """Reads a text and its class; raises RowProblem."""
+    return _labelled(values, class_name(values["label"], values.columns["label"], values.label_names))
+
+
+def _labelled(values: RowValues, label: str) -> Labelled:
     second = values.text("text_pair") if "text_pair" in values.columns else None
-    label = class_name(values["label"], values.columns["label"], values.label_names)
     return Labelled(values.text("text"), second, label)
+
+
+def read_several(values: RowValues) -> Labelled:
+    """Reads a text and a list of its labels, which may be empty; raises RowProblem."""
+    labels, column = values["label"], values.columns["label"]
+    if not isinstance(labels, list):
+        raise RowProblem(f"{column} is not a list, as in other rows")
+    names = sorted(class_name(label, f"a label of {column}", values.label_names) for label in labels)
+    if len(set(names)) < len(names):
+        raise RowProblem(f"{column} has a label twice; it lists the names of those that hold")
+    return _labelled(values, json.dumps(names))
+
+
+def read_number(values: RowValues) -> Labelled:
+    """Reads a text and its number; raises RowProblem."""
+    value, column = values["label"], values.columns["label"]
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number == IGNORED:
+        raise RowProblem(f"{column} is not a number, or {IGNORED}, which means no label")
+    return _labelled(values, repr(number))
 
 
 def class_name(value: Any, column: str, names: Sequence[str]) -> str:
@@ -68,7 +97,7 @@ def class_name(value: Any, column: str, names: Sequence[str]) -> str:
     name = str(value) if isinstance(value, float) else text_of(value, column).strip()
     # A CSV file holds only text. Of 0.25 and 0.26 nobody means two classes.
     if _DECIMAL.fullmatch(name) or isinstance(value, float):
-        raise RowProblem(f"{column} is a number, but not a whole one")
+        raise RowProblem(f"{column} is a number, but not a whole one (objective.labels=[score] learns numbers)")
     return name
 
 
@@ -133,10 +162,15 @@ class LabelledSamples(RowSamples):
     Token types that are all 0 are left out: most models assume 0 then, and GPT-2 would add the embedding of word 0.
 
     Attributes:
-        labels: the class of each sample.
+        labels: the class of each sample, (samples,), int64; numbers to learn, float32; or which of C labels hold,
+            (samples, C), float32.
     """
 
     labels: Any
+
+    @property
+    def has_several_labels(self) -> bool:
+        return np.ndim(self.labels) == 2
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         tokens = [self.row(number) for number in numbers]
@@ -146,7 +180,9 @@ class LabelledSamples(RowSamples):
         """Returns a micro-batch of one row of at most `tokens` tokens and its padding, to try a model on."""
         filling = {"input_ids": self.pad_id, "labels": IGNORED}
         batch = {
-            name: F.pad(tensor[:, :tokens], (0, MULTIPLE), value=filling.get(name, 0)) if tensor.dim() == 2 else tensor
+            name: F.pad(tensor[:, :tokens], (0, MULTIPLE), value=filling.get(name, 0))
+            if tensor.dim() == 2 and not tensor.is_floating_point()
+            else tensor
             for name, tensor in self.batch([0]).items()
         }
         return {**batch, "lengths": batch["lengths"].clamp_max(tokens)}
@@ -158,14 +194,17 @@ class LabelledSamples(RowSamples):
         return {**batch, "token_type_ids": types} if types.any() else batch
 
 
+ONE = ColumnLayout("text and label", ("text", "label"), read_labelled, ("text_pair",), of_all_rows=("text_pair",))
+SEVERAL = replace(ONE, name="text and labels", read=read_several)
+NUMBER = replace(ONE, name="text and number", read=read_number)
+
+
 class LabelledRows(RowKind):
-    """Rows with a class each, which are padded."""
+    """Rows with a class each, or with several labels or a number, which are padded."""
 
     name = "labelled"
     encodes: ClassVar[type[Encoder]] = LabelledEncoder
-    layouts: ClassVar = (
-        ColumnLayout("text and label", ("text", "label"), read_labelled, ("text_pair",), of_all_rows=("text_pair",)),
-    )
+    layouts: ClassVar[tuple[ColumnLayout, ...]] = (ONE, SEVERAL, NUMBER)
     also_called: ClassVar = {
         "text": ("body", "content", "document", "sentence", "review", "passage"),
         "label": ("class", "category", "sentiment", "target", "stars"),
@@ -174,6 +213,22 @@ class LabelledRows(RowKind):
     strata: ClassVar[str | None] = "label"
     mixes_numbers: ClassVar[bool] = True
     """Whether some classes may be called by numbers and others by names, where no source names its numbers."""
+
+    @classmethod
+    def adapted(cls, layout: Layout, source: Source, by_hand: Mapping[str, str]) -> Layout:
+        """Returns the layout, of several labels if one of the first rows has a list."""
+        lists = layout.form is ONE and any(
+            isinstance(row.get(layout.columns["label"]), list) for row in first_rows(source.shards)
+        )
+        return replace(layout, form=SEVERAL) if lists else layout
+
+    def agreed(self, layout: Layout, others: Callable[[], list[Layout]]) -> Layout:
+        """Returns the layout, of numbers if the recipe names a single label. Raises DataError if sources differ."""
+        if layout.form in (ONE, SEVERAL) and len(self.objective.labels or ()) == 1:
+            return replace(layout, form=NUMBER)
+        if layout.form in (ONE, SEVERAL) and any(other.form is not layout.form for other in others()):
+            raise DataError("data.train: some sources have lists of labels, others one label a row; write all as lists")
+        return layout
 
     def class_names(self, train: Rows) -> list[str]:
         """Returns the names of the classes: those of the recipe, of the data set, or of the rows.
@@ -197,7 +252,13 @@ class LabelledRows(RowKind):
 
     def labels(self, rows: Rows) -> list[list[str]]:
         """Returns the classes of each row; none of a row that cannot be used."""
-        return [[] if label is None else [label] for label in rows.values("label")]
+        known, several = rows.values("label"), self._layout_of(rows) is SEVERAL
+        if self._layout_of(rows) is NUMBER:
+            known = [None if label is None else (self.objective.labels or [])[0] for label in known]
+        return [[] if label is None else json.loads(label) if several else [label] for label in known]
+
+    def _layout_of(self, rows: Rows) -> ColumnLayout:
+        return next((form for form in self.layouts for source in rows.sources if form.name == source.layout), ONE)
 
     def without_class(self, rows: Rows, names: list[str], dropped: Mapping[int, str]) -> dict[int, str]:
         known = set(names)
@@ -213,6 +274,10 @@ class LabelledRows(RowKind):
         found = [of_row[row] for row in order.tolist()]
         labels = np.array([numbers[name] for names in found for name in names], dtype=np.int64)
         by_class = dict(zip(names, np.bincount(labels, minlength=len(names)).tolist(), strict=True))
+        if (form := self._layout_of(rows)) is SEVERAL:
+            labels = np.array([[name in held for name in names] for held in found], dtype=np.float32)
+        elif form is NUMBER:
+            labels = np.array([float(rows.value("label", row)) for row in order.tolist()], dtype=np.float32)
         arrays = {"row": order, "label": labels, "ends": np.cumsum([len(names) for names in found])}
         return arrays, {"samples": len(order), "labels": by_class}
 

@@ -123,6 +123,11 @@ class Samples(ABC):
         return False
 
     @property
+    def has_several_labels(self) -> bool:
+        """Whether any number of labels may hold for a row."""
+        return False
+
+    @property
     def placeholders(self) -> frozenset[int]:
         """The tokens that stand for images; text has none."""
         return frozenset()
@@ -460,6 +465,10 @@ class RowSamples(Samples):
     def row(self, number: int) -> tuple[Any, Any]:
         """Returns `input_ids` and `targets` of a sample's row, each (length,)."""
         return self.rows.tokens(int(self.numbers[number]))
+
+    def rows_of(self, number: int) -> list[int]:
+        """Returns the number of a sample's row."""
+        return [int(self.numbers[number])]
 
     def lengths(self) -> Any:
         return self.rows.column("length")[self.numbers].astype(np.int64)

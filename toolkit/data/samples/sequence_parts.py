@@ -71,7 +71,7 @@ class Part:
         The attention mask is left out: padding is after the text, where no token of a decoder sees it.
         """
         labels = batch["labels"]
-        if labels.dim() == 2:
+        if labels.dim() == 2 and not labels.is_floating_point():
             labels = _padded_to_multiple(labels, self.count, IGNORED)[:, mine]
         elif self.index:  # the class of a row counts once
             labels = torch.full_like(labels, IGNORED)

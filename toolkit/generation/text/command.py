@@ -20,8 +20,9 @@ from toolkit.data.rows.examples import Message
 from toolkit.errors import BadInputError
 from toolkit.generation.text.complete import Completion, encode_prompt, stream
 from toolkit.generation.text.evaluation import Evaluation, evaluate, has_function, scoring_of, summary
+from toolkit.generation.text.heads import Scores, has_head, score_rows
 from toolkit.generation.text.image_prompts import asked_of, encode_with_images, require_images
-from toolkit.generation.text.load import Loaded, find_model, load_model
+from toolkit.generation.text.load import Loaded, Place, find_model, load_model
 from toolkit.generation.text.options import Options, Sampling, encodable
 from toolkit.generation.text.rows import PromptRow, completions, encode_rows, read_rows
 from toolkit.pages.parts.story import read_story
@@ -39,6 +40,13 @@ def run(options: Options) -> None:
         ToolkitError: if the model fails.
     """
     place = find_model(options.source)
+    if options.evaluation is not None and has_head(place):
+        _score_rows(place, options, options.evaluation)
+        return
+    if options.evaluation is not None and options.output is not None:
+        raise BadInputError(
+            "--to: with --eval it takes what a classifier or a reward model says; --json has mismatches"
+        )
     path = options.file or options.evaluation
     # Before the model: a bad row or image is reported within a second, and loading takes much longer.
     is_scored = has_function(options.compare)
@@ -46,7 +54,7 @@ def run(options: Options) -> None:
     images = require_images(options.images)
     if place.on_hub:
         _print_notice(f"{place.name}: a hub model, which is downloaded the first time")
-    with load_for(options) as loaded, _open_output(options.output, options.file) as write:
+    with load_for(options) as loaded, _open_output(options.output, options.file, "--file") as write:
         if options.prompt is not None:
             _answer_prompt(loaded, options, options.prompt, images)
         elif options.chat:
@@ -55,6 +63,28 @@ def run(options: Options) -> None:
             _answer_rows(loaded, options, rows, write)
         else:
             _evaluate_rows(loaded, options, rows, write)
+
+
+def scored(place: Place, options: Options, file: Path) -> Scores:
+    """Scores the rows of a file with a model that has a head.
+
+    Raises:
+        BadInputError: if an option has no effect, or the model or rows cannot be used.
+    """
+    idle = {"--raw": options.raw, "--system": options.system, "--compare": options.compare}
+    if (option := next((name for name, given in idle.items() if given), None)) is not None:
+        raise BadInputError(f"{option} has no effect on {place.name!r}, which writes no text; leave it out")
+    with quiet():
+        return score_rows(place, file, options.batch_size or BATCH_SIZE, options.dtype, options.device)
+
+
+def _score_rows(place: Place, options: Options, file: Path) -> None:
+    with _open_output(options.output, file, "--eval") as write:
+        found = scored(place, options, file)
+        for row in found.predictions if options.output is not None else []:
+            write(json.dumps(row, ensure_ascii=False))
+    _print_limits(Path(place.name), file)
+    print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if options.as_json else "\n".join(found.lines()))
 
 
 def _mode_of(options: Options) -> str:
@@ -93,10 +123,14 @@ def _answer_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write:
 
 
 def _evaluate_rows(loaded: Loaded, options: Options, rows: list[PromptRow], write: Callable[[str], None]) -> None:
-    found, folder = evaluated(loaded, options, rows), Path(loaded.name)
-    for limit in read_story(folder).limits or read_story(folder.parent.parent).limits:  # of a checkpoint: its run's
-        _print_notice(f"of the run, {limit}: with these in {options.evaluation}, the accuracy is too high")
+    found = evaluated(loaded, options, rows)
+    _print_limits(Path(loaded.name), options.evaluation)
     write(json.dumps(found.to_dict(), indent=2, ensure_ascii=False) if options.as_json else summary(found))
+
+
+def _print_limits(folder: Path, file: Path | None) -> None:
+    for limit in read_story(folder).limits or read_story(folder.parent.parent).limits:  # of a checkpoint: its run's
+        _print_notice(f"of the run, {limit}: with these in {file}, the accuracy is too high")
 
 
 def evaluated(loaded: Loaded, options: Options, rows: list[PromptRow]) -> Evaluation:
@@ -195,7 +229,7 @@ def _print_notice(line: str) -> None:
 
 
 @contextmanager
-def _open_output(output: Path | None, source: Path | None) -> Iterator[Callable[[str], None]]:
+def _open_output(output: Path | None, source: Path | None, mode: str) -> Iterator[Callable[[str], None]]:
     """Yields a function that writes lines to stdout, or to a file that appears once it is whole.
 
     Raises:
@@ -205,7 +239,7 @@ def _open_output(output: Path | None, source: Path | None) -> Iterator[Callable[
         yield partial(print, flush=True)
         return
     if source is not None and output.exists() and output.samefile(source):
-        raise BadInputError(f"--to: {str(output)!r} is the file of --file; name another one")
+        raise BadInputError(f"--to: {str(output)!r} is the file of {mode}; name another one")
     # In the same folder, so that the rename at the end stays within one file system.
     unfinished = output.with_name(f".{output.name}.unfinished")
     try:

@@ -186,8 +186,14 @@ def _quantisation_arguments(quantisation: dict[str, Any] | None, config: Any, dt
     return {"quantization_config": BitsAndBytesConfig(**quantisation, bnb_4bit_compute_dtype=compute)}
 
 
-def load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None, spread: bool = False) -> Any:
-    """Loads a model, on all GPUs if it is spread. Raises BadInputError if it writes no text, or files lack a weight."""
+def load_base(
+    place: Place, dtype: str, quantisation: dict[str, Any] | None, spread: bool = False, writes: bool = True
+) -> Any:
+    """Loads a model, on all GPUs if it is spread, which `writes` text or has a head of another kind.
+
+    Raises:
+        BadInputError: if it cannot be loaded or writes no text, or files lack a weight.
+    """
     from transformers import AutoConfig
 
     from toolkit.model.load import auto_class
@@ -195,7 +201,8 @@ def load_base(place: Place, dtype: str, quantisation: dict[str, Any] | None, spr
     where: dict[str, Any] = {"trust_remote_code": False, "local_files_only": not place.on_hub}
     try:
         config = AutoConfig.from_pretrained(place.name, **where)
-        _require_generative(config, place)
+        if writes:
+            _require_generative(config, place)
         where |= {"device_map": "auto"} if spread else {}
         where |= _quantisation_arguments(quantisation, config, dtype)
         model, info = auto_class(config).from_pretrained(
@@ -218,8 +225,8 @@ def _require_generative(config: Any, place: Place) -> None:
     architecture = (config.architectures or [""])[0]
     if architecture.endswith("Classification"):
         raise BadInputError(
-            f"{place.name!r} classifies texts ({architecture}) and generates none; transformers.pipeline scores texts "
-            "with it, and data.validation counts right labels while it trains"
+            f"{place.name!r} classifies texts ({architecture}) and generates none; --eval scores labelled rows with "
+            "a model in a folder, and transformers.pipeline any text"
         )
 
 
@@ -263,7 +270,10 @@ def adapter_base(place: Place) -> Place:
     name = config.get("base_model_name_or_path")
     task = config.get("task_type")
     if task not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
-        raise BadInputError(f"{place.name!r}: the adapter's task is {task} and generates no text; name another one")
+        raise BadInputError(
+            f"{place.name!r}: the adapter's task is {task} and generates no text; score the model "
+            "of a run with export.merge=true"
+        )
     if not isinstance(name, str) or not name:
         raise BadInputError(f"{place.name!r}: adapter_config.json names no base_model_name_or_path; add it")
     # The name as it is, or as seen from the adapter's folder.

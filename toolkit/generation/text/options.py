@@ -16,7 +16,7 @@ NAMES = {"evaluation": "--eval", "output": "--to", "as_json": "--json", "images"
 """Field -> the option with another name."""
 
 BELONGS_TO = {
-    "--to": ("--file",),
+    "--to": ("--file", "--eval"),
     "--batch-size": ("--file", "--eval"),
     "--compare": ("--eval",),
     "--json": ("--eval",),

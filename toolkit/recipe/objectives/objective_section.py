@@ -104,7 +104,9 @@ class ObjectiveSection(Section):
         None, description="Learn nothing from completions that were cut (grpo); null: false."
     )
     labels: list[str] | None = Field(
-        None, description="Name the classes, or tags, in the order of their numbers; null: those of data.train, sorted."
+        None,
+        description="Name the classes, or tags, in the order of their numbers; null: those of data.train, sorted. "
+        "[NAME]: learn the number of each text (sequence_classification).",
     )
     class_weights: Literal["balanced"] | list[PositiveFloat] | None = Field(
         None, description="Weight each class in the loss. balanced: rows / (classes x rows of the class)."
@@ -126,8 +128,9 @@ class ObjectiveSection(Section):
         names = [reward.name for reward in self.rewards or []]
         if len(set(names)) < len(names):
             raise contradiction("objective.rewards: two have the same name; give each its own")
-        if self.labels is not None and (len(set(self.labels)) < 2 or len(set(self.labels)) < len(self.labels)):
-            raise contradiction("objective.labels: needs two names or more, all different")
+        least = "one name" if self.spec.learns_numbers else "two names"
+        if self.labels is not None and len(set(self.labels)) < max(len(self.labels), 1 + (least == "two names")):
+            raise contradiction(f"objective.labels: needs {least} or more, all different")
         return self
 
     @property

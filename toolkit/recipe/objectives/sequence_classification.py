@@ -14,7 +14,7 @@ CLASSIFIER_RATES = (
 
 SEQUENCE_CLASSIFICATION = ObjectiveSpec(
     "sequence_classification",
-    about="cross-entropy of a text's class",
+    about="cross-entropy of a text's class or of several labels, or the squared error of a number",
     rows="labelled",
     pipeline_task="text-classification",
     settings=("labels", "class_weights"),
@@ -32,6 +32,7 @@ SEQUENCE_CLASSIFICATION = ObjectiveSpec(
         ),
     ),
     has_classes=True,
+    learns_numbers=True,
     writes_text=False,
     padded=True,
 )

@@ -28,6 +28,7 @@ class ObjectiveSpec:
         methods: starting values for `toolkit init`.
         trained_turns: the turns of a conversation that are learned, or None if `data.targets` decides.
         has_classes: whether it predicts classes, of texts or of words.
+        learns_numbers: whether a row's label may be a number to learn.
         writes_text: whether its models generate text.
         encoder_decoder: whether a sample is a source and a target, read by an encoder and written by a decoder.
         padded: whether rows are always padded, one to a sample, with the tokenizer's own special tokens.
@@ -52,6 +53,7 @@ class ObjectiveSpec:
     methods: tuple[Method, ...] = ()
     trained_turns: Literal["last_turn"] | None = None
     has_classes: bool = False
+    learns_numbers: bool = False
     writes_text: bool = True
     encoder_decoder: bool = False
     padded: bool = False

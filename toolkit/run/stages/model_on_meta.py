@@ -26,6 +26,7 @@ from toolkit.model.load import LoadedModel, load
 from toolkit.model.quantised.quantised import quantised_layers
 from toolkit.model.structure.model_parts import asked_parts, sees
 from toolkit.objectives.build import build_objective
+from toolkit.objectives.classification import SEVERAL_LABELS
 from toolkit.objectives.losses.balance import build_balance
 from toolkit.objectives.teacher import load_teacher
 from toolkit.recipe.combinations import refuse
@@ -89,6 +90,8 @@ def _load_on_meta(opened: OpenedRun, tokens: PreTrainedTokenizerBase, rows: Toke
     seed, kind = recipe.training.seed, recipe.objective.kind
     loaded = load(recipe.model, tokens, seed, rows.label_names, recipe.adapter, kind, parts)
     model = loaded.model
+    if rows.train.has_several_labels:
+        base_of(model).config.problem_type = SEVERAL_LABELS
     if recipe.model.train is not None and not sees(base_of(model)):
         raise BadInputError("model.train has no effect: the model reads text alone; remove it")
     require_one_type(model, recipe.model.dtype, opened.accelerator.mixed_precision)
