@@ -718,7 +718,7 @@ def test_labels_that_are_numbers_or_truths(tmp_path: Path, chatml: Any) -> None:
     report = report_of(tmp_path, "rows.jsonl", chatml, ANY_CLASSES)
     assert report["train"]["labels"] == {"1": 4, "true": 1}
     assert dropped(report) == {
-        "label is a number, but not a whole one": ["rows.jsonl:6"],
+        "label is a number, but not a whole one (objective.labels=[score] learns numbers)": ["rows.jsonl:6"],
         "label is missing or null": ["rows.jsonl:7"],
     }
 

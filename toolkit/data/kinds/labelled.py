@@ -51,7 +51,8 @@ class Labelled(Example):
 
 def read_labelled(values: RowValues) -> Labelled:
     """Reads a text and its class; raises RowProblem."""
-    return _labelled(values, class_name(values["label"], values.columns["label"], values.label_names))
+    way = " (objective.labels=[score] learns numbers)"
+    return _labelled(values, class_name(values["label"], values.columns["label"], values.label_names, way))
 
 
 def _labelled(values: RowValues, label: str) -> Labelled:
@@ -82,8 +83,8 @@ def read_number(values: RowValues) -> Labelled:
     return _labelled(values, repr(number))
 
 
-def class_name(value: Any, column: str, names: Sequence[str]) -> str:
-    """Returns the name of a class that a column names or numbers; raises RowProblem."""
+def class_name(value: Any, column: str, names: Sequence[str], of_numbers: str = "") -> str:
+    """Returns the name of a class that a column names or numbers; raises RowProblem, `of_numbers` in it for 0.5."""
     # Before int: in Python True is an int, and `true` is a name of its own.
     if isinstance(value, bool):
         return str(value).lower()
@@ -97,7 +98,7 @@ def class_name(value: Any, column: str, names: Sequence[str]) -> str:
     name = str(value) if isinstance(value, float) else text_of(value, column).strip()
     # A CSV file holds only text. Of 0.25 and 0.26 nobody means two classes.
     if _DECIMAL.fullmatch(name) or isinstance(value, float):
-        raise RowProblem(f"{column} is a number, but not a whole one (objective.labels=[score] learns numbers)")
+        raise RowProblem(f"{column} is a number, but not a whole one{of_numbers}")
     return name
 
 
