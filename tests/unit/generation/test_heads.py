@@ -12,13 +12,8 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset
 from support.texts import write_rows
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-)
+from transformers import BertConfig, BertForTokenClassification, LlamaConfig, LlamaForSequenceClassification
+from transformers import BertForSequenceClassification as Bert
 
 from toolkit.data.templates.templates import MARKERS, use_template
 from toolkit.data.tokens import tokenizer as tokenizers
@@ -32,8 +27,8 @@ from toolkit.run.run import finetune
 
 TEXTS = [f"the {who} said {what}" for who in ("king", "fox", "dog") for what in ("no", "yes to it", "that it rains")]
 NAMES = ["red", "green", "blue"]
-SIZES = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-HEADS = {**SIZES, "num_attention_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.8}
+WIDTHS = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 128}
+HEADS = {**WIDTHS, "num_hidden_layers": 1, "num_attention_heads": 2, "initializer_range": 0.8}
 
 
 def saved(folder: Path, kind: Any, names: list[str], problem: str | None = None, **fields: Any) -> tuple[Any, Any]:
@@ -69,16 +64,14 @@ def shares(right: int, said: int, true: int) -> dict[str, Any]:
 
 
 def test_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokens = saved(tmp_path / "m", BertForSequenceClassification, NAMES)
+    model, tokens = saved(tmp_path / "m", Bert, NAMES)
     rows = [{"text": text, "label": NAMES[n * n % 3]} for n, text in enumerate(TEXTS)]
     logits = torch.stack([logits_of(model, tokens, row["text"]) for row in rows])
     said = [NAMES[number] for number in logits.argmax(dim=-1).tolist()]
     assert len(set(said)) > 1, "the case shows more than one class"
     true = [row["label"] for row in rows]
     counts = {a: {b: sum(pair == (a, b) for pair in zip(true, said, strict=True)) for b in NAMES} for a in NAMES}
-    by_class = {
-        name: shares(counts[name][name], said.count(name), true.count(name)) for name in NAMES if name in (*said, *true)
-    }
+    by_class = {n: shares(counts[n][n], said.count(n), true.count(n)) for n in NAMES if n in (*said, *true)}
     with (tmp_path / "t.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ("text", "label"))
         writer.writeheader()
@@ -87,7 +80,7 @@ def test_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "objective: {kind: sequence_classification, class_weights: balanced}\ndata: {max_dropped_fraction: 0.2}\n"
     )
     found, predictions = scored(capsys, tmp_path / "m", tmp_path / "t.csv")
-    hits = sum(a == b for a, b in zip(true, said, strict=True))
+    hits = sum(counts[name][name] for name in NAMES)
     assert found == {
         "samples": 9,
         "accuracy": hits / 9,
@@ -109,15 +102,13 @@ def test_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_several_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokens = saved(tmp_path / "m", BertForSequenceClassification, NAMES, "multi_label_classification")
+    model, tokens = saved(tmp_path / "m", Bert, NAMES, "multi_label_classification")
     rows = [{"text": text, "label": NAMES[n % 3 : n % 4]} for n, text in enumerate(TEXTS)]
     logits = torch.stack([logits_of(model, tokens, row["text"]) for row in rows])
     labels = torch.tensor([[float(name in row["label"]) for name in NAMES] for row in rows])
     said, true = logits.sigmoid() > 0.5, labels.bool()
-    by_class = {
-        name: shares(int((said & true)[:, n].sum()), int(said[:, n].sum()), int(true[:, n].sum()))
-        for n, name in enumerate(NAMES)
-    }
+    sides = (said & true, said, true)
+    by_class = {name: shares(*(int(of[:, n].sum()) for of in sides)) for n, name in enumerate(NAMES)}
     found, predictions = scored(capsys, tmp_path / "m", write_rows(tmp_path / "t.jsonl", rows))
     assert found == {
         # transformers' own loss of such a model
@@ -132,7 +123,7 @@ def test_several_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokens = saved(tmp_path / "m", BertForSequenceClassification, ["score"], "regression")
+    model, tokens = saved(tmp_path / "m", Bert, ["score"], "regression")
     rows = [{"text": text, "label": n * n / 7} for n, text in enumerate(TEXTS)]
     x = torch.stack([logits_of(model, tokens, row["text"]) for row in rows])[:, 0].double()
     y = torch.tensor([row["label"] for row in rows], dtype=torch.float64)
@@ -223,8 +214,7 @@ def test_a_run_on_rows_of_memory_is_scored_as_it_was_evaluated(tmp_path: Path, w
     assert isinstance(found, Scores)
     assert found.figures.pop("confusion", None) == last.get("confusion")
     assert found.figures == pytest.approx({name: last[name] for name in found.figures}, rel=1e-5)
-    assert len(found.predictions) == HELD
-    assert set(found.by_class) <= set(NAMES)
+    assert (len(found.predictions), set(found.by_class) <= set(NAMES)) == (HELD, True)
     problems = {"class": "single_label_classification", "several": "multi_label_classification", "number": "regression"}
     config = json.loads((result.output_dir / "export/config.json").read_text(encoding="utf-8"))
     assert config["problem_type"] == problems[what]
@@ -242,7 +232,7 @@ def test_a_run_on_rows_of_memory_is_scored_as_it_was_evaluated(tmp_path: Path, w
     ],
 )
 def test_what_cannot_be_scored(tmp_path: Path, rows: list[Any], options: dict[str, Any], told: str) -> None:
-    saved(tmp_path / "m", BertForSequenceClassification, NAMES)
+    saved(tmp_path / "m", Bert, NAMES)
     with pytest.raises(BadInputError) as error:
         run(Options(str(tmp_path / "m"), evaluation=write_rows(tmp_path / "t.jsonl", rows), **options))
     assert told in str(error.value)
