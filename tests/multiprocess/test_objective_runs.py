@@ -175,11 +175,6 @@ def test_tags_and_classes_are_those_of_pipelines(found: dict[str, Any], folder: 
     classify = pipeline("text-classification", model=str(folder / "classes/export"), device="cpu")
     assert classify("the king sang")[0]["label"] in CLASSES
     assert classify.model.config.id2label == dict(enumerate(CLASSES))
-    for record in evaluated(found["classes"]):
-        confusion = record["confusion"]
-        assert sum(map(sum, confusion)) == record["samples"] == HELD_OUT
-        assert sum(confusion[i][i] for i in range(3)) == round(record["accuracy"] * HELD_OUT)
-        assert 0.0 <= record["f1_macro"] <= 1.0
 
 
 def test_a_student_goes_on_exactly_and_with_its_own_teacher_alone(found: dict[str, Any], folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from trl import RewardConfig, RewardTrainer
 
 from toolkit.data.samples.samples import sample_of, stack
 from toolkit.errors import BadInputError
-from toolkit.objectives.reward import Reward, bradley_terry
+from toolkit.objectives.reward import Reward
 
 LENGTH = 64
 """Of a packed sample (tokens)."""
@@ -113,12 +112,6 @@ def test_rewards_are_those_that_transformers_gives_where_texts_are_padded_with_t
         config.pad_token_id = own
     assert found[:3].tolist() == pytest.approx(expected, rel=1e-5)
     assert found[3].isfinite(), "of padding alone the last token"
-
-
-def test_the_loss_is_its_formula() -> None:
-    chosen, rejected, margin = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0]), torch.tensor([0.25, 0.0])
-    expected = [math.log(1 + math.exp(-0.25)) + 0.1 * 1.5**2, math.log(1 + math.exp(5.0)) + 0.1]
-    assert bradley_terry(chosen, rejected, margin, 0.1).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("model", ["lm", "bert"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
 from support.texts import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
@@ -150,27 +149,6 @@ def test_entities_are_seqevals() -> None:
         tags = [draw.choice(known) for _ in range(draw.randrange(1, 12))]
         theirs = {(start, end + 1, kind) for kind, start, end in sequence_labeling.get_entities(tags)}
         assert entities(tags) == theirs, tags
-
-
-def test_f1_is_of_whole_entities() -> None:
-    from transformers import BertConfig, BertForTokenClassification
-
-    from toolkit.objectives.tagging import TokenClassification
-
-    names = ["O", "B-PER", "I-PER"]
-    sizes = {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8, "num_hidden_layers": 1}
-    model = BertForTokenClassification(BertConfig(vocab_size=10, num_labels=3, **sizes))
-    objective = TokenClassification(model, names)
-    right = torch.tensor([[IGNORED, 1, 2, 0, 1], [IGNORED, 0, 1, IGNORED, 0]])
-    chosen = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 0, 0]])
-    objective.logits = lambda model, batch: torch.nn.functional.one_hot(chosen, 3).float() * 50  # type: ignore[method-assign]
-    record = objective.evaluation_record(objective.evaluation_sums(model, {"labels": right}).tolist())
-    # Found: two of the first row, and one of two words in the second, where there is one of its second word alone.
-    assert (record["precision"], record["recall"], record["f1"]) == pytest.approx((2 / 3, 2 / 3, 2 / 3))
-    assert (record["samples"], record["accuracy"]) == (7, pytest.approx(5 / 7))
-    plain = TokenClassification(model, ["NOUN", "VERB", "X"])
-    plain.logits = objective.logits  # type: ignore[method-assign]
-    assert "f1" not in plain.evaluation_record(plain.evaluation_sums(model, {"labels": right}).tolist())
 
 
 def test_settings_without_effect_are_refused() -> None:
