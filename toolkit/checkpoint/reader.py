@@ -97,11 +97,14 @@ def _must_agree(key: str) -> bool:
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the fields that are set, by their dotted names: a version may have fields that another has not."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{key}.")
-        else:
+        elif isinstance(value, list):
+            flat[f"{prefix}{key}"] = [_flatten(item) if isinstance(item, dict) else item for item in value]
+        elif value is not None:
             flat[f"{prefix}{key}"] = value
     return flat
 

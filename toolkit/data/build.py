@@ -124,6 +124,9 @@ COLUMNS_OF_KEYS = (*FEATURES, "label", "tags", "split", "margin", "shard")
 LATER = frozenset({"group_size", "max_new_tokens", "rollout_batch_size", "scale_rewards", "mask_truncated"})
 """Fields of `ObjectiveSection` that are no part of the key of samples where they are not set."""
 
+GONE = dict.fromkeys(("router_z_coef", "router_bias_rate"))
+"""Fields that `ObjectiveSection` had, and which every key has, so that runs of before resume."""
+
 
 class Builder:
     """Makes samples for one recipe."""
@@ -160,7 +163,7 @@ class Builder:
         # A run resumes with files that were moved: their place decides the names of rows, not what is learned.
         # Rewards do not change the rows. Settings that came after version 0.2 count where they are set.
         objective = self.objective.model_dump(exclude={"rewards"})
-        objective = {name: value for name, value in objective.items() if value is not None or name not in LATER}
+        objective = GONE | {name: value for name, value in objective.items() if value is not None or name not in LATER}
         if self.objective.own_loss is not None:
             objective["loss"] = None  # the same rows as without it, wherever the file is
         fingerprint = digest("samples", folders, weights, fields, seed, objective, *split)

@@ -77,6 +77,8 @@ def test_every_difference_that_matters_is_listed() -> None:
     then = {"training": {"seed": 1, "output_dir": "a"}, "optimizer": {"kind": "adamw", "learning_rate": 1e-3}}
     harmless = {"training": {"seed": 1, "output_dir": "b"}, "optimizer": {"kind": "adamw", "learning_rate": 2e-3}}
     require_same_run(then, harmless, "here")
+    older, newer = ({"data": {"train": [{"path": "a", "weight": None, **new}]}} for new in ({}, {"columns": None}))
+    require_same_run(older, newer, "here")  # a field that came later, and is not set
     with pytest.raises(BadInputError, match="here is of another run") as found:
         require_same_run(then, {"training": {"seed": 2}, "optimizer": {}}, "here")
     assert "  - training.seed: 1 there, 2 now" in str(found.value)
