@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support.backend import accelerated
 from support.ranks import run_on_ranks
+from support.tiny import llama
 from torch import nn
 
 from toolkit.errors import ToolkitError
@@ -292,7 +293,11 @@ def refusals() -> dict[str, str]:
             loop.step()
         except ToolkitError as error:
             found[name] = str(error)
-    return found
+    model = llama().bfloat16()
+    model.model.layers[1].input_layernorm.float()
+    with pytest.raises(ToolkitError) as refused:
+        accelerated("zero3").prepare(model, torch.optim.SGD(model.parameters()))
+    return {**found, "two types": str(refused.value)}
 
 
 def test_loops_that_cannot_be_right_are_refused() -> None:
@@ -305,6 +310,7 @@ def test_loops_that_cannot_be_right_are_refused() -> None:
     for name in ("written", "of a frozen one", "saved"):
         assert found[name].startswith("head.weight was changed in place through the attribute of its module")
     assert "call zero_grad() of the optimizer or of the model before the next forward" in found["kept"]
+    assert "layers.1.input_layernorm.weight float32 are trained, but" in found["two types"]
 
 
 def objects() -> list[Any]:

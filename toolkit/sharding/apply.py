@@ -135,6 +135,8 @@ def apply(
         require_experts(model, mesh.shape[-1])
     for unit in plan.units:
         modules = [model.get_submodule(path) for path in unit.modules]
+        if PRECISIONS[mixed_precision] is None and not autograd_sums_gradients():
+            _require_one_trained_type(model, modules)
         if offload is not None:
             originals |= _hold_in_compute_type(model, modules, PRECISIONS[mixed_precision], kept)
         if unit.kind == "experts" and experts is not None:
@@ -236,6 +238,19 @@ def _require_one_type(model: nn.Module, kept: Sequence[str], is_spread: bool) ->
     torch_sums = autograd_sums_gradients()
     settings = settings_of_backend(offload="optimizer", experts=2 if is_spread else 1)
     refuse(settings, Surroundings(sums_in_autograd=torch_sums, keeps_float32=first))
+
+
+def _require_one_trained_type(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Raises BadInputError if trainable parameters of a unit have several types, of which FSDP2 reduces only one."""
+    own = (parameter for module in modules for parameter in module.parameters())
+    found = {each.dtype: each for each in own if each.requires_grad and not isinstance(each, DTensor)}
+    if len(found) > 1:
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        types = " and ".join(f"{name_of[id(each)]} {str(dtype)[6:]}" for dtype, each in found.items())
+        raise BadInputError(
+            f"in a unit of the model {types} are trained, but before torch 2.15 FSDP2 reduces one type; load the model "
+            "in float32, and set mixed_precision=bf16 in Accelerator"
+        )
 
 
 def _trained(model: nn.Module, names: Sequence[str]) -> list[str]:
