@@ -201,9 +201,9 @@ def notebook_cells(training: str | None = None) -> nbformat.NotebookNode:
     notebook = nbformat.read(ROOT / "recipes/finetune.ipynb", as_version=4)
     nbformat.validate(notebook)
     found = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    shortened = [cell for cell in found if '"training.num_epochs": 3,' in cell.source]
+    shortened = [cell for cell in found if '"training.num_epochs": 5,' in cell.source]
     assert len(shortened) == 1
-    source = shortened[0].source.replace('        "training.num_epochs": 3,\n', SHORT_NOTEBOOK)
+    source = shortened[0].source.replace('        "training.num_epochs": 5,\n', SHORT_NOTEBOOK)
     shortened[0].source = source.replace('"checkpoint.every_steps": 50', '"checkpoint.every_steps": 2')
     if training is not None:
         place = next(place for place, cell in enumerate(notebook.cells) if cell.source.startswith("result = finetune("))
