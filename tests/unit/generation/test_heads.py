@@ -205,6 +205,8 @@ def test_a_run_on_rows_of_memory_is_scored_as_it_was_evaluated(tmp_path: Path, w
         "training.output_dir": str(tmp_path / "run"),
     }
     result = finetune("classify", settings)
+    report = json.loads((result.output_dir / "data_report.json").read_text(encoding="utf-8"))
+    assert [report[split]["read"] for split in ("train", "validation")] == [36, 12], "each has a file of its own"
     last = [record for record in result.metrics if record["split"] == "eval"][-1]
     found = evaluate(result.output_dir, held)
     assert isinstance(found, Scores)
