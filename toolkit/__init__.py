@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, sharding_kwargs
     from toolkit.training.extension import Extension
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _NOISE = {
     "torch.utils._pytree": "is an Enum subclass and is now natively supported",
