@@ -121,11 +121,8 @@ class Trainer:
 
     def _fit(self, windows: Iterator[list[Batch]]) -> None:
         # The run had finished but was killed before its report: nothing is left to train. Step 0 is never the end.
-        if self.global_step > 0 and self._evaluation_due():
-            if self._left_evaluation:
-                self.evaluate()
-            if any(extension.ends_run(self) for extension in self.extensions):
-                return
+        if self.global_step > 0 and self._is_over(evaluates=self._left_evaluation):
+            return
         self._before_step()
         started = time.perf_counter()
         waited_for = self._waited_for(windows)
@@ -139,10 +136,8 @@ class Trainer:
             step = replace(step, learning_rate=learning_rate, seconds=time.perf_counter() - started)
             for extension in self.extensions:
                 extension.after_step(self, step)
-            if self._evaluation_due():
-                self.evaluate()
-                if any(extension.ends_run(self) for extension in self.extensions):
-                    return
+            if self._is_over():
+                return
             for extension in self.extensions:
                 extension.between_steps(self, step)
             collect_at(self.global_step)
@@ -356,6 +351,13 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         every = self.settings.eval_every_steps
         return every is not None and self.global_step % every == 0
+
+    def _is_over(self, evaluates: bool = True) -> bool:
+        """Evaluates if it is due and not done, and returns whether an extension ends the run then."""
+        due = self._evaluation_due()
+        if due and evaluates:
+            self.evaluate()
+        return due and any(extension.ends_run(self) for extension in self.extensions)
 
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:
