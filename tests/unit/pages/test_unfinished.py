@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from support.html_page import HOSTILE, Page
 from toolkit.errors import StoppedError
 from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.pages.run_page import RunSummary, render_report, write_report
-from toolkit.pages.status import Status, mark_ended, state_of
+from toolkit.pages.status import Status, mark_ended, state_of, status_in
 from toolkit.run.shown import live_report as live
 from toolkit.run.shown.live_report import LiveReport, ended_in
 
@@ -44,6 +45,9 @@ def test_who_saw_the_end_says_so_in_the_report(tmp_path: Path) -> None:
     assert text.partition("</section>")[2] == before.partition("</section>")[2], "what else the page shows stays"
     mark_ended(path, "killed", "later")
     assert path.read_text() == text, "the first account stays"
+    assert status_in(text) == replace(RUNNING, state="stalled", seconds_left=None, problem=f"Rank 1 {HOSTILE}")
+    older = re.sub('content="{[^"]*"', 'content="running"', before)
+    assert (status_in(before), status_in(older)) == (RUNNING, None)
 
 
 @pytest.mark.parametrize("status", [None, Status("failed", 1, 2, None, 0.0, 30, "x")])
@@ -72,8 +76,7 @@ def test_the_browser_runs_the_script_that_tells_of_a_page_too_old(tmp_path: Path
     assert len(scripts) == 2
     found = {name: value for _, name, value in Page(text).attributes if name.startswith("data-")}
     found.pop("data-curves")
-    numbers = {"data-step": "3", "data-steps": "10", "data-written": "1700000000.5", "data-late": "180"}
-    assert found == {**numbers, "data-left": "7.0"}
+    assert found == {"data-step": "3", "data-written": "1700000000.5", "data-late": "180"}
     assert set(re.findall(r"dataset\.(\w+)", scripts[0])) <= {name.removeprefix("data-") for name in found}
     assert len(allowed_scripts(report(tmp_path / "report.html", None))) == 1, "that of the curves"
     write_report(tmp_path / "report.html", RunSummary("run", "", [], {}, [], {}, {}))

@@ -14,7 +14,7 @@ from toolkit import ranks
 from toolkit.errors import StoppedError, first_line, is_lost_peer
 from toolkit.pages.parts.run_metrics import last_step
 from toolkit.pages.run_page import RunSummary, write_report
-from toolkit.pages.status import Status, mark_ended, state_of
+from toolkit.pages.status import State, Status, mark_ended, state_of
 from toolkit.run.shown.notebook import NotebookOutput
 
 FIRST_SECONDS = 3.0
@@ -74,7 +74,7 @@ class LiveReport:
         if self._num_written > 1:  # the first one also imports what pages need, 1.6 s on a busy machine
             self._every = max(EVERY_SECONDS, (time.monotonic() - started) / COST_SHARE)
 
-    def end(self, state: str, problem: str) -> None:
+    def end(self, state: State, problem: str) -> None:
         """Writes the report with the reason why the run ended early."""
         if ranks.rank() == 0:
             self._write(state, problem=problem)
@@ -91,7 +91,7 @@ class LiveReport:
         elif ranks.fails_alone(error):
             mark_ended(self._path, "failed", problem if is_lost else f"Rank {ranks.rank()}: {problem}")
 
-    def _write(self, state: str, seconds_left: float | None = None, problem: str = "") -> None:
+    def _write(self, state: State, seconds_left: float | None = None, problem: str = "") -> None:
         status = Status(
             state,
             last_step(self._records),
