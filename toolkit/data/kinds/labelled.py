@@ -171,7 +171,7 @@ class LabelledSamples(RowSamples):
 
     @property
     def has_several_labels(self) -> bool:
-        return np.ndim(self.labels) == 2
+        return getattr(self.labels, "ndim", 1) == 2  # of words they are a list
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         tokens = [self.row(number) for number in numbers]
