@@ -13,6 +13,7 @@ import shlex
 import stat
 import struct
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,10 @@ def file_of_rows(rows: Any) -> str:
         rows: mappings, which become JSON lines, or a `datasets.Dataset`, whose parquet keeps names of classes.
 
     Raises:
-        BadInputError: if a value has no place in JSON.
+        BadInputError: if a value has no place in JSON, or several splits are given.
     """
+    if isinstance(rows, Mapping):
+        raise BadInputError(f"rows in memory are of several splits ({', '.join(map(str, rows))}); give those of one")
     kind, buffer = "parquet" if hasattr(rows, "to_parquet") else "jsonl", io.BytesIO()
     try:
         if kind == "parquet":

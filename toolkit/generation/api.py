@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -60,7 +61,8 @@ def evaluate(source: str | Path, rows: Any, **options: object) -> Evaluation | S
         BadInputError: if a model, a file or an option cannot be used.
     """
     scores = has_head(place := find_model(str(source)))
-    file = Path(rows if isinstance(rows, str | Path) else file_of_rows(rows if scores else [*rows]))
+    rows = rows if scores or isinstance(rows, str | Path | Mapping) else [*rows]
+    file = Path(rows if isinstance(rows, str | Path) else file_of_rows(rows))
     chosen = Options(str(source), evaluation=file, **options)  # type: ignore[arg-type]
     if scores:
         return scored(place, chosen, file)

@@ -307,7 +307,8 @@ class DataSection(Section):
     def _as_sections(cls, value: Any) -> Any:
         """Turns a path, a mapping or a list of them into a list of mappings, and rows of memory into that of a file."""
         rows = value if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value) else []
-        if hasattr(value, "to_parquet") or (rows and not any("path" in row for row in rows)):
+        is_of_splits = isinstance(value, Mapping) and any(hasattr(of, "to_parquet") for of in value.values())
+        if is_of_splits or hasattr(value, "to_parquet") or (rows and not any("path" in row for row in rows)):
             value = file_of_rows(value)
         if isinstance(value, str | Mapping):
             value = [value]

@@ -723,6 +723,16 @@ def test_labels_that_are_numbers_or_truths(tmp_path: Path, chatml: Any) -> None:
     }
 
 
+def test_numbers_to_learn_are_those_of_float32(tmp_path: Path, chatml: Any) -> None:
+    numbers = ["3.5", -2, 1e38, "1e39", 10**400, "nan", "inf", "", True, None, -100, -100.0000001, [1.0]]
+    lines(tmp_path / "rows.jsonl", [{"text": "a", "label": number} for number in numbers])
+    report = report_of(
+        tmp_path, "rows.jsonl", chatml, ObjectiveSection(kind="sequence_classification", labels=["score"])
+    )
+    assert report["train"]["kept"] == 3
+    assert [len(rows) for reason, rows in dropped(report).items() if "not a number of float32" in reason] == [10]
+
+
 def test_an_error_while_rows_are_tokenised_leaves_nothing(
     tmp_path: Path, chatml: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import ClassLabel, Dataset
+from datasets import ClassLabel, Dataset, DatasetDict
+from pydantic import ValidationError
 from support.texts import write_rows
 from transformers import BertConfig, BertForTokenClassification, LlamaConfig, LlamaForSequenceClassification
 from transformers import BertForSequenceClassification as Bert
@@ -22,6 +23,7 @@ from toolkit.generation.text.command import run
 from toolkit.generation.text.heads import Scores
 from toolkit.generation.text.options import Options
 from toolkit.objectives.tagging import entities
+from toolkit.recipe.schema import DataSection
 from toolkit.run.run import finetune
 
 TEXTS = [f"the {who} said {what}" for who in ("king", "fox", "dog") for what in ("no", "yes to it", "that it rains")]
@@ -226,10 +228,22 @@ def test_a_run_on_rows_of_memory_is_scored_as_it_was_evaluated(tmp_path: Path, w
     [
         ([{"text": "a", "label": "pink"}], {}, "--eval: none of its rows (1) can be trained on. the label is not one"),
         ([{"text": "a", "label": "red"}], {"system": "b"}, "--system has no effect on"),
+        ([{"text": "a", "label": ["red"]}], {}, "write one label, no list, in each row"),
+        ([{"text": "a", "label": "red"}], {"batch_size": 1}, "write a list in each row"),
     ],
 )
 def test_what_cannot_be_scored(tmp_path: Path, rows: list[Any], options: dict[str, Any], told: str) -> None:
-    saved(tmp_path / "m", Bert, NAMES)
+    model, _ = saved(tmp_path / "m", Bert, NAMES)
+    if "batch_size" in options:
+        model.config.problem_type = "multi_label_classification"
+        model.config.save_pretrained(tmp_path / "m")
     with pytest.raises(BadInputError) as error:
         run(Options(str(tmp_path / "m"), evaluation=write_rows(tmp_path / "t.jsonl", rows), **options))
     assert told in str(error.value)
+
+
+def test_rows_of_memory_are_of_one_split() -> None:
+    splits = DatasetDict(train=Dataset.from_list([{"text": "a", "label": "red"}]))
+    for take in (lambda: evaluate("m", splits), lambda: DataSection.model_validate({"train": splits})):
+        with pytest.raises((BadInputError, ValidationError), match="give those of one"):
+            take()

@@ -76,10 +76,10 @@ def read_number(values: RowValues) -> Labelled:
     value, column = values["label"], values.columns["label"]
     try:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number) or number == IGNORED:
-        raise RowProblem(f"{column} is not a number, or {IGNORED}, which means no label")
+    if not abs(number) <= torch.finfo(torch.float32).max or np.float32(number) == IGNORED:
+        raise RowProblem(f"{column} is not a number of float32, or is {IGNORED}, which means no label")
     return _labelled(values, repr(number))
 
 

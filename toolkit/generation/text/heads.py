@@ -49,7 +49,8 @@ class Scores:
     def lines(self) -> list[str]:
         """Returns what the command prints."""
         told = {name: value for name, value in self.figures.items() if isinstance(value, float)}
-        lines = [f"{figure_of(name).title}: {figure_of(name).in_short(value)}" for name, value in told.items()]
+        titles = {name: "Loss" if name == "loss" else figure_of(name).title for name in told}
+        lines = [f"{titles[name]}: {figure_of(name).in_short(value)}" for name, value in told.items()]
         lines += [f"left out: {why}: {count:,}" for why, count in self.left_out.items()]
         if not self.by_class:
             return lines
@@ -89,22 +90,27 @@ def score_rows(place: Place, file: Path, batch_size: int, dtype: str, device: st
 
     from toolkit.data.samples.loader import evaluation_batches
     from toolkit.objectives.build import build_objective
+    from toolkit.objectives.classification import SEVERAL_LABELS
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_base(place, dtype, None, writes=False).to(device).eval()
     section, data = _rows_of(model, place, file)
     samples: Any = data.train
+    if samples.has_several_labels != (several := model.config.problem_type == SEVERAL_LABELS):
+        asked = "a list" if several else "one label, no list,"
+        raise BadInputError(f"--eval: label is not as {place.name!r} learned it; write {asked} in each row")
     unweighted = section.model_copy(update={"class_weights": None})  # balanced ones count rows that are not here
     objective = build_objective(unweighted, model, False, dict.fromkeys(data.label_names or [], 0), apart=True)
-    sums, judged, logits = [], list[dict[str, Any]](), list[torch.Tensor]()
+    sums: Any = 0
+    judged, logits = list[dict[str, Any]](), list[torch.Tensor]()
     with torch.no_grad(), model.register_forward_hook(lambda _model, _inputs, output: logits.append(output.logits)):
         for batch in evaluation_batches(samples, batch_size, 0, 1, None):
             batch = send_to_device(objective.on_host(batch), device)
-            sums.append(objective.evaluation_sums(model, batch))
+            sums = sums + objective.evaluation_sums(model, batch)
             judged += objective.judged(logits.pop(), batch, data.label_names or [])
     rows = [row for number in range(len(samples)) for row in samples.rows_of(number)]
-    figures = objective.evaluation_record(torch.stack(sums).sum(dim=0).tolist())
+    figures = objective.evaluation_record(sums.tolist())
     if section.class_weights is not None:
         del figures["loss"]
     left_out = {why: found.count for why, found in data.report.train.dropped.items()} if data.report.train else {}
