@@ -30,7 +30,7 @@ ON_PAGES = [list(group) for _, group in itertools.groupby(PRINTED, lambda comman
 def train_a_little(folder: Path) -> None:
     """Leaves `model` and the finished run `outputs/notes`, with checkpoints after steps 2 and 4; and that run again.
 
-    And a folder `llama.cpp` with a converter that does nothing.
+    And a folder `llama.cpp` with a converter and a quantiser that do nothing.
     """
     from toolkit import Recipe, finetune
 
@@ -62,6 +62,10 @@ def train_a_little(folder: Path) -> None:
     (folder / "llama.cpp/convert_hf_to_gguf.py").write_text(
         "import pathlib, sys\npathlib.Path(sys.argv[sys.argv.index('--outfile') + 1]).touch()\n"
     )
+    quantiser = folder / "llama.cpp/build/bin/llama-quantize"
+    quantiser.parent.mkdir(parents=True)
+    quantiser.write_text('#!/bin/sh\ntouch "$2"\n')
+    quantiser.chmod(0o755)
 
 
 @pytest.fixture(scope="module")

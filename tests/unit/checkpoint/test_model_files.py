@@ -315,7 +315,7 @@ def test_a_run_changes_no_other_file_and_says_how_to_serve_it(
         if name == "whole":
             text = (base / "config.json").read_text()
             assert (tmp_path / name / "export" / "config.json").read_text() == text.replace("bfloat16", "float32")
-        assert f"to serve it: {command}{tmp_path / name / 'export'} (docs" in said
+        assert f"to serve it: {command}{tmp_path / name / 'export'} (`toolkit help serving`" in said
         kept = {path.name for path in base.iterdir()} - {"model.safetensors"}
         kept -= {"config.json"} if name == "whole" else set()
         kept -= {"config.json", "generation_config.json", "LICENSE"} if name == "adapter" else set()
