@@ -76,7 +76,7 @@ def test_left_open_rows_are_padded_and_asked_for_it_is_an_error(place: Path, con
     padded = rehearsed(place, config)
     assert padded.code == 0, padded.told
     assert f"packing: none, each row is padded: {why}" in padded.told
-    assert ", 20 samples," in padded.told, "a sample for each of the 20 rows"
+    assert ", samples 20," in padded.told, "a sample for each of the 20 rows"
     asked = rehearsed(place, config, "data.packing=true")
     assert asked.problems(f"data.packing: {why}") == [], asked.told
     assert "none, each row" not in rehearsed(place, config, "data.packing=false").told
@@ -118,7 +118,7 @@ def test_verify_compares_the_rows_that_a_run_would_train_on(
 
     def ranks(recipe: Recipe, launch: Launch, steps: int, folder: Path, seconds: float) -> ShardedRun:
         asked.append(recipe.data.packing)
-        return ShardedRun(Outcome([], [], {}, [], {}), {"packing": "none", "ranks": "2"}, "no", "cpu", None)
+        return ShardedRun(Outcome([], [], {}, [], {}), {"packing": "none", "ranks": "2"}, "no", None)
 
     monkeypatch.setattr("toolkit.verify.run_ranks", ranks)
     monkeypatch.setattr("toolkit.verify.compare", lambda *_: [])
