@@ -71,9 +71,7 @@ def file_of_rows(rows: Any) -> str:
         raise BadInputError(f"rows in memory cannot be written as {kind}: {error}; write them to a file") from error
     path = user_cache() / "rows" / f"rows-{hashlib.sha256(buffer.getvalue()).hexdigest()[:12]}.{kind}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_bytes(buffer.getvalue())
-    os.replace(unfinished, path)
+    atomic_write(path, buffer.getvalue())
     return str(path)
 
 
@@ -112,12 +110,12 @@ def shown_path(path: Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def atomic_write(path: Path, text: str, errors: str = "strict") -> None:
-    """Writes `text` to `path`. A reader sees the old file or the new one, never a part, even after a power cut.
+def atomic_write(path: Path, content: str | bytes, errors: str = "strict") -> None:
+    """Writes `content` to `path`. A reader sees the old file or the new one, never a part, even after a power cut.
 
     Args:
         path: the file.
-        text: its content.
+        content: text, or bytes.
         errors: how to handle characters that UTF-8 cannot encode, as in `open`.
 
     Raises:
@@ -126,16 +124,16 @@ def atomic_write(path: Path, text: str, errors: str = "strict") -> None:
     # Not tempfile: only their owner can read its files, and these files are there to be shared.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_synced(temporary, text, errors)  # otherwise a power cut may leave an empty file
+        write_synced(temporary, content, errors)  # otherwise a power cut may leave an empty file
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_synced(path: Path, text: str, errors: str = "strict") -> None:
+def write_synced(path: Path, content: str | bytes, errors: str = "strict") -> None:
     """Writes a file and waits until it is on the disk."""
-    with path.open("w", encoding="utf-8", errors=errors) as file:
-        file.write(text)
+    with path.open("wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode("utf-8", errors))
         file.flush()
         os.fsync(file.fileno())
 
