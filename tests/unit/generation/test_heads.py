@@ -228,6 +228,12 @@ def test_a_run_on_rows_of_memory_is_scored_as_it_was_evaluated(tmp_path: Path, w
     [
         ([{"text": "a", "label": "pink"}], {}, "--eval: none of its rows (1) can be trained on. the label is not one"),
         ([{"text": "a", "label": "red"}], {"system": "b"}, "--system has no effect on"),
+        pytest.param(
+            [{"text": "a", "label": "red"}],
+            {"device": "cuda"},
+            "cuda is not available on this machine",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
         ([{"text": "a", "label": ["red"]}], {}, "write one label, no list, in each row"),
         ([{"text": "a", "label": "red"}], {"batch_size": 1}, "write a list in each row"),
     ],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, first_line
 from toolkit.generation.text.complete import Shown, image_arguments
-from toolkit.generation.text.load import find_model, tokenizer_of
+from toolkit.generation.text.load import device_of, find_model, tokenizer_of
 from toolkit.paths import user_cache
 
 if TYPE_CHECKING:
@@ -168,14 +168,12 @@ def reward_model(source: str, dtype: str, device: str, field: str = "--reward") 
     Raises:
         BadInputError: if it does not score completions.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from toolkit.generation.text.command import quiet
 
     folder = find_reward_model(source, field)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(device)
     with quiet():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BadInputError, DataError
-from toolkit.generation.text.load import Place, load_base, positions_of, tokenizer_of
+from toolkit.generation.text.load import Place, device_of, load_base, positions_of, tokenizer_of
 from toolkit.recipe.figures import figure_of
 from toolkit.recipe.load import read_yaml
 
@@ -92,8 +93,7 @@ def score_rows(place: Place, file: Path, batch_size: int, dtype: str, device: st
     from toolkit.objectives.build import build_objective
     from toolkit.objectives.classification import SEVERAL_LABELS
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(device)
     model = load_base(place, dtype, None, writes=False).to(device).eval()
     section, data = _rows_of(model, place, file)
     samples: Any = data.train
@@ -151,14 +151,14 @@ def _rows_of(model: Any, place: Place, file: Path) -> tuple[ObjectiveSection, To
 
 def _by_class(rows: Sequence[Sequence[set[Any]]], names: list[str]) -> dict[str, dict[str, float]]:
     """Returns precision, recall, F1 and number of each class, the last element of what is right and what is said."""
+    right, said, hits = (Counter[Any]() for _ in range(3))
+    for true, predicted in rows:
+        for count, parts in ((right, true), (said, predicted), (hits, true & predicted)):
+            count.update(part[-1] for part in parts)
+    there = {*right, *said}
     found: dict[str, dict[str, float]] = {}
-    there = {part[-1] for sides in rows for side in sides for part in side}
     for name in [name for name in names if name in there] + sorted(there.difference(names)):
-        right, said = (
-            [{part for part in side if part[-1] == name} for side in sides] for sides in zip(*rows, strict=True)
-        )
-        hits = sum(len(a & b) for a, b in zip(right, said, strict=True))
-        true, claimed = sum(map(len, right)), sum(map(len, said))
-        shares = {"precision": hits / max(1, claimed), "recall": hits / max(1, true)}
-        found[name] = {**shares, "f1": 2 * hits / max(1, true + claimed), "rows": true}
+        shares = {"precision": hits[name] / max(1, said[name]), "recall": hits[name] / max(1, right[name])}
+        f1 = 2 * hits[name] / max(1, right[name] + said[name])
+        found[name] = {**shares, "f1": f1, "rows": right[name]}
     return found

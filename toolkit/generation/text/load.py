@@ -108,6 +108,16 @@ def model_in(folder: Path) -> Place | None:
     return Place(str(folder)) if (folder / "config.json").is_file() else None
 
 
+def device_of(device: str) -> str:
+    """Returns a device's name; `auto` is CUDA's if there is one, and else the CPU. Raises BadInputError for none."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise BadInputError("--device: cuda is not available on this machine; allowed here: auto, cpu")
+    return device if device != "auto" else "cuda" if has_cuda else "cpu"
+
+
 def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded:
     """Loads a model and its tokenizer.
 
@@ -120,16 +130,12 @@ def load_model(source: str, dtype: str = "auto", device: str = "auto") -> Loaded
         BadInputError: if it cannot be loaded or generates no text.
     """
     place = find_model(source)
-    import torch
     from transformers import GenerationConfig
 
     from toolkit.model.quantised.quantised import make_exact_on_cpu
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BadInputError("--device: cuda is not available on this machine; allowed here: auto, cpu")
-    spread = device == "auto" and torch.cuda.is_available()
-    if device == "auto" and not spread:
-        device = "cpu"
+    chosen = device_of(device)
+    spread, device = device == "auto" and chosen == "cuda", chosen
     base = adapter_base(place) if place.is_adapter else place
     model = load_base(base, dtype, adapter_quantisation(place, base) if place.is_adapter else None, spread)
     if device == "cpu":
