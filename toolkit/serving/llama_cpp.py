@@ -61,13 +61,13 @@ def find_quantiser(folder: Path | None) -> str:
     """Returns the path of `llama-quantize`.
 
     Args:
-        folder: the folder of llama.cpp's sources, which may be built; None looks on the PATH alone.
+        folder: the folder of llama.cpp's sources, which may be built, or None; then the PATH is searched.
 
     Raises:
         BadInputError: if it is not there.
     """
-    places = [os.fspath(folder / "build" / "bin")] if folder is not None else []
-    found = next(filter(None, (shutil.which(QUANTISER, path=place) for place in [*places, None])), None)
+    built = None if folder is None else shutil.which(QUANTISER, path=folder / "build" / "bin")
+    found = built or shutil.which(QUANTISER)
     if found is None:
         raise BadInputError(
             f"--quantise: {QUANTISER} is not installed; run `conda install -c conda-forge llama.cpp` or `brew install "

@@ -79,10 +79,9 @@ def export(
         servers = "; vLLM and SGLang read huggingface" if file_format in ("vllm", "sglang") else ""
         close = did_you_mean(file_format, FORMATS)
         raise BadInputError(f"--format: unknown {file_format!r}{close}; allowed: {', '.join(FORMATS)}{servers}")
-    if llama_cpp is not None and file_format == FORMATS[0]:
-        raise BadInputError("--llama-cpp has no effect without --format gguf or ollama; leave it out")
-    if quantise is not None and file_format == FORMATS[0]:
-        raise BadInputError("--quantise has no effect without --format gguf or ollama; add one, or leave it out")
+    for option, given in {"--llama-cpp": llama_cpp, "--quantise": quantise}.items():
+        if given is not None and file_format == FORMATS[0]:
+            raise BadInputError(f"{option} has no effect without --format gguf or ollama; leave it out")
     if quantise is not None and (quantise := quantise.lower()) not in QUANTISED:
         close = did_you_mean(quantise, QUANTISED)
         raise BadInputError(f"--quantise: unknown {quantise!r}{close}; allowed: {', '.join(QUANTISED)}")
