@@ -99,7 +99,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def own_recipes(page: list[Printed]) -> None:
     """Writes the recipes that a reader of the page has: mine.yaml, and what the page's own commands make."""
-    made = [command.words[-1] for command in page if command.words[1:3] in (("recipes", "copy"), ("configs", "copy"))]
+    made = [command.words[-1] for command in page if command.words[1:3] == ("recipes", "copy")]
     Path("outputs/notes/export").mkdir(parents=True, exist_ok=True)
     for name in {"mine.yaml", "outputs/notes/export/recipe.yaml", *made}:
         if Path(name).exists():

@@ -16,7 +16,6 @@ from typer.core import TyperGroup
 
 import toolkit
 from toolkit.cli.commands.checkpoints import checkpoints
-from toolkit.cli.commands.configs import configs_app
 from toolkit.cli.commands.data import data
 from toolkit.cli.commands.doctor import doctor
 from toolkit.cli.commands.export import export
@@ -127,7 +126,6 @@ for _group, _examples in COMMANDS.items():
         app.command(rich_help_panel=_group, epilog=_example)(_command)
 recipes_app.command("schema", epilog="toolkit recipes schema --to recipe.schema.json")(schema)
 app.add_typer(recipes_app, name="recipes", rich_help_panel="Start")
-app.add_typer(configs_app, name="configs", rich_help_panel="Start")
 
 
 def main() -> None:

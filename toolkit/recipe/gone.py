@@ -48,6 +48,7 @@ GONE_KEYS = {
 
 GONE_COMMANDS = {
     "compare": Gone("look at runs side by side in a tracker (logging.trackers; `toolkit help trackers` shows two)"),
+    "configs": Gone("write toolkit recipes configs, and toolkit recipes copy", "0.4.0"),
     "reproduce": Gone("train the export's recipe.yaml; `toolkit help reliability` says how to compare the weights"),
     "schema": Gone("write toolkit recipes schema"),
 }

@@ -178,7 +178,7 @@ class AccelerateConfig:
             if found not in (None, False, *allowed):
                 raise self.error(
                     f"{key} is {found!r}, but the sharding backend runs under {', '.join(allowed)} alone; "
-                    "`toolkit configs` lists configs to copy (`toolkit help coming_from/deepspeed` has its keys)"
+                    "`toolkit recipes configs` lists some to copy (`toolkit help coming_from/deepspeed` has its keys)"
                 )
         if self.asks_for("fsdp_offload_params"):
             raise self.error(OFFLOADED_PARAMS)

@@ -156,8 +156,8 @@ def refuse_stock_settings() -> None:
         if (found := os.environ.get(variable, "false")).lower() == "true":
             raise BadInputError(
                 f"{variable} of the environment is {found}, but the sharding backend runs under FSDP: an Accelerate "
-                f"config's distributed_type {backend}, or left over; start with another config (`toolkit configs` "
-                "lists some), or unset it"
+                f"config's distributed_type {backend}, or left over; start with another config "
+                "(`toolkit recipes configs` lists some), or unset it"
             )
 
 

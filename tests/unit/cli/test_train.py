@@ -1,4 +1,4 @@
-"""`toolkit train` and `toolkit configs`: what is handed to Accelerate's launcher, and its exit codes."""
+"""`toolkit train` and `toolkit recipes configs`: what is handed to Accelerate's launcher, and its exit codes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_path_with_spaces_is_one_word_of_the_line(launched: list[list[str]], t
     copied = CliRunner().invoke(app, ["recipes", "copy", "quickstart", str(recipe)])
     assert copied.output.endswith(f"toolkit train '{recipe}'\n")
     config = tmp_path / "my configs/two.yaml"
-    copied = CliRunner().invoke(app, ["configs", "copy", "cpu_2", str(config)])
+    copied = CliRunner().invoke(app, ["recipes", "copy", "cpu_2", str(config)])
     assert copied.output.endswith(f"--config '{config}'\n")
     result = run(str(recipe), "--config", str(config), f"training.output_dir={tmp_path}/my run")
     printed = shlex.split(result.stderr.splitlines()[-1])
@@ -326,13 +326,13 @@ def test_a_signal_goes_to_a_single_rank_and_its_exit_code_comes_back(tmp_path: P
 
 
 def test_configs_are_listed_and_copied(tmp_path: Path) -> None:
-    rows = json.loads(CliRunner().invoke(app, ["configs", "--json"]).output)
+    rows = json.loads(CliRunner().invoke(app, ["recipes", "configs", "--json"]).output)
     assert {row["name"] for row in rows} == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
     assert all(row["description"].endswith(".") for row in rows)
-    copied = CliRunner().invoke(app, ["configs", "copy", "zero2", str(tmp_path / "mine.yaml")])
+    copied = CliRunner().invoke(app, ["recipes", "copy", "zero2", str(tmp_path / "mine.yaml")])
     assert copied.exit_code == 0, copied.output
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["fsdp_config"]["fsdp_sharding_strategy"] == "zero2"
-    again = CliRunner().invoke(app, ["configs", "copy", "zero2", str(tmp_path / "mine.yaml")])
+    again = CliRunner().invoke(app, ["recipes", "copy", "zero2", str(tmp_path / "mine.yaml")])
     assert "exists" in str(again.exception)
 
 

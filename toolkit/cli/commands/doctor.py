@@ -217,7 +217,7 @@ def _config_finding() -> Finding:
     try:
         refuse_configured_axes()
         if not path.is_file():
-            return Finding("Accelerate config", OK, "none of this user's; name one of `toolkit configs`")
+            return Finding("Accelerate config", OK, "none of this user's; name one of `toolkit recipes configs`")
         read_accelerate_config(path).check()
     except BadInputError as error:
         return Finding("Accelerate config", FAILED, str(error))

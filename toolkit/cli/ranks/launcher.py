@@ -77,7 +77,7 @@ def run_launcher(arguments: Sequence[str], output_dir: Path, recipe: Recipe | No
     except (TypeError, AttributeError, KeyError) as error:  # it checks no types
         raise BadInputError(
             f"accelerate launch cannot use a value of its config ({in_words(error)}); compare numbers, quotes and keys "
-            "with those of a shipped one (toolkit configs)"
+            "with those of a shipped one (toolkit recipes configs)"
         ) from error
     return 0
 

@@ -65,6 +65,11 @@ def complete_config(incomplete: str) -> list[str]:
     return _names_or_files(shipped_files("accelerate_configs"), incomplete)
 
 
+def complete_shipped(incomplete: str) -> list[str]:
+    """Recipes and Accelerate configs that are shipped."""
+    return [name for name in (*shipped_recipes(), *shipped_files("accelerate_configs")) if name.startswith(incomplete)]
+
+
 def _names_or_files(names: Iterable[str], incomplete: str) -> list[str]:
     """Returns names and files that start with what was typed; without any, the shell completes paths itself."""
     path = Path(incomplete)
@@ -118,7 +123,7 @@ StrategyOption = Annotated[
 ConfigOption = Annotated[
     str | None,
     typer.Option(
-        help="Accelerate config: the name of a shipped one (`toolkit configs`) or a path.",
+        help="Accelerate config: the name of a shipped one (`toolkit recipes configs`) or a path.",
         rich_help_panel=MACHINE,
         autocompletion=complete_config,
     ),
