@@ -6,16 +6,15 @@ import gc
 import os
 import platform
 import signal
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path, PurePath
 from unittest import mock
 
 import pytest
 from support.texts import make_texts, write_rows
-from support.tiers import is_left_out, is_slow, keep_last_runs, room_of
+from support.tiers import is_control, is_left_out, is_slow, room_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: xdist's workers share the cores
 gc.disable()  # what the collection of tests imports is never garbage
@@ -27,9 +26,6 @@ PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft")
 
 _seconds: defaultdict[str, list[float]] = defaultdict(list)
 """File -> the seconds that each setup, test and teardown took."""
-
-_outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-"""File -> how often each outcome came out."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_slow(item.path.relative_to(root), marks_of(item)):
             item.add_marker("slow")
+        if is_control(item.nodeid.removeprefix("tests/")) and "slow" in marks_of(item):
+            item.add_marker("control")
     left_out = [item for item in items if is_left_out(marks_of(item), config.option.markexpr)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not is_left_out(marks_of(item), config.option.markexpr)]
@@ -78,18 +76,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Notes a test's seconds and outcome; what failed outside the test counts as well."""
-    file = report.nodeid.partition("::")[0]
-    _seconds[file].append(report.duration)
-    if report.when == "call" or report.outcome != "passed":
-        _outcomes[file][report.outcome] += 1
+    """Notes a test's seconds."""
+    _seconds[report.nodeid.partition("::")[0]].append(report.duration)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says what each room took, summed over the workers, and on which versions, where several rooms ran.
-
-    Of a run of the grid, the table of last runs gets the rows.
-    """
+    """Says what each room took, summed over the workers, and on which versions, where several rooms ran."""
     rooms: defaultdict[str, float] = defaultdict(float)
     for file, seconds in _seconds.items():
         rooms[room_of(PurePath(file))] += sum(seconds)
@@ -99,6 +91,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for room, sum_of_seconds in sorted(rooms.items(), key=lambda one: -one[1]):
             terminalreporter.line(f"{sum_of_seconds:8.0f} {room}")
         terminalreporter.line(f"Python {platform.python_version()}, {versions}")
-    if config.option.markexpr == "grid" and _seconds:
-        runs = {file: (_outcomes[file], sum(seconds)) for file, seconds in _seconds.items()}
-        keep_last_runs(Path(__file__).with_name("grid.md"), runs, f"{date.today()}", versions)

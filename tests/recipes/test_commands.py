@@ -103,7 +103,9 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     assert 'pip install --quiet "${constraints[@]}" -e ".[test,docs]"' in ci
     assert "constraints=(--constraint .ci/constraints.txt)" in ci
     assert testing.startswith("pytest ")
-    assert ci.rstrip().splitlines()[-3:] == [testing, 'wait "$checked"', f"{testing} -m slow"], "the rest at the end"
+    rest = [f"  {testing} -m control", "else", f"  {testing} -m slow", "fi"]
+    assert ci.rstrip().splitlines()[-4:] == rest, "the rest at the end"
+    assert f'\n{testing}\nwait "$checked"\n' in ci
     assert "set -euo pipefail" in ci
 
 

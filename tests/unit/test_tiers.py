@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path, PurePath
 
-from support.tiers import HEAD, is_left_out, is_slow, keep_last_runs, room_of
+from support.tiers import control_set, is_control, is_left_out, is_slow, room_of
 
+TESTS = Path(__file__).parents[1]
 UNIT, RANKS = PurePath("unit/data/test_a.py"), PurePath("multiprocess/test_b.py")
 
 
@@ -30,13 +30,11 @@ def test_rooms_are_folders() -> None:
     assert room_of(PurePath("tests/multiprocess/test_d.py")) == "multiprocess"
 
 
-def test_a_run_of_the_grid_replaces_its_rows_in_the_table(tmp_path: Path) -> None:
-    table, passed = tmp_path / "grid.md", Counter(passed=3, skipped=1)
-    keep_last_runs(
-        table, {"tests/b.py": (passed, 90.0), "tests/a.py": (Counter(failed=1), 6.0)}, "2026-01-02", "torch 2"
-    )
-    keep_last_runs(table, {"tests/a.py": (passed, 6.0)}, "2026-01-03", "torch 3")
-    assert table.read_text() == HEAD + (
-        "| tests/a.py | 3 | 0 | 1 | 0.1 | 2026-01-03 | torch 3 |\n"
-        "| tests/b.py | 3 | 0 | 1 | 1.5 | 2026-01-02 | torch 2 |\n"
-    )
+def test_the_control_set_names_tests_that_are_there() -> None:
+    for key in control_set():
+        file, _, test = key.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (TESTS / file).read_text() if test else (TESTS / file).is_file(), key
+    assert is_control("traces/test_traces.py::test_a[1]")
+    assert is_control("multiprocess/test_lora.py::test_the_run_is_that_of_peft_alone[2]")
+    assert not is_control("multiprocess/test_lora.py::test_the_run_is_that_of_peft_alone[4]")
+    assert not is_control("unit/suggest/test_initial.py::test_a")
