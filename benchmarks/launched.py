@@ -42,15 +42,16 @@ def import_all() -> None:
 def watch() -> None:
     """Puts a clock around the parts of a run."""
 
+    from toolkit.run import prepare
     from toolkit.run.checks import packed_rows
-    from toolkit.run.stages import accelerator, model_on_meta, opening
+    from toolkit.run.stages import accelerator
     from toolkit.training.trainer import Trainer
 
     for module, name, part in (
-        (opening, "build_accelerator", "accelerator"),
-        (model_on_meta.tokenizer, "load", "tokenizer"),
-        (model_on_meta.build, "build", "data"),
-        (model_on_meta, "load", "model"),
+        (accelerator, "build_accelerator", "accelerator"),
+        (prepare.tokenizer, "load", "tokenizer"),
+        (prepare.build, "build", "data"),
+        (prepare, "load", "model"),
         (accelerator.Accelerator, "prepare", "prepare, with weights"),
         (packed_rows, "check_packing", "check of packing"),
         (Trainer, "evaluate", "first evaluation"),

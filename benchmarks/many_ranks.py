@@ -90,7 +90,7 @@ def checkpoint(ranks: int, made: Path, folder: Path) -> dict[str, Any]:
 
 def watch(ranks: int, folder: Path) -> dict[str, Any]:
     """A look of one rank at the others, at once and a minute long; what all ranks read together."""
-    from toolkit.supervise import watchdog
+    from toolkit.supervise import watched
     from toolkit.supervise.rank_status import RankStatus, to_text
     from toolkit.training.extensions.heartbeat import RECORD_BYTES, Heartbeat, mark_watched
     from toolkit.training.phase import Phase
@@ -105,15 +105,15 @@ def watch(ranks: int, folder: Path) -> dict[str, Any]:
     for first in range(HOST, ranks, HOST):
         places = [RankStatus(rank, "n", 1, "S", "forward", 1, 1, 0.0, 0.0) for rank in range(first, first + HOST)]
         (shared / f"host_{first:05d}.json").write_text(to_text(places, 1, time.time()))
-    seen = watchdog.Watch(memory, 0, local, shared, 600.0, 5.0, threading.get_ident())
+    seen = watched.Watch(memory, 0, local, shared, 600.0, 5.0, threading.get_ident())
     read: list[Path] = []
-    read_host = watchdog.read_host
-    watchdog.read_host = lambda path: read.append(path) or read_host(path)
+    read_host = watched.read_host
+    watched.read_host = lambda path: read.append(path) or read_host(path)
     now = time.monotonic()
     seconds = timed(lambda: seen.look(now))
     for look in range(1, 60):
         seen.look(now + 5.0 * look)
-    watchdog.read_host = read_host
+    watched.read_host = read_host
     return {"look s": seconds, "heartbeat files read a second, all ranks": round(len(read) * ranks / 300)}
 
 

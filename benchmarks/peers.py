@@ -240,13 +240,12 @@ def by_toolkit(strategy: str, packing: bool, offload: str = "none", **others: An
     def train(gate: Gate, job: Job, rank: int) -> None:
         from toolkit.optim.schedule import build_schedule
         from toolkit.recipe.recipe import Recipe
+        from toolkit.run.parts.figures import NonFiniteSteps, Records
         from toolkit.run.parts.order import parts_of
         from toolkit.run.prepare import prepare_run
         from toolkit.run.stages.accelerator import build_accelerator, build_plugins, quiet_libraries
         from toolkit.run.stages.stages import OpenedRun
         from toolkit.terminal import Terminal
-        from toolkit.training.extensions.non_finite import NonFiniteSteps
-        from toolkit.training.extensions.records import Records
         from toolkit.training.metrics import Metrics
         from toolkit.training.trainer import Trainer
 

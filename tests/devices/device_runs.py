@@ -43,13 +43,13 @@ from toolkit.optim.build import build_optimizer
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.schema import OptimizerSection, TrainingSection
 from toolkit.run.parts.experts import ExpertLoads
+from toolkit.run.parts.figures import Records
 from toolkit.sharding import Checkpointing, OffloadSettings, sharding_kwargs
 from toolkit.sharding.blocks.by_block import ByBlock
 from toolkit.sharding.fsdp2.shards import local_tensor, state_once
 from toolkit.sharding.launched import accumulation_plugin
 from toolkit.sharding.parallel.sequence_parallel import form_groups
 from toolkit.sharding.plan.strategy import STRATEGIES
-from toolkit.training.extensions.records import Records
 from toolkit.training.trainer import Trainer
 
 NUM_RANKS = 4

@@ -162,10 +162,10 @@ def test_code_of_the_users_that_fails_on_another_rank_than_the_first_is_told(rec
 def met_and_lost(folder: str) -> None:
     """Rank 1 is killed when all have met, before the ranks have made the group for long waits."""
     from toolkit import Recipe, finetune
-    from toolkit.run.stages import opening
+    from toolkit.run.stages import accelerator
     from toolkit.supervise import rendezvous
 
-    build = opening.build_accelerator
+    build = accelerator.build_accelerator
 
     def built(*arguments: Any) -> Any:
         accelerator = build(*arguments)
@@ -173,7 +173,7 @@ def met_and_lost(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return accelerator
 
-    opening.build_accelerator, rendezvous.SHORTEST_SECONDS = built, 3.0
+    accelerator.build_accelerator, rendezvous.SHORTEST_SECONDS = built, 3.0
     home = Path(folder)
     values = recipe_values(home / "model", home / "rows.jsonl", home / "out", home / "cache", stall_minutes=0.01)
     finetune(Recipe.from_mapping(values))

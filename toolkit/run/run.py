@@ -34,7 +34,7 @@ from toolkit.run.shown.live_report import LiveReport, ended_in
 from toolkit.run.shown.notebook import NotebookOutput, finetune_on, notebook_output
 from toolkit.run.shown.outcome import FinetuneResult, finished_before, print_result, result_of, summary_of, write_pages
 from toolkit.run.shown.run_summary import facts_of, print_run_summary
-from toolkit.run.stages.opening import open_run
+from toolkit.run.stages.accelerator import open_run
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.supervise.lease import owned
 from toolkit.supervise.output_place import require_place

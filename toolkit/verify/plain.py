@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from toolkit.data import build
 from toolkit.data.build import TokenisedData
-from toolkit.data.samples.image_samples import image_samples_of
-from toolkit.data.samples.samples import Batch
+from toolkit.data.images.images import PREFIX
+from toolkit.data.samples.image_samples import ImageSamples, image_samples_of
+from toolkit.data.samples.samples import Batch, batch_of
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import BadInputError
-from toolkit.model.load import load
+from toolkit.model.adapters.adapters import base_of, has_adapter
+from toolkit.model.load import LoadedModel, load
+from toolkit.model.quantised.quantised import matrix_of_4_bits, plain_layer, quantised_layers
 from toolkit.model.routers import find_routers
-from toolkit.model.structure.model_parts import VISION, asked_parts, parts_of
+from toolkit.model.structure.model_parts import VISION, asked_parts, freeze_untrained, parts_of, writer_class
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.teacher import load_teacher
@@ -35,9 +41,7 @@ from toolkit.run.parts.rollouts import Rollouts
 from toolkit.run.stages.rows import build_windows, fitting, may_pad, require_room, without_packing
 from toolkit.sharding.fsdp2.shards import local_tensor
 from toolkit.verify.launch import Launch
-from toolkit.verify.plain_images import PlainImages, row_by_row
-from toolkit.verify.plain_losses import PLAIN_LOSSES, PlainLoss
-from toolkit.verify.plain_model import plain_model
+from toolkit.verify.plain_losses import IGNORED, KINDS, OF_IMAGES, PLAIN_LOSSES, PlainLoss
 from toolkit.verify.plain_routers import PlainRouters
 from toolkit.verify.results import Outcome, PlainRun
 from toolkit.verify.rollouts import PlainSampler
@@ -231,3 +235,170 @@ def remove_dropout(model: nn.Module) -> None:
             )
             if is_named_so and isinstance(value, int | float) and not isinstance(value, bool):
                 setattr(owner, name, 0.0)
+
+
+# ---- Builds the plain side's model: transformers' model in float32, with bitsandbytes' values and peft's adapters ----
+# The run's model decides which layers are quantised and adapted, as the report's facts say. It does not decide their
+# values: bitsandbytes quantises whole matrices, which become ordinary linear layers, and peft adds its own layers.
+
+
+def plain_model(recipe: Recipe, loaded: LoadedModel) -> nn.Module:
+    """Returns the recipe's model before its first step, all in float32. Does not use the toolkit's loading of slices.
+
+    Args:
+        recipe: names the model and its adapters.
+        loaded: the toolkit's model, without weights.
+    """
+    built = loaded.model
+    torch.manual_seed(recipe.training.seed)
+    model = _load_whole(recipe, built)
+    freeze_untrained(model, loaded.trained)
+    quantised = [path.replace(".base_layer", "") for path, _ in quantised_layers(base_of(built))]
+    if recipe.adapter.quantize != "none":
+        for path in quantised:
+            _quantise(model.get_submodule(path), recipe)
+    elif quantised:
+        _dequantise_stored(model)
+    model = model.float()
+    return _add_adapters(model, recipe, built) if has_adapter(built) else model
+
+
+def _load_whole(recipe: Recipe, built: Any) -> PreTrainedModel:
+    section, config = recipe.model, base_of(built).config
+    settings: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "trust_remote_code": section.trust_remote_code}
+    if section.attention != "auto":
+        settings["attn_implementation"] = section.attention
+    auto: Any = AutoModelForSeq2SeqLM if recipe.objective.spec.encoder_decoder else writer_class(config)
+    if section.name_or_path is None:
+        return auto.from_config(config, **settings)
+    if recipe.adapter.quantize != "none" or not any(quantised_layers(built)):
+        settings["config"] = config
+    # Otherwise transformers reads from the files that they are quantised; `built` has removed that from its config.
+    return auto.from_pretrained(section.name_or_path, revision=section.revision, use_safetensors=True, **settings)
+
+
+@torch.no_grad()
+def _quantise(layer: nn.Module, recipe: Recipe) -> None:
+    """Quantises the weights of a linear layer to 4 or 8 bits and back."""
+    from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
+
+    weight: Any = layer.weight
+    if recipe.adapter.quantize == "int8":
+        packed, largest, _ = int8_vectorwise_quant(weight.half())
+        weight.data = packed.float() * (largest / 127)[:, None]
+        return
+    double = recipe.adapter.double_quantization
+    packed, state = quantize_4bit(weight.data, blocksize=64, compress_statistics=double, quant_type="nf4")
+    weight.data = matrix_of_4_bits(packed, state, torch.float32)
+
+
+@torch.no_grad()
+def _dequantise_stored(model: nn.Module) -> None:
+    """Replaces the bitsandbytes layers that transformers has loaded by ordinary linear layers."""
+    from bitsandbytes.nn import Linear4bit
+
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, Linear4bit):
+            model.set_submodule(path, plain_layer(layer, torch.float32))
+    # transformers refuses to change the dtype of a quantised model, which this one no longer is.
+    model.is_quantized = False  # type: ignore[assignment]
+    vars(model).pop("quantization_method", None)
+
+
+def _add_adapters(model: PreTrainedModel, recipe: Recipe, built: Any) -> nn.Module:
+    """Returns peft's model, with the initial values of docs/adapters.md or the values of an adapter's folder."""
+    import peft
+
+    if recipe.adapter.start_from is not None:
+        started: nn.Module = peft.PeftModel.from_pretrained(
+            model, Path(recipe.adapter.start_from).expanduser(), is_trainable=True
+        )
+        return started.float()
+    section, built_config = recipe.adapter, built.peft_config["default"]
+    config = peft.LoraConfig(
+        task_type=recipe.objective.spec.peft_task,
+        r=section.r,
+        lora_alpha=2 * section.r if section.alpha is None else section.alpha,
+        target_modules=built_config.target_modules,
+        target_parameters=built_config.target_parameters,
+        modules_to_save=section.modules_to_save,
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
+    )
+    adapted: nn.Module = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_A." in name:
+            uniform = torch.rand(parameter.shape, generator=_generator(recipe, name)) * 2 - 1
+            parameter.data = uniform / math.sqrt(parameter[0].numel())
+        elif ".lora_embedding_B." in name:
+            parameter.data = torch.randn(parameter.shape, generator=_generator(recipe, name))
+    return adapted
+
+
+def _generator(recipe: Recipe, name: str) -> torch.Generator:
+    """Returns a generator seeded by the run's seed and the parameter's name."""
+    digest = hashlib.sha256(f"{recipe.training.seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+
+
+# ---- Runs the plain side's rows with images one by one, through transformers' own processor and model ----
+
+ROWS = "rows"
+"""The key of a batch that holds its rows, each with the inputs of the model."""
+
+
+@dataclass(frozen=True)
+class ImageRows(ImageSamples):
+    """Samples whose batches also hold each row separately. A batch without images has one more row with an image."""
+
+    def batch(self, numbers: Sequence[int], seen: Sequence[Sequence[Sequence[Any]]] | None = None) -> Batch:
+        """Returns a text batch of these samples with the separate rows under `ROWS`; its tensors have shape (1, T)."""
+        rows: Any = [row for number in numbers for row in self._rows_of_sample(number)]
+        if not any(self.has_image(number) for number in numbers):
+            image, ids = self.images.smallest
+            rows.append(self._inputs_of(torch.tensor(ids), [False] * len(ids), [image]))
+        of_text = batch_of([self.tokens(number) for number in numbers], self.max_length, self.packed, self.pad_id)
+        return {**of_text, ROWS: rows}
+
+    def _rows_of_sample(self, number: int) -> list[dict[str, Any]]:
+        pieces = zip(self.tokens(number), self.seen(number), strict=True)
+        return [
+            self._inputs_of(torch.tensor(ids.tolist()), targets.tolist(), shown) for (ids, targets), shown in pieces
+        ]
+
+    def _inputs_of(self, ids: torch.Tensor, targets: list[bool], images: list[Any]) -> dict[str, Any]:
+        made = self.images.tensors([images]) if images else {}
+        labels = torch.where(torch.tensor(targets), ids, IGNORED)
+        kinds = torch.isin(ids, torch.tensor(sorted(self.images.token_ids))).long()[None]
+        more = {name.removeprefix(PREFIX): tensor for name, tensor in made.items()}
+        return {"input_ids": ids[None], "labels": labels[None], KINDS: kinds, OF_IMAGES: more}
+
+
+def row_by_row(data: TokenisedData) -> TokenisedData:
+    """Returns the data with each row separate in its batches, if rows have images."""
+    samples = image_samples_of(data.train)
+    if samples is None:
+        return data
+    return replace(data, train=ImageRows(**{each.name: getattr(samples, each.name) for each in fields(samples)}))
+
+
+class PlainImages:
+    """A plain loss of each row by itself. Weights that only images reach have a gradient in every micro-batch.
+
+    Args:
+        of_rows: the loss.
+    """
+
+    def __init__(self, of_rows: PlainLoss) -> None:
+        self._of_rows = of_rows
+
+    def num_targets(self, batch: Batch) -> int:
+        return self._of_rows.num_targets(batch)
+
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self._of_rows.forward(model, batch)
+
+    def summed(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns the scalar sum of the losses over all target tokens."""
+        rows: Any = batch[ROWS]
+        return torch.stack([self._of_rows.summed(model, row) for row in rows]).sum()

@@ -17,8 +17,12 @@ from support.tiny_multimodal import FAMILIES
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from toolkit import Recipe, finetune
-from toolkit.checkpoint.beside_weights.model_files import configuration, write_adapter_files, write_model_files
-from toolkit.checkpoint.beside_weights.older_names import with_older_names
+from toolkit.checkpoint.beside_weights.model_files import (
+    configuration,
+    with_older_names,
+    write_adapter_files,
+    write_model_files,
+)
 from toolkit.checkpoint.beside_weights.tokenizer_files import save_tokenizer
 from toolkit.data.tokens.tokenizer import identity
 from toolkit.data.tokens.tokenizer import load as load_tokenizer

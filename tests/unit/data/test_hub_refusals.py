@@ -18,8 +18,8 @@ from support.hub_stand_in import TOKEN, Hub, hub
 from support.refusals import finetune, toolkit
 
 from toolkit import errors
+from toolkit.data.rows.files import local_copies
 from toolkit.data.rows.hub_refusals import download, hub_error
-from toolkit.data.rows.remote import local_copies
 from toolkit.data.rows.sources import open_source
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.errors import BadInputError, ToolkitError

@@ -1,4 +1,4 @@
-"""toolkit.data.rows.remote: rows in stores and on web servers, their copies here, and what is told."""
+"""toolkit.data.rows.files: rows in stores and on web servers, their copies here, and what is told."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import pytest
 from support.cases import cases
 
 from toolkit.data import build
-from toolkit.data.rows.files import expand_files
-from toolkit.data.rows.remote import local_copies
+from toolkit.data.rows.files import expand_files, local_copies
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import DataError, RecipeError
 from toolkit.paths import file_name, without_query
@@ -136,7 +135,7 @@ def test_the_last_copy_is_read_where_nothing_answers(
     def unreachable(*_: Any, **__: Any) -> Any:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr("toolkit.data.rows.remote.url_to_fs", unreachable)
+    monkeypatch.setattr("toolkit.data.rows.files.url_to_fs", unreachable)
     assert expand_files(f"{address}/rows.jsonl", "data.train") == [copy]
     assert "rows.jsonl cannot be reached (ConnectionError: no route); its copy of 20" in capsys.readouterr().err
     local_copies.cache_clear()
@@ -198,7 +197,7 @@ def test_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> Any:
         raise ImportError("No module named 's3fs'")
 
-    monkeypatch.setattr("toolkit.data.rows.remote.url_to_fs", missing)
+    monkeypatch.setattr("toolkit.data.rows.files.url_to_fs", missing)
     with pytest.raises(DataError, match=r"driver of s3:// cannot be imported .*pip install -e '.*\[s3\]'"):
         expand_files("s3://bucket/rows.jsonl", "data.train")
 

@@ -95,7 +95,7 @@ def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pyte
 
     def run(day: date, **data: Any) -> list[float]:
         monkeypatch.setattr(template_arguments, "today", lambda: day)
-        monkeypatch.setattr("toolkit.run.stages.model_on_meta.today", lambda: day)
+        monkeypatch.setattr("toolkit.run.prepare.today", lambda: day)
         result = finetune(Recipe.from_mapping(values | {"data": values["data"] | data}))
         lines = (result.output_dir / "metrics.jsonl").read_text().splitlines()
         return [record["train_loss"] for record in map(json.loads, lines) if "train_loss" in record]

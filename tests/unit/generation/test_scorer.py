@@ -23,9 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import toolkit
 from toolkit.errors import BadInputError
 from toolkit.generation.text.complete import Completion
-from toolkit.generation.text.evaluation import evaluate, summary
+from toolkit.generation.text.evaluation import Scorer, evaluate, summary
 from toolkit.generation.text.rows import PromptRow, read_rows
-from toolkit.generation.text.scorer import Scorer
 from toolkit.user_function import UserFunction, load_function
 
 TABLES = cases(__file__)

@@ -16,8 +16,8 @@ from transformers.utils.output_capturing import OutputRecorder
 from toolkit.errors import BadInputError
 from toolkit.model.routers import find_routers, own_coefficient
 from toolkit.objectives.losses.balance import ROWS, Balance, build_balance, experts_fact
-from toolkit.objectives.rows_alone import rows_without_padding
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
+from toolkit.run.checks.padding_check import rows_without_padding
 from toolkit.training.usage import model_flops
 
 

@@ -13,7 +13,7 @@ from support.cases import cases
 from support.planning_models import workload
 
 from toolkit.paths import GIB
-from toolkit.planning import host_state, probed
+from toolkit.planning import probed
 from toolkit.planning.hardware import hardware_of
 from toolkit.planning.memory.state_bytes import OPTIMIZER_BYTES
 from toolkit.planning.planner import Planner, standing_bytes, verdict_of
@@ -217,7 +217,7 @@ def test_the_bytes_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without a section for adapters the frozen parameters are part of the state.
     frozen = sum(p.shard_numel(4) for unit in adapted.model.units for p in unit.parameters if not p.trainable)
     assert planner(lora=True, **saves).state.saving_bytes(setup()) == 2 * (12 * own + 4 * frozen)
-    monkeypatch.setattr(host_state, "CHECKPOINT_FILE_BYTES", 1000)
+    monkeypatch.setattr("toolkit.planning.planner.CHECKPOINT_FILE_BYTES", 1000)
     assert planner(**saves).state.saving_bytes(setup()) == 12 * P // 4 + 1000
 
 

@@ -20,7 +20,7 @@ from toolkit.pages.parts.story import Story
 from toolkit.run.shown import notebook
 from toolkit.run.shown.notebook import NotebookOutput, notebook_output
 from toolkit.run.shown.outcome import result_of
-from toolkit.run.stages import opening
+from toolkit.run.stages import accelerator
 from toolkit.terminal import Terminal
 
 EVALS = [{"split": "eval", "step": 0, "loss": 4.0}, {"split": "eval", "step": 3, "loss": 2.5}]
@@ -144,7 +144,7 @@ def test_a_build_for_cuda_without_a_gpu_may_be_forked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    opening._require_usable_fork()
+    accelerator._require_usable_fork()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(BadInputError, match="forked from one that has used CUDA"):
-        opening._require_usable_fork()
+        accelerator._require_usable_fork()

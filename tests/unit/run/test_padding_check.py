@@ -28,11 +28,10 @@ from toolkit.errors import BadInputError
 from toolkit.objectives.build import build_objective
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification
-from toolkit.objectives.rows_alone import RowsAlone, rows_without_padding
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.run.checks import padding_check
 from toolkit.run.checks.by_block_check import Accumulated
-from toolkit.run.checks.padding_check import changed_by_padding
+from toolkit.run.checks.padding_check import RowsAlone, changed_by_padding, rows_without_padding
 
 LENGTHS = (5, 11, 8)
 CPU = torch.device("cpu")

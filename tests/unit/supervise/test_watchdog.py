@@ -13,10 +13,9 @@ from support.cases import cases
 
 from toolkit.pages.run_page import RunSummary, write_report
 from toolkit.pages.status import Status, state_of
-from toolkit.supervise import watchdog as watch_module
+from toolkit.supervise import watched as watch_module
 from toolkit.supervise.rank_status import RankStatus, account, behind, read_statuses, to_text, verdict
-from toolkit.supervise.watchdog import STALL_FILE, Watch
-from toolkit.supervise.watched import ABANDONED_SECONDS, clear_abandoned
+from toolkit.supervise.watched import ABANDONED_SECONDS, STALL_FILE, Watch, clear_abandoned
 from toolkit.training.extensions.heartbeat import RECORD_BYTES, Heartbeat, mark_watched, read_heartbeat
 from toolkit.training.phase import Phase
 

@@ -8,8 +8,7 @@ import pytest
 from support.cases import cases
 
 from toolkit.errors import BadInputError
-from toolkit.training.extensions import allocation
-from toolkit.training.extensions.allocation import AllocationEnd, seconds_left
+from toolkit.run.parts.ends import AllocationEnd, seconds_left
 
 TABLES = cases(__file__)
 
@@ -19,7 +18,7 @@ def test_the_time_for_a_save_is_that_of_the_last_ones(
     save: float | None, left: float, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter((0.0, 3600.0 - left - 10.0, 3600.0 - left))
-    monkeypatch.setattr(allocation.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("toolkit.run.parts.ends.time.monotonic", lambda: next(clock))
     end = AllocationEnd(3600.0, lambda: save)
     end.reason_to_stop()
     told = end.reason_to_stop()

@@ -22,8 +22,8 @@ from toolkit import Extension, Recipe, finetune
 from toolkit.errors import BadInputError, RecipeError, StoppedError, TrainingError
 from toolkit.optim.schedule import changed_rate
 from toolkit.recipe.schema import LoggingSection
+from toolkit.run.parts.own_code import Own, OwnExtensions, load_extensions
 from toolkit.sharding.plugin import reset_accelerate
-from toolkit.training.extensions.own import Own, OwnExtensions, load_extensions
 from toolkit.training.metrics import Metrics
 
 TABLES = cases(__file__)

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from toolkit import terminal
 from toolkit.terminal import Pass, Terminal, clock
-from toolkit.training.metrics import _step_figures
-from toolkit.training.progress import Progress, fitting
+from toolkit.training.metrics import Progress, _step_figures, fitting
 
 RECORD = {
     "loss": 12.34567,

@@ -21,11 +21,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from toolkit import Recipe, finetune
 from toolkit.errors import StoppedError, TrainingError
 from toolkit.recipe.schema import TrainingSection
+from toolkit.run.parts.figures import NonFiniteSteps, Records
 from toolkit.sharding.plugin import reset_accelerate
 from toolkit.training.extension import Extension
 from toolkit.training.extensions.best import BestEvaluation
-from toolkit.training.extensions.non_finite import NonFiniteSteps
-from toolkit.training.extensions.records import Records
 from toolkit.training.loop_state import Counters
 from toolkit.training.phase import Phase
 from toolkit.training.step import Step

@@ -1,8 +1,8 @@
 """The results of a run's stages. Each stage takes what earlier ones return, so their order is in the types.
 
 stage            of file             takes                         returns
-open_run         opening.py          the recipe                    OpenedRun
-build_on_meta    model_on_meta.py    OpenedRun, tokenizer, rows    MetaModel
+open_run         accelerator.py      the recipe                    OpenedRun
+build_on_meta    ../prepare.py       OpenedRun, tokenizer, rows    MetaModel
 plan_memory      sharded_model.py    MetaModel                     Planned (planning/check.py)
 shard_model      sharded_model.py    MetaModel, Planned            ShardedModel, which the parts of the run check
 prepare_run      ../prepare.py       OpenedRun, its parts          PreparedRun: all of the above, and the batches

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from toolkit.errors import BadInputError
 from toolkit.planning.check import plan_run
 from toolkit.planning.hardware import presets
-from toolkit.planning.memory.answering import answering
 from toolkit.planning.memory.fake import Ledger
 from toolkit.planning.planner import Planner
+from toolkit.planning.probed import answering
 from toolkit.planning.setup import Setup
 from toolkit.planning.workload.workload import Workload, workload_of_model
 from toolkit.recipe.recipe import Recipe

@@ -21,7 +21,7 @@ def test_private_modules_are_named_in_few_files() -> None:
         "model/attention/attention.py",  # the name of a kernel, and does without
         "model/structure/fake_tensors.py",
         "planning/memory/fake.py",
-        "run/stages/opening.py",  # whether CUDA is unusable after a fork
+        "run/stages/accelerator.py",  # whether CUDA is unusable after a fork
         "sharding/fsdp2/fsdp.py",
         "sharding/fsdp2/fsdp_replaced.py",
         "sharding/fsdp2/gloo.py",

@@ -12,7 +12,7 @@ from toolkit.recipe.recipe import Recipe
 from toolkit.run.stages.accelerator import build_plugins, offload_of
 from toolkit.sharding.launched import STRATEGY_VARIABLE, resolve_offload, resolve_strategy
 from toolkit.sharding.offload import OffloadSettings
-from toolkit.sharding.offload import executor_choice as choice
+from toolkit.sharding.offload import engine as choice
 from toolkit.sharding.offload.host import HostPlan
 from toolkit.sharding.offload.settings import hyper_parameters, state_names
 from toolkit.sharding.plan.strategy import parse_strategy

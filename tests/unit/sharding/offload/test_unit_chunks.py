@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from toolkit.sharding.offload import executors
-from toolkit.sharding.offload.executors import DeviceStream, UnitStep
+from toolkit.sharding.offload.executors import ALIGNMENT, DeviceStream, UnitStep, chunks_of
 from toolkit.sharding.offload.offloaded_units import OffloadedUnit, Slot
 from toolkit.sharding.offload.settings import hyper_parameters, state_names
-from toolkit.sharding.offload.unit_chunks import ALIGNMENT, chunks_of
 
 # Elements of each shard and of its padding; one rank has nothing of the last but one.
 SHARDS = [(1000, 24), (3, 0), (517, 1), (0, 300), (90, 0)]
