@@ -22,7 +22,7 @@ from support.tiny import recipe_values, with_sections
 from transformers import AutoModelForCausalLM, pipeline
 
 from toolkit.objectives.losses.preference_losses import LOSSES
-from toolkit.recipe.objectives.preference import SETTINGS_OF_LOSSES
+from toolkit.recipe.objectives.registry import SPECS
 
 TABLES = cases(__file__)
 RUNS: dict[str, tuple[str, dict[str, Any]]] = TABLES["RUNS"]
@@ -125,7 +125,7 @@ def test_preferences_are_learned_by_each_loss_from_packed_rows(found: dict[str, 
     assert (step["pairs"], step["pairs_per_second"] > 0, "target_tokens" in step) == (16, True, False)
     report = json.loads((folder / "dpo/data_report.json").read_text())["train"]
     assert report["samples"] < len(PAIRS), "pairs share samples"
-    assert {name: tuple(loss.defaults) for name, loss in LOSSES.items()} == SETTINGS_OF_LOSSES
+    assert {name: tuple(loss.defaults) for name, loss in LOSSES.items()} == SPECS["preference"].losses
 
 
 def test_the_reference_is_asked_for_the_rows_that_a_run_comes_to(found: dict[str, Any]) -> None:

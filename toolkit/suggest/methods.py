@@ -1,13 +1,19 @@
-"""The methods of `toolkit init`, which the objectives define; docs/starting_values.md cites their values."""
+"""The methods of `toolkit init` (methods.yaml); docs/starting_values.md cites their values."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+from pydantic import TypeAdapter
 
 from toolkit.data.kinds.recognise import recognise
 from toolkit.data.kinds.registry import kind_for
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.rows.sources import Source
 from toolkit.errors import BadInputError, DataError, did_you_mean
-from toolkit.recipe.objectives.method import Method
 from toolkit.recipe.objectives.registry import SPECS
 from toolkit.recipe.schema import ColumnsSection
 
@@ -15,12 +21,48 @@ TOKENS_PER_STEP = 2**17
 """Tokens of an optimizer step on plain text, whose rows are of any length: 128 samples of 1024, as alignment-handbook
 trains GPT-2 in another language."""
 
-# Objectives that write answers or text first, and encoder-decoders last, in the order of messages.
-_SPECS = sorted(SPECS.values(), key=lambda spec: (spec.padded, spec.encoder_decoder))
 
-METHODS = {method.name: method for spec in _SPECS for method in spec.methods}
+class Rate(NamedTuple):
+    """A peak learning rate for models of at most so many parameters, and the published recipe that it comes from."""
 
-SPEC_OF = {method.name: spec for spec in _SPECS for method in spec.methods}
+    up_to: float
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train: what is trained, on which rows, and at which rates; methods.yaml says what each value is."""
+
+    name: str
+    objective: str
+    about: str
+    rates: tuple[Rate, ...]
+    rows_per_step: int
+    epochs: int
+    loss: str | None = None
+    adapter: bool = False
+    quantized: bool = False
+    smaller: str | None = None
+    by_rows: int | None = None
+    for_encoder_decoders: bool = False
+    layouts: tuple[str, ...] = ()
+
+    def takes(self, layout: str) -> bool:
+        """Returns whether it learns from this layout of its objective's rows."""
+        return not self.layouts or layout in self.layouts
+
+    def rate(self, num_parameters: int) -> Rate:
+        """Returns the learning rate for a model of this size."""
+        return next(rate for rate in self.rates if num_parameters <= rate.up_to)
+
+
+METHODS = {
+    name: TypeAdapter(Method).validate_python({"name": name, **values})
+    for name, values in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
+}
+
+SPEC_OF = {name: SPECS[method.objective] for name, method in METHODS.items()}
 """Method -> its objective."""
 
 BY_LAYOUT = tuple(

@@ -24,13 +24,12 @@ from toolkit.planning.hardware import Hardware
 from toolkit.planning.planner import PlanRow
 from toolkit.planning.setup import Setup
 from toolkit.planning.table import plan, recommend
-from toolkit.recipe.objectives.method import Method
 from toolkit.recipe.objectives.objective_section import ObjectiveSection
 from toolkit.recipe.objectives.spec import ObjectiveSpec
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import DataSection, ModelSection, steps_of_run
 from toolkit.suggest.draft import Draft
-from toolkit.suggest.methods import METHODS, SPEC_OF, TOKENS_PER_STEP, method_of
+from toolkit.suggest.methods import METHODS, SPEC_OF, TOKENS_PER_STEP, Method, method_of
 from toolkit.suggest.survey import Model, Rows, covering, first_words, look_at, measure, template_for
 
 COVERED = 0.99

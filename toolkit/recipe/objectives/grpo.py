@@ -1,4 +1,4 @@
-"""Completions that the model in training samples itself, scored by rewards: dapo, grpo and dr_grpo."""
+"""The rewards that score completions which the model in training samples itself."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import re
 
 from pydantic import Field, model_validator
 
-from toolkit.recipe.objectives.method import ANY_SIZE, Method, Rate
 from toolkit.recipe.objectives.section import COMPARED, Compare, Comparison, PositiveInt, Section, contradiction
-from toolkit.recipe.objectives.spec import ObjectiveSpec
 
 SOURCES = ("compare", "match", "model", "overlong")
 """A reward sets exactly one of these fields."""
@@ -62,33 +60,3 @@ class RewardSection(Section):
     def score(self) -> str | None:
         """The function that scores, or None."""
         return None if self.compare is None else Comparison.of(self.compare).score
-
-
-GRPO = ObjectiveSpec(
-    "grpo",
-    about="learn from completions that the model samples and rewards score",
-    rows="prompts",
-    settings=(
-        "loss",
-        "beta",
-        "rewards",
-        "group_size",
-        "max_new_tokens",
-        "rollout_batch_size",
-        "scale_rewards",
-        "mask_truncated",
-    ),
-    losses={"dapo": (), "grpo": (), "dr_grpo": ()},
-    required={"rewards": "for example [{name: right, compare: numeric}]", "max_new_tokens": "for example 256"},
-    methods=(
-        Method(
-            "grpo",
-            "every parameter on the model's own samples",
-            (Rate(ANY_SIZE, 1e-6, "TRL's GRPOConfig; DeepSeekMath, arXiv 2402.03300"),),
-            rows_per_step=64,
-            epochs=1,
-        ),
-    ),
-    may_pad=True,
-    samples_itself=True,
-)

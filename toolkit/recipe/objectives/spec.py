@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from toolkit.recipe.objectives.method import Method
-
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
@@ -25,7 +23,6 @@ class ObjectiveSpec:
         auto_class: transformers' class of the model. If it is None, the configuration decides which class writes text.
         peft_task: peft's name of an adapted model's task.
         head_names: fixed names of the outputs of a new head; empty: the data's classes, or no new head.
-        methods: starting values for `toolkit init`.
         trained_turns: the turns of a conversation that are learned, or None if `data.targets` decides.
         has_classes: whether it predicts classes, of texts or of words.
         learns_numbers: whether a row's label may be a number to learn.
@@ -50,7 +47,6 @@ class ObjectiveSpec:
     auto_class: str | None = None
     peft_task: str = "CAUSAL_LM"
     head_names: tuple[str, ...] = ()
-    methods: tuple[Method, ...] = ()
     trained_turns: Literal["last_turn"] | None = None
     has_classes: bool = False
     learns_numbers: bool = False
