@@ -21,6 +21,7 @@ import torch.distributed as dist
 from streams.happens_before import Checker, Race
 from streams.simulated import watched_by
 from support import offload_loops
+from support.fsdp2_trace import fake_ranks
 from support.moe import mixture
 from support.offload_loops import Case, learning_rate, loss_of, make_model, ordinary, prepare, slow_down
 from torch import nn
@@ -108,7 +109,7 @@ def races_of(run: Run, is_changed: bool = False) -> Counter[Race]:
     Args:
         is_changed: by a mutation, which may leave other numbers; otherwise every step is taken, or nothing is shown.
     """
-    with fake_ranks(run.num_ranks):
+    with fake_launch(run.num_ranks):
         with mock.patch.object(offload_loops, "LAYERS", run.num_layers):
             model = _model(run)  # before the checker looks: it lies on the device
         checker = Checker()
@@ -132,17 +133,13 @@ def _model(run: Run) -> Any:
 
 
 @contextmanager
-def fake_ranks(num_ranks: int) -> Iterator[None]:
-    """Rank 0 of a process group of this process alone."""
+def fake_launch(num_ranks: int) -> Iterator[None]:
+    """Rank 0 of a process group of this process alone, with a launcher's variables."""
     told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(min(num_ranks, 2))}
     told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # Accelerate asks for it, and the group needs none
-    with mock.patch.dict(os.environ, told):
-        dist.init_process_group("fake", rank=0, world_size=num_ranks)
-        try:
-            with mock.patch.object(ranks, "_gloo_group", return_value=dist.group.WORLD):
-                yield
-        finally:
-            dist.destroy_process_group()
+    with mock.patch.dict(os.environ, told), fake_ranks(num_ranks), mock.patch.object(ranks, "_gloo_group") as group:
+        group.return_value = dist.group.WORLD
+        yield
 
 
 def _plain(run: Run, model: nn.Module) -> list[torch.Tensor]:

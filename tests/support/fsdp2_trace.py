@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from toolkit.model.structure.fake_tensors import FakeTensorMode, grouped_products
 from toolkit.objectives.teacher import shard_teacher
-from toolkit.planning.memory.fake import Ledger, cuda_dropout, fake_ranks, host_copies, in_these_modes, tree_map_only
+from toolkit.planning.memory.fake import Ledger, cuda_dropout, host_copies, tree_map_only
 from toolkit.planning.memory.known import known_batch
 from toolkit.planning.workload.workload import Workload
 from toolkit.sharding.apply import apply, prepare_blocks
@@ -42,6 +45,30 @@ COLLECTIVES = {
     "allreduce_": "all_reduce",
 }
 """Operators of torch.distributed -> their kind of collective."""
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """A process group of this process and others that do not exist; collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def in_these_modes(act: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that runs `act` under this thread's dispatch modes, in whichever thread it is called."""
+    modes = _get_current_dispatch_mode_stack()
+
+    def run() -> Any:
+        with ExitStack() as stack:
+            for mode in modes:  # pushed, not entered again: what they change in the process is changed already
+                _push_mode(mode)
+                stack.callback(_pop_mode)
+            return act()
+
+    return run
 
 
 @dataclass(frozen=True)

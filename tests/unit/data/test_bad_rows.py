@@ -488,7 +488,6 @@ def good_and_empty(folder: Path) -> None:
 MANY_LINES = b"".join(as_line({"text": f"question {i * 7919 % 10007}"}) for i in range(2000))
 UNKNOWN = "matches no known column layout; it has"
 NEEDED = "needed: messages; prompt + completion; instruction + output; text"
-OBJECT_ON_EACH_LINE = "Needed: UTF-8, and in a .jsonl file an object on each line"
 MANY_KEYS = {f"{LONE} {i}\n{'long' * 100}": i for i in range(3000)}
 
 REFUSED = {

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.fsdp2_trace import fake_ranks
 from support.tiny import llama
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
-from toolkit.planning.memory.fake import fake_ranks
 from toolkit.run.checks.by_block_check import check_forwards
 from toolkit.sharding import Checkpointing, checkpoint_blocks, plan_units
 from toolkit.sharding.apply import apply

@@ -14,15 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
 
 from toolkit.model.structure.fake_tensors import has_values
@@ -34,10 +27,8 @@ __all__ = [
     "autocast",
     "cuda_dropout",
     "exchanged_bytes",
-    "fake_ranks",
     "give_parameters",
     "host_copies",
-    "in_these_modes",
     "tree_flatten",
     "tree_map",
     "tree_map_only",
@@ -153,33 +144,6 @@ def exchanged_bytes(func: Any, args: Any, out: Any) -> int:
     # All ranks get equal parts of an exchange. Around a ring a rank adds to all parts of a sum but its own.
     whole, ranks = out if name == "planned_exchange" else args[0], args[1]
     return int(whole.numel() * whole.element_size() * (ranks - 1) // ranks)
-
-
-def in_these_modes(act: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a function that runs `act` under this thread's dispatch modes, in whichever thread it is called."""
-    modes = _get_current_dispatch_mode_stack()
-
-    def run() -> Any:
-        # Pushed, not entered again: what they change in the process is changed already.
-        for mode in modes:
-            _push_mode(mode)
-        try:
-            return act()
-        finally:
-            for _ in modes:
-                _pop_mode()
-
-    return run
-
-
-@contextmanager
-def fake_ranks(world_size: int) -> Iterator[None]:
-    """Sets up a process group of this process and others that do not exist; collectives do nothing."""
-    dist.init_process_group("fake", rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 from support.cases import cases
+from support.fsdp2_trace import fake_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from toolkit.errors import BadInputError
 from toolkit.paths import GIB
 from toolkit.planning.hardware import presets
-from toolkit.planning.memory.fake import fake_ranks
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import asked_setup
 from toolkit.planning.table import plan
