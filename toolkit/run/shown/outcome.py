@@ -20,6 +20,7 @@ from toolkit.model.load import auto_class
 from toolkit.pages.card import model_and_data, recipe_for_readers, write_card
 from toolkit.pages.notebook_output import result_output
 from toolkit.pages.parts.loss_warnings import doubts_of
+from toolkit.pages.parts.page import render
 from toolkit.pages.parts.run_metrics import damage_in_words, last_step, parse_metrics
 from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.pages.parts.story import Story, read_story
@@ -179,53 +180,31 @@ def _how_to_use(export_dir: Path, recipe: Recipe, config: PretrainedConfig) -> t
     Args:
         config: the configuration of the trained model.
     """
-    name = recipe.export.push_to_hub or "."
-    base = recipe.model.name_or_path
-    known_base = base is not None and is_hub_name(base)
+    name, base, spec = recipe.export.push_to_hub or ".", recipe.model.name_or_path, recipe.objective.spec
+    known_base, is_adapter = base is not None and is_hub_name(base), (export_dir / ADAPTER).is_file()
     trusted = {"trust_remote_code": True} if recipe.model.trust_remote_code else {}
-    auto, own, spec = auto_class(config).__name__, f'"{name}"', recipe.objective.spec
-    sees, chats = auto == AutoModelForImageTextToText.__name__, (export_dir / CHAT_TEMPLATE).is_file()
-    reader = "Processor" if sees else "Tokenizer"
-    is_adapter = (export_dir / ADAPTER).is_file()
-    if is_adapter:
-        shown = f'"{base}"' if known_base else "BASE"
-        with_base = {**_of_base(recipe, config), **trusted}
-        lines = [
-            "from peft import PeftModel",
-            f"from transformers import {auto}, Auto{reader}\n",
-            f"base = {_loaded(auto, shown, with_base)}  # the model that was fine-tuned",
-        ]
-        if not known_base:
-            lines.insert(2, f"BASE = {Path(base or '').name!r}  # its folder")
-        if (export_dir / "generation_config.json").is_file():  # the ends of an answer that training taught
-            lines[1] = lines[1].replace(f"Auto{reader}", f"Auto{reader}, GenerationConfig")
-            lines.append(f"base.generation_config = GenerationConfig.from_pretrained({own})")
-        lines.append(f"model = PeftModel.from_pretrained(base, {own})")
-    else:
-        lines = [f"from transformers import {auto}, Auto{reader}\n", f"model = {_loaded(auto, own, trusted)}"]
-    lines.append(f"{reader.lower()} = {_loaded(f'Auto{reader}', own, trusted)}")
-    if sees and chats:
-        lines[0] = f"from PIL import Image\nfrom transformers import pipeline\n{lines[0]}"
-        parts = '{"type": "image", "image": Image.new("RGB", (64, 64))}, {"type": "text", "text": "What is it?"}'
-        lines.append(
-            f'asked = [{{"role": "user", "content": [{parts}]}}]  # an image of your own in place of the black one'
-        )
-        lines.append(
-            'print(pipeline("image-text-to-text", model=model, processor=processor)(asked, max_new_tokens=64))'
-        )
-    elif auto == AutoModelForCausalLM.__name__ or not spec.writes_text:
-        lines[0] = f"from transformers import pipeline\n{lines[0]}"
-        asks = spec.writes_text and chats
-        asked = '[{"role": "user", "content": "Hello!"}], max_new_tokens=64' if asks else '"Hello!"'
-        lines.append(f'print(pipeline("{spec.pipeline_task}", model=model, tokenizer=tokenizer)({asked}))')
-    else:
-        text, tokenizer = ("text=", "processor.tokenizer") if sees else ("", "tokenizer")
-        lines.append(f'inputs = {reader.lower()}({text}"Hello!", return_tensors="pt")')
-        lines.append(f"print({tokenizer}.batch_decode(model.generate(**inputs, max_new_tokens=64)))")
+    auto, own, chats = auto_class(config).__name__, f'"{name}"', (export_dir / CHAT_TEMPLATE).is_file()
+    sees = auto == AutoModelForImageTextToText.__name__
+    pipes, reader = auto == AutoModelForCausalLM.__name__ or not spec.writes_text, "Processor" if sees else "Tokenizer"
+    code = render(
+        "use.py.jinja",
+        auto=auto,
+        reader=reader,
+        own=own,
+        shows_image=sees and chats,
+        task=spec.pipeline_task if pipes or (sees and chats) else None,
+        chats=spec.writes_text and chats,
+        is_adapter=is_adapter,
+        has_ends=is_adapter and (export_dir / "generation_config.json").is_file(),
+        folder=None if known_base else repr(Path(base or "").name),
+        base=_loaded(auto, f'"{base}"' if known_base else "BASE", {**_of_base(recipe, config), **trusted}),
+        model=_loaded(auto, own, trusted),
+        read=_loaded(f"Auto{reader}", own, trusted),
+    )
     is_served = spec.writes_text and not spec.encoder_decoder and adapter_problem(export_dir) is None
     is_served = is_served and (known_base or not is_adapter)
     served = vllm_command(export_dir).replace(str(export_dir), name) if is_served else ""
-    return "\n".join(lines), served
+    return code.strip(), served
 
 
 def _of_base(recipe: Recipe, config: PretrainedConfig) -> dict[str, Any]:
