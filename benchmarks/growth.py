@@ -60,7 +60,7 @@ def report(size: int, folder: Path) -> Prepared:
 
 def records_read(size: int, folder: Path) -> Prepared:
     """The records of `size` steps as a resumed run reads them and writes them again."""
-    from toolkit.checkpoint.reader import read_records
+    from toolkit.checkpoint.state import read_records
     from toolkit.training.durable_writes import LinesFile
 
     lines = [json.dumps(record) + "\n" for record in records(size)]

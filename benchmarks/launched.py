@@ -43,7 +43,7 @@ def watch() -> None:
     """Puts a clock around the parts of a run."""
 
     from toolkit.run import prepare
-    from toolkit.run.checks import packed_rows
+    from toolkit.run.checks import packing_check
     from toolkit.run.stages import accelerator
     from toolkit.training.trainer import Trainer
 
@@ -53,7 +53,7 @@ def watch() -> None:
         (prepare.build, "build", "data"),
         (prepare, "load", "model"),
         (accelerator.Accelerator, "prepare", "prepare, with weights"),
-        (packed_rows, "check_packing", "check of packing"),
+        (packing_check, "check_packing", "check of packing"),
         (Trainer, "evaluate", "first evaluation"),
         (Trainer, "train_step", "first step"),
     ):

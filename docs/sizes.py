@@ -15,7 +15,7 @@ from toolkit import Recipe
 from toolkit.planning import PlanRow, hardware_of
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import asked_setup
-from toolkit.planning.workload.image_workload import workload_on_rows
+from toolkit.planning.workload.workload import workload_on_rows
 
 DOCS = Path(__file__).parent
 GIB = 2**30

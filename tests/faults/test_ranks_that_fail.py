@@ -163,7 +163,7 @@ def met_and_lost(folder: str) -> None:
     """Rank 1 is killed when all have met, before the ranks have made the group for long waits."""
     from toolkit import Recipe, finetune
     from toolkit.run.stages import accelerator
-    from toolkit.supervise import rendezvous
+    from toolkit.supervise import launched_ranks
 
     build = accelerator.build_accelerator
 
@@ -173,7 +173,7 @@ def met_and_lost(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return accelerator
 
-    accelerator.build_accelerator, rendezvous.SHORTEST_SECONDS = built, 3.0
+    accelerator.build_accelerator, launched_ranks.SHORTEST_SECONDS = built, 3.0
     home = Path(folder)
     values = recipe_values(home / "model", home / "rows.jsonl", home / "out", home / "cache", stall_minutes=0.01)
     finetune(Recipe.from_mapping(values))

@@ -19,7 +19,7 @@ from toolkit.model.attention.attention_by_heads import attend_by_heads
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.losses import scores
 from toolkit.objectives.reward import Reward
-from toolkit.run.checks.sequence_check import check_parts
+from toolkit.run.checks.whole_check import check_parts
 from toolkit.sharding.parallel.sequence_parallel import form_groups, own_part
 
 SIZES: dict[str, Any] = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -27,7 +27,7 @@ from support.whole_hosts import NAMES, ROOT, Job, WholeHost, outcomes_of, run_on
 from toolkit import Recipe, finetune
 from toolkit.errors import BadInputError
 from toolkit.ranks import free_port
-from toolkit.supervise import lease, rendezvous
+from toolkit.supervise import launched_ranks, lease
 from toolkit.training.trainer import Trainer
 
 STEPS = 6
@@ -213,7 +213,7 @@ def test_a_folder_is_held_against_the_other_host_until_its_own_is_off(hosts: lis
 
 def unlike(folder: Path) -> tuple[str, float]:
     """Backward in groups of two, on a host whose launchers start one rank each."""
-    rendezvous.SHORTEST_SECONDS, begun = 20.0, time.monotonic()
+    launched_ranks.SHORTEST_SECONDS, begun = 20.0, time.monotonic()
     training = {"stall_minutes": 0.1}
     values = values_of(folder, folder / "unlike", sharding=SHARDINGS["groups"], training=training)
     try:

@@ -28,13 +28,13 @@ from toolkit.checkpoint.export import (
     names_fact,
     write_export,
 )
-from toolkit.checkpoint.fetch import fetch
 from toolkit.checkpoint.manifest import (
     MANIFEST,
     MODEL_FILES,
     Manifest,
     P,
     Place,
+    best_of,
     check_files,
     list_checkpoints,
     look_at,
@@ -42,7 +42,7 @@ from toolkit.checkpoint.manifest import (
     place_of,
     step_folder,
 )
-from toolkit.checkpoint.rotation import best_of
+from toolkit.checkpoint.resume import fetch
 from toolkit.checkpoint.state import MODEL, first_failure
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError, first_line

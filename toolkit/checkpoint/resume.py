@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit import ranks
-from toolkit.checkpoint.fetch import fetch, incoming
 from toolkit.checkpoint.manifest import (
     SET_ASIDE,
     Checkpoint,
     Manifest,
     Place,
+    check_files,
+    file_entry,
     latest,
     list_checkpoints,
     look_at,
     place_of,
     read_checkpoint,
 )
-from toolkit.checkpoint.reader import require_same_run, same_recipe, verify_together
+from toolkit.checkpoint.state import require_same_run, same_recipe, verify_together
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import BadInputError
 from toolkit.paths import CHECKPOINTS, STEP_FOLDER
@@ -179,3 +182,39 @@ def _no_good_checkpoint(place: str, found: list[Checkpoint]) -> str:
         f"checkpoint.resume: no checkpoint of {place!r} is good:\n{listed}\n"
         "start anew with another training.output_dir, or name a copy of a good checkpoint by checkpoint.resume"
     )
+
+
+# ---- Copies a checkpoint from a store to the output folder, from which it is read like a local one ----
+
+INCOMING = ".incoming"
+
+
+def incoming(run: Path, step: int) -> Path:
+    """Returns the folder for a copy of a checkpoint."""
+    return run / INCOMING / f"step_{step:08d}"
+
+
+def clear_incoming(run: Path) -> None:
+    """Deletes the copies. Collective."""
+    ranks.on_first_rank(lambda: shutil.rmtree(run / INCOMING, ignore_errors=True))
+
+
+def fetch(source: StorePath, manifest: Manifest, to: Path) -> str | None:
+    """Copies a checkpoint's files, and compares their sums. What an interrupted copy has left is not copied again.
+
+    Returns:
+        The first file that is missing or damaged, in words, or None if all are good.
+    """
+    to.mkdir(parents=True, exist_ok=True)
+    for name, entry in sorted(manifest.files.items()):
+        if (to / name).exists() and file_entry(to / name) == entry:
+            continue
+        part = to / f".{name}"  # no reader takes it for the file
+        try:
+            (source / name).get(part)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        os.replace(part, to / name)
+        if (problem := check_files(to, manifest, [name])) is not None:
+            return problem
+    return None

@@ -17,11 +17,17 @@ from accelerate.utils import set_seed
 from torch import nn
 
 from toolkit import ranks
-from toolkit.checkpoint import reader
-from toolkit.checkpoint.fetch import clear_incoming
-from toolkit.checkpoint.manifest import DIGESTS, Manifest, list_checkpoints, step_folder
-from toolkit.checkpoint.rotation import best_of
-from toolkit.checkpoint.state import named_tensors, random_states, restore_random_states
+from toolkit.checkpoint.manifest import DIGESTS, Manifest, best_of, list_checkpoints, step_folder
+from toolkit.checkpoint.resume import clear_incoming
+from toolkit.checkpoint.state import (
+    load_tensors,
+    named_tensors,
+    random_states,
+    read_random_states,
+    read_records,
+    restore_random_states,
+    verify_together,
+)
 from toolkit.checkpoint.store import store_of
 from toolkit.checkpoint.writer import Checkpointer, Save, clear_unfinished
 from toolkit.errors import SAVED, BadInputError, StoppedError, ToolkitError
@@ -231,10 +237,10 @@ class RunCheckpoints(Extension):
             return None
         manifest = best[1]
         folder = step_folder(self._run, manifest.step)
-        if (problem := reader.verify_together(folder, manifest)) is not None:
+        if (problem := verify_together(folder, manifest)) is not None:
             self._metrics.warn(f"{folder.name}, the best checkpoint, is damaged ({problem}); the last weights are left")
             return None
-        reader.load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))
+        load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))
         return manifest
 
     def seconds_to_save(self) -> float | None:
@@ -297,8 +303,8 @@ class RunCheckpoints(Extension):
         Raises:
             BadInputError: if the checkpoint's tensors do not fit the run's.
         """
-        records = ranks.on_first_rank(lambda: reader.read_records(folder))
-        reader.load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))
+        records = ranks.on_first_rank(lambda: read_records(folder))
+        load_tensors(folder, manifest, self._model, self._optimizer, _tensors_of(trainer))
         # The schedule has no state in the checkpoint: it follows from the steps, without those that were skipped.
         for _ in range(manifest.step - manifest.trainer.get("skipped_steps", 0)):
             trainer.schedule.step()
@@ -316,7 +322,7 @@ class RunCheckpoints(Extension):
         # The generators last: what comes before may draw from them (a DataLoader did, docs/log/reliability.md).
         now, before = (values["sharding"].get("tensor", 1) for values in (self._recipe, manifest.recipe))
         if (manifest.world_size, before) == (ranks.world_size(), now):
-            restore_random_states(reader.read_random_states(folder))
+            restore_random_states(read_random_states(folder))
         else:
             set_seed(self._recipe["training"]["seed"] + manifest.step + ranks.rank() // now)  # alike where rows are
             leap_streams(manifest.step)

@@ -24,8 +24,8 @@ from toolkit.checkpoint.manifest import (
     latest,
     list_checkpoints,
     step_folder,
+    superseded,
 )
-from toolkit.checkpoint.rotation import superseded
 from toolkit.checkpoint.store import StorePath
 from toolkit.errors import ToolkitError, in_words
 from toolkit.published import without_secrets

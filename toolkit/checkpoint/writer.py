@@ -36,8 +36,8 @@ from toolkit.checkpoint.manifest import (
     latest,
     list_checkpoints,
     step_folder,
+    superseded,
 )
-from toolkit.checkpoint.rotation import superseded
 from toolkit.checkpoint.state import described, first_failure, first_non_finite, host_copy
 from toolkit.checkpoint.store import StorePath
 from toolkit.checkpoint.upload import Uploads

@@ -17,7 +17,7 @@ from toolkit.data.images.image_files import preview
 from toolkit.data.images.images import Images
 from toolkit.data.kinds.kind import RowKind
 from toolkit.data.kinds.registry import LAYOUTS
-from toolkit.data.layouts.row_flags import IN_PARTS
+from toolkit.data.layouts.messages import IN_PARTS
 from toolkit.data.samples.samples import Rows
 from toolkit.data.templates.masks import special_ids
 from toolkit.errors import counted

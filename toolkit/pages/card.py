@@ -19,8 +19,7 @@ from toolkit.pages.parts.story import with_limits
 from toolkit.pages.run_page import STEPS, RunSummary, evaluations_table
 from toolkit.paths import is_file_source, is_hub_name, source_name
 from toolkit.published import for_readers, settings_for_readers
-from toolkit.recipe.load import FILES_OF_ITEMS, NAMES_OF_FILES, compares, read_yaml, shipped_recipes
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import FILES_OF_ITEMS, NAMES_OF_FILES, Recipe, compares, read_yaml, shipped_recipes
 from toolkit.recipe.yaml_values import yaml_text
 from toolkit.terminal import harmless, one_line
 

@@ -15,8 +15,7 @@ from toolkit.paths import GIB
 from toolkit.planning.hardware import Hardware
 from toolkit.planning.planner import Planner, PlanRow
 from toolkit.planning.setup import Setup, asked_setup, factors, mesh_of, require_ranks, smaller_setups
-from toolkit.planning.workload.image_workload import workload_on_rows
-from toolkit.planning.workload.workload import Workload, with_rows_of
+from toolkit.planning.workload.workload import Workload, with_rows_of, workload_on_rows
 from toolkit.recipe.combinations import refuse
 from toolkit.recipe.recipe import Recipe
 from toolkit.recipe.schema import ShardingSection, TrainingSection

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from toolkit.checkpoint.beside_weights.tokenizer_files import in_older_names
+from toolkit.checkpoint.beside_weights.model_files import in_older_names
 from toolkit.checkpoint.export import (
     ExportSettings,
     Source,

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from toolkit.errors import RecipeError
-from toolkit.recipe.load import apply_overrides, dotted
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, apply_overrides, dotted
 from toolkit.recipe.schema import RIVALS
 from toolkit.recipe.yaml_values import yaml_text
 from toolkit.terminal import one_line

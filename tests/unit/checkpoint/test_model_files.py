@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 from toolkit import Recipe, finetune
 from toolkit.checkpoint.beside_weights.model_files import (
     configuration,
+    save_tokenizer,
     with_older_names,
     write_adapter_files,
     write_model_files,
 )
-from toolkit.checkpoint.beside_weights.tokenizer_files import save_tokenizer
 from toolkit.data.tokens.tokenizer import identity
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.model.beside_weights.base_files import BaseFiles

@@ -10,9 +10,8 @@ import pytest
 from support.cases import cases
 from test_manifest import PLAIN
 
-from toolkit.checkpoint.manifest import Checkpoint
-from toolkit.checkpoint.reader import _first_mismatch, require_same_run
-from toolkit.checkpoint.rotation import superseded
+from toolkit.checkpoint.manifest import Checkpoint, superseded
+from toolkit.checkpoint.state import _first_mismatch, require_same_run
 from toolkit.errors import BadInputError
 from toolkit.recipe.schema import CheckpointSection
 

@@ -24,8 +24,7 @@ from toolkit.cli.app import app
 from toolkit.cli.commands import plan as cli_plan
 from toolkit.cli.shared.arguments import complete_recipe, load_recipe, split_arguments
 from toolkit.errors import RecipeError
-from toolkit.recipe.load import shipped_recipes
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, shipped_recipes
 
 TABLES = cases(__file__)
 

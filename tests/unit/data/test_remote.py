@@ -20,8 +20,7 @@ from toolkit.data.rows.files import expand_files, local_copies
 from toolkit.data.tokens import tokenizer
 from toolkit.errors import DataError, RecipeError
 from toolkit.paths import file_name, without_query
-from toolkit.recipe.load import anchor_paths
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, anchor_paths
 from toolkit.recipe.schema import DataSection
 
 TABLES = cases(__file__)

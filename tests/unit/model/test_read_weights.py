@@ -26,7 +26,7 @@ from toolkit.model.adapters.targets import layers_left_whole, left_out_of_all_li
 from toolkit.model.quantised.quantised import _Product, quantise_loaded, quantised_layers
 from toolkit.model.quantised.read_weights import read_weights, without_gradients
 from toolkit.recipe.schema import AdapterSection
-from toolkit.run.checks.quantised_check import check_quantised
+from toolkit.run.checks.whole_check import check_quantised
 
 NF4 = AdapterSection(kind="lora", quantize="nf4")
 READ = {

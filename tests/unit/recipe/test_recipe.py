@@ -13,8 +13,7 @@ from support.cases import cases
 
 from toolkit.errors import BadInputError, RecipeError
 from toolkit.pages.card import recipe_for_readers
-from toolkit.recipe.load import apply_overrides, find_recipe, sections_of, shipped_recipes
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, apply_overrides, find_recipe, sections_of, shipped_recipes
 from toolkit.recipe.schema import steps_of_run
 from toolkit.suggest.draft import _lines
 
@@ -170,7 +169,7 @@ def test_steps_to_profile(tmp_path: Path) -> None:
 
 def test_a_run_is_known_by_the_recipe_that_it_has_written(tmp_path: Path) -> None:
     """What is written leaves out fields without effect, and a bare path stands for a source."""
-    from toolkit.checkpoint.reader import same_run
+    from toolkit.checkpoint.state import same_run
 
     recipe = Recipe.load("quickstart", ["training.max_steps=7"])
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())

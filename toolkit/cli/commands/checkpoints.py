@@ -25,8 +25,7 @@ def checkpoints(
     as_json: AsJson = False,
 ) -> None:
     """List a run's checkpoints. Exit code 1 if a finished one is damaged or holds non-finite weights."""
-    from toolkit.checkpoint.manifest import list_checkpoints, place_named
-    from toolkit.checkpoint.rotation import best_of
+    from toolkit.checkpoint.manifest import best_of, list_checkpoints, place_named
     from toolkit.pages.parts.story import with_limits
 
     place = place_named(run)

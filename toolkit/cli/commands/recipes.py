@@ -17,7 +17,7 @@ from toolkit.cli.shared.shipped import recipe_rows, shipped_configs
 from toolkit.errors import BadInputError
 from toolkit.paths import shown_path
 from toolkit.recipe.json_schema import schema_line
-from toolkit.recipe.load import find_recipe, shipped_recipes, text_of
+from toolkit.recipe.recipe import find_recipe, shipped_recipes, text_of
 
 recipes_app = typer.Typer(invoke_without_command=True, **LOOK)
 

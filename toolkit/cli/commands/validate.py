@@ -10,7 +10,7 @@ import typer
 
 from toolkit.cli.shared.arguments import AsJson, RecipeArguments, load_recipe, split_arguments
 from toolkit.cli.shared.hub import require_inputs
-from toolkit.recipe.load import find_recipe
+from toolkit.recipe.recipe import find_recipe
 
 VERDICT = "valid: the keys and the places of models and data. `toolkit train --dry-run` looks at what they hold"
 

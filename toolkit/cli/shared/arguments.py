@@ -13,10 +13,9 @@ from typer.models import OptionInfo
 
 from toolkit.errors import BadInputError
 from toolkit.paths import shipped_files
-from toolkit.recipe.load import shipped_recipes
 from toolkit.recipe.objectives.section import Section
 from toolkit.recipe.problems import TYPE_WORDS
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, shipped_recipes
 
 DEFAULT_RECIPE = "quickstart"
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from toolkit.errors import BadInputError, did_you_mean
 from toolkit.paths import shipped_files, shipped_folder
-from toolkit.recipe.load import shipped_recipes
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, shipped_recipes
 
 
 def shipped_configs() -> dict[str, Path]:

@@ -19,8 +19,7 @@ from toolkit.data.documents.byte_tokens import ByteTokens
 from toolkit.data.images.images import Images, parse
 from toolkit.data.layouts.layout import Layout
 from toolkit.data.layouts.left_out import NO_CALLS, NO_TOOLS, left_out_of
-from toolkit.data.layouts.messages import ONLY_ASSISTANTS
-from toolkit.data.layouts.row_flags import Span, without
+from toolkit.data.layouts.messages import ONLY_ASSISTANTS, Span, without
 from toolkit.data.layouts.template_arguments import date_of, note_of, require_taken, takes_tools
 from toolkit.data.layouts.thoughts import THOUGHTS
 from toolkit.data.rows.examples import Answer, Conversation, Example, Message, Text

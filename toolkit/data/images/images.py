@@ -23,7 +23,7 @@ from transformers.utils import cached_file
 
 from toolkit.data.images.image_files import content_of, decoded, file_or_content
 from toolkit.data.images.pixel_limits import CONFIGURATIONS, NO_LIMITS, PixelLimits
-from toolkit.data.layouts.row_flags import Span
+from toolkit.data.layouts.messages import Span
 from toolkit.data.rows.cache import digest
 from toolkit.data.rows.files import local_path
 from toolkit.data.rows.hub_refusals import hub_error

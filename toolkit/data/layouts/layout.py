@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from toolkit.data.layouts.row_flags import UnreadMedium, refuse_media
+from toolkit.data.layouts.messages import UnreadMedium, refuse_media
 from toolkit.data.layouts.template_arguments import COLUMN, arguments_of
 from toolkit.data.rows.examples import Example
 from toolkit.data.rows.image_places import COLUMNS, OF_REJECTED, column_of

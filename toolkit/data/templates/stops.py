@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from toolkit.data.layouts.row_flags import Span
+from toolkit.data.layouts.messages import Span
 from toolkit.data.rows.examples import Message
 from toolkit.data.templates.masks import special_ids
 from toolkit.data.templates.templates import rendered

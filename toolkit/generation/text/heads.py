@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import BadInputError, DataError
 from toolkit.generation.text.load import Place, device_of, load_base, positions_of, tokenizer_of
 from toolkit.recipe.figures import figure_of
-from toolkit.recipe.load import read_yaml
+from toolkit.recipe.recipe import read_yaml
 
 if TYPE_CHECKING:
     from toolkit.data.build import TokenisedData

@@ -192,7 +192,7 @@ def _checked_row(place: str, column: str, value: Any, fields: Mapping[str, Any],
     from toolkit.data.images.image_files import file_or_content
     from toolkit.data.kinds.registry import LAYOUTS
     from toolkit.data.layouts.layout import Layout
-    from toolkit.data.layouts.row_flags import MEDIA
+    from toolkit.data.layouts.messages import MEDIA
     from toolkit.data.layouts.template_arguments import COLUMN, arguments_of
     from toolkit.data.rows.examples import Conversation
     from toolkit.data.rows.image_places import COLUMNS as IMAGES

@@ -16,8 +16,8 @@ from toolkit import ranks
 from toolkit.checkpoint.beside_weights.model_files import write_model_files
 from toolkit.checkpoint.consolidate import BASE_DIGESTS, STORED_NAMES
 from toolkit.checkpoint.manifest import MODEL_FILES, latest
-from toolkit.checkpoint.reader import same_run
 from toolkit.checkpoint.resume import Resumption, set_aside
+from toolkit.checkpoint.state import same_run
 from toolkit.data.images.images import limits_of
 from toolkit.data.layouts.template_arguments import date_of
 from toolkit.data.report import DataReport

@@ -11,7 +11,7 @@ from toolkit.checkpoint.manifest import METRICS, latest, read_file
 from toolkit.errors import first_line
 from toolkit.pages.parts.run_metrics import Metrics, damage_in_words, parse_metrics, split_lines
 from toolkit.pages.status import Status, status_in
-from toolkit.recipe.load import dotted
+from toolkit.recipe.recipe import dotted
 from toolkit.recipe.yaml_values import NOT_YAML, yaml_value
 from toolkit.run.folder.finished import is_finished
 from toolkit.supervise.rank_status import GONE_SECONDS, REPORT, read_statuses

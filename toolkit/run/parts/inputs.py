@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
-from toolkit.checkpoint.beside_weights.tokenizer_files import templates_in, templates_of
+from toolkit.checkpoint.beside_weights.model_files import templates_in, templates_of
 from toolkit.data.rows.cache import digest
 from toolkit.data.samples.image_samples import image_samples_of
 from toolkit.data.stream import describe_stream
@@ -17,8 +17,7 @@ from toolkit.model.adapters.started_adapter import start_fact
 from toolkit.model.beside_weights.base_files import CODE, CONFIG, GENERATION, TOKENIZERS, BaseFiles
 from toolkit.objectives.teacher import teacher_fact
 from toolkit.paths import configuration_digest, folder_on_this_machine
-from toolkit.run.checks.image_check import check_images
-from toolkit.run.checks.packing_check import check_leaks
+from toolkit.run.checks.packing_check import check_images, check_leaks
 from toolkit.run.folder.folder import write_beginning, write_data_report
 from toolkit.run.stages.part import NEW_FOLDER, Loop, RunPart
 from toolkit.run.stages.stages import BuiltRun, MetaModel, PreparedRun, Read

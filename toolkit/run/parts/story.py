@@ -11,8 +11,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.errors import counted
 from toolkit.pages.card import published_values
 from toolkit.pages.parts.story import Start, Story
-from toolkit.recipe.load import dotted
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, dotted
 from toolkit.run.folder.origin import versions
 from toolkit.run.stages.part import Loop, RunPart
 from toolkit.run.stages.stages import OpenedRun, PreparedRun

@@ -21,8 +21,7 @@ from toolkit.pages.parts.side_by_side import SideBySide
 from toolkit.pages.parts.story import RUN_JSON
 from toolkit.paths import GIB, atomic_write
 from toolkit.planning.check import Planned
-from toolkit.recipe.load import dotted
-from toolkit.recipe.recipe import Recipe
+from toolkit.recipe.recipe import Recipe, dotted
 from toolkit.run.stages.part import RunPart
 from toolkit.run.stages.stages import PreparedRun
 

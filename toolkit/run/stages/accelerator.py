@@ -41,8 +41,8 @@ from toolkit.sharding.launched import (
 from toolkit.sharding.loss_scale import share_overflows
 from toolkit.sharding.offload import OffloadSettings
 from toolkit.sharding.plugin import ShardingPlugin, reset_accelerate, sharding_kwargs
+from toolkit.supervise.launched_ranks import timed_rendezvous
 from toolkit.supervise.parent_death import ended_with_launcher
-from toolkit.supervise.rendezvous import timed_rendezvous
 from toolkit.terminal import Terminal, warnings_heard
 from toolkit.training.usage import forget_peaks
 

@@ -15,8 +15,7 @@ from toolkit.model.structure.model_parts import may_leave_unused
 from toolkit.objectives.teacher import shard_teacher
 from toolkit.optim.build import build_optimizer
 from toolkit.planning.check import Planned, plan_run
-from toolkit.planning.workload.image_workload import with_images
-from toolkit.planning.workload.workload import workload_of_model
+from toolkit.planning.workload.workload import with_images, workload_of_model
 from toolkit.run.stages.accelerator import checkpointing_of, compilation_of
 from toolkit.run.stages.stages import MetaModel, OpenedRun, ShardedModel
 from toolkit.sharding.apply import prepare_blocks

@@ -23,9 +23,8 @@ from toolkit.planning.memory.replay import replay
 from toolkit.planning.memory.state_bytes import MemoryLayout
 from toolkit.planning.planner import Planner
 from toolkit.planning.setup import Setup
-from toolkit.planning.workload.image_workload import with_images
 from toolkit.planning.workload.unit_shapes import unit_shapes
-from toolkit.planning.workload.workload import Workload
+from toolkit.planning.workload.workload import Workload, with_images
 from toolkit.recipe.recipe import Recipe
 from toolkit.sharding.blocks.checkpointing import Checkpointing
 from toolkit.sharding.plan.strategy import STRATEGIES, MeshShape
