@@ -25,7 +25,7 @@ from transformers import (
 from toolkit.checkpoint import state
 from toolkit.checkpoint.export import whole_tensors
 from toolkit.data.samples.sequence_parts import KL_PREFIX, Part
-from toolkit.model.attention.attention_by_heads import attend_by_heads
+from toolkit.model.attention.attention import attend_by_heads
 from toolkit.model.weights.weights import materialize
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.classification import SequenceClassification

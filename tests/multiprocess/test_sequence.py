@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import toolkit.run.stages.accelerator
 from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
-from toolkit.model.attention.attention_by_heads import attend_by_heads
+from toolkit.model.attention.attention import attend_by_heads
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.planning.hardware import presets
 from toolkit.planning.planner import Planner

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
-from toolkit.model.attention.attention_by_heads import attend_by_heads
+from toolkit.model.attention.attention import attend_by_heads
 from toolkit.objectives.classification import SequenceClassification
 from toolkit.objectives.losses import scores
 from toolkit.objectives.reward import Reward

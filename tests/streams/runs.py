@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit import ranks
 from toolkit.checkpoint import state
-from toolkit.model.attention.attention_by_heads import attend_by_heads
+from toolkit.model.attention.attention import attend_by_heads
 from toolkit.model.quantised.quantised import Quantisation, quantise_loaded
 from toolkit.optim.ema import Ema
 from toolkit.sharding import Checkpointing, OffloadSettings

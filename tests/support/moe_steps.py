@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from support.backend import accelerated
 from support.moe import Step, micro_batches, mixture, plain_step
 from toolkit.data.samples.sequence_parts import Part
-from toolkit.model.attention.attention_by_heads import attend_by_heads
+from toolkit.model.attention.attention import attend_by_heads
 from toolkit.objectives.causal_lm import CausalLM
 from toolkit.objectives.losses.balance import build_balance
 from toolkit.recipe.objectives.objective_section import ObjectiveSection

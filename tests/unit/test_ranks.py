@@ -16,15 +16,13 @@ import toolkit
 from toolkit import ranks
 from toolkit.checkpoint.export import verify
 from toolkit.checkpoint.store import StorePath
-from toolkit.checkpoint.upload import Uploads
-from toolkit.checkpoint.writer import Checkpointer
+from toolkit.checkpoint.writer import Checkpointer, Uploads
 from toolkit.data.samples.loader import ahead
 from toolkit.recipe.schema import CheckpointSection
 from toolkit.sharding.offload.worker import Worker
 
 STARTERS = {
     "checkpoint/writer.py": "on_this_device",
-    "checkpoint/upload.py": "on_this_device",
     "data/samples/loader.py": "on_this_device",
     "sharding/offload/worker.py": "set_device",  # told its device, which need not be the current one
     "run/shown/notebook.py": "_receive",  # reads a pipe and shows what comes; touches no tensor

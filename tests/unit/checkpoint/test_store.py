@@ -14,7 +14,7 @@ from test_manifest import COMPLETE, MANIFEST, PLAIN, written
 
 from toolkit import Recipe
 from toolkit.checkpoint import store as stores
-from toolkit.checkpoint import upload
+from toolkit.checkpoint import writer
 from toolkit.checkpoint.manifest import check_files, list_checkpoints, step_folder
 from toolkit.checkpoint.resume import find, set_aside
 from toolkit.checkpoint.store import StorePath
@@ -30,8 +30,8 @@ def store() -> StorePath:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(upload, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(writer, "TELL_SECONDS", 0.0)
 
 
 class Saves:
@@ -162,14 +162,14 @@ def test_copying_slower_than_saving(tmp_path: Path, store: StorePath, monkeypatc
         put(self, source)
 
     monkeypatch.setattr(StorePath, "put", slow)
-    monkeypatch.setattr(upload, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "TELL_SECONDS", 0.0)
     saves = Saves(tmp_path, store, keep_last=1)
     saves.save(1)
     assert begun.wait(600)
     for step in (2, 3, 4):
         saves.save(step)
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1, 4]
-    monkeypatch.setattr(upload, "superseded", lambda *_: [])
+    monkeypatch.setattr(writer, "superseded", lambda *_: [])
     goes_on.set()
     assert saves.finish() is None
     assert steps(store) == [1, 4]

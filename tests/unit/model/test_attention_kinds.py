@@ -18,7 +18,7 @@ from transformers import (
 
 from toolkit.data.samples.sequence_parts import Part
 from toolkit.errors import BadInputError
-from toolkit.model.attention.attention_by_heads import require_sequence
+from toolkit.model.attention.attention import require_sequence
 from toolkit.model.attention.full_attention import attends_in_full
 from toolkit.sharding.parallel.sequence_parallel import require_groups
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.data.layouts import thoughts
 from toolkit.data.layouts.template_arguments import NO_ARGUMENTS, date_of, variables, with_date
 from toolkit.data.rows import image_places
-from toolkit.data.templates import calls, parts
+from toolkit.data.templates.calls import with_calls_for, with_words_for
 from toolkit.errors import BadInputError, first_line
 from toolkit.recipe.objectives.section import TEMPLATE_NAMES
 
@@ -104,6 +104,6 @@ def prepared(messages: list[dict[str, Any]], template: str, tokenizer: PreTraine
     if "developer" not in template:
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     special = tokenizer.special_tokens_map
-    called = calls.for_template(messages, template, special)
+    called = with_calls_for(messages, template, special)
     seen = image_places.for_template(thoughts.for_template(called, template), template)
-    return parts.for_template(seen, template, special)
+    return with_words_for(seen, template, special)

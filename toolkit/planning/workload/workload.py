@@ -27,8 +27,7 @@ from toolkit.data.samples.sequence_parts import KL_PREFIX, Part
 from toolkit.data.tokens import tokenizer
 from toolkit.data.tokens.tokenizer import load as load_tokenizer
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.attention.attention import attention_of
-from toolkit.model.attention.attention_by_heads import attend_by_heads, require_sequence
+from toolkit.model.attention.attention import attend_by_heads, attention_of, require_sequence
 from toolkit.model.attention.document_attention import BY_DOCUMENT
 from toolkit.model.attention.positions import takes_positions
 from toolkit.model.load import SpecialTokens, load_without_weights

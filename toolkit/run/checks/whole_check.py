@@ -17,8 +17,7 @@ from toolkit.data.samples.samples import Batch, Samples
 from toolkit.data.samples.sequence_parts import Part, counts_here
 from toolkit.errors import BadInputError
 from toolkit.model.adapters.adapters import base_of
-from toolkit.model.attention.attention import attention_of
-from toolkit.model.attention.attention_by_heads import attend_by_heads, require_sequence
+from toolkit.model.attention.attention import attend_by_heads, attention_of, require_sequence
 from toolkit.model.quantised.quantised import quantised_fact, quantised_layers, weights_as_numbers
 from toolkit.objectives.objective import Objective
 from toolkit.run.checks.comparison import ROUNDED, SAME, Numbers, compared, logits_of, on_text_alone
