@@ -20,6 +20,16 @@ JUDGED = [{"prompt": p["prompt"], "completion": p["chosen"], "label": i % 2 == 0
 ROWS = {"preference": PAIRS, "kto": JUDGED}
 STREAMED = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
 
+KEPT = {
+    STREAMED: "3 records",
+    STREAMED.upper().replace('"TEXT"', '"text"'): "the rows of kept.file",
+    "": "kept.file: ",
+    '{"chosen": "a", "rejected": "b"}\n': "matches no known column layout",
+    '{"messages": [{"role": "user", "content": "a"}]}\n': "the tokenizer has no chat template",
+    '{"text": 3}\n': "none of its rows (1) can be trained on",
+}
+"""The content of a file of kept rows -> what comes of a run that its limit ends, and of going on with others."""
+
 
 def values_of(folder: Path, kind: str, steps: int) -> dict[str, Any]:
     values = recipe_values(folder / f"base-{kind}", folder / f"{kind}.jsonl", folder / kind, folder / "cache")
@@ -54,6 +64,7 @@ def runs(folder: Path) -> dict[str, Any]:
     streams["data"] |= {"streaming": True, "long_rows": "split"}
     rows = folder / "causal_lm.jsonl"
     rows.write_text(STREAMED)
+    found |= outcomes_with_kept_rows(folder, rows)
     found["stream begun"] = outcome(streams)
     streams["training"]["max_steps"] = 4
     unfinish(folder / "causal_lm")
@@ -79,6 +90,20 @@ def runs(folder: Path) -> dict[str, Any]:
         weights = next((folder / "kto/export").glob("*.safetensors"))
         found[f"{name} trained"] = weights.stat().st_mtime_ns != written
     return found
+
+
+def outcomes_with_kept_rows(folder: Path, rows: Path) -> dict[str, Any]:
+    """By the content of the file; last, with the first one and other weights."""
+    values, found = values_of(folder, "causal_lm", 4), dict[str, Any]()
+    values["data"] |= {"validation": str(rows), "long_rows": "split"}
+    values["training"] |= {"output_dir": str(folder / "kept"), "eval_every_steps": 1}
+    values["kept"] = {"file": str(file := folder / "kept.jsonl"), "max_kl": 1e-7}
+    for content in (*KEPT, STREAMED):
+        file.write_text(content)
+        save_llama(folder / "base-causal_lm", TEXTS, tied=False, seed=int(content in found))
+        found["other base" if content in found else content] = outcome(values)
+        (folder / "kept/finished.json").unlink(missing_ok=True)
+    return {**found, "kept report": (folder / "kept/report.html").read_text()}
 
 
 def outcome_of_a_run_whose_folder_goes(values: dict[str, Any], folder: Path) -> tuple[str, int]:
@@ -140,6 +165,14 @@ def test_a_stream_does_not_go_on_in_files_of_other_content(found: dict[str, Any]
     assert code == 2
     assert "the content of data.train" in told
     assert found["stream same"] == ("4 records", 0)
+
+
+def test_a_limit_ends_a_run_which_goes_on_with_the_same_kept_rows_alone(found: dict[str, Any]) -> None:
+    """Their figures: test_ema.py."""
+    for case, said in (KEPT | {"other base": "began with other weights"}).items():
+        told, code = found[case]
+        assert (said in told, code) == (True, 2 * (case != STREAMED)), told
+    assert "above 1e-07 nats a token (kept.max_kl)" in found["kept report"]
 
 
 def test_a_run_is_done_if_it_says_so(found: dict[str, Any]) -> None:

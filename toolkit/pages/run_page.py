@@ -42,7 +42,7 @@ from toolkit.pages.parts.story import with_limits
 from toolkit.pages.samples_page import SampledPrompt, best_first
 from toolkit.pages.status import SCRIPT as STATUS_SCRIPT
 from toolkit.pages.status import Status, status_head, status_note
-from toolkit.recipe.figures import ANSWERS, FIGURES, KNOWN, REWARD, Figure, figure_of, steering
+from toolkit.recipe.figures import ANSWERS, FIGURES, KEPT_KL, KEPT_LOSS, KNOWN, REWARD, Figure, figure_of, steering
 from toolkit.terminal import format_bytes, format_time, three_digits
 
 MAX_LISTED_STEPS = 20
@@ -122,7 +122,7 @@ def headline(metrics: Metrics, best_by: str = "loss") -> str:
     """Returns the outcome of a run in figures, each from its first to its last value, or an empty text.
 
     They are the reward of its own samples, the shares of its objective and of answers, the figure that judges
-    evaluations, and the held-out loss; without held-out rows the training loss.
+    evaluations, what was kept, and the held-out loss; without held-out rows the training loss.
     """
     train, evals = split_lines(metrics, "train"), split_lines(metrics, "eval")
     told, losses, whose = [], column([line for line in evals if "loss" in line], "loss"), "held-out"
@@ -144,7 +144,7 @@ def headline(metrics: Metrics, best_by: str = "loss") -> str:
 STEPS = ("exported", "best")
 """Facts that say which step's weights are meant, in as far as they are not the last ones."""
 
-HEADLINES = (KNOWN["accuracy"], KNOWN["f1_macro"], KNOWN["f1"], KNOWN["pearson"], ANSWERS)
+HEADLINES = (KNOWN["accuracy"], KNOWN["f1_macro"], KNOWN["f1"], KNOWN["pearson"], ANSWERS, KEPT_LOSS, KEPT_KL)
 """Figures that say what came of a run, in the words of its objective."""
 
 

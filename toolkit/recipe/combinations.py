@@ -98,6 +98,7 @@ _NOTHING_HELD_OUT = Feature(
 )
 _EVALUATIONS, _NO_EVALUATIONS = on(R.training.eval_every_steps), without(R.training.eval_every_steps)
 _BEST = on(R.checkpoint.keep_best)
+_KEPT = on(R.kept.file)
 _BEST_BY_ANSWERS = equal(R.training.best_by, "answers")
 
 _REMOVE_ONE = "remove one of them"
@@ -209,6 +210,7 @@ COMBINATIONS = (
         "lower the last step",
     ),
     _idle(rest(R.answers, "file"), _NO_ANSWERS, "", "set that, or remove it"),
+    _idle(on(R.kept.max_kl), without(R.kept.file), "", "set that, or remove it"),
     _idle(on(R.answers.system), on(R.answers.raw), "as it needs the chat template", _REMOVE_ONE),
     _idle(_BEST, equal(R.checkpoint.keep_last, None), "which keeps all"),
     _idle(_BEST, without(R.checkpoint.every_steps), "", "set that, too"),
@@ -276,6 +278,7 @@ COMBINATIONS = (
     _unbuilt(_TENSOR, _QUANTISED, "whose blocks of scales are not cut", "set adapter.quantize=none"),
     _unbuilt(_TENSOR, _IMAGES, "", _UNCUT),
     _unbuilt(_TENSOR, _SEQ2SEQ, "", _UNCUT),
+    _unbuilt(_TENSOR, _KEPT, "whose logits are whole", _UNCUT),
     # Offload
     _library(
         _OFFLOAD,
@@ -410,13 +413,16 @@ COMBINATIONS = (
     _idle(on(R.data.columns.margin), objective("objectives but reward", lambda spec: not spec.has_margins)),
     _idle(_HELD_OUT_SAMPLES, _NO_TEXT, "whose model writes no text"),
     _idle(_ANSWERS, _NO_TEXT, "whose model writes no text"),
+    _never(_KEPT, _NO_TEXT, "whose model predicts no next tokens"),
+    _unbuilt(_KEPT, _SEQ2SEQ),
     _never(on(R.training.num_epochs), _STREAMING, "whose length is not known", "set training.max_steps"),
     # Evaluations
     _idle(_EVALUATIONS, _NOTHING_HELD_OUT, "", "remove it, or set one of these"),
     _idle(_HELD_OUT_SAMPLES, _NOTHING_HELD_OUT, "", "remove it, or set one of these"),
     _idle(_ANSWERS, _NOTHING_HELD_OUT, "as answers are written at evaluations", "set one of these"),
+    _idle(_KEPT, _NOTHING_HELD_OUT, "as kept rows are measured at evaluations", "set one of these"),
     _idle(
-        on(R.training.patience),
+        on(R.training.patience, R.kept.max_kl),
         _NO_EVALUATIONS,
         "as the run is evaluated at its start and its end alone",
         "set that, for example training.eval_every_steps=100",

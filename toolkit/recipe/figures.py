@@ -56,6 +56,9 @@ LOSS = Figure("loss", "Held-out loss", better="lower", said="held-out loss")
 ESTIMATED = "estimated on these completions; below 0: they became less likely"
 RIGHT = "share of right answers"
 ANSWERS = Figure("answer_accuracy", "Answers right", "share", f"{RIGHT} to held-out prompts", "higher", RIGHT)
+KEPT_LOSS = Figure("kept_loss", "Loss of kept rows", better="lower", said="kept loss")
+FROM_START = "from the model before the first step, nats a token"
+KEPT_KL = Figure("kept_kl", "KL of kept rows", plain=FROM_START, better="lower", said="kept KL")
 
 FIGURES = (
     Figure("perplexity", "Perplexity", "perplexity", "as hard to predict as so many equally likely tokens", "lower"),
@@ -75,6 +78,8 @@ FIGURES = (
     ANSWERS,
     Figure("answer_stopped", "Answers that stop", "share", better="higher"),
     Figure("answer_mean_tokens", "Tokens of an answer, on average"),
+    KEPT_LOSS,
+    KEPT_KL,
 )
 """Figures of evaluations, in the order in which they are shown; an evaluation has those of its objective."""
 

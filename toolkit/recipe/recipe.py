@@ -274,6 +274,7 @@ NAMES_OF_FILES = (
     ("adapter", ("start_from",)),
     ("objective", ("teacher", "loss", "rewards")),
     ("answers", ("file", "compare")),
+    ("kept", ("file",)),
     ("training", ("extensions",)),
 )
 """Section -> keys that may name files."""

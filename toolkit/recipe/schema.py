@@ -545,8 +545,8 @@ class TrainingSection(Section):
     best_by: str = Field(
         "loss",
         description="Judge evaluations by this figure of their records, for training.patience and "
-        "checkpoint.keep_best: loss, accuracy, f1_macro, answers (the share of right answers, answers.file). For a "
-        "figure of your own say which is better: higher NAME, or lower NAME.",
+        "checkpoint.keep_best: loss, accuracy, f1_macro, answers (the share of right answers, answers.file), "
+        "kept_loss. For a figure of your own say which is better: higher NAME, or lower NAME.",
     )
     ema: OpenFraction | None = Field(
         None,
@@ -617,6 +617,22 @@ class AnswersSection(Section):
         description=f"Compare an answer with those of its row: {COMPARED} Or score it with this function "
         "(file.py:function, or module:function on Python's path), which gets the answer and its row and returns True, "
         "False or a number from 0 to 1; the file's code is run. null: text.",
+    )
+
+
+class KeptSection(Section):
+    """Rows that are not trained on, for what a model must not forget: their loss, and how far it has moved on them."""
+
+    file: str | None = Field(
+        None,
+        min_length=1,
+        description="Measure the loss of this file's rows at evaluations, and the KL divergence of the next tokens "
+        "from the model before the first step; rows as data.validation takes them for causal_lm. null: none.",
+    )
+    max_kl: PositiveFloat | None = Field(
+        None,
+        description="End the run, with exit code 0, after an evaluation whose divergence is above this (nats a "
+        "token); null: never. The last weights are exported; with checkpoint.keep_best the best ones.",
     )
 
 
@@ -795,6 +811,7 @@ class Sections(Section):
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection
     answers: AnswersSection = AnswersSection()
+    kept: KeptSection = KeptSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
     export: ExportSection = ExportSection()

@@ -17,7 +17,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from toolkit.paths import GIB
-from toolkit.recipe.figures import figure_of, steering
+from toolkit.recipe.figures import KEPT_KL, KEPT_LOSS, figure_of, steering
 from toolkit.recipe.schema import LoggingSection
 from toolkit.terminal import Terminal, clock
 from toolkit.training.durable_writes import LinesFile
@@ -144,9 +144,10 @@ def _step_figures(record: dict[str, Any], unit: str, steering: str) -> list[str]
 
 
 def _other_figures(record: dict[str, Any], steering: str, main: str) -> list[str]:
-    """Returns the shares, the losses of sources, and the figure that judges evaluations, unless it is the main one."""
+    """Returns the shares, the losses of sources, what was kept, and the figure that judges evaluations; not `main`."""
     known = [figure_of(key) for key, value in record.items() if isinstance(value, int | float) and key != main]
-    shown = [one for one in known if one.form == "share" or one.field.startswith("loss/") or one.field == steering]
+    told = (steering, KEPT_LOSS.field, KEPT_KL.field)
+    shown = [one for one in known if one.form == "share" or one.field.startswith("loss/") or one.field in told]
     return [f"{one.name} {one.in_short(record[one.field])}" for one in shown]
 
 

@@ -10,12 +10,12 @@ from toolkit.run.checks.packing_check import PackedRows
 from toolkit.run.checks.padding_check import PaddedRows
 from toolkit.run.checks.whole_check import CutMatrices, QuantisedBase, SharedRows
 from toolkit.run.parts.answers import AskedWhileTraining
-from toolkit.run.parts.averages import Averages
-from toolkit.run.parts.ends import Allocation, Best
+from toolkit.run.parts.ends import Allocation, Averages, Best
 from toolkit.run.parts.experts import Experts
 from toolkit.run.parts.figures import Figures, NonFinite, Profile
 from toolkit.run.parts.held_out_samples import HeldOutTexts
 from toolkit.run.parts.inputs import Base, Rows, StartedAdapter, Teacher
+from toolkit.run.parts.kept import Kept
 from toolkit.run.parts.own_code import OwnCode
 from toolkit.run.parts.reference import Reference
 from toolkit.run.parts.rollouts import OwnSamples
@@ -47,6 +47,7 @@ PARTS: tuple[type[RunPart], ...] = (
     Averages,
     Experts,
     AskedWhileTraining,
+    Kept,
     Allocation,
     OwnCode,
     Profile,

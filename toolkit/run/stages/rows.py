@@ -11,7 +11,7 @@ from toolkit.data import build
 from toolkit.data.build import TokenisedData
 from toolkit.data.kinds.registry import kind_for
 from toolkit.data.samples.loader import Loader, TrainLoader, evaluation_batches
-from toolkit.data.samples.samples import Batch
+from toolkit.data.samples.samples import Batch, Samples
 from toolkit.data.samples.sequence_parts import WHOLE, Part
 from toolkit.data.stream import StreamLoader
 from toolkit.errors import BadInputError, counted, first_line
@@ -149,10 +149,12 @@ def as_trained(recipe: Recipe, tokens: PreTrainedTokenizerBase, data: TokenisedD
 
 def evaluation_of(run: BuiltRun) -> Callable[[], Iterator[Batch]] | None:
     """Returns a function that yields this rank's held-out batches, or None without held-out data."""
-    recipe, held_out = run.opened.recipe, run.data.validation
-    if held_out is None:
-        return None
+    return None if run.data.validation is None else batches_of(run, run.data.validation)
 
+
+def batches_of(run: BuiltRun, held_out: Samples) -> Callable[[], Iterator[Batch]]:
+    """Returns a function that yields this rank's batches of rows that are evaluated."""
+    recipe = run.opened.recipe
     group, num_groups, part = run.opened.share
     size, limit = recipe.training.micro_batch_size, recipe.data.max_validation_samples
 
