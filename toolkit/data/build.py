@@ -17,14 +17,7 @@ from toolkit.data import report as reports
 from toolkit.data.documents.documents import Named, read_documents, work_of, write_documents
 from toolkit.data.documents.encode import FEATURES, Encoder
 from toolkit.data.documents.processes import image_root
-from toolkit.data.images.images import (
-    Images,
-    image_tokens_of,
-    require_built,
-    require_effect,
-    require_root,
-    why_unread,
-)
+from toolkit.data.images.images import Images, image_tokens_of, require_built, require_effect, require_root, why_unread
 from toolkit.data.kinds.recognise import recognise
 from toolkit.data.kinds.registry import LAYOUTS, rows_of
 from toolkit.data.layouts.layout import ColumnLayout, Layout

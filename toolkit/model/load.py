@@ -41,14 +41,7 @@ from toolkit.model.new_rows import with_new_rows
 from toolkit.model.possible_configs import require_lasting_rows, require_library, require_possible
 from toolkit.model.quantised.quantised import QuantisedWeights
 from toolkit.model.quantised.stored_quantised import StoredNF4, quantise_as_stored, take_quantisation
-from toolkit.model.structure.model_parts import (
-    LANGUAGE,
-    WHOLE,
-    freeze_untrained,
-    require_text,
-    writer_class,
-    writer_of,
-)
+from toolkit.model.structure.model_parts import LANGUAGE, WHOLE, freeze_untrained, require_text, writer_class, writer_of
 from toolkit.model.structure.on_meta import build_on_meta
 from toolkit.model.weights.weight_values import Values
 from toolkit.model.weights.weights import (

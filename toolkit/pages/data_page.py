@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import counted, listed
-from toolkit.pages.parts.number_text import (
-    MISSING,
-    format_count,
-    format_percent,
-    format_short,
-    format_tick,
-    number,
-)
+from toolkit.pages.parts.number_text import MISSING, format_count, format_percent, format_short, format_tick, number
 from toolkit.pages.parts.page import Histogram, Key, Note, Table, render, script, script_policy, write_page
 
 Report = dict[str, Any]

@@ -27,14 +27,7 @@ from toolkit.pages.parts.charts import (
     evenly_spaced,
     smoothed,
 )
-from toolkit.pages.parts.number_text import (
-    MISSING,
-    finite,
-    format_percent,
-    format_seconds,
-    format_short,
-    number,
-)
+from toolkit.pages.parts.number_text import MISSING, finite, format_percent, format_seconds, format_short, number
 from toolkit.pages.parts.page import ChartCard, Note, Table, Tile, render, script, script_policy, write_page
 from toolkit.pages.parts.run_metrics import Metrics, NonFinite, column, non_finite, samples_itself, split_lines
 from toolkit.pages.parts.side_by_side import SideBySide, prompts_and_answers

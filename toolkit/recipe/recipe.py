@@ -20,14 +20,7 @@ from toolkit.recipe.combinations import refusals
 from toolkit.recipe.gone import drop_idle
 from toolkit.recipe.objectives.section import HOWS, TEMPLATE_NAMES, Comparison, Section, contradiction
 from toolkit.recipe.problems import problems_of
-from toolkit.recipe.schema import (
-    RIVALS,
-    AdapterSection,
-    AnswersSection,
-    ExportSection,
-    Sections,
-    SourceSection,
-)
+from toolkit.recipe.schema import RIVALS, AdapterSection, AnswersSection, ExportSection, Sections, SourceSection
 from toolkit.recipe.yaml_values import NOT_YAML, lines_of_keys, override_value, yaml_problem, yaml_text, yaml_value
 
 EXTENSIONS = "training.extensions"

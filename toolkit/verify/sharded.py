@@ -22,13 +22,7 @@ from toolkit.run.parts.order import parts_of
 from toolkit.run.parts.rollouts import Rollouts, RunSampler
 from toolkit.run.prepare import prepare_run
 from toolkit.run.shown.run_summary import facts_of
-from toolkit.run.stages.accelerator import (
-    build_accelerator,
-    build_plugins,
-    quiet_libraries,
-    release,
-    settled,
-)
+from toolkit.run.stages.accelerator import build_accelerator, build_plugins, quiet_libraries, release, settled
 from toolkit.run.stages.stages import OpenedRun, PreparedRun
 from toolkit.sharding.fsdp2.shards import local_tensor, state_once
 from toolkit.sharding.offload import engine_of

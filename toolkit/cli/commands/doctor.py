@@ -19,14 +19,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.ranks.launch_options import Machines
-from toolkit.cli.shared.arguments import (
-    MACHINES,
-    AsJson,
-    MachineRank,
-    MainProcessIp,
-    MainProcessPort,
-    NumMachines,
-)
+from toolkit.cli.shared.arguments import MACHINES, AsJson, MachineRank, MainProcessIp, MainProcessPort, NumMachines
 from toolkit.cli.shared.console import print_table
 from toolkit.errors import BadInputError, first_line
 from toolkit.paths import GIB, user_cache

@@ -7,17 +7,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.commands.generate import (
-    Compare,
-    Dtype,
-    MaxNewTokens,
-    Raw,
-    Seed,
-    Source,
-    System,
-    Temperature,
-    TopP,
-)
+from toolkit.cli.commands.generate import Compare, Dtype, MaxNewTokens, Raw, Seed, Source, System, Temperature, TopP
 from toolkit.cli.shared.arguments import AsJson, CpuOption, GpusOption, parse_dtype
 
 Samples = Annotated[int, typer.Option("--samples", "-n", help="Write this many completions of each prompt.")]

@@ -20,15 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from toolkit.cli.shared.signals import INTERRUPTED
-from toolkit.errors import (
-    BadInputError,
-    OwnCodeError,
-    RankError,
-    StoppedError,
-    ToolkitError,
-    first_line,
-    is_lost_peer,
-)
+from toolkit.errors import BadInputError, OwnCodeError, RankError, StoppedError, ToolkitError, first_line, is_lost_peer
 from toolkit.terminal import Terminal
 from toolkit.unix import resource
 

@@ -16,16 +16,7 @@ from toolkit.data.rows.examples import Example
 from toolkit.data.rows.sources import Source
 from toolkit.data.rows.values import RowProblem, RowValues
 from toolkit.data.samples.packing import Ints
-from toolkit.data.samples.samples import (
-    IGNORED,
-    Batch,
-    RowPrompt,
-    Rows,
-    RowSamples,
-    Samples,
-    filled_up,
-    padded,
-)
+from toolkit.data.samples.samples import IGNORED, Batch, RowPrompt, Rows, RowSamples, Samples, filled_up, padded
 from toolkit.errors import DataError, counted
 
 USUAL_NAMES = (
