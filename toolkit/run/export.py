@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,10 +39,7 @@ def export_model(run: PreparedRun, heartbeat: Heartbeat) -> tuple[Path | None, f
     folder = opened.output_dir / "export"
     dtype = dtype_of_export(settings.dtype, run.fit.dtype, has_adapter(run.inner) and not settings.merge)
     how = ExportSettings(dtype, int(settings.max_shard_gib * GIB), settings.merge)
-
-    def has_room() -> None:
-        require_room(run.inner, folder, how)
-
+    has_room = partial(require_room, run.inner, folder, how)
     ranks.on_first_rank(lambda: patiently(has_room, "the export", console.warn, heartbeat.wait))
     heartbeat.enter_phase(Phase.EXPORT)
     with Pass(console, "exporting the model"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import date
 from functools import partial
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from toolkit import ranks
 from toolkit.checkpoint.manifest import Manifest
@@ -102,7 +102,8 @@ def build_on_meta(opened: OpenedRun, tokens: PreTrainedTokenizerBase, rows: Toke
     data, padded = fitting(recipe, tokens, rows, model)
     require_room(model, tokens, recipe, data)
     packed = data.report.packing
-    attention = _choose_attention(opened, model, packed)
+    asked, compiled = recipe.model.attention, recipe.training.compile
+    attention = settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled)
     teacher = load_teacher(recipe, tokens, opened.accelerator.mixed_precision, data.train.has_images)
     if teacher is not None:
         settle_attention(teacher.model, recipe.model.attention, opened.device, opened.in_16_bits, packed, False)
@@ -139,9 +140,3 @@ def _load_on_meta(opened: OpenedRun, tokens: PreTrainedTokenizerBase, rows: Toke
     quantised = any(quantised_layers(model))
     refuse(recipe, Surroundings(is_quantised=quantised, has_images=has_images))
     return loaded
-
-
-def _choose_attention(opened: OpenedRun, model: PreTrainedModel, packed: bool) -> str:
-    """Gives the model the attention of the run; returns which one it is, and why."""
-    asked, compiled = opened.recipe.model.attention, opened.recipe.training.compile
-    return settle_attention(base_of(model), asked, opened.device, opened.in_16_bits, packed, compiled)

@@ -212,9 +212,7 @@ class Watch:
         return [place for place in self._local_ranks(time.monotonic()) if place.is_dead]
 
     def _limit_to_awake_time(self, places: list[RankStatus], now: float) -> list[RankStatus]:
-        if self._awake_since is None:
-            return places
-        return [place.at_most(now - self._awake_since) for place in places]
+        return places if self._awake_since is None else [place.at_most(now - self._awake_since) for place in places]
 
     def _local_ranks(self, now: float) -> list[RankStatus]:
         """Returns the ranks of this host. Those that have ended have no record any more."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
 from toolkit.training.extension import Extension
+from toolkit.training.loop_state import LoopState
 from toolkit.training.step import Step
-
-if TYPE_CHECKING:
-    from toolkit.training.loop_state import LoopState
 
 DATA, UPDATE = "toolkit.data", "toolkit.update"
 """Labels of the trainer's parts of a step in a trace."""

@@ -66,9 +66,7 @@ class ByteTokens:
         places = [0, *accumulate(len(text[start:end].encode()) for start, end in pairwise(cuts))]
         bounds = np.concatenate([[0], np.cumsum(self.widths[ids])])  # before each token, and the end
         found = np.searchsorted(bounds, places)
-        if bounds[-1] != places[-1] or (bounds[found] != places).any():
-            return None
-        return found[1:-1]
+        return None if bounds[-1] != places[-1] or (bounds[found] != places).any() else found[1:-1]
 
 
 def tokens_by(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -117,9 +117,7 @@ def _prompt(values: RowValues) -> str | list[Message]:
         return text_of(prompt, values.columns["prompt"])
     if (messages := values["messages"]) is not None:
         return messages_of(messages, values.columns["messages"], values.images is not None)
-    if values["instruction"] is not None:
-        return asked_of(values)
-    return []
+    return asked_of(values) if values["instruction"] is not None else []
 
 
 def _completion(prompt: str | list[Message], values: RowValues, side: str) -> Answer | Conversation:

@@ -21,9 +21,7 @@ FORMAT = 4
 
 def cache_folder(data: DataSection) -> Path:
     """Returns `data.cache_dir`, or finetune-toolkit in the user's cache."""
-    if data.cache_dir is not None:
-        return Path(os.path.expanduser(data.cache_dir))
-    return user_cache()
+    return Path(os.path.expanduser(data.cache_dir)) if data.cache_dir is not None else user_cache()
 
 
 def digest(*parts: Any) -> str:

@@ -196,9 +196,7 @@ def row_of_line(line: bytes | RowProblem, at_start: bool) -> Row:
 
 
 def _as_row(value: Any) -> Row:
-    if isinstance(value, dict):
-        return value
-    return RowProblem(f"{_json_type(value)}, not a JSON object")
+    return value if isinstance(value, dict) else RowProblem(f"{_json_type(value)}, not a JSON object")
 
 
 def _json_type(value: Any) -> str:
@@ -497,6 +495,4 @@ def _columns(ending: str, content: bytes) -> dict[str, Any] | RowProblem:
     if ending == "txt":
         return {"text": content.decode("utf-8-sig")}
     column = _COLUMN_OF.get(ending)
-    if column is not None:
-        return {column: {"bytes": content, "path": None}}
-    return {ending: content}
+    return {column: {"bytes": content, "path": None}} if column is not None else {ending: content}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -157,8 +158,4 @@ def batches_of(run: BuiltRun, held_out: Samples) -> Callable[[], Iterator[Batch]
     recipe = run.opened.recipe
     group, num_groups, part = run.opened.share
     size, limit = recipe.training.micro_batch_size, recipe.data.max_validation_samples
-
-    def batches() -> Iterator[Batch]:
-        return evaluation_batches(held_out, size, group, num_groups, limit, part)
-
-    return batches
+    return partial(evaluation_batches, held_out, size, group, num_groups, limit, part)

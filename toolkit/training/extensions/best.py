@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit import ranks
 from toolkit.errors import BadInputError, counted, did_you_mean
 from toolkit.recipe.figures import steering
 from toolkit.recipe.schema import TrainingSection
 from toolkit.training.extension import Extension
+from toolkit.training.loop_state import LoopState
 from toolkit.training.metrics import Metrics
-
-if TYPE_CHECKING:
-    from toolkit.training.loop_state import LoopState
-    from toolkit.training.step import Step
+from toolkit.training.step import Step
 
 
 class BestEvaluation(Extension):
