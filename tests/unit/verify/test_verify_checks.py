@@ -12,28 +12,13 @@ import pytest
 import torch
 import yaml
 from support.cases import cases
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from toolkit.cli.app import app
 from toolkit.errors import BadInputError
 from toolkit.recipe.recipe import Recipe
-from toolkit.verify import (
-    FAILED,
-    OK,
-    Outcome,
-    PlainRun,
-    Report,
-    Row,
-    ShardedRun,
-    compare,
-    launch,
-    plain,
-    ranks,
-)
+from toolkit.verify import FAILED, OK, Outcome, PlainRun, Report, Row, ShardedRun, compare, launch, plain, ranks
 from toolkit.verify.compare import weight_tolerance
 
 TABLES = cases(__file__)
