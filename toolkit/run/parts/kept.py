@@ -50,7 +50,7 @@ class Kept(RunPart):
             raise BadInputError(f"{FILE}: has rows with images, which are not measured; leave them out")
         changed = (
             f"checkpoint.resume: the rows of {FILE}, or how they are read, are others than those of the run up to step "
-            f"{{step}}, whose figures would not compare; bring them back, {NEW_FOLDER}"
+            f"{{step}}, if it had any, so that its figures would not compare; undo that, {NEW_FOLDER}"
         )
         self.reads.append(Read("kept", digest(rows.fingerprint), changed))
 
