@@ -40,6 +40,7 @@ from toolkit.model.adapters.adapters import (
     write_adapter,
 )
 from toolkit.model.adapters.base_file import read_base
+from toolkit.model.adapters.per_expert import write_per_expert
 from toolkit.model.beside_weights.base_files import CONFIG, GENERATION, BaseFiles
 from toolkit.model.load import auto_class, load_stored
 from toolkit.model.quantised.quantised import dequantised, quantise_loaded
@@ -188,7 +189,8 @@ def _write_tensors(source: Source, folder: Path, settings: ExportSettings) -> No
     """Writes the weights or the adapter, as they come. Collective."""
     if source.names is None:
         base, configuration, _ = source.trained_on
-        write_adapter(source.model, source.tensors, folder, settings.dtype, base, configuration)
+        written = write_adapter(source.model, source.tensors, folder, settings.dtype, base, configuration)
+        write_per_expert(source.model, written, folder)
         return
     tensors = iter(source.tensors)
     try:

@@ -16,6 +16,9 @@ from toolkit.recipe.schema import LARGEST_ALPHA
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
+PER_EXPERT = "per_expert"
+"""The folder in an adapter's, with the same adapter by expert, for servers."""
+
 _ALPHA_NEEDED = f"a number greater than 0 and up to {LARGEST_ALPHA:,.0f}"
 _DROPOUT_NEEDED = "a number of at least 0 and less than 1"
 

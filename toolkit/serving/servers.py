@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.paths import parse_json, read_foreign
+from toolkit.recipe.adapter_file import PER_EXPERT
 
 VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that vLLM's `--max-lora-rank` takes, from its default on."""
@@ -33,7 +34,7 @@ def vllm_command(export: Path) -> str:
     # Without the option the base's chat template is used, which the recipe may have replaced.
     # The base's settings lack the ends of an answer that training taught.
     settings = ["--generation-config", str(export)] if (export / "generation_config.json").is_file() else []
-    options = ["--tokenizer", str(export), *settings, "--enable-lora", *limit, "--lora-modules", f"tuned={export}"]
+    options = ["--tokenizer", str(export), *settings, "--enable-lora", *limit, "--lora-modules", _lora(export)]
     return shlex.join(["vllm", "serve", *_base_of(adapter), *options])
 
 
@@ -43,7 +44,7 @@ def sglang_command(export: Path) -> str:
     adapter = _adapter_config(export)
     if adapter is None:
         return shlex.join([*program, str(export), *_own_code(export)])
-    options = ["--tokenizer-path", str(export), "--lora-paths", f"tuned={export}"]
+    options = ["--tokenizer-path", str(export), "--lora-paths", _lora(export)]
     return shlex.join([*program, *_base_of(adapter), *options])
 
 
@@ -55,13 +56,19 @@ def adapter_problem(export: Path) -> str | None:
         "DoRA": adapter.get("use_dora"),
         "modules_to_save": set(adapter.get("modules_to_save") or []) - heads,
         # vLLM 0.32 has them for gpt-oss and the experts of Qwen3-VL and Qwen 3.5.
-        "experts in one tensor (but for few types)": adapter.get("target_parameters"),
+        "experts in one tensor (but for few types)": adapter.get("target_parameters")
+        and not (export / PER_EXPERT).is_dir(),
     }
     refused = [kind for kind, has in kinds.items() if has]
     if not refused:
         return None
     merge = shlex.join(["toolkit", "merge", str(export), "--to", "merged"])
     return f"to serve it: {merge}, because vLLM and SGLang load no adapter with {' and '.join(refused)}"
+
+
+def _lora(export: Path) -> str:
+    """Returns an adapter's name and folder, as both servers take them."""
+    return f"tuned={export / PER_EXPERT if (export / PER_EXPERT).is_dir() else export}"
 
 
 def _continues_text(export: Path) -> bool:

@@ -5,6 +5,7 @@ Reference: Hu et al., arXiv 2106.09685; rsLoRA arXiv 2312.03732; DoRA arXiv 2402
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import re
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import BadInputError, first_line
 from toolkit.model.adapters.adapter_names import NAME, PREFIX, names_in_file
 from toolkit.model.adapters.base_file import Base
-from toolkit.model.adapters.expert_adapters import as_peft_has_them, hold_by_expert
+from toolkit.model.adapters.expert_adapters import as_peft_has_them, each_expert, hold_by_expert
 from toolkit.model.adapters.started_adapter import StartedAdapter
 from toolkit.model.adapters.targets import (
     Targets,
@@ -303,8 +304,10 @@ def write_adapter(
     dtype: torch.dtype = torch.float32,
     base: str | None = None,
     configuration: str | None = None,
-) -> None:
+) -> dict[str, torch.Tensor]:
     """Writes `adapter_model.safetensors` and `adapter_config.json` as peft does; on rank 0, which has the tensors.
+
+    Returns them under peft's names, and nothing on other ranks.
 
     Args:
         tensors: whole tensors by their names in the model; those of the base are ignored.
@@ -318,18 +321,23 @@ def write_adapter(
     own = ((name, tensor) for name, tensor in tensors if name in trained)
     whole = {name: tensor.to("cpu", dtype) for name, tensor in as_peft_has_them(model, own) if tensor is not None}
     if not whole:
-        return
+        return {}
     # peft's default, auto, may ask the hub for the base's configuration.
     state = get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
     names = names_in_file(model, state)
     named = {names[name]: tensor.contiguous() for name, tensor in state.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_adapter(model, named, folder)
     Base(base, configuration, _quantisation_for_transformers(base_of(model))).write(folder)
-    config = model.peft_config[NAME]
-    # As peft's `save_pretrained` writes it.
-    inference, config.inference_mode = config.inference_mode, True
+    return state
+
+
+def save_adapter(model: peft.PeftModel, tensors: dict[str, torch.Tensor], folder: Path, **changes: Any) -> None:
+    """Writes tensors and configuration as peft's `save_pretrained` does, with changes of the configuration's fields."""
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy.copy(model.peft_config[NAME])
+    vars(config).update(changes, inference_mode=True)
     config.save_pretrained(str(folder))
-    config.inference_mode = inference
 
 
 def merged(
@@ -418,9 +426,7 @@ def _merged_experts(
         a: (experts x rank, inputs), an expert's rows one after another.
         b: (outputs, rank x experts), a rank's columns for all experts one after another, as peft has it.
     """
-    experts = weight.shape[0]
-    of_a = a.float().reshape(experts, -1, a.shape[1])
-    of_b = b.float().reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+    of_a, of_b = each_expert(a.float(), b.float(), weight.shape[0])
     product = scaling * (of_b @ of_a)
     return weight.float() + (product.mT if inputs_first else product)
 

@@ -59,6 +59,14 @@ class FileNames:
         self._model._weight_conversions = list(conversions)
         return revert_weight_conversion(self._model, state)  # type: ignore[no-any-return]
 
+    def all(self) -> Set[str]:
+        """Returns the names of all the model's tensors in files."""
+        return self._converted_names(self._conversions)
+
+    def of(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns whole blocks of tensors as files hold them, views where they are parts; tied ones keep their names."""
+        return self._converted(tensors, self._conversions)
+
     def in_files(self, tensors: Tensors) -> Tensors:
         """Yields the tensors as files hold them; one block of the model is in memory at a time.
 
@@ -87,7 +95,7 @@ class FileNames:
         yield from self._convert_block(group)
 
     def _convert_block(self, group: dict[str, torch.Tensor]) -> Tensors:
-        for name, tensor in self._converted(group, self._conversions).items():
+        for name, tensor in self.of(group).items():
             # Parts of a fused tensor share its memory, which no file can.
             is_part = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
             yield name, tensor.clone() if is_part else tensor
