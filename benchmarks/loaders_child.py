@@ -155,8 +155,10 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
         sys.modules["torchao"] = None  # type: ignore[assignment]  # the installed one is newer than older peft
         from peft import PeftModel
 
+        is_old = int(transformers.__version__.partition(".")[0]) < 5
+        folder = loaders_servers.own_folder(job["folder"]) if is_old else job["folder"]
         kept = {"num_labels": 1} if job["auto"].endswith("SequenceClassification") else {}
-        model = PeftModel.from_pretrained(auto.from_pretrained(job["base"], **plain, **kept), job["folder"])
+        model = PeftModel.from_pretrained(auto.from_pretrained(job["base"], **plain, **kept), folder)
     else:
         model = auto.from_pretrained(job["folder"], **plain)
     logits = model.eval()(input_ids=torch.tensor([loaders_servers.TOKENS])).logits

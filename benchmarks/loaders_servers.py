@@ -49,22 +49,34 @@ def mlx(job: dict[str, Any]) -> Answer:
     return {"logits": logits.tolist(), "as_base": {"tokens": own == base}}
 
 
+def own_folder(export: str) -> str:
+    """Returns the folder of an adapter for programs that have a matrix for each expert."""
+    per_expert = Path(export) / "per_expert"
+    return str(per_expert if per_expert.is_dir() else export)
+
+
 def vllm(job: dict[str, Any]) -> Answer:
-    """Loads an export by vLLM on the CPU, with its LoRA engine for an adapter, and its pooling engine for scores."""
+    """Loads an export by vLLM on the CPU, with its LoRA engine for an adapter, and its pooling engine for scores.
+
+    With lists of tokens in the job (`prompts`), the answer has 16 greedy tokens after each, of base and export.
+    """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
+    TritonExperts.apply = _experts
     scores = job["auto"].endswith("SequenceClassification")
     options: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 256,
+        "max_num_batched_tokens": 256,
         "disable_log_stats": True,
     }
     name, tokenizer, request = job["folder"], job["folder"], None
     if job["adapter"]:
         options |= {"enable_lora": True, "max_lora_rank": 8}
-        name, request = job["base"], LoRARequest("tuned", 1, job["folder"])
+        name, request = job["base"], LoRARequest("tuned", 1, own_folder(job["folder"]))
     if scores:
         options |= {"runner": "pooling"}
     else:
@@ -80,7 +92,39 @@ def vllm(job: dict[str, Any]) -> Answer:
     logits = [found[number].logprob for number in range(len(found))]
     own = engine.get_tokenizer().encode(TEXT)
     base = transformers.AutoTokenizer.from_pretrained(job["base"]).encode(TEXT)
-    return {"logits": logits, "as_base": {"tokens": own == base}}
+    greedy, prompts = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), job.get("prompts", [])
+    asked = [{"prompt_token_ids": each} for each in prompts]
+    written = [
+        [list(one.outputs[0].token_ids) for one in engine.generate(asked, greedy, lora_request=each, use_tqdm=False)]
+        for each in (None, request)
+    ]
+    return {"logits": logits, "as_base": {"tokens": own == base}, "written": written}
+
+
+def _experts(
+    self: Any, output: Any, hidden: Any, w1: Any, w2: Any, weights: Any, chosen: Any, *_: Any, **__: Any
+) -> None:
+    """Takes the place of vLLM's kernel for experts with adapters, which only GPUs have: the same sums, one by one.
+
+    The adapter's matrices are those that vLLM has read and put into its own buffers: (slots, experts, rank, inputs) and
+    (slots, experts, outputs, rank).
+    """
+    from torch.nn.functional import silu
+
+    lora = self._lora_context
+    slots = lora.punica_wrapper.token_lora_indices.tolist()
+
+    def product(weight: Any, x: Any, a: Any, b: Any, slot: int, expert: int) -> Any:
+        return weight @ x + (b[slot, expert] @ (a[slot, expert] @ x) if slot >= 0 else 0)
+
+    output.zero_()
+    for token, x in enumerate(hidden):
+        slot = slots[token] if token < len(slots) else -1
+        for share, expert in zip(weights[token], chosen[token].tolist(), strict=True):
+            first = zip(w1[expert].chunk(2), lora.w13_lora_a_stacked, lora.w13_lora_b_stacked, strict=True)
+            gate, up = (product(weight, x, a, b, slot, expert) for weight, a, b in first)
+            last = lora.w2_lora_a_stacked[0], lora.w2_lora_b_stacked[0]
+            output[token] += share * product(w2[expert], silu(gate) * up, *last, slot, expert)
 
 
 def _raw() -> Any:

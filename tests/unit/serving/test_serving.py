@@ -94,6 +94,9 @@ def test_servers_get_the_options_that_an_export_needs(base: Path, tmp_path: Path
             f"serve it: vllm serve {base} --tokenizer {adapter} --enable-lora{option} --lora-modules tuned={adapter}",
             f"      or: {model} {base} --tokenizer-path {adapter} --lora-paths tuned={adapter}",
         ]
+    mixture = save_adapter(tmp_path / "mixture", base, target_parameters=["mlp.experts.down_proj"])
+    (mixture / "per_expert").mkdir()
+    assert [line.rpartition(" ")[2] for line in how_to_serve(mixture)] == [f"tuned={mixture}/per_expert"] * 2
     pinned = save_adapter(tmp_path / "pinned", base, revision="v2")
     assert how_to_serve(pinned)[0].startswith(f"serve it: vllm serve {base} --revision v2 --tokenizer {pinned} ")
     refused: dict[str, dict[str, Any]] = {

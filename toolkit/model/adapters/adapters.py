@@ -323,7 +323,7 @@ def write_adapter(
     if not whole:
         return {}
     # peft's default, auto, may ask the hub for the base's configuration.
-    state = get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
+    state: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
     names = names_in_file(model, state)
     named = {names[name]: tensor.contiguous() for name, tensor in state.items()}
     save_adapter(model, named, folder)

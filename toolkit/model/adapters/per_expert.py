@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from toolkit.model.adapters.adapter_names import PREFIX
+from toolkit.model.adapters.adapter_names import NAME, PREFIX
 from toolkit.model.adapters.adapters import base_name, base_of, save_adapter, wrappers_of
 from toolkit.model.adapters.expert_adapters import each_expert
 from toolkit.model.weights.file_names import FileNames
@@ -34,7 +34,7 @@ def write_per_expert(model: peft.PeftModel, state: dict[str, torch.Tensor], fold
     names = FileNames(base_of(model), None) if state and model.active_peft_config.target_parameters else None
     split = None if names is None else by_expert(model, state, names)
     if names is not None and split is not None:
-        paths = {name.partition(".lora_")[0].removeprefix(PREFIX) for name in split}
+        paths = {name.partition(".lora_")[0].removeprefix(PREFIX) for name in split if ".lora_" in name}
         others = {name.rpartition(".")[0] for name in names.all()} - paths
         save_adapter(model, split, folder / PER_EXPERT, target_modules=_endings(paths, others), target_parameters=None)
 
@@ -58,7 +58,7 @@ def by_expert(
             keys = [f"{path}.{prefix}lora_{half}.weight" for half in "AB"]
             if keys[0] not in split:  # of embeddings
                 continue
-            count, base = getattr(layer, "num_experts", 1), layer.get_base_layer()
+            base, count = layer.get_base_layer(), len(split[keys[0]]) // layer.r[NAME]  # of all ranks' experts
             stacked = sum(each.ndim == 3 for each in base.parameters(recurse=False))
             if count > 1 and (getattr(base, "is_transposed", False) or len(wrappers) < stacked):
                 return None
@@ -69,9 +69,10 @@ def by_expert(
             marked[base_name(f"{path}.{parameter}")] = whole if count > 1 else whole[0]
             every_a += a.unbind()
     for name, b in names.of(marked).items():
-        if b.ndim != 2 or not name.endswith(".weight") or len(b[:, -1].unique()) > 1:
+        first, last = torch.aminmax(b[..., -1])
+        if first != last:  # several experts, or adapters, are one tensor of the files
             return None
-        a = every_a[int(b[0, -1])]
+        a = every_a[int(first)]
         for half, tensor in {"A": a, "B": b[:, :-1].to(a.dtype)}.items():
             split[f"{PREFIX}{name.removesuffix('weight')}lora_{half}.weight"] = tensor.clone(
                 memory_format=torch.contiguous_format

@@ -64,7 +64,7 @@ class FileNames:
         return self._converted_names(self._conversions)
 
     def of(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns whole blocks of tensors as files hold them, views where they are parts; tied ones keep their names."""
+        """Returns tensors of whole blocks as files hold them, parts as views; tied ones keep their names."""
         return self._converted(tensors, self._conversions)
 
     def in_files(self, tensors: Tensors) -> Tensors:

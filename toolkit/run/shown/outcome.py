@@ -26,6 +26,7 @@ from toolkit.pages.parts.side_by_side import SideBySide, last_turn
 from toolkit.pages.parts.story import Story, read_story
 from toolkit.pages.run_page import RunSummary, headline, write_report
 from toolkit.paths import is_hub_name, read_foreign
+from toolkit.recipe.adapter_file import PER_EXPERT
 from toolkit.recipe.figures import steering
 from toolkit.recipe.recipe import Recipe
 from toolkit.run.folder.finished import write_finished
@@ -203,6 +204,8 @@ def _how_to_use(export_dir: Path, recipe: Recipe, config: PretrainedConfig) -> t
     )
     is_served = spec.writes_text and not spec.encoder_decoder and adapter_problem(export_dir) is None
     is_served = is_served and (known_base or not is_adapter)
+    if recipe.export.push_to_hub and (export_dir / PER_EXPERT).is_dir():  # vLLM takes no folder of a repository
+        is_served = False
     served = vllm_command(export_dir).replace(str(export_dir), name) if is_served else ""
     return code.strip(), served
 
