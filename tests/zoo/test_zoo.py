@@ -8,29 +8,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from support.cases import cases
 
 from zoo.grid import CHECKPOINTED, FEATURES, RESULTS, Feature, Job, all_judged, judged
 from zoo.kinds import kinds_of
 
-QUICK = [
-    ("classification", "fnet"),  # mixes padding into the text
-    ("classification", "xlnet"),  # reads the last position
-    ("classification", "jamba"),  # makes a cache that it cannot use
-    ("classification", "canine"),  # has no table of words
-    ("tagging", "bert"),
-    ("preference", "mamba"),  # takes no positions
-    ("preference", "gpt_oss"),  # takes them, and rows that share a sample see each other
-    ("reward", "bloom"),
-    ("reward", "llama"),
-    ("lora", "mamba"),  # layers that peft forbids
-    ("lora", "jamba"),
-    ("plain", "llama"),
-    ("shared_rows", "ctrl"),  # scales in place what is embedded
-    ("by_block", "ctrl"),
-    ("bf16", "jamba"),
-    ("bf16", "glm4_moe"),  # its authors keep the bias of its router in float32
-    ("checkpointing", "llama4_text"),  # its router tells logits alone, and the experts are found from them
-]
+QUICK = [(feature, kind) for feature, kind in cases(__file__)["QUICK"]]
 """Feature and type."""
 
 RAN: dict[str, dict[str, str]] = json.loads(RESULTS.read_text(encoding="utf-8"))

@@ -9,6 +9,9 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import load_file
+from support.cases import cases
 from support.tiny import llama, tiny_config
 from torch import nn
 from transformers import (
@@ -31,40 +34,17 @@ from toolkit.model.adapters.adapter_checks import (
     require_one_type,
 )
 from toolkit.model.adapters.adapters import adapters_off, add_adapter, merged, state_in_layers, write_adapter
+from toolkit.model.adapters.per_expert import write_per_expert
 from toolkit.model.adapters.targets import layers_to_quantise, stacked_experts, targets_beside_experts
 from toolkit.model.load import NoTokens, load
 from toolkit.model.part_sizes import adapter_fact
 from toolkit.model.routers import find_routers
 from toolkit.model.weights.weights import Fit
+from toolkit.recipe.adapter_file import PER_EXPERT, WEIGHTS
 from toolkit.recipe.schema import AdapterSection, ExportSection, ModelSection
 
-ATTENTION = {f"self_attn.{letter}_proj" for letter in "qkvo"}
-EXPERTS = {"experts.gate_up_proj", "experts.down_proj"}
-
-
-def mlp(path: str) -> set[str]:
-    return {f"{path}.{name}_proj" for name in ("gate", "up", "down")}
-
-
-LATENT = {f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
-ADAPTED = {
-    "mixtral": ATTENTION | {f"mlp.{name}" for name in EXPERTS},
-    "qwen2_moe": ATTENTION | {f"mlp.{name}" for name in EXPERTS} | mlp("mlp.shared_expert"),
-    "deepseek_v3": LATENT | {f"mlp.{name}" for name in EXPERTS} | mlp("mlp.shared_experts") | mlp("mlp"),
-    "gpt_oss": ATTENTION | {f"mlp.{name}" for name in EXPERTS},
-    "granitemoe": ATTENTION | {f"block_sparse_moe.{name}" for name in EXPERTS},
-    "llama4_text": ATTENTION | {f"feed_forward.{name}" for name in EXPERTS} | mlp("feed_forward.shared_expert"),
-    # peft would not find its shared experts again under the names that the model has.
-    "laguna": ATTENTION
-    | {"self_attn.g_proj"}
-    | {f"mlp.{name}" for name in EXPERTS}
-    | mlp("mlp.shared_experts")
-    | mlp("mlp"),
-    "phimoe": ATTENTION | {f"mlp.{name}" for name in EXPERTS},
-    "jetmoe": {"self_attention.kv_proj"}
-    | {f"{path}.{name}_linear" for path in ("mlp", "self_attention.experts") for name in ("input", "output")},
-}
-"""Family -> what has an adapter in its blocks: every linear layer and every expert, and no router."""
+TABLES = cases(__file__)
+ADAPTED, IN_FILES = TABLES["ADAPTED"], TABLES["IN_FILES"]
 
 
 def build(family: str) -> PreTrainedModel:
@@ -122,7 +102,7 @@ def test_every_linear_layer_and_every_expert_has_an_adapter(family: str, tmp_pat
     assert before.keys() >= {name for name, _ in base.named_parameters()}
     assert before.keys() == whole.keys()
     changed = {within_block(name) for name, tensor in before.items() if not torch.equal(tensor, whole[name])}
-    assert changed == ADAPTED[family]
+    assert changed == set(ADAPTED[family])
     by_peft = copy.deepcopy(adapted).merge_and_unload().state_dict()
     for name, tensor in whole.items():
         torch.testing.assert_close(by_peft[name], tensor, rtol=0, atol=1e-6)
@@ -130,6 +110,47 @@ def test_every_linear_layer_and_every_expert_has_an_adapter(family: str, tmp_pat
     write_adapter(adapted, adapted.state_dict().items(), tmp_path)
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path))
     torch.testing.assert_close(loaded(input_ids=IDS, use_cache=False).logits, logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *((family, "all-linear") for family in IN_FILES),
+        ("qwen2_moe", r".*\.experts\..*_proj"),
+    ],  # without shared experts
+)
+def test_each_expert_has_its_rows_and_columns_for_servers(family: str, targets: str, tmp_path: Path) -> None:
+    base = build(family)
+    base.save_pretrained(tmp_path)
+    layers = {name.removesuffix(".weight") for name in load_file(tmp_path / "model.safetensors")}
+    experts, (place, files) = stacked_experts(base), IN_FILES[family]
+    adapted = adapt(base, target_modules=targets)
+    stacked = write_adapter(adapted, adapted.state_dict().items(), tmp_path)
+    write_per_expert(adapted, stacked, tmp_path)
+    found = load_file(tmp_path / PER_EXPERT / WEIGHTS)
+    config = peft.PeftConfig.from_pretrained(str(tmp_path / PER_EXPERT))
+    read = {path for path in layers if check_target_module_exists(config, path)}
+    assert read == {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in found}
+    for name in experts:
+        owner, _, leaf = name.rpartition(".")
+        inner = owner if leaf == "down_proj" else f"{owner}.base_layer"
+        a, b = (stacked[f"base_model.model.{inner}.lora_{half}.weight"] for half in "AB")
+        for expert in range(4):
+            halves = b[:, expert::4].chunk(len(files[leaf].split()))
+            for last, half in zip(files[leaf].split(), halves, strict=True):
+                path = f"base_model.model.{place.format(owner.split('.')[2], expert)}{last}"
+                assert torch.equal(found[f"{path}.lora_A.weight"], a[2 * expert : 2 * expert + 2])
+                assert torch.equal(found[f"{path}.lora_B.weight"], half)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),  # in one tensor in files, too; and vLLM wants every matrix of an expert
+    [*((each, "all-linear") for each in ("gpt_oss", "granitemoe", "jetmoe")), ("mixtral", r".*experts\.down_proj")],
+)
+def test_what_servers_have_no_name_for_is_not_written(family: str, targets: str, tmp_path: Path) -> None:
+    adapted = adapt(build(family), target_modules=targets)
+    write_per_expert(adapted, write_adapter(adapted, adapted.state_dict().items(), tmp_path), tmp_path)
+    assert not (tmp_path / PER_EXPERT).exists()
 
 
 def test_the_share_of_the_weights_with_adapters_is_told() -> None:
@@ -241,23 +262,15 @@ def test_a_router_that_is_trained_whole_is_one_router() -> None:
     assert all(isinstance(router.module, nn.Module) and ".original_module" not in router.path for router in routers)
 
 
-SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 96}
-MODELS = {
-    "distilbert": {"dim": 32, "n_heads": 2, "n_layers": 2, "hidden_dim": 64, "vocab_size": 96},
-    "bert": SMALL,
-    "roberta": SMALL,
-    "electra": {**SMALL, "embedding_size": 32},
-    "llama": {**SMALL, "num_key_value_heads": 2, "pad_token_id": 0},
-}
 AUTO: dict[str, Any] = {"texts": AutoModelForSequenceClassification, "words": AutoModelForTokenClassification}
 
 
 @pytest.mark.parametrize("kind", AUTO)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TABLES["MODELS"])
 def test_all_linear_leaves_the_head_to_be_trained_in_full(name: str, kind: str) -> None:
     section = AdapterSection(kind="lora", target_modules="all-linear")
     with torch.device("meta"):
-        model = AUTO[kind].from_config(AutoConfig.for_model(name, **MODELS[name]))
+        model = AUTO[kind].from_config(AutoConfig.for_model(name, **TABLES["MODELS"][name]))
     linear = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
     head = {path for path in linear if "classifier" in path or "score" in path}
     chosen = layers_to_quantise(model, section)

@@ -14,6 +14,7 @@ import jinja2
 import peft
 import pytest
 from safetensors.torch import load_file
+from support.cases import cases
 from support.chat_templates import CHAT_TEMPLATES, ChatTemplate, tokenizer_for
 from support.conversations import assistant, system, user
 from support.texts import make_texts
@@ -111,15 +112,7 @@ def test_servers_get_the_options_that_an_export_needs(base: Path, tmp_path: Path
     assert how_to_serve(save_adapter(tmp_path / "scores", base, task_type="SEQ_CLS")) == []
 
 
-IN_JINJA = {
-    r'\$last := ""': '% set seen = namespace(last="") %',
-    r"range \.Messages": "% for message in messages %",
-    r'(else )?if eq (\S+) ("\w*")': r"% \1if \2 == \3 %",
-    r"else": "% else %",
-    r"\$last = \.Role": "% set seen.last = message.role %",
-    r"\.Content": "{ message.content }",
-    r'(".*")': r"{ \1 }",
-}
+IN_JINJA = cases(__file__)["IN_JINJA"]
 """Actions of the Go templates that are written, and what they are in Jinja."""
 
 
