@@ -12,10 +12,11 @@ import peft
 import pytest
 import torch
 from support.cases import cases
-from support.runs import finetuned
 from support.texts import make_texts, write_rows
-from support.tiny import recipe_values, save_llama
+from support.tiny import recipe_values, save_llama, with_sections
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from toolkit import Recipe, finetune
 
 CHILD = Path(__file__).parents[2] / "benchmarks/loaders_child.py"
 TABLES = cases(__file__)
@@ -33,9 +34,8 @@ def test_vllm_writes_the_tokens_of_training(family: str, tmp_path: Path) -> None
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).save_pretrained(base)
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in make_texts(60)])
     recipe = recipe_values(base, data, tmp_path / "run", tmp_path / "cache", max_steps=10)
-    folder = str(
-        finetuned(recipe, {"adapter": {"kind": "lora", "r": 4}, "optimizer": {"learning_rate": 3e-2}}).export_dir
-    )
+    recipe = with_sections(recipe, {"adapter": {"kind": "lora", "r": 4}, "optimizer": {"learning_rate": 3e-2}})
+    folder = str(finetune(Recipe.from_mapping(recipe)).export_dir)
     job = {"folder": folder, "base": str(base), "adapter": True, "auto": "AutoModelForCausalLM", "prompts": PROMPTS}
     (tmp_path / "jobs").write_text(json.dumps({family: job}))
     place = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
