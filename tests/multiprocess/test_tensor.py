@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from support.backend import accelerated
+from support.cases import cases as tables_of
 from support.every_model import causal_kinds
 from support.plain_loop import Trained, plain_loop
 from support.ranks import meet, run_on_ranks
@@ -31,27 +32,7 @@ from toolkit.sharding.plugin import ShardingMesh, ShardingPlugin, reset_accelera
 from toolkit.sharding.tensor.moves import TensorRanks
 from toolkit.verify.plain import remove_dropout
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 5,
-    "head_dim": 8,
-}
-"""With a vocabulary that no number of ranks divides."""
-MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": False},
-    "tied llama": {"tie_word_embeddings": True},
-    "llama of one key head": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
-    "qwen3": {"tie_word_embeddings": True},
-    "gemma3_text": MIXED,
-    "glm4": {"tie_word_embeddings": False},  # MLPs whose gates and values are one matrix
-}
+TABLES = tables_of(__file__)
 KINDS = dict.fromkeys(("tied llama", "llama of one key head"), "llama")
 STEPS = 5
 
@@ -104,7 +85,8 @@ REPLICAS = [
 def model_of(case: Case) -> Any:
     """In float32, without dropout; norms and biases are not what they begin with."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(KINDS.get(case.model, case.model), **{**SIZES, **MODELS[case.model]})
+    sizes = TABLES["SIZES"] | TABLES["MODELS"][case.model]
+    config = AutoConfig.for_model(KINDS.get(case.model, case.model), **sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -44,7 +44,6 @@ from toolkit.recipe.adapter_file import PER_EXPERT, WEIGHTS
 from toolkit.recipe.schema import AdapterSection, ExportSection, ModelSection
 
 TABLES = cases(__file__)
-ADAPTED, IN_FILES = TABLES["ADAPTED"], TABLES["IN_FILES"]
 
 
 def build(family: str) -> PreTrainedModel:
@@ -85,7 +84,7 @@ def test_a_gate_that_forgets_is_no_router_and_stacks_of_unequal_lengths_are_expe
     assert shapes == {"gate_up_proj": both, "down_proj": config.n_routed_experts}
 
 
-@pytest.mark.parametrize("family", list(ADAPTED))
+@pytest.mark.parametrize("family", TABLES["ADAPTED"])
 def test_every_linear_layer_and_every_expert_has_an_adapter(family: str, tmp_path: Path) -> None:
     base = build(family)
     plain = base(input_ids=IDS, use_cache=False).logits
@@ -102,7 +101,7 @@ def test_every_linear_layer_and_every_expert_has_an_adapter(family: str, tmp_pat
     assert before.keys() >= {name for name, _ in base.named_parameters()}
     assert before.keys() == whole.keys()
     changed = {within_block(name) for name, tensor in before.items() if not torch.equal(tensor, whole[name])}
-    assert changed == set(ADAPTED[family])
+    assert changed == set(TABLES["ADAPTED"][family])
     by_peft = copy.deepcopy(adapted).merge_and_unload().state_dict()
     for name, tensor in whole.items():
         torch.testing.assert_close(by_peft[name], tensor, rtol=0, atol=1e-6)
@@ -115,7 +114,7 @@ def test_every_linear_layer_and_every_expert_has_an_adapter(family: str, tmp_pat
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        *((family, "all-linear") for family in IN_FILES),
+        *((family, "all-linear") for family in TABLES["IN_FILES"]),
         ("qwen2_moe", r".*\.experts\..*_proj"),
     ],  # without shared experts
 )
@@ -123,7 +122,7 @@ def test_each_expert_has_its_rows_and_columns_for_servers(family: str, targets: 
     base = build(family)
     base.save_pretrained(tmp_path)
     layers = {name.removesuffix(".weight") for name in load_file(tmp_path / "model.safetensors")}
-    experts, (place, files) = stacked_experts(base), IN_FILES[family]
+    experts, (place, files) = stacked_experts(base), TABLES["IN_FILES"][family]
     adapted = adapt(base, target_modules=targets)
     stacked = write_adapter(adapted, adapted.state_dict().items(), tmp_path)
     write_per_expert(adapted, stacked, tmp_path)
