@@ -21,7 +21,7 @@ from toolkit.generation.sampling import sampling
 from toolkit.generation.sampling.sample_options import SampleOptions
 from toolkit.generation.sampling.sampled_rows import PromptForm, write_rows
 from toolkit.generation.sampling.samples import Sample
-from toolkit.generation.text.complete import Drawn
+from toolkit.generation.text.draws import Drawn
 from toolkit.generation.text.rows import PromptRow
 
 TABLES = cases(__file__)
