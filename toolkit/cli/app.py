@@ -27,6 +27,7 @@ from toolkit.cli.commands.plan import plan
 from toolkit.cli.commands.recipes import recipes_app
 from toolkit.cli.commands.sample import sample
 from toolkit.cli.commands.schema import schema
+from toolkit.cli.commands.serve_check import serve_check
 from toolkit.cli.commands.status import status
 from toolkit.cli.commands.train import train
 from toolkit.cli.commands.validate import validate
@@ -117,6 +118,7 @@ COMMANDS: dict[str, dict[Any, str]] = {
         sample: "toolkit sample outputs/chat questions.jsonl --to sampled --samples 4",
         merge: "toolkit merge outputs/lora --to merged --dtype bf16",
         export: "toolkit export outputs/chat --checkpoint 400 --to exported",
+        serve_check: "toolkit serve-check http://localhost:8000 outputs/chat",
     },
 }
 """Group of the list of commands -> command -> an example of it."""

@@ -44,10 +44,10 @@ from toolkit.generation.text.complete import (
     Completion,
     Prompt,
     _continuation,
-    _room_of,
     _TextStreamer,
     complete,
     encode_prompt,
+    room_of,
     stream,
 )
 from toolkit.generation.text.evaluation import Compared, evaluate, summary
@@ -168,7 +168,7 @@ def test_the_batch_size_changes_nothing(plain: Path) -> None:
     loaded = load_model(str(plain))
     long = ["the king " * count for count in (26, 27, 29)]
     prompts = [encode_prompt(loaded, text) for text in [*PROMPTS, *long, *PROMPTS[:2]]]
-    rooms = {_room_of(loaded, prompt, GREEDY) for prompt in prompts}
+    rooms = {room_of(loaded, prompt, GREEDY) for prompt in prompts}
     assert len(rooms) > 2, "some end at the model's last position"
     alone = [complete(loaded, [prompt], GREEDY)[0] for prompt in prompts]
     for size in (2, 3, 64):

@@ -188,7 +188,7 @@ def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[
     for number, prompt in enumerate(prompts):
         # From 2 on, so that no prompt of its own shares a batch of others.
         place = number + 2 if apart else int(prompt.shown is not None)
-        batches.setdefault((_room_of(loaded, prompt, sampling), place), []).append(number)
+        batches.setdefault((room_of(loaded, prompt, sampling), place), []).append(number)
     written: dict[int, tuple[list[int], bool]] = {}
     for (room, _), numbers in batches.items():
         found = _generate(loaded, [prompts[number] for number in numbers], room, sampling)
@@ -202,12 +202,12 @@ def complete(loaded: Loaded, prompts: list[Prompt], sampling: Sampling) -> list[
 def stream(loaded: Loaded, prompt: Prompt, sampling: Sampling, write: Callable[[str], object]) -> str:
     """Completes one prompt; calls `write` with each piece of the text as soon as it is known."""
     pieces = _TextStreamer(loaded, prompt, write)
-    room = _room_of(loaded, prompt, sampling)
+    room = room_of(loaded, prompt, sampling)
     ids, _ = _generate(loaded, [prompt], room, sampling, pieces)[0]
     return _continuation(loaded, prompt.context, ids)
 
 
-def _room_of(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
+def room_of(loaded: Loaded, prompt: Prompt, sampling: Sampling) -> int:
     """Returns the most tokens that the completion can have."""
     # Before a target comes the token that it begins with.
     before = 1 if loaded.encoder_decoder else len(prompt.ids)
