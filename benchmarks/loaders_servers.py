@@ -92,7 +92,7 @@ def vllm(job: dict[str, Any]) -> Answer:
     logits = [found[number].logprob for number in range(len(found))]
     own = engine.get_tokenizer().encode(TEXT)
     base = transformers.AutoTokenizer.from_pretrained(job["base"]).encode(TEXT)
-    greedy, prompts = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), job.get("prompts", [])
+    greedy, prompts = SamplingParams(temperature=0, max_tokens=16, min_tokens=16), job.get("prompts", [])
     asked = [{"prompt_token_ids": each} for each in prompts]
     written = [
         [list(one.outputs[0].token_ids) for one in engine.generate(asked, greedy, lora_request=each, use_tqdm=False)]
@@ -102,7 +102,7 @@ def vllm(job: dict[str, Any]) -> Answer:
 
 
 def _experts(
-    self: Any, output: Any, hidden: Any, w1: Any, w2: Any, weights: Any, chosen: Any, *_: Any, **__: Any
+    self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, *_: Any, **__: Any
 ) -> None:
     """Takes the place of vLLM's kernel for experts with adapters, which only GPUs have: the same sums, one by one.
 
@@ -118,9 +118,9 @@ def _experts(
         return weight @ x + (b[slot, expert] @ (a[slot, expert] @ x) if slot >= 0 else 0)
 
     output.zero_()
-    for token, x in enumerate(hidden):
+    for token, x in enumerate(hidden_states):
         slot = slots[token] if token < len(slots) else -1
-        for share, expert in zip(weights[token], chosen[token].tolist(), strict=True):
+        for share, expert in zip(topk_weights[token], topk_ids[token].tolist(), strict=True):
             first = zip(w1[expert].chunk(2), lora.w13_lora_a_stacked, lora.w13_lora_b_stacked, strict=True)
             gate, up = (product(weight, x, a, b, slot, expert) for weight, a, b in first)
             last = lora.w2_lora_a_stacked[0], lora.w2_lora_b_stacked[0]
