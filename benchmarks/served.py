@@ -61,7 +61,7 @@ VLLM: dict[str, tuple[str, list[str], list[tuple[str, str, str]]]] = {
 EXACT = ["--type_k", "0", "--type_v", "0"]
 """Keys and values in float32."""
 
-LENGTH = {"pieces": 4}
+LENGTH = {"pieces": 3}
 """The most tokens of a run's answers, for those that repeat tokens after that."""
 
 LLAMA: dict[str, tuple[str, str, list[str], str]] = {
