@@ -34,7 +34,8 @@ def held_out_rows(source: str, count: int) -> list[PromptRow]:
         raise BadInputError(f"--rows: {source!r} is in no run's folder, which says what was held out; name a file")
     shown = parse_json(read_foreign(run / REPORT)).get("examples") or []
     wanted = dict.fromkeys(each["row"] for each in shown if each["split"] == "validation")
-    recipe = Recipe.load(run / "recipe.yaml")
+    # Paths that are not absolute are those of the command line, which start from the current folder.
+    recipe = Recipe.from_yaml((run / "recipe.yaml").read_text(encoding="utf-8"), Path(), str(run / "recipe.yaml"))
     data, found = recipe.data, dict[str, PromptRow]()
     names = short_names(paths_of(data))
     for section in (data.validation or data.train) if wanted else []:
